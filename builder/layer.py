@@ -1,0 +1,161 @@
+"""What a layer is made of: entries in one canonical order, written to sinks in one pass.
+
+The canonical form is what makes equal layers equal bytes under every executor:
+
+- entries are sorted depth first, names compared as bytes, the root directory ("") first;
+- owners are numbers, there are no names, no xattrs, no atime; only permission bits in ``mode``;
+- a directory's mtime is the epoch, any other entry's is clamped to the epoch;
+- a removed path is one ``whiteout`` entry; there are no opaque directories;
+- of several names of one file the first in order is the file, the others are ``hardlink`` entries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Kind = Literal["dir", "file", "symlink", "hardlink", "fifo", "whiteout"]
+
+WHITEOUT_PREFIX = ".wh."  # OCI image spec, "Whiteouts"
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One path of a layer.
+
+    ``path`` is relative, without leading or trailing slash; "" is the root directory. Bytes that are
+    not UTF-8 travel as surrogate escapes. ``target`` is a symlink's text, or a hard link's other path.
+    """
+
+    path: str
+    kind: Kind
+    mode: int = 0o755
+    uid: int = 0
+    gid: int = 0
+    mtime: int = 0
+    size: int = 0
+    target: str = ""
+
+    @property
+    def order(self) -> tuple[bytes, ...]:
+        return sort_key(self.path)
+
+
+# An entry with its data: an iterator of chunks for a file that has some, else None.
+Member = tuple[Entry, Iterable[bytes] | None]
+
+
+def sort_key(path: str) -> tuple[bytes, ...]:
+    """Depth first, names as bytes: a directory comes right before what it holds."""
+    return tuple(os.fsencode(part) for part in path.split("/")) if path else ()
+
+
+class Sink(Protocol):
+    """Takes a layer: ``add`` an entry, then ``write`` exactly ``entry.size`` bytes when it is a file, ``close`` once."""
+
+    def add(self, entry: Entry) -> None: ...
+    def write(self, chunk: bytes) -> None: ...
+    def close(self) -> None: ...
+
+
+def pour(members: Iterable[Member], *sinks: Sink) -> None:
+    """Send every member to every sink, reading each byte once. Errors: OSError of a sink, ValueError on wrong order or size."""
+    last: tuple[bytes, ...] | None = None
+    for entry, chunks in members:
+        order = entry.order
+        if last is not None and order <= last:
+            raise ValueError(f"layer entries out of order: {entry.path!r}")
+        last = order
+        for sink in sinks:
+            sink.add(entry)
+        left = entry.size if entry.kind == "file" else 0
+        for chunk in chunks or ():
+            left -= len(chunk)
+            for sink in sinks:
+                sink.write(chunk)
+        if left:
+            raise ValueError(f"{entry.path!r} changed while it was read: {left:+d} bytes of {entry.size} left")
+    for sink in sinks:
+        sink.close()
+
+
+class TarSink:
+    """The OCI form of a layer: an uncompressed pax tar, handed to ``out`` piece by piece."""
+
+    def __init__(self, out: Callable[[bytes], object]) -> None:
+        self._out = out
+        self._position = 0
+
+    def _put(self, data: bytes) -> None:
+        self._out(data)
+        self._position += len(data)
+
+    def _pad(self) -> None:
+        if rest := self._position % tarfile.BLOCKSIZE:
+            self._put(bytes(tarfile.BLOCKSIZE - rest))
+
+    def add(self, entry: Entry) -> None:
+        self._pad()
+        self._put(tar_header(entry))
+
+    def write(self, chunk: bytes) -> None:
+        self._put(chunk)
+
+    def close(self) -> None:
+        self._pad()
+        self._put(bytes(2 * tarfile.BLOCKSIZE))
+
+
+class DigestSink(TarSink):
+    """Hashes the tar form without keeping it; ``diff_id`` and ``size`` are valid after ``close``."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        super().__init__(self._hash.update)
+
+    @property
+    def diff_id(self) -> str:
+        return "sha256:" + self._hash.hexdigest()
+
+    @property
+    def size(self) -> int:
+        return self._position
+
+
+_TAR_TYPES = {
+    "dir": tarfile.DIRTYPE,
+    "file": tarfile.REGTYPE,
+    "symlink": tarfile.SYMTYPE,
+    "hardlink": tarfile.LNKTYPE,
+    "fifo": tarfile.FIFOTYPE,
+    "whiteout": tarfile.REGTYPE,
+}
+
+
+def tar_header(entry: Entry) -> bytes:
+    info = tarfile.TarInfo(_whiteout_name(entry.path) if entry.kind == "whiteout" else entry.path or "./")
+    info.type = _TAR_TYPES[entry.kind]
+    info.mode, info.uid, info.gid, info.mtime = entry.mode, entry.uid, entry.gid, entry.mtime
+    info.size = entry.size if entry.kind == "file" else 0
+    info.linkname = entry.target
+    return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+
+
+def _whiteout_name(path: str) -> str:
+    head, _, name = path.rpartition("/")
+    return f"{head}/{WHITEOUT_PREFIX}{name}" if head else WHITEOUT_PREFIX + name
+
+
+def read_chunks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
+    """``size`` bytes from ``read`` in chunks; ends early when the source does."""
+    while size > 0:
+        chunk = read(min(CHUNK, size))
+        if not chunk:
+            return
+        size -= len(chunk)
+        yield chunk
