@@ -111,6 +111,27 @@ class TarSink:
         self._put(bytes(2 * tarfile.BLOCKSIZE))
 
 
+def tar_stream(members: Iterable[Member]) -> Iterator[bytes]:
+    """The tar form of ``members`` as a stream of chunks of at least half a CHUNK, but the last."""
+    waiting: list[bytes] = []
+    sink = TarSink(waiting.append)
+
+    def flushed(least: int) -> Iterator[bytes]:
+        if waiting and sum(map(len, waiting)) >= least:
+            data = b"".join(waiting)
+            waiting.clear()
+            yield data
+
+    for entry, chunks in members:
+        sink.add(entry)
+        for chunk in chunks or ():
+            sink.write(chunk)
+            yield from flushed(CHUNK // 2)
+        yield from flushed(CHUNK // 2)
+    sink.close()
+    yield from flushed(1)
+
+
 class DigestSink(TarSink):
     """Hashes the tar form without keeping it; ``diff_id`` and ``size`` are valid after ``close``."""
 

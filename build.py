@@ -1,0 +1,426 @@
+#!/usr/bin/env python3
+"""Ekiben's command line: options → one call → one line of output. Heavy modules are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from builder.errors import EkibenError, UsageError
+
+if TYPE_CHECKING:
+    from builder.assemble import Product
+    from builder.chain import Chain
+    from builder.store import Store
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Errors(click.Group):
+    """Expected errors become one message and an exit code of their own; Ctrl-C is 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EkibenError as error:
+            click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+            click.echo(str(error), err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted; what was finished is kept, run the same command to go on", err=True)
+            ctx.exit(130)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        from builder.errors import nearest
+
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise UsageError(f"no command '{args[0]}'." + nearest(args[0], self.list_commands(ctx)))
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Errors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option(
+    "--store",
+    "store_path",
+    type=click.Path(path_type=Path),
+    help="The store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Print every program that is started, as a command to paste.")
+@click.pass_context
+def main(ctx: click.Context, store_path: Path | None, verbose: bool) -> None:
+    """Container images for LLM training: layered definition files become a SIF and a Docker image.
+
+    \b
+    Examples:
+      build.py image lora-opencalm              build, verify, print what to run
+      build.py plan lora-opencalm               what would run, and why
+      build.py run lora-opencalm train          run a task
+    """
+    ctx.obj = store_path
+    if verbose:
+        from builder.process import set_trace
+
+        set_trace(lambda line: click.echo(line, err=True))
+
+
+def chain_options(command: Command) -> Command:
+    command = click.option(
+        "--arg",
+        "arguments",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Bind an argument of the definition files; may repeat.",
+    )(command)
+    return click.option("--stack", help="Another stack of images/stacks/ than the recipe's own.")(command)
+
+
+def json_option(command: Command) -> Command:
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+
+
+@main.command()
+@click.argument("recipes", nargs=-1, required=True, metavar="RECIPE…")
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(["sif", "docker", "oci"]),
+    help="What to make; may repeat. Default: sif, and docker when a daemon answers.",
+)
+@click.option(
+    "--engine",
+    default="auto",
+    show_default=True,
+    metavar="auto|apptainer|buildah|docker",
+    help="What runs the %post scripts.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the file goes (default: ./<recipe>.sif).")
+@click.option("--flat", is_flag=True, help="One squashfs partition in the SIF, for tools that read only the first.")
+@click.option("--locked", is_flag=True, help="Refuse what cannot be had exactly as locked.")
+@click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
+@chain_options
+@json_option
+@click.pass_obj
+def image(
+    store_path: Path | None,
+    recipes: tuple[str, ...],
+    formats: tuple[str, ...],
+    output: Path | None,
+    flat: bool,
+    no_verify: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Build a recipe's image, verify it, and say how to run it.
+
+    \b
+    Examples:
+      build.py image lora-opencalm
+      build.py image hello --format sif -o /tmp/hello.sif
+      build.py image ../my-recipes/chatbot --engine apptainer
+    """
+    if output and len(recipes) * max(1, len(set(formats) - {"docker"})) > 1:
+        raise UsageError("-o names one file; build one recipe in one format, or leave -o out")
+    results = [make_image(store_path, recipe, formats, output, flat, not no_verify, **options) for recipe in recipes]
+    if as_json:
+        click.echo(json.dumps(results if len(results) > 1 else results[0], indent=1))
+    else:
+        for result in results:
+            click.echo(summary(result))
+
+
+def make_image(
+    store_path: Path | None,
+    recipe: str,
+    formats: tuple[str, ...],
+    output: Path | None,
+    flat: bool,
+    check: bool,
+    *,
+    engine: str,
+    locked: bool,
+    stack: str | None,
+    arguments: tuple[str, ...],
+) -> dict[str, Any]:
+    from builder.assemble import deliver
+    from builder.pipeline import Options, plan
+    from builder.progress import Progress
+    from builder.verify import verify
+
+    store, chain, progress = open_store(store_path), resolved(recipe, stack, arguments), Progress()
+    actions = plan(chain, store)
+    missing = [action for action in actions if not action.stored]
+    told = f"{len(missing)} of {len(actions)} layers to build" if missing else f"all {len(actions)} layers are stored"
+    progress.tell(f"{chain.recipe.name}: {told}")
+    options = Options(engine=engine, locked=locked, mirror=bound(arguments).get("mirror"))
+    built, products = deliver(chain, store, options, progress, formats=formats, output=output, flat=flat)
+    checks = verify(built, store, products, progress) if check else []
+    return {
+        "recipe": chain.recipe.name, "stack": chain.stack.name, "name": built.name, "image": built.image_id,
+        "size": built.size,
+        "layers": [{"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size} for layer in built.layers],
+        "built": [action.layer.name for action in missing],
+        "products": [{"kind": item.kind, "place": item.place, "size": item.size, "made": item.made} for item in products],
+        "checks": [{"runtime": item.runtime, "seconds": item.seconds, "known": item.known} for item in checks],
+        "run": run_lines(chain, products),
+    }  # fmt: skip
+
+
+def run_lines(chain: Chain, products: list[Product]) -> list[str]:
+    """The commands that run the image, as a user pastes them."""
+    task = next(iter(chain.recipe.file.tasks), "")
+    lines = []
+    for item in products:
+        if item.kind == "sif":
+            lines.append(f"singularity exec --nv {item.place} {task}")
+            lines.append(f"apptainer exec --nv {item.place} {task}")
+        elif item.kind == "docker":
+            lines.append(f"docker run --rm --gpus all {item.place.removesuffix(':latest')} {task}")
+        else:
+            lines.append(f"docker load -i {item.place}")
+    return lines
+
+
+def summary(result: dict[str, Any]) -> str:
+    lines = [
+        f"image   {result['name']}  {result['image'][:19]}  {size(result['size'])} in {len(result['layers'])} layers"
+    ]
+    for item in result["products"]:
+        label = "docker" if item["kind"] == "docker" else "file"
+        lines.append(f"{label:<7} {item['place']}  {size(item['size'])}{'' if item['made'] else '  (was there)'}")
+    for check in result["checks"]:
+        lines.append(
+            f"tested  under {check['runtime']}, {check['seconds']:.0f} s{' (before, same image)' if check['known'] else ''}"
+        )
+    if not result["checks"]:
+        lines.append(
+            "tested  no: nothing here can run the image; `build.py verify` does it where Apptainer or Docker is"
+        )
+    return "\n".join(lines + [f"run     {line}" for line in result["run"]])
+
+
+def size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
+def open_store(path: Path | None) -> Store:
+    from builder.store import Store, default_root
+
+    return Store(path.expanduser().absolute() if path else default_root())
+
+
+def bound(arguments: tuple[str, ...]) -> dict[str, str]:
+    pairs = [item.partition("=") for item in arguments]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise UsageError(f"--arg {name}: expected NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def resolved(recipe: str, stack: str | None, arguments: tuple[str, ...]) -> Chain:
+    from builder.chain import resolve
+    from builder.recipe import find_recipe
+
+    return resolve(find_recipe(recipe), stack=stack, arguments=bound(arguments))
+
+
+@main.command()
+@click.argument("recipe")
+@chain_options
+@json_option
+@click.pass_obj
+def plan(store_path: Path | None, recipe: str, stack: str | None, arguments: tuple[str, ...], as_json: bool) -> None:
+    """Say what would run and why, layer by layer. Nothing is run or written.
+
+    \b
+    Example:
+      build.py plan lora-opencalm
+    """
+    from builder.pipeline import plan as make_plan
+
+    actions = make_plan(resolved(recipe, stack, arguments), open_store(store_path))
+    if as_json:
+        rows = [{"layer": a.layer.name, "kind": a.layer.kind, "cache_key": a.layer.cache_key, "stored": a.stored is not None,
+                 "reason": a.reason, "inputs": a.layer.inputs} for a in actions]  # fmt: skip
+        click.echo(json.dumps(rows, indent=1))
+        return
+    width = max(len(action.layer.name) for action in actions)
+    for action in actions:
+        word = "keep " if action.stored else "build"
+        click.echo(f"{word}  {action.layer.name:<{width}}  {action.layer.cache_key[:12]}  {action.reason}")
+
+
+@main.command()
+@click.argument("recipe")
+@click.option(
+    "--to", "target", type=click.Choice(["dockerfile", "def"]), required=True, help="Which kind of plain file."
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="An empty folder (default: ./<recipe>-<kind>).")
+@chain_options
+def render(recipe: str, target: str, output: Path | None, stack: str | None, arguments: tuple[str, ...]) -> None:
+    """Write the chain as one plain Dockerfile or definition file, in a folder with the files it copies.
+
+    \b
+    Examples:
+      build.py render lora-opencalm --to dockerfile -o context
+      build.py render lora-opencalm --to def
+    """
+    from builder.render import render as write
+
+    click.echo(write(resolved(recipe, stack, arguments), target, output or Path(f"{Path(recipe).name}-{target}")))
+
+
+@main.command(name="list")
+@json_option
+@click.pass_obj
+def list_(store_path: Path | None, as_json: bool) -> None:
+    """List the recipes and the images in the store.
+
+    \b
+    Example:
+      build.py list
+    """
+    from builder.recipe import find_recipe, recipe_folders
+
+    store = open_store(store_path)
+    images = store.images()
+    rows: list[dict[str, Any]] = [{"recipe": name, "description": find_recipe(name).file.description,
+             "image": images.get(name, {}).get("config")} for name in recipe_folders()]  # fmt: skip
+    rows += [
+        {"recipe": name, "description": "", "image": ref["config"]}
+        for name, ref in images.items()
+        if name not in {row["recipe"] for row in rows}
+    ]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    width = max(len(row["recipe"]) for row in rows)
+    for row in rows:
+        click.echo(f"{row['recipe']:<{width}}  {(row['image'] or 'not built')[:19]:<19}  {row['description']}")
+
+
+@main.command()
+@click.argument("image", metavar="RECIPE|FILE.sif")
+@json_option
+@click.pass_obj
+def inspect(store_path: Path | None, image: str, as_json: bool) -> None:
+    """Say what an image in the store, or a SIF file, is made of.
+
+    \b
+    Examples:
+      build.py inspect lora-opencalm
+      build.py inspect ./lora-opencalm.sif --json
+    """
+    from builder.inspect import describe, text
+
+    about = describe(image, open_store(store_path))
+    click.echo(json.dumps(about, indent=1) if as_json else text(about))
+
+
+@main.command()
+@click.argument("recipe")
+@click.option(
+    "--sif", type=click.Path(path_type=Path), help="The file to test (default: ./<recipe>.sif when it is there)."
+)
+@chain_options
+@json_option
+@click.pass_obj
+def verify(
+    store_path: Path | None, recipe: str, sif: Path | None, stack: str | None, arguments: tuple[str, ...], as_json: bool
+) -> None:
+    """Prove an image again: every blob's digest, and every %test in the finished image on the runtimes here.
+
+    \b
+    Example:
+      build.py verify lora-opencalm
+    """
+    from builder.inspect import prove
+
+    checks = prove(resolved(recipe, stack, arguments), open_store(store_path), sif)
+    if as_json:
+        click.echo(json.dumps([{"runtime": item.runtime, "seconds": item.seconds} for item in checks], indent=1))
+    else:
+        for item in checks:
+            click.echo(f"passed under {item.runtime}, {item.seconds:.0f} s")
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("recipe")
+@click.argument("words", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
+@click.option("--cpu", is_flag=True, help="Without GPUs, even when there are some.")
+@click.option("--sif", type=click.Path(path_type=Path), help="The file to run (default: ./<recipe>.sif).")
+@click.option("--dry-run", is_flag=True, help="Print the command, run nothing.")
+def run(recipe: str, words: tuple[str, ...], cpu: bool, sif: Path | None, dry_run: bool) -> None:
+    """Run a task of a recipe's image: Apptainer or SingularityCE with the SIF, else Docker.
+
+    \b
+    Examples:
+      build.py run lora-opencalm train -- --smoke
+      build.py run hello --cpu
+    """
+    import shlex
+
+    from builder.launch import command, gpus_here
+    from builder.recipe import find_recipe
+
+    found = find_recipe(recipe)
+    if words:
+        found.task(words[0])
+    argv = command(found.name, sif or Path(f"{found.name}.sif"), f"ekiben/{found.name}:latest", words,
+                   gpu=not cpu and gpus_here(), environment=os.environ)  # fmt: skip
+    click.echo(f"+ {shlex.join(argv)}", err=not dry_run)
+    if not dry_run:
+        sys.stdout.flush()
+        os.execvp(argv[0], argv)
+
+
+@main.command()
+@click.argument("images", nargs=-1, metavar="[IMAGE…]")
+@click.option("--dry-run", is_flag=True, help="Say what would go, remove nothing.")
+@click.pass_obj
+def prune(store_path: Path | None, images: tuple[str, ...], dry_run: bool) -> None:
+    """Make room: forget the named images, then remove every blob no image needs.
+
+    \b
+    Examples:
+      build.py prune --dry-run
+      build.py prune hello
+    """
+    gone = open_store(store_path).prune(forget=images, dry_run=dry_run)
+    total = sum(count for _, count in gone)
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(gone)} blobs, {size(total)}")
+
+
+@main.command()
+@click.argument("stack", default="cu130")
+@click.option(
+    "--check", is_flag=True, help="Change nothing; say what is out of date and end with exit code 9 if something is."
+)
+def lock(stack: str, check: bool) -> None:
+    """Refresh a stack's lock files from its .in files.
+
+    \b
+    Examples:
+      build.py lock
+      build.py lock cu130 --check
+    """
+    from builder.lock import refresh
+
+    for line in refresh(stack, check=check):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

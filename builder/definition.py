@@ -1,0 +1,307 @@
+"""Reads definition files: https://apptainer.org/docs/user/latest/definition_files.html
+
+A faithful reader: section bodies are kept to the byte (heredocs, tabs, case). All problems of a file are
+reported together, each with its line and the nearest known name.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+from builder.errors import DefinitionError, nearest
+
+HEADERS = ("bootstrap", "from", "stage", "osversion", "mirrorurl", "include", "registry", "namespace", "fingerprints")
+SECTIONS = ("arguments", "files", "post", "environment", "labels", "test", "help", "runscript", "startscript")
+BOOTSTRAPS = ("localimage", "debootstrap", "docker")
+REFUSED = {
+    "setup": "it runs on the host, outside any cache key; do the work in %post",
+    "pre": "it runs on the host, outside any cache key; do the work in %post",
+    "appinstall": "SCIF apps are not supported; a recipe's tasks take their place",
+}
+
+_SECTION = re.compile(r"%([A-Za-z]+)\b[ \t]*(.*)")
+_HEADER = re.compile(r"([A-Za-z]+)[ \t]*:[ \t]*(.*)")
+_ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+_EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One line of %files: ``source`` relative to the folder that holds images/, or a path in ``stage``."""
+
+    source: str
+    destination: str
+    stage: str | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One header with its sections; a file has one, or several that hand files to the last."""
+
+    name: str | None
+    header: Mapping[str, str]
+    arguments: Mapping[str, str]
+    files: tuple[Copy, ...] = ()
+    post: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    test: str = ""
+    help: str = ""
+    runscript: str = ""
+
+    @property
+    def bootstrap(self) -> str:
+        return self.header["bootstrap"]
+
+    @property
+    def parent(self) -> str | None:
+        """The definition this stage stands on: ``From: python.sif`` names ``python``."""
+        return Path(self.header["from"]).name.removesuffix(".sif") if self.bootstrap == "localimage" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A definition file. ``root`` is the folder that holds its images/ folder: %files paths start there."""
+
+    name: str
+    path: Path
+    root: Path
+    text: str
+    stages: tuple[Stage, ...]
+
+    @property
+    def final(self) -> Stage:
+        return self.stages[-1]
+
+
+def read_definition(path: Path, *, root: Path, arguments: Mapping[str, str] | None = None) -> Definition:
+    """Read ``path`` with ``arguments`` bound over its own %arguments; names it does not declare are left to others.
+
+    Errors: DefinitionError listing every problem of the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DefinitionError(f"{path}: cannot be read: {error}") from error
+    return _Reader(path, text).read(root, arguments or {})
+
+
+def declared_arguments(path: Path) -> set[str]:
+    """The names in a file's %arguments, for telling which of a stack's arguments nobody uses."""
+    return {name for part in _split(path.read_text(encoding="utf-8")) if part.name == "arguments"
+            for name in _assignments(part.body)}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Part:
+    """A run of lines: a header (``name`` "") or a section; ``line`` is the number of its first body line."""
+
+    name: str
+    words: str
+    line: int
+    body: list[str]
+
+
+def _split(text: str) -> Iterator[_Part]:
+    part = _Part("", "", 1, [])
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := _SECTION.match(line):
+            yield part
+            part = _Part(match[1].lower(), match[2].split(" #")[0].strip(), number + 1, [])
+        elif (part.name and part.name != "post" and _is_header_start(line)) or (part.name == "post" and re.match(r"Bootstrap[ \t]*:", line)):
+            yield part
+            part = _Part("", "", number, [line])
+        else:
+            part.body.append(line)
+    yield part
+
+
+def _is_header_start(line: str) -> bool:
+    return re.match(r"bootstrap[ \t]*:", line, re.IGNORECASE) is not None
+
+
+def _assignments(lines: list[str]) -> dict[str, str]:
+    pairs = (line.strip().partition("=") for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    return {name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals}
+
+
+class _Reader:
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text = path, text
+        self.problems: list[str] = []
+
+    def problem(self, line: int, message: str) -> None:
+        self.problems.append(f"{self.path}:{line}: {message}")
+
+    def give_up(self) -> NoReturn:
+        raise DefinitionError("\n".join(self.problems))
+
+    def read(self, root: Path, given: Mapping[str, str]) -> Definition:
+        groups: list[list[_Part]] = []
+        for part in _split(self.text):
+            if not part.name:
+                groups.append([part])
+            elif not groups:
+                groups.append([_Part("", "", 1, []), part])
+            else:
+                groups[-1].append(part)
+        stages = tuple(self.stage(group, given) for group in groups)
+        names = [stage.name for stage in stages if stage.name]
+        for earlier, stage in enumerate(stages):
+            for copy in stage.files:
+                if copy.stage and copy.stage not in names[:earlier]:
+                    self.problem(copy.line, f"%files from {copy.stage}: no such stage before this one."
+                                 + nearest(copy.stage, names[:earlier]))  # fmt: skip
+        if self.problems:
+            self.give_up()
+        return Definition(name=self.path.stem, path=self.path, root=root, text=self.text, stages=stages)
+
+    def stage(self, parts: list[_Part], given: Mapping[str, str]) -> Stage:
+        arguments = self.arguments(parts, given)
+        used: set[str] = set()
+        bound = [replace_part(part, self.bind(part, arguments, used)) for part in parts if part.name != "arguments"]
+        for name in sorted(set(arguments) - used):
+            self.problem(next(part.line for part in parts if part.name == "arguments"),
+                         f"argument '{name}' is declared and never used; remove it or write {{{{ {name} }}}}")  # fmt: skip
+        header = self.header(bound[0])
+        sections = self.sections(bound[1:])
+        return Stage(
+            name=header.get("stage"),
+            header=header,
+            arguments=arguments,
+            files=tuple(copy for part in bound if part.name == "files" for copy in self.files(part)),
+            environment=self.environment(sections.get("environment")),
+            labels=self.labels(sections.get("labels")),
+            **{name: "\n".join(sections[name].body).strip("\n") + "\n" for name in ("post", "test", "help", "runscript")
+               if name in sections and any(line.strip() for line in sections[name].body)},
+        )  # fmt: skip
+
+    def arguments(self, parts: list[_Part], given: Mapping[str, str]) -> dict[str, str]:
+        arguments: dict[str, str] = {}
+        for part in parts:
+            if part.name == "arguments":
+                arguments |= _assignments(part.body)
+        return {name: given.get(name, default) for name, default in arguments.items()}
+
+    def bind(self, part: _Part, arguments: Mapping[str, str], used: set[str]) -> list[str]:
+        def value(match: re.Match[str]) -> str:
+            name = match[1]
+            used.add(name)
+            if name not in arguments:
+                known = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
+                self.problem(part.line + number, known)
+                return ""
+            return arguments[name]
+
+        lines = []
+        for number, line in enumerate(part.body):
+            lines.append(_ARGUMENT.sub(value, line))
+        return lines
+
+    def header(self, part: _Part) -> dict[str, str]:
+        header: dict[str, str] = {}
+        for number, line in enumerate(part.body, part.line):
+            text = line.split(" #")[0].strip()
+            if not text or text.startswith("#"):
+                continue
+            match = _HEADER.fullmatch(text)
+            if not match:
+                self.problem(number, f"expected 'Key: value' or a %section, found: {text}")
+            elif match[1].lower() not in HEADERS:
+                self.problem(number, f"unknown key '{match[1]}'." + nearest(match[1].lower(), HEADERS))
+            else:
+                header[match[1].lower()] = match[2].strip()
+        return self.checked_header(header, part.line)
+
+    def checked_header(self, header: dict[str, str], line: int) -> dict[str, str]:
+        bootstrap = header.setdefault("bootstrap", "")
+        if bootstrap not in BOOTSTRAPS:
+            said = f"'Bootstrap: {bootstrap}' is not supported." if bootstrap else "no 'Bootstrap:' key."
+            self.problem(line, said + nearest(bootstrap, BOOTSTRAPS))
+        elif bootstrap == "debootstrap" and not header.get("osversion"):
+            self.problem(line, "Bootstrap: debootstrap needs 'OSVersion: <suite>'")
+        elif bootstrap != "debootstrap" and not header.get("from"):
+            self.problem(line, f"Bootstrap: {bootstrap} needs 'From:'")
+        elif bootstrap == "docker" and not _DIGEST.search(header["from"]):
+            self.problem(
+                line, f"From: {header['from']} is a tag that can move; pin it: {header['from']}@sha256:<digest>"
+            )
+        header.setdefault("from", "")
+        return header
+
+    def sections(self, parts: list[_Part]) -> dict[str, _Part]:
+        sections: dict[str, _Part] = {}
+        for part in parts:
+            if part.name in REFUSED:
+                self.problem(part.line - 1, f"%{part.name} is refused: {REFUSED[part.name]}")
+            elif part.name not in SECTIONS:
+                self.problem(part.line - 1, f"unknown section %{part.name}." + nearest(part.name, SECTIONS))
+            elif part.name in sections and part.name != "files":
+                self.problem(part.line - 1, f"%{part.name} appears twice; put both in one")
+            elif part.words and part.name not in ("files", "post"):
+                self.problem(part.line - 1, f"%{part.name} takes no words: {part.words}")
+            elif part.name == "post" and part.words:
+                self.problem(part.line - 1, f"%post {part.words}: only /bin/sh runs here; start another shell inside")
+            sections[part.name] = part
+        return sections
+
+    def files(self, part: _Part) -> Iterator[Copy]:
+        words = part.words.split()
+        stage = words[1] if len(words) == 2 and words[0] == "from" else None
+        if words and stage is None:
+            self.problem(part.line - 1, f"%files {part.words}: expected '%files' or '%files from <stage>'")
+        for number, line in enumerate(part.body, part.line):
+            try:
+                paths = shlex.split(line, comments=True)
+            except ValueError as error:
+                self.problem(number, f"%files: {error}: {line.strip()}")
+                continue
+            if len(paths) in (1, 2):
+                yield Copy(paths[0], paths[-1] if paths[-1].startswith("/") else "/" + paths[-1], stage, number)
+            elif paths:
+                self.problem(number, f"%files wants 'source [destination]', found {len(paths)} words: {line.strip()}")
+
+    def environment(self, part: _Part | None) -> dict[str, str]:
+        environment: dict[str, str] = {}
+        for number, line in enumerate(part.body if part else [], part.line if part else 0):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            match = _EXPORT.fullmatch(text)
+            try:
+                words = shlex.split(match[2], comments=True) if match else []
+            except ValueError:
+                words = ["", ""]
+            if not match or len(words) > 1:
+                # A Docker image's environment is a table of values, not a script.
+                self.problem(number, f"%environment takes only 'export NAME=value' lines, found: {text}")
+            else:
+                environment[match[1]] = words[0] if words else ""
+        return environment
+
+    def labels(self, part: _Part | None) -> dict[str, str]:
+        labels: dict[str, str] = {}
+        for line in part.body if part else []:
+            name, _, value = line.strip().partition(" ")
+            if name and not name.startswith("#"):
+                labels[name] = value.strip()
+        return labels
+
+
+def replace_part(part: _Part, body: list[str]) -> _Part:
+    return replace(part, body=body)
+
+
+def expand(environment: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """``inherited`` with ``environment`` on top; ``$NAME`` and ``${NAME}`` stand for what came before."""
+    result = dict(inherited)
+    for name, value in environment.items():
+        result[name] = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda m: result.get(m[1] or m[2], ""), value)
+    return result

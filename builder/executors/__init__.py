@@ -1,0 +1,100 @@
+"""What runs a layer's %post. An executor is a module that fits one Protocol; the dict below names them all."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+from builder.capture import BUILD_MOUNT
+from builder.errors import EngineError, UsageError, nearest
+from builder.store import Store, StoredLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A script to run as root on a stack of layers, bottom first.
+
+    ``mount`` is a host folder that appears at /run/ekiben (it holds run.sh), ``cache`` one that appears at
+    /run/ekiben/cache; ``scratch`` is a folder for the executor's own use that goes away afterwards.
+    """
+
+    name: str
+    store: Store
+    lower: Sequence[StoredLayer]
+    mount: Path
+    cache: Path
+    scratch: Path
+    log: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a job changed: a tar of the overlay's upper directory (see builder.capture)."""
+
+    archive: IO[bytes]
+    deleted: Collection[str] = ()
+    opaque: Collection[str] = ()
+
+
+class JobFailed(Exception):
+    def __init__(self, returncode: int) -> None:
+        super().__init__(f"exit code {returncode}")
+        self.returncode = returncode
+
+
+class Executor(Protocol):
+    """As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
+
+    def unavailable(self) -> str | None:
+        """Why this executor cannot be used here, or None."""
+
+    def execute(self, job: Job) -> AbstractContextManager[Changes]:
+        """Run the job; inside the context its changes can be read, once. Errors: JobFailed, EngineError."""
+
+    def try_run(self, job: Job) -> None:
+        """Run the job and forget its changes. Errors: JobFailed, EngineError."""
+
+
+# In order of preference: no daemon and no root first. Loaded when asked for: docker's SDK alone takes 0.15 s.
+EXECUTORS = {name: f"builder.executors.{name}" for name in ("apptainer", "buildah", "docker")}
+
+
+def load(name: str) -> Executor:
+    if name not in EXECUTORS:
+        raise UsageError(f"no engine '{name}'." + nearest(name, EXECUTORS))
+    return cast(Executor, import_module(EXECUTORS[name]))
+
+
+def choose(engine: str) -> tuple[str, Executor, str]:
+    """The executor to use, and why. ``auto`` takes the first that can. Errors: EngineError with each one's reason."""
+    if engine != "auto":
+        executor = load(engine)
+        if reason := executor.unavailable():
+            raise EngineError(f"engine {engine} cannot be used here: {reason}")
+        return engine, executor, "asked for"
+    reasons = []
+    for name in EXECUTORS:
+        executor = load(name)
+        if (reason := executor.unavailable()) is None:
+            return name, executor, "; ".join([*reasons, "usable here"])
+        reasons.append(f"{name}: {reason}")
+    raise EngineError("no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
+                      hint="`sh builder/bootstrap.sh --engine` installs one, or prints what to ask the administrator for")  # fmt: skip
+
+
+def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:
+    """run.sh: the same environment and the same first steps under every executor."""
+    (mount / "post.sh").write_text(script)
+    (mount / "cache").mkdir(exist_ok=True)
+    words = " \\\n  ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(environment.items()))
+    (mount / "run.sh").write_text(
+        "umask 022\ncd /\n"
+        # Only files are in it, so directories that exist keep their owners and modes.
+        f"[ ! -e /{BUILD_MOUNT}/files.tar ] || tar --no-same-owner -xf /{BUILD_MOUNT}/files.tar || exit\n"
+        f"exec env -i \\\n  {words} \\\n  /bin/sh -e /{BUILD_MOUNT}/post.sh </dev/null\n"
+    )

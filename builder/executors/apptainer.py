@@ -1,0 +1,138 @@
+"""Apptainer or SingularityCE, rootless with --fakeroot or as root: the layers below are squashfs overlays, read only,
+and what the script changes lands in an upper directory of its own. Nothing is unpacked."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from builder.capture import BUILD_MOUNT
+from builder.errors import EngineError
+from builder.executors import Changes, Job, JobFailed
+from builder.process import Argv, piped, run, stream, which
+
+_OVERLAY_MARKS = (".wh..opq", ".wh..wh..opq")  # fuse-overlayfs's way to say opaque
+
+
+def program() -> str | None:
+    return which("apptainer", "singularity")
+
+
+def unavailable() -> str | None:
+    found = program()
+    if found is None:
+        return "neither apptainer nor singularity is on PATH"
+    if os.geteuid() == 0:
+        return None
+    if (reason := _no_user_namespaces()) is not None:
+        return reason
+    user = getpass.getuser()
+    if not any(_has_range(Path(table), user) for table in ("/etc/subuid",)) or not _has_range(
+        Path("/etc/subgid"), user
+    ):
+        return f"no subordinate ids for {user} in /etc/subuid and /etc/subgid; ask the administrator for: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
+    if which("newuidmap") is None:
+        return "newuidmap is missing (package uidmap, or shadow-utils)"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse cannot be opened, and squashfs cannot be mounted without it or root"
+    return None
+
+
+def _no_user_namespaces() -> str | None:
+    if run(["unshare", "--user", "true"], check=False).returncode == 0:
+        return None
+    for knob, wanted in (("kernel.apparmor_restrict_unprivileged_userns", "0"), ("kernel.unprivileged_userns_clone", "1"),
+                         ("user.max_user_namespaces", "15000")):  # fmt: skip
+        place = Path("/proc/sys") / knob.replace(".", "/")
+        if place.exists() and (place.read_text().strip() == "0") == (wanted != "0"):
+            return f"user namespaces are switched off; ask the administrator for: sysctl -w {knob}={wanted}"
+    return "user namespaces are not allowed here (a container without them, or a hardened kernel)"
+
+
+def _has_range(table: Path, user: str) -> bool:
+    if not table.exists():
+        return False
+    owner = re.compile(rf"^({re.escape(user)}|{os.getuid()}):\d+:\d+", re.MULTILINE)
+    return owner.search(table.read_text()) is not None
+
+
+@contextlib.contextmanager
+def execute(job: Job) -> Iterator[Changes]:
+    overlay = job.scratch / "overlay"
+    overlay.mkdir()
+    try:
+        _execute(job, overlay)
+        upper = overlay / "upper"
+        marked = _find_marks(job, upper)
+        with piped(_inside(job, upper, ["tar", "-C", f"/{BUILD_MOUNT}", *_TAR, "."])) as archive:
+            yield Changes(archive, opaque=marked)
+    finally:
+        _remove(job, overlay)
+
+
+def try_run(job: Job) -> None:
+    overlay = job.scratch / "overlay"
+    overlay.mkdir()
+    try:
+        _execute(job, overlay)
+    finally:
+        _remove(job, overlay)
+
+
+_TAR = ("--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
+        "--xattrs", "--xattrs-include=*.overlay.opaque")  # fmt: skip
+
+
+def _execute(job: Job, overlay: Path) -> None:
+    work = job.scratch / "work"
+    work.mkdir(exist_ok=True)
+    bottom, *others = [job.store.blob_path(layer.digest) for layer in job.lower]
+    argv = [*_base_argv(), "--workdir", work, "--overlay", overlay]
+    for path in reversed(others):
+        argv += ["--overlay", f"{path}:ro"]
+    argv += ["--bind", f"{job.mount}:/{BUILD_MOUNT}", "--bind", f"{job.cache}:/{BUILD_MOUNT}/cache"]
+    code = stream([*argv, bottom, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"], job.log, env=_environment())
+    if code:
+        raise JobFailed(code)
+
+
+def _base_argv() -> list[str | Path]:
+    found = program()
+    if found is None:
+        raise EngineError("neither apptainer nor singularity is on PATH")
+    fakeroot = [] if os.geteuid() == 0 else ["--fakeroot"]
+    return [found, "--quiet", "exec", *fakeroot, "--cleanenv", "--contain", "--no-home", "--pwd", "/"]
+
+
+def _environment() -> dict[str, str]:
+    """A user's own APPTAINER_* settings (binds, overlays, --nv) are for running images, not for building them."""
+    return {name: value for name, value in os.environ.items()
+            if not name.startswith(("APPTAINER", "SINGULARITY")) or name.endswith(("_TMPDIR", "_CACHEDIR"))}  # fmt: skip
+
+
+def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
+    """The bottom layer's own tools on ``folder``, with the owners seen as the script saw them."""
+    if os.geteuid() == 0:
+        return [word.replace(f"/{BUILD_MOUNT}", str(folder)) for word in command]
+    bottom = job.store.blob_path(job.lower[0].digest)
+    return [*_base_argv(), "--bind", f"{folder}:/{BUILD_MOUNT}", bottom, *command]
+
+
+def _find_marks(job: Job, upper: Path) -> set[str]:
+    names = [word for mark in _OVERLAY_MARKS for word in ("-o", "-name", mark)][1:]
+    found = run(_inside(job, upper, ["find", f"/{BUILD_MOUNT}", *names]), env=_environment()).stdout
+    place = str(upper) if os.geteuid() == 0 else f"/{BUILD_MOUNT}"
+    return {os.path.dirname(line)[len(place) :].strip("/") for line in found.splitlines()}
+
+
+def _remove(job: Job, overlay: Path) -> None:
+    """Files of subordinate ids can only be removed from inside."""
+    shutil.rmtree(overlay, ignore_errors=True)
+    if overlay.exists():
+        run(_inside(job, overlay, ["find", f"/{BUILD_MOUNT}", "-mindepth", "1", "-delete"]), check=False)
+        shutil.rmtree(overlay, ignore_errors=True)

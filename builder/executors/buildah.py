@@ -1,0 +1,104 @@
+"""buildah: no daemon; rootless through its own user namespace. The layers below become an image in its storage, and
+what the script changes is the upper directory of the container's overlay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from builder import oci
+from builder.capture import BUILD_MOUNT
+from builder.chain import DEFAULT_PATH, platform
+from builder.errors import EngineError
+from builder.executors import Changes, Job, JobFailed
+from builder.process import ProcessError, piped, run, stream, which
+
+_TAR = ("tar", "--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
+        "--xattrs", "--xattrs-include=*.overlay.opaque")  # fmt: skip
+
+
+def unavailable() -> str | None:
+    if which("buildah") is None:
+        return "buildah is not on PATH"
+    told = run(["buildah", "info"], check=False)
+    if told.returncode:
+        return f"`buildah info` fails: {(told.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+    driver = json.loads(told.stdout)["store"]["GraphDriverName"]
+    if driver != "overlay":
+        # With vfs each layer is a full copy of all below it.
+        return f'buildah\'s storage driver is {driver}; overlay is needed (driver = "overlay" in storage.conf)'
+    return None
+
+
+@contextlib.contextmanager
+def execute(job: Job) -> Iterator[Changes]:
+    with _container(job) as container:
+        _run(job, container)
+        mounted = run(_rootful(["buildah", "mount", container])).stdout.strip()
+        upper = Path(mounted).parent / "diff"
+        if not mounted or not _is_folder(upper):
+            raise EngineError(f"buildah's storage is not laid out as expected: no {upper}")
+        with piped(_rootful([*_TAR, "-C", str(upper), "."])) as archive:
+            yield Changes(archive, opaque=_marks(upper))
+
+
+def try_run(job: Job) -> None:
+    with _container(job) as container:
+        _run(job, container)
+
+
+def _rootful(argv: list[str]) -> list[str]:
+    """As root inside the user namespace whose ids the storage was written with."""
+    return argv if os.geteuid() == 0 else ["buildah", "unshare", *argv]
+
+
+def _is_folder(path: Path) -> bool:
+    return run(_rootful(["test", "-d", str(path)]), check=False).returncode == 0
+
+
+def _marks(upper: Path) -> set[str]:
+    found = run(_rootful(["find", str(upper), "-name", ".wh..opq", "-o", "-name", ".wh..wh..opq"])).stdout
+    return {os.path.dirname(line)[len(str(upper)) :].strip("/") for line in found.splitlines()}
+
+
+@contextlib.contextmanager
+def _container(job: Job) -> Iterator[str]:
+    image = _image(job)
+    name = run(["buildah", "from", "--pull-never", "--name", f"ekiben-{os.getpid()}-{job.name}", image]).stdout.strip()
+    try:
+        yield name
+    finally:
+        run(["buildah", "rm", name], check=False)
+
+
+def _run(job: Job, container: str) -> None:
+    code = stream(
+        ["buildah", "run", "--isolation", "chroot", "--user", "0:0",
+         "--volume", f"{job.mount}:/{BUILD_MOUNT}", "--volume", f"{job.cache}:/{BUILD_MOUNT}/cache",
+         container, "--", "/bin/sh", f"/{BUILD_MOUNT}/run.sh"],
+        job.log,
+    )  # fmt: skip
+    if code:
+        raise JobFailed(code)
+
+
+def _image(job: Job) -> str:
+    """The layers below as an image in buildah's storage. Layers it has already are not sent again."""
+    config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
+    tag = oci.digest_of(config)[7:19]
+    name = f"localhost/ekiben/layer:{tag}"
+    if run(["buildah", "inspect", "--type", "image", name], check=False).returncode == 0:
+        return name
+    below = {layer.diff_id for layer in job.lower[:-1]}
+    with tempfile.TemporaryDirectory(dir=job.scratch) as folder:
+        for leave_out in (below, set[str]()):
+            oci.write_layout(job.store, Path(folder), config, job.lower, name, leave_out=leave_out)
+            pulled = run(["buildah", "pull", "--quiet", f"oci:{folder}:{tag}"], check=False)
+            if pulled.returncode == 0:
+                run(["buildah", "tag", pulled.stdout.strip(), name])
+                return name
+    raise ProcessError(["buildah", "pull", f"oci:…:{tag}"], pulled.returncode, pulled.stderr)

@@ -1,0 +1,169 @@
+"""A Docker daemon, through its SDK: the layers below become an image, the script runs in a container of it, and only
+what changed is read back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any
+
+from builder import oci
+from builder.capture import BUILD_MOUNT, is_noise
+from builder.chain import DEFAULT_PATH, platform
+from builder.errors import EngineError
+from builder.executors import Changes, Job, JobFailed
+from builder.layer import sort_key
+from builder.store import Store, StoredLayer
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+_CHANGED, _ADDED, _DELETED = 0, 1, 2  # what the daemon's /changes answers
+
+
+@cache
+def client() -> DockerClient:
+    """Errors: EngineError with what to do when no daemon answers."""
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        connected = docker.from_env(timeout=600)
+        connected.ping()
+    except DockerException as error:
+        said = str(error)
+        if "Permission" in said:
+            raise EngineError(
+                "the Docker daemon refuses this user; ask for membership of the group 'docker'"
+            ) from error
+        where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
+        raise EngineError(f"no Docker daemon answers at {where}") from error
+    return connected
+
+
+def unavailable() -> str | None:
+    try:
+        client()
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def known_layers() -> set[str]:
+    """diff_ids the daemon has as the bottom of some image, in that order, so that they need not be sent again."""
+    chains = [image.attrs["RootFS"].get("Layers") or [] for image in client().images.list(all=True)]
+    return {",".join(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
+
+
+def has_image(name: str, image_id: str) -> bool:
+    from docker.errors import APIError
+
+    try:
+        return bool(client().api.inspect_image(name)["Id"] == image_id)
+    except APIError:
+        return False
+
+
+def load_image(store: Store, config: bytes, layers: Sequence[StoredLayer], name: str) -> str:
+    """Bring an image into the daemon under ``name``; layers it has are not sent. Returns the image id."""
+    api, wanted = client().api, oci.digest_of(config)
+    if has_image(name, wanted):
+        return wanted
+    if has_image(wanted, wanted):
+        repository, _, tag = name.rpartition(":")
+        api.tag(wanted, repository, tag)
+        return wanted
+    diff_ids = [layer.diff_id for layer in layers]
+    known = known_layers()
+    present = {diff_ids[index] for index in range(len(diff_ids)) if ",".join(diff_ids[: index + 1]) in known}
+    for leave_out in ([present] if present else []) + [set[str]()]:
+        said = [
+            str(line) for line in api.load_image(oci.archive(store, config, layers, name, leave_out=leave_out)) or ()
+        ]
+        if has_image(name, wanted):
+            return wanted
+    raise EngineError(f"the Docker daemon did not take {name} as {wanted}: {' '.join(said)[-500:]}")
+
+
+@contextlib.contextmanager
+def execute(job: Job) -> Iterator[Changes]:
+    with _container(job) as container:
+        _run(job, container)
+        changes = [(item["Path"].strip("/"), item["Kind"]) for item in container.diff() or []]
+        paths = sorted({path for path, _ in changes if path and not is_noise(path)}, key=sort_key)
+        deleted = [path for path, kind in changes if kind == _DELETED and path]
+        back = _existing(container, deleted)  # the daemon says "deleted" of a directory made anew, too
+        gone = set(deleted) - back
+        lines = "".join(f"./{path}\0" for path in paths if path not in gone)
+        (job.mount / "paths").write_bytes(os.fsencode(lines))
+        command = ["tar", "-C", "/", "--create", "--file=-", "--format=pax", "--no-recursion", "--numeric-owner",
+                   "--null", f"--files-from=/{BUILD_MOUNT}/paths"]  # fmt: skip
+        yield Changes(_output(container, command), deleted=gone, opaque=back)
+
+
+def try_run(job: Job) -> None:
+    with _container(job) as container:
+        _run(job, container)
+
+
+@contextlib.contextmanager
+def _container(job: Job) -> Iterator[Any]:
+    config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
+    image = load_image(job.store, config, job.lower, f"ekiben/layer:{oci.digest_of(config)[7:19]}")
+    container = client().containers.create(
+        image, ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
+        volumes=[f"{job.mount}:/{BUILD_MOUNT}", f"{job.cache}:/{BUILD_MOUNT}/cache"], labels={"org.ekiben.build": job.name},
+        init=False,
+    )  # fmt: skip
+    try:
+        container.start()
+        yield container
+    finally:
+        container.remove(force=True)
+
+
+def _run(job: Job, container: Any) -> None:
+    api = client().api
+    execution = api.exec_create(container.id, ["/bin/sh", f"/{BUILD_MOUNT}/run.sh"])["Id"]
+    rest = ""
+    for chunk in api.exec_start(execution, stream=True):
+        *lines, rest = (rest + chunk.decode("utf-8", "replace")).split("\n")
+        for line in lines:
+            job.log(line)
+    if rest:
+        job.log(rest)
+    if code := api.exec_inspect(execution)["ExitCode"]:
+        raise JobFailed(code)
+
+
+def _existing(container: Any, paths: Sequence[str]) -> set[str]:
+    if not paths:
+        return set()
+    script = 'for path in "$@"; do [ -e "/$path" ] || [ -L "/$path" ] && printf "%s\\n" "$path"; done; true'
+    found: set[str] = set()
+    for start in range(0, len(paths), 500):
+        output = container.exec_run(["/bin/sh", "-c", script, "sh", *paths[start : start + 500]]).output
+        found |= set(output.decode("utf-8", "surrogateescape").splitlines())
+    return found
+
+
+def _output(container: Any, command: Sequence[str]) -> IO[bytes]:
+    """A program's stdout as a file; its failure shows as an error when the stream ends."""
+    api = client().api
+    execution = api.exec_create(container.id, list(command))["Id"]
+
+    def chunks() -> Iterator[bytes]:
+        errors = b""
+        for out, error in api.exec_start(execution, stream=True, demux=True):
+            errors += error or b""
+            if out:
+                yield out
+        if code := api.exec_inspect(execution)["ExitCode"]:
+            raise EngineError(
+                f"reading the changes failed with exit code {code}: {errors.decode('utf-8', 'replace')[-500:]}"
+            )
+
+    return io.BufferedReader(oci.ChunkReader(chunks()), 1 << 20)

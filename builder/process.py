@@ -1,0 +1,122 @@
+"""The one door to other programs. Every call is written to the log as a command that can be pasted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from builder.errors import EkibenError
+
+Argv = Sequence[str | os.PathLike[str]]
+Trace = Callable[[str], None]
+
+_trace: Trace = lambda line: None  # noqa: E731
+
+
+def set_trace(trace: Trace) -> None:
+    """Where ``+ command`` lines go; by default nowhere."""
+    global _trace
+    _trace = trace
+
+
+class ProcessError(EkibenError):
+    def __init__(self, argv: Argv, returncode: int, stderr: str) -> None:
+        self.returncode, self.stderr = returncode, stderr
+        super().__init__(f"command failed with exit code {returncode}: {quoted(argv)}\n{_last_lines(stderr)}".rstrip())
+
+
+def quoted(argv: Argv) -> str:
+    return shlex.join(os.fspath(word) for word in argv)
+
+
+def _last_lines(text: str, count: int = 15) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+def which(*names: str) -> str | None:
+    """The first of ``names`` on PATH or in the system's own directories, which an ordinary PATH may lack."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    return next((found for name in names if (found := shutil.which(name, path=path))), None)
+
+
+def run(
+    argv: Argv, *, check: bool = True, env: Mapping[str, str] | None = None, input: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end and return its output. Errors: ProcessError unless ``check`` is off."""
+    _trace(f"+ {quoted(argv)}")
+    done = subprocess.run(
+        [os.fspath(word) for word in argv],
+        env=env, input=input, stdin=None if input is not None else subprocess.DEVNULL,
+        capture_output=True, encoding="utf-8", errors="replace",
+    )  # fmt: skip
+    if check and done.returncode:
+        raise ProcessError(argv, done.returncode, done.stderr or done.stdout)
+    return done
+
+
+def stream(argv: Argv, on_line: Callable[[str], None], *, env: Mapping[str, str] | None = None) -> int:
+    """Run and hand over each line of stdout and stderr as it comes; returns the exit code.
+
+    The child gets a process group of its own, which is ended when we are interrupted: a compiler deep in a
+    container must not outlive the build.
+    """
+    _trace(f"+ {quoted(argv)}")
+    with subprocess.Popen(
+        [os.fspath(word) for word in argv],
+        env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        encoding="utf-8", errors="replace", start_new_session=True,
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                on_line(line.rstrip("\n"))
+            return child.wait()
+        except BaseException:
+            _end_group(child)
+            raise
+
+
+@contextlib.contextmanager
+def piped(argv: Argv, *, stdin: IO[bytes] | None = None, env: Mapping[str, str] | None = None) -> Iterator[IO[bytes]]:
+    """The program's stdout as a stream. Errors: ProcessError at the end when it failed."""
+    _trace(f"+ {quoted(argv)}")
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [os.fspath(word) for word in argv],
+            env=env, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+        assert child.stdout is not None
+        try:
+            yield child.stdout
+            while child.stdout.read(1 << 20):  # a reader may stop at the end of an archive; the program may not
+                pass
+            code = child.wait()
+        except BaseException:
+            _end_group(child)
+            raise
+        finally:
+            child.stdout.close()
+        if code:
+            errors.seek(0)
+            raise ProcessError(argv, code, errors.read().decode("utf-8", "replace"))
+
+
+def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+            return
+
+
+def readable(path: Path) -> Path | None:
+    return path if os.access(path, os.R_OK) else None

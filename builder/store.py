@@ -1,0 +1,354 @@
+"""The store: an OCI image layout whose layers are kept once, as squashfs, plus the index cache_key → layer.
+
+    blobs/sha256/<hex>   layers (squashfs), image configs, manifests
+    index.json           the images, by name (derived from refs/)
+    refs/<name>.json     name → manifest
+    keys/<key>.json      cache key → layer: diff_id, blob, and the readable inputs of the key
+    last/<name>.json     layer name → the key it had last, for saying why a layer is rebuilt
+    checks/              what was verified, by image and runtime
+    logs/ staging/ locks/ CACHEDIR.TAG README version
+
+Nothing above this module opens a file under blobs/. Everything is written to staging/ and renamed, so a reader sees
+the old or the new, and a killed writer leaves nothing but a staging folder that the next one removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from builder.errors import StoreError
+
+VERSION = "1"
+MEDIA_LAYER = "application/vnd.ekiben.layer.v1.squashfs"
+MEDIA_CONFIG = "application/vnd.oci.image.config.v1+json"
+MEDIA_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+MEDIA_INDEX = "application/vnd.oci.image.index.v1+json"
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Written by Ekiben; backups may leave this folder out.\n"
+_README = "This folder is an Ekiben store. `build.py list` shows what is in it, `build.py prune` makes room.\n"
+
+
+class CorruptBlob(StoreError):
+    def __init__(self, digest: str, path: Path) -> None:
+        super().__init__(f"blob {digest} is damaged: {path} has other bytes than its name says")
+        self.digest = digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayer:
+    """A layer in the store. ``digest``/``size`` are of the squashfs blob, ``diff_id``/``tar_size`` of the tar form."""
+
+    name: str
+    cache_key: str
+    diff_id: str
+    tar_size: int
+    digest: str
+    size: int
+    executor: str
+    seconds: float
+    inputs: Mapping[str, Any]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def default_root() -> Path:
+    if place := os.environ.get("EKIBEN_STORE"):
+        return Path(place).expanduser().absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "ekiben" / "store"
+
+
+class Store:
+    """``Store(root)`` touches nothing; folders are made by the first write. Errors: StoreError everywhere."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        version = root / "version"
+        if version.exists() and (found := version.read_text().strip()) != VERSION:
+            raise StoreError(f"{root} is a store of version {found}; this Ekiben reads version {VERSION}",
+                             hint="give another folder with --store")  # fmt: skip
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def blob_path(self, digest: str) -> Path:
+        algorithm, _, value = digest.partition(":")
+        return self.root / "blobs" / algorithm / value
+
+    def has_blob(self, digest: str, size: int) -> bool:
+        """Whether a whole blob lies there: a cheap look. The bytes are checked when they are used."""
+        try:
+            return self.blob_path(digest).stat().st_size == size
+        except OSError:
+            return False
+
+    def get_blob(self, digest: str) -> bytes:
+        """A small blob, checked."""
+        path = self.blob_path(digest)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"blob {digest} is not in {self.root}: {error.strerror}") from error
+        if "sha256:" + hashlib.sha256(data).hexdigest() != digest:
+            raise CorruptBlob(digest, path)
+        return data
+
+    def check_blob(self, digest: str, *, again: bool = False) -> None:
+        """Read the whole blob and compare. A blob unchanged on disk since the last check is read only if ``again``."""
+        path = self.blob_path(digest)
+        try:
+            stat = path.stat()
+            seen = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+            memo = self.root / "checks" / path.name
+            if not again and memo.exists() and memo.read_text() == seen:
+                return
+            with path.open("rb") as stream:
+                found = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            raise StoreError(f"blob {digest} cannot be read: {path}: {error.strerror}") from error
+        if found != digest:
+            raise CorruptBlob(digest, path)
+        if os.access(self.root, os.W_OK):
+            self._write(f"checks/{path.name}", seen.encode())
+
+    def layer(self, cache_key: str) -> StoredLayer | None:
+        record = self._read(f"keys/{cache_key}.json")
+        if record is None:
+            return None
+        layer = StoredLayer(**record)
+        return layer if self.has_blob(layer.digest, layer.size) else None
+
+    def last_inputs(self, name: str) -> Mapping[str, Any] | None:
+        """The inputs this layer had when it was last built, if it ever was."""
+        last = self._read(f"last/{name}.json")
+        record = self._read(f"keys/{last['cache_key']}.json") if last else None
+        return record["inputs"] if record else None
+
+    def image(self, name: str) -> dict[str, Any] | None:
+        return self._read(f"refs/{name}.json")
+
+    def images(self) -> dict[str, dict[str, Any]]:
+        found = {path.name.removesuffix(".json"): self._read(f"refs/{path.name}") for path in self._list("refs")}
+        return {name: image for name, image in sorted(found.items()) if image}
+
+    def check(self, name: str) -> dict[str, Any] | None:
+        return self._read(f"checks/{name}.json")
+
+    def _list(self, folder: str) -> list[Path]:
+        return sorted((self.root / folder).glob("*.json"))
+
+    def _read(self, relative: str) -> dict[str, Any] | None:
+        try:
+            data = json.loads((self.root / relative).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return None  # an unreadable record is no record: what it stood for is made again
+        return data if isinstance(data, dict) else None
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def open_for_writing(self) -> None:
+        """Make the folders, and remove what dead processes left in staging/."""
+        with self.translated_errors():
+            for folder in ("blobs/sha256", "refs", "keys", "last", "checks", "logs", "staging", "locks"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+            for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", VERSION + "\n"),
+                               ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
+                if not (self.root / name).exists():
+                    (self.root / name).write_text(text)
+            probe, where = tempfile.mkstemp(dir=self.root / "staging")
+            os.close(probe)
+            os.unlink(where)
+        for left in (self.root / "staging").iterdir():
+            host, _, rest = left.name.rpartition("+")[0].rpartition("+")
+            if host == socket.gethostname() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
+                shutil.rmtree(left, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = shutil.disk_usage(self.root if self.root.exists() else self.root.anchor).free
+                raise StoreError(f"no room in {self.root}: {free / 1e9:.1f} GB free ({error.strerror})",
+                                 hint="make room with `build.py prune`, or give another place with --store or EKIBEN_STORE") from error  # fmt: skip
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
+                                 hint="give a place of your own with --store or EKIBEN_STORE") from error  # fmt: skip
+            raise
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A folder of this process's own inside the store; gone afterwards, whatever happened."""
+        with self.translated_errors():
+            folder = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}+{os.getpid()}+", dir=self.root / "staging"))
+        try:
+            with self.translated_errors():
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def put_file(self, path: Path, digest: str) -> None:
+        """Take a finished file from staging as a blob. Idempotent: afterwards the content is at ``digest``."""
+        with self.translated_errors():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+            path.chmod(0o444)
+            path.rename(self.blob_path(digest))
+
+    def put_blob(self, data: bytes) -> str:
+        digest = "sha256:" + hashlib.sha256(data).hexdigest()
+        if not self.has_blob(digest, len(data)):
+            self._write(f"blobs/sha256/{digest[7:]}", data)
+        return digest
+
+    def put_layer(self, layer: StoredLayer) -> None:
+        self._write(f"keys/{layer.cache_key}.json", _dump(asdict(layer)))
+        self.note_last(layer.name, layer.cache_key)
+
+    def note_last(self, name: str, cache_key: str) -> None:
+        if (self._read(f"last/{name}.json") or {}).get("cache_key") != cache_key:
+            self._write(f"last/{name}.json", _dump({"cache_key": cache_key}))
+
+    def put_image(self, name: str, manifest: dict[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+        """Store the manifest and let ``name`` stand for it; what ``name`` stood for before stays until pruned."""
+        data = _dump(manifest)
+        digest = self.put_blob(data)
+        ref = {**about, "manifest": digest, "size": len(data)}
+        if self.image(name) != ref:
+            self._write(f"refs/{name}.json", _dump(ref))
+            self._write_index()
+        return ref
+
+    def put_check(self, name: str, result: Mapping[str, Any]) -> None:
+        self._write(f"checks/{name}.json", _dump(dict(result)))
+
+    def _write_index(self) -> None:
+        manifests = [
+            {"mediaType": MEDIA_MANIFEST, "digest": image["manifest"], "size": image["size"],
+             "annotations": {"org.opencontainers.image.ref.name": name}}
+            for name, image in self.images().items()
+        ]  # fmt: skip
+        self._write("index.json", _dump({"schemaVersion": 2, "mediaType": MEDIA_INDEX, "manifests": manifests}))
+
+    def _write(self, relative: str, data: bytes) -> None:
+        with self.translated_errors():
+            handle, temporary = tempfile.mkstemp(prefix="write-", dir=self.root / "staging")
+            try:
+                with open(handle, "wb") as stream:
+                    stream.write(data)
+                    os.fsync(stream.fileno())
+                os.chmod(temporary, 0o644)
+                os.rename(temporary, self.root / relative)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+
+    @contextlib.contextmanager
+    def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Saves two processes the same work. Correctness does not rest on it: flock may be absent on NFS or Lustre."""
+        try:
+            stream = (self.root / "locks" / name).open("w")
+        except OSError:
+            yield
+            return
+        with stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError:
+                pass
+            yield
+
+    # -- removing -----------------------------------------------------------------------------------------------
+
+    def drop_blob(self, digest: str) -> None:
+        """Forget a damaged blob, so that what needs it is made again."""
+        with self.translated_errors():
+            self.blob_path(digest).unlink(missing_ok=True)
+            (self.root / "checks" / digest[7:]).unlink(missing_ok=True)
+
+    def reachable(self) -> set[str]:
+        """Digests of every blob an image needs."""
+        keep: set[str] = set()
+        for image in self.images().values():
+            keep.add(image["manifest"])
+            with contextlib.suppress(StoreError, ValueError, KeyError):
+                manifest = json.loads(self.get_blob(image["manifest"]))
+                keep |= {manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])}
+        return keep
+
+    def prune(self, *, forget: Iterable[str] = (), dry_run: bool = False) -> list[tuple[str, int]]:
+        """Remove every blob no image reaches, after forgetting the named images. Returns (digest, bytes) removed.
+
+        Errors: StoreError when the folder is not a store: nothing is ever removed from a folder without our tag.
+        """
+        tag = self.root / "CACHEDIR.TAG"
+        if not tag.exists() or "Ekiben" not in tag.read_text():
+            raise StoreError(f"{self.root} is not an Ekiben store (no CACHEDIR.TAG of ours); nothing was removed")
+        with self.translated_errors():
+            for name in forget:
+                if self.image(name) is None:
+                    raise StoreError(f"no image '{name}' in {self.root}")
+                if not dry_run:
+                    (self.root / "refs" / f"{name}.json").unlink()
+            keep = self.reachable() if not dry_run else self._reachable_without(set(forget))
+            since = self._oldest_live_staging()
+            blobs = [(path, path.stat()) for path in sorted((self.root / "blobs/sha256").iterdir())]
+            gone = [("sha256:" + path.name, stat.st_size) for path, stat in blobs
+                    if "sha256:" + path.name not in keep and stat.st_mtime < since]  # fmt: skip
+            if not dry_run:
+                for digest, _ in gone:
+                    self.drop_blob(digest)
+                self._drop_dangling()
+                self._write_index()
+        return gone
+
+    def _oldest_live_staging(self) -> float:
+        """Blobs younger than a running build may be about to be named by its image."""
+        return min(
+            (left.stat().st_mtime for left in (self.root / "staging").iterdir() if left.is_dir()), default=time.time()
+        )
+
+    def _reachable_without(self, names: set[str]) -> set[str]:
+        hidden = _Without(self, names)
+        return Store.reachable(hidden)
+
+    def _drop_dangling(self) -> None:
+        for path in self._list("keys"):
+            record = self._read(f"keys/{path.name}")
+            if record and not self.blob_path(record["digest"]).exists():
+                path.unlink(missing_ok=True)
+        month_ago = time.time() - 30 * 86400
+        for log in (self.root / "logs").glob("*.log"):
+            if log.stat().st_mtime < month_ago:
+                log.unlink(missing_ok=True)
+
+
+class _Without(Store):
+    """A view of a store in which some images are already forgotten."""
+
+    def __init__(self, store: Store, names: set[str]) -> None:
+        self.root, self._names = store.root, names
+
+    def images(self) -> dict[str, dict[str, Any]]:
+        return {name: image for name, image in super().images().items() if name not in self._names}
+
+
+def _dump(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, indent=1, sort_keys=True).encode() + b"\n"

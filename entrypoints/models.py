@@ -1,0 +1,231 @@
+"""Devices, base models, adapters: loading, saving, and what they will cost in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+import packing
+from hub import explain, locate_model
+from settings import TaskError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    torch: torch.device
+    name: str
+    dtype: torch.dtype
+    memory: int  # bytes free when the task started
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.torch.type == "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Expected bytes: what is there whatever the batch, and what each token of a pack adds."""
+
+    weights: int
+    loss: int
+    per_token: int
+    per_token_checkpointed: int
+
+
+def choose_device(wanted: str, index: int = 0) -> Device:
+    """The GPU unless ``cpu`` is asked for; bf16 where the GPU has it, else fp16. Errors: TaskError, with the reason."""
+    if wanted == "cpu":
+        # The first use of several threads may come after fork() in a library; decide the number here, by the cgroup.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        return Device(torch.device("cpu"), "CPU", torch.float32, _free_ram())
+    if not torch.cuda.is_available():
+        raise TaskError(_no_gpu())
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    _check_architecture(properties.name, (properties.major, properties.minor))
+    torch.cuda.set_device(device)
+    # The few fp32 products left are not worth full precision.
+    torch.set_float32_matmul_precision("high")
+    dtype = torch.bfloat16 if properties.major >= 8 else torch.float16
+    return Device(device, properties.name, dtype, torch.cuda.mem_get_info(device)[0])
+
+
+def load_tokenizer(name: str) -> Any:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise TaskError(explain(error, name, "tokenizer of model")) from error
+    if tokenizer.eos_token_id is None:
+        raise TaskError(f"model {name}: its tokenizer has no end-of-text token, so it could never learn to stop")
+    return tokenizer
+
+
+def load_base(name: str, device: Device, attention: str) -> Any:
+    """The frozen base model on ``device``. Errors: TaskError."""
+    place = locate_model(name)
+    packing.register()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.torch}
+        )
+    except torch.OutOfMemoryError as error:
+        raise TaskError(f"model {name}: does not fit the memory of {device.name}; take a smaller one") from error
+    except Exception as error:
+        raise TaskError(explain(error, name, "model")) from error
+    return model.requires_grad_(False)
+
+
+def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, targets: list[str], seed: int) -> Any:
+    """The model with a fresh adapter, in the model's dtype. Errors: TaskError where ``targets`` match nothing."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    try:
+        # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        linear = sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)})
+        raise TaskError(f"setting lora.target_modules: {targets} fits no layer; this model has {', '.join(linear)}") from error
+
+
+def load_adapter(folder: Path, device: Device, *, base: str | None = None, attention: str = "sdpa") -> tuple[Any, str]:
+    """(base with the adapter of ``folder`` on it, name of the base). Errors: TaskError."""
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        near = [str(path.parent) for path in sorted(folder.glob("**/adapter_config.json"))[:3]] if folder.is_dir() else []
+        hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
+        raise TaskError(f"{folder.absolute()}: no adapter_config.json there, so it is no adapter{hint}")
+    name = base or str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    model = load_base(name, device, attention)
+    try:
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TaskError(f"adapter {folder}: does not fit the base model {name}: {reason}") from error
+    return adapted.eval(), name
+
+
+def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], base: str) -> None:
+    """The adapter as PEFT writes it today, whole or not there. ``weights``: parameter name → fp32 tensor."""
+    staged = folder.with_name(f".{folder.name}.staged-{os.getpid()}")
+    shutil.rmtree(staged, ignore_errors=True)
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = base
+    with _without_model_card(model):
+        model.save_pretrained(str(staged), state_dict=weights)
+    replace_folder(staged, folder)
+
+
+def replace_folder(staged: Path, folder: Path) -> None:
+    """Rename ``staged`` to ``folder``, an older one aside first: no moment shows half of it."""
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    staged.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def body_and_head(model: Any) -> tuple[Any, torch.Tensor]:
+    """(the model without its head, the head's weights). Errors: TaskError where logits are more than their product."""
+    causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    body = getattr(causal, causal.base_model_prefix)
+    head = causal.get_output_embeddings()
+    ids = torch.arange(8, device=head.weight.device)[None] % causal.config.vocab_size
+    was_training = causal.training
+    causal.eval()
+    with torch.no_grad():
+        own = causal(input_ids=ids, use_cache=False).logits[0].float()
+        ours = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
+    causal.train(was_training)
+    if (own - ours).abs().max() > 1e-3 * own.abs().max() + 1e-4:
+        raise TaskError(f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here")
+    return body, head.weight
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """(all, trainable)."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def expect_memory(config: Any, parameters: int, dtype: torch.dtype) -> Memory:
+    """An upper estimate for a decoder of ``config``, its base frozen.
+
+    Without checkpointing a layer keeps, per token, about 16 widths: its input, two normalised copies, the adapter's
+    dropped-out input, query, key and value twice (before and after rotation), attention's output, and four for the
+    feed-forward's activation. Frozen weights keep no inputs. With checkpointing: one width per layer, and one layer whole.
+    """
+    size = torch.finfo(dtype).bits // 8
+    width, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    layer = (12 * width + inner) * size
+    loss = packing_chunk_bytes(config.vocab_size, size)
+    return Memory(parameters * size, loss, layer * layers, width * layers * size + 2 * layer)
+
+
+def packing_chunk_bytes(vocabulary: int, size: int) -> int:
+    from loss import CHUNK
+
+    return CHUNK * vocabulary * (2 * size + 8)
+
+
+def compiler_missing() -> str | None:
+    """Why torch.compile cannot work here, or None. Triton compiles its launcher with a C compiler and Python's headers."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "no Python.h"
+    return None
+
+
+def _check_architecture(name: str, capability: tuple[int, int]) -> None:
+    built = [arch.removeprefix("sm_").rstrip("af") for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+    pairs = [(int(arch[:-1]), int(arch[-1])) for arch in built]
+    if any(major == capability[0] and minor <= capability[1] for major, minor in pairs):
+        return
+    if any(arch.startswith("compute_") for arch in torch.cuda.get_arch_list()) and capability > max(pairs, default=(0, 0)):
+        return
+    raise TaskError(
+        f"{name} is sm_{capability[0]}{capability[1]}, and this image's torch {torch.__version__} is built for "
+        f"{', '.join(torch.cuda.get_arch_list())}; use an image of another stack (CUDA 13 ended V100 and older)"
+    )
+
+
+def _no_gpu() -> str:
+    advice = "; to train on the CPU all the same: --set device=cpu"
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return f"no GPU is visible here; start with singularity exec --nv, or docker run --gpus all{advice}"
+    version = Path("/proc/driver/nvidia/version")
+    words = version.read_text().split() if version.is_file() else []
+    driver = next((word for word in words if word.count(".") in (1, 2) and word[0].isdigit()), "unknown")
+    return (
+        f"a GPU is there, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: driver {driver}, "
+        f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}; CUDA 13 needs driver 580 or later, "
+        f"CUDA 12 needs 525; also check --nv (singularity) or --gpus all (docker){advice}"
+    )
+
+
+def _free_ram() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def _without_model_card(model: Any) -> Iterator[None]:
+    """PEFT writes a README with a template of empty headings; the run record says more."""
+    model.create_or_update_model_card = lambda *_: None
+    try:
+        yield
+    finally:
+        del model.create_or_update_model_card

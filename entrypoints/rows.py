@@ -1,0 +1,228 @@
+"""Instruction rows out of hub data sets, folders, JSON, JSONL and Parquet files, checked one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prompt import Row
+from settings import TaskError, nearest
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+# The first name is ours, the others are what well-known data sets call the same thing.
+_COLUMNS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    location: str
+    test_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    where: str
+    problem: str
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a run learns from and is tested on. ``sha256`` is of the rows read, in order, before the split."""
+
+    train: list[Row] = field(default_factory=list)
+    test: list[Row] = field(default_factory=list)
+    bad: list[BadRow] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    sha256: str = ""
+
+
+def parse_sources(data: Any, test_share: float) -> list[Source]:
+    """The ``data`` setting: a place, a list of places, or ``{source, test_share}`` groups. Errors: TaskError."""
+    items = data if isinstance(data, list) else [data]
+    if data in (None, "", []) or not items:
+        raise TaskError("setting data: is empty; name a hub data set, a folder or a .jsonl, .json or .parquet file")
+    return [_parse_source(item, test_share) for item in items]
+
+
+def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool) -> Rows:
+    """Every source's rows, split. Errors: TaskError: nothing found, no rows, bad rows (unless ``skip_bad``)."""
+    rows, digest = Rows(), hashlib.sha256()
+    for source in sources:
+        good, bad, correctable = _read_source(source.location)
+        rows.bad += bad
+        if bad and correctable and not skip_bad:
+            raise TaskError(_tell(bad))
+        if not good:
+            raise TaskError(f"{source.location}: holds no usable row" + (f"; {_tell(bad)}" if bad else ""))
+        for row in good:
+            digest.update(json.dumps([row.instruction, row.input, row.output], ensure_ascii=False).encode())
+        rows.counts[source.location] = rows.counts.get(source.location, 0) + len(good)
+        train, test = split(good, source.test_share, seed)
+        rows.train += train
+        rows.test += test
+    rows.sha256 = digest.hexdigest()
+    return rows
+
+
+def split(rows: list[Row], test_share: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """(train, test), the same for the same seed, rows and share. At least one row stays for training."""
+    count = min(round(len(rows) * test_share) or (1 if test_share > 0 else 0), len(rows) - 1)
+    chosen = set(random.Random(seed).sample(range(len(rows)), count))
+    train = [row for index, row in enumerate(rows) if index not in chosen]
+    return train, [rows[index] for index in sorted(chosen)]
+
+
+def _parse_source(item: Any, test_share: float) -> Source:
+    if isinstance(item, str) and item:
+        return Source(item, test_share)
+    if isinstance(item, dict):
+        for key in item:
+            if key not in ("source", "test_share"):
+                raise TaskError(f"setting data: no key '{key}' in a source.{nearest(str(key), ('source', 'test_share'))}")
+        share = item.get("test_share", test_share)
+        if not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise TaskError(f"setting data: test_share must be at least 0 and below 1, not {share!r}")
+        if isinstance(item.get("source"), str) and item["source"]:
+            return Source(item["source"], float(share))
+    raise TaskError(f"setting data: {item!r} is no source; write a place, or {{source: PLACE, test_share: 0.01}}")
+
+
+def _read_source(location: str) -> tuple[list[Row], list[BadRow], bool]:
+    """(rows, bad rows, whether the user can correct the bad ones: a hub data set is as its owner left it)."""
+    path = Path(location).expanduser()
+    if path.exists():
+        return *_check(_read_path(path)), True
+    if path.suffix in _SUFFIXES or location.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(location):
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = nearest(path.name, beside) if path.name else ""
+        hint = close if "Did you mean" in close else ""
+        raise TaskError(f"{path.absolute()}: no such file or folder; is it bound into the container?{hint}")
+    return *_check(_read_hub(location)), False
+
+
+def _read_path(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.is_file():
+        yield from _read_file(path)
+        return
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        raise TaskError(f"{path}: is a saved Arrow data set; write it as Parquet: dataset.to_parquet('rows.parquet')")
+    files = sorted(file for suffix in _SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise TaskError(f"{path}: holds no {', '.join(_SUFFIXES)} file")
+    for file in files:
+        yield from _read_file(file)
+
+
+def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        if file.suffix == ".parquet":
+            yield from _read_parquet(file)
+        elif file.suffix == ".json":
+            yield from _read_json(file)
+        elif file.suffix == ".jsonl":
+            yield from _read_jsonl(file)
+        else:
+            raise TaskError(f"{file}: what kind of file is it? name it {', '.join(_SUFFIXES)}")
+    except OSError as error:
+        raise TaskError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                yield f"{file} line {number}", _parse(text)
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return ValueError(f"is not UTF-8 (byte {error.start}); save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        return ValueError(f"is not JSON: {error.msg} at column {error.colno}")
+
+
+def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        parsed = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{file}: is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        hint = "; one object per line is JSONL: name the file .jsonl" if error.msg == "Extra data" else ""
+        raise TaskError(f"{file}: is not JSON: {error.msg} at line {error.lineno} column {error.colno}{hint}") from None
+    if not isinstance(parsed, list):
+        raise TaskError(f"{file}: must be a list of objects with instruction, output and perhaps input")
+    for number, item in enumerate(parsed, 1):
+        yield f"{file} item {number}", item
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow  # only here: half a second of import that most runs do not need
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except pyarrow.ArrowInvalid as error:
+        raise TaskError(f"{file}: is not a Parquet file: {error}") from None
+    for number, item in enumerate(table.to_pylist(), 1):
+        yield f"{file} row {number}", item
+
+
+def _read_hub(name: str) -> Iterator[tuple[str, Any]]:
+    import datasets  # only here: seconds of import that local files do not need
+
+    from hub import explain
+
+    datasets.disable_progress_bars()
+    try:
+        table = datasets.load_dataset(name, split="train")
+    except Exception as error:
+        raise TaskError(explain(error, name, "data set")) from error
+    for number, item in enumerate(table, 1):
+        yield f"{name} row {number}", item
+
+
+def _check(items: Iterator[tuple[str, Any]]) -> tuple[list[Row], list[BadRow]]:
+    good, bad = [], []
+    for where, item in items:
+        row = _row(item)
+        if isinstance(row, Row):
+            good.append(row)
+        else:
+            bad.append(BadRow(where, row))
+    return good, bad
+
+
+def _row(item: Any) -> Row | str:
+    """The row, or what is wrong with it."""
+    if isinstance(item, ValueError):
+        return str(item)
+    if not isinstance(item, dict):
+        return "is not an object like {\"instruction\": ..., \"output\": ...}"
+    values = {}
+    for column, names in _COLUMNS.items():
+        present = [name for name in names if item.get(name) is not None]
+        value = item[present[0]] if present else ""
+        if not isinstance(value, str):
+            return f"{present[0]} is {value!r}, not text"
+        if column != "input" and not value.strip():
+            hint = "" if present or any(name in item for name in names) else nearest(column, map(str, item))
+            return f"{column} is {'empty' if present else 'missing'}.{hint}".removesuffix(".")
+        values[column] = value
+    return Row(values["instruction"], values["output"], values["input"] if values["input"].strip() else "")
+
+
+def _tell(bad: Sequence[BadRow]) -> str:
+    shown = "\n".join(f"  {row.where}: {row.problem}" for row in bad[:5])
+    more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
+    return f"{len(bad)} bad row{'s' * (len(bad) > 1)}; correct them, or leave them out with --skip-bad\n{shown}{more}"

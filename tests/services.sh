@@ -1,0 +1,294 @@
+#!/usr/bin/env bash
+# The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
+#
+#   tests/services.sh install [docker|apptainer|buildah|registry|peers|browser]…   without a name: the first four
+#   tests/services.sh start [docker|registry]…                                     without a name: both
+#   tests/services.sh env                                                          what is there, one line each
+set -euo pipefail
+umask 022                                        # what is installed here is for every user, whoever calls
+
+# shellcheck source=/dev/null
+RELEASE=$(. /etc/os-release && echo "${VERSION_CODENAME:-} $PRETTY_NAME")
+readonly USER_NAME=builder                       # the ordinary user of the rootless tests
+readonly LIBS=/opt/apptainer-libs                # a newer glibc that only apptainer sees
+readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
+readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
+readonly REGISTRY_HOME=/var/lib/ekiben-test-registry
+export DEBIAN_FRONTEND=noninteractive
+export LC_ALL=C.UTF-8
+
+say() { printf 'services: %s\n' "$*" >&2; }
+die() { say "$1"; exit "${2:-1}"; }
+has() { command -v "$1" >/dev/null 2>&1; }
+
+packages() {
+    case $1 in
+        # Rootless work in general; every group gets these.
+        base) echo ca-certificates uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap curl shellcheck ;;
+        docker) echo docker.io iptables ;;
+        apptainer) ;;                            # see install_apptainer
+        buildah) echo buildah crun runc ;;
+        registry) echo docker-registry apache2-utils skopeo ;;
+        peers) echo charliecloud podman skopeo umoci ;;
+        browser) echo chromium ;;
+        *) die "unknown group '$1'; known: docker apptainer buildah registry peers browser" 2 ;;
+    esac
+}
+
+has_candidate() { LC_ALL=C apt-cache policy "$1" | grep -q 'Candidate: [^(]'; }
+
+is_installed() { dpkg-query -W -f '${db:Status-Status}\n' "$1" 2>/dev/null | grep -qx installed; }
+
+install() {
+    local group wanted="" groups=("$@")
+    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry)
+    has apt-get || die "needs apt-get: this script knows Debian and its relatives only" 4
+    [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh install ${groups[*]}" 4
+    for group in base "${groups[@]}"; do
+        wanted+=" $(packages "$group")"
+    done
+    # shellcheck disable=SC2086
+    apt_install $wanted
+    make_user
+    open_fuse
+    for group in "${groups[@]}"; do
+        if [ "$group" = apptainer ]; then install_apptainer; fi
+    done
+}
+
+apt_install() {
+    local package missing=()
+    for package in "$@"; do
+        is_installed "$package" || missing+=("$package")
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    say "installing ${missing[*]}"
+    fresh_lists
+    quietly apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${missing[@]}"
+}
+
+fresh_lists() {
+    [ -n "${lists_are_fresh:-}" ] || quietly apt-get update
+    lists_are_fresh=1
+}
+
+# A line of output per step is enough, unless the step fails: then all of it.
+quietly() {
+    local log
+    log=$(mktemp)
+    "$@" >"$log" 2>&1 || { cat "$log" >&2; rm -f "$log"; die "failed: $*"; }
+    rm -f "$log"
+}
+
+make_user() {
+    id "$USER_NAME" >/dev/null 2>&1 || { say "adding the user $USER_NAME"; useradd -m -s /bin/bash "$USER_NAME"; }
+    # useradd gives ranges only where the files exist already.
+    grep -q "^$USER_NAME:" /etc/subuid 2>/dev/null || usermod --add-subuids "$(free_range /etc/subuid)" "$USER_NAME"
+    grep -q "^$USER_NAME:" /etc/subgid 2>/dev/null || usermod --add-subgids "$(free_range /etc/subgid)" "$USER_NAME"
+}
+
+free_range() {
+    touch "$1"
+    awk -F: 'BEGIN { top = 100000 } $2 + $3 > top { top = $2 + $3 } END { print top "-" top + 65535 }' "$1"
+}
+
+# udev does this on an ordinary machine; a bare container or VM has 0600.
+open_fuse() {
+    if [ ! -e /dev/fuse ]; then mknod /dev/fuse c 10 229 2>/dev/null || say "no /dev/fuse: rootless mounts will fail"; fi
+    if [ -e /dev/fuse ]; then chmod 666 /dev/fuse; fi
+}
+
+install_apptainer() {
+    if ! has apptainer; then
+        fresh_lists
+        if has_candidate apptainer; then apt_install apptainer; else install_apptainer_from_sid; fi
+    fi
+    allow_root_without_sys_resource
+}
+
+# Debian has Apptainer in sid only, built for a newer glibc than a stable release has. Its own glibc goes into a folder
+# of its own, and the two programs are told to look there.
+install_apptainer_from_sid() {
+    local work mirror
+    mirror=$(debian_mirror)
+    [ -n "$mirror" ] || die "no apptainer package here, and no Debian mirror in apt's sources to take one from. On \
+Ubuntu: add-apt-repository -y ppa:apptainer/ppa, then run this again" 4
+    apt_install patchelf containernetworking-plugins
+    say "installing apptainer from sid, its libraries into $LIBS"
+    work=$(mktemp -d)
+    # shellcheck disable=SC2064
+    trap "rm -rf '$work'" EXIT
+    mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$work/new"
+    : >"$work/status"
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror sid main" >"$work/sources.list"
+    cat >"$work/apt.conf" <<-EOF
+	Dir::Etc::sourcelist "$work/sources.list";
+	Dir::Etc::sourceparts "/dev/null";
+	Dir::Etc::preferencesparts "/dev/null";
+	Dir::State::lists "$work/lists";
+	Dir::State::status "$work/status";
+	Dir::Cache "$work/cache";
+	APT::Sandbox::User "root";
+	EOF
+    (
+        cd "$work"
+        export APT_CONFIG=$work/apt.conf
+        quietly apt-get update
+        quietly apt-get download apptainer libc6 libseccomp2 libsqlite3-0
+    )
+    rm -rf "$LIBS"
+    for deb in "$work"/lib*.deb; do dpkg-deb -x "$deb" "$LIBS"; done
+    dpkg-deb -x "$work"/apptainer_*.deb "$work/new"
+    patch_apptainer "$work/new"
+    rm -rf "$work/new/usr/share"
+    cp -a --no-preserve=ownership "$work"/new/* /
+    apptainer version >/dev/null || die "apptainer was installed and does not start"
+}
+
+# The host's own mirror of Debian: whatever its administrator chose.
+debian_mirror() {
+    # shellcheck disable=SC2016
+    apt-get indextargets --format '$(ORIGIN) $(CODENAME) $(COMPONENT) $(REPO_URI)' 'Created-By: Packages' |
+        awk -v release="${RELEASE%% *}" '$1 == "Debian" && $2 == release && $3 == "main" && !found { print $4; found = 1 }'
+}
+
+patch_apptainer() {
+    local new=$1 libs loader program
+    libs=$(dirname "$(find "$LIBS" -name libc.so.6)")
+    loader=$(find "$LIBS" -name 'ld-linux-*.so.*' | head -n 1)
+    for program in "$new"/usr/bin/apptainer "$new"/usr/lib/*/apptainer/bin/starter; do
+        patchelf --set-interpreter "$loader" --force-rpath --set-rpath "$libs" "$program"
+    done
+    # Apptainer starts itself again with LD_LIBRARY_PATH set, which beats RUNPATH but not RPATH.
+    for program in "$libs"/libsqlite3.so.0 "$libs"/libseccomp.so.2; do
+        patchelf --force-rpath --set-rpath "$libs" "$(readlink -f "$program")"
+    done
+}
+
+# As root Apptainer asks for every capability, and a machine that withholds one makes it fail. Only then: ask for the
+# others by name.
+allow_root_without_sys_resource() {
+    local cap_sys_resource=24 effective capabilities
+    effective=$(awk '/^CapEff/ { print $2 }' /proc/self/status)
+    if (( (16#$effective >> cap_sys_resource) & 1 )); then return; fi
+    if grep -q '^root default capabilities = file' /etc/apptainer/apptainer.conf; then return; fi
+    say "no CAP_SYS_RESOURCE here: apptainer asks for the other capabilities when root"
+    sed -i 's/^root default capabilities = .*/root default capabilities = file/' /etc/apptainer/apptainer.conf
+    capabilities=$(apptainer capability avail | grep -o '^CAP_[A-Z_]*' | grep -vx CAP_SYS_RESOURCE | paste -sd,)
+    quietly apptainer capability add --user root "$capabilities"
+}
+
+start() {
+    local service services=("$@")
+    [ ${#services[@]} -gt 0 ] || services=(docker registry)
+    [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh start ${services[*]}" 4
+    open_fuse
+    for service in "${services[@]}"; do
+        case $service in
+            docker | registry) "start_$service" ;;
+            *) die "unknown service '$service'; known: docker registry" 2 ;;
+        esac
+    done
+}
+
+start_docker() {
+    docker_answers && return
+    has dockerd || die "dockerd is not installed: tests/services.sh install docker" 4
+    if [ -d /run/systemd/system ]; then
+        systemctl start docker
+    else
+        daemon dockerd dockerd
+    fi
+    wait_for docker_answers dockerd
+}
+
+# Asked over its socket: a client of another version earlier on PATH does not matter.
+docker_answers() { curl -sf --max-time 5 --unix-socket /var/run/docker.sock http://localhost/_ping >/dev/null 2>&1; }
+
+start_registry() {
+    registry_answers && return
+    has docker-registry || die "docker-registry is not installed: tests/services.sh install registry" 4
+    mkdir -p "$REGISTRY_HOME/data"
+    cat >"$REGISTRY_HOME/config.yml" <<-EOF
+	version: 0.1
+	log: {level: warn}
+	storage: {filesystem: {rootdirectory: $REGISTRY_HOME/data}, delete: {enabled: true}}
+	http: {addr: "$REGISTRY"}
+	EOF
+    daemon registry docker-registry serve "$REGISTRY_HOME/config.yml"
+    wait_for registry_answers registry
+}
+
+registry_answers() { curl -sf --max-time 5 "http://$REGISTRY/v2/" >/dev/null 2>&1; }
+
+# daemon LOG COMMAND…: outlives this script and its terminal, and holds none of its files open.
+daemon() {
+    local log=$LOGS/ekiben-$1.log
+    shift
+    say "starting $* (log: $log)"
+    setsid --fork "$@" >"$log" 2>&1 </dev/null 9>&-
+}
+
+wait_for() {
+    local end=$((SECONDS + 60))
+    until "$1"; do
+        if [ $SECONDS -ge $end ]; then
+            tail -n 20 "$LOGS/ekiben-$2.log" >&2 2>/dev/null || true
+            die "$2 does not answer after 60 s"
+        fi
+        sleep 0.2
+    done
+}
+
+env_lines() {
+    line system "${RELEASE#* }, kernel $(uname -r), $(nproc) cores"
+    line python "$(first_line python3 --version)"
+    line docker "$(docker_version)"
+    line apptainer "$(first_line apptainer --version)"
+    line buildah "$(first_line buildah --version)"
+    line crun "$(first_line crun --version)"
+    line mmdebstrap "$(first_line mmdebstrap --version)"
+    line mksquashfs "$(first_line mksquashfs -version)"
+    line registry "$(registry_version)"
+    line skopeo "$(first_line skopeo --version)"
+    line podman "$(first_line podman --version)"
+    line ch-image "$(first_line ch-image --version)"
+    line umoci "$(first_line umoci --version)"
+    line chromium "$(first_line chromium --version)"
+    line fuse "$(stat -c '%A %n' /dev/fuse 2>/dev/null || echo -)"
+    line user "$(id "$USER_NAME" 2>/dev/null || echo -), subuid $(grep -s "^$USER_NAME:" /etc/subuid || echo -)"
+}
+
+line() { printf '%-11s %s\n' "$1" "$2"; }
+
+first_line() {
+    if has "$1"; then "$@" 2>&1 | sed -n 1p || true; else echo -; fi
+}
+
+docker_version() {
+    has dockerd || { echo -; return; }
+    echo "$(first_line dockerd --version), $(docker_answers && echo answers || echo 'does not answer')"
+}
+
+registry_version() {
+    has docker-registry || { echo -; return; }
+    echo "$(first_line docker-registry --version), $(registry_answers && echo "answers at $REGISTRY" || echo 'not started')"
+}
+
+main() {
+    local command=${1:-help}
+    [ $# -eq 0 ] || shift
+    case $command in
+        install | start)
+            if [ "$(id -u)" = 0 ]; then
+                exec 9>/run/lock/ekiben-services.lock
+                flock 9
+            fi
+            "$command" "$@"
+            ;;
+        env) env_lines ;;
+        *) sed -n '2,/^set /s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    esac
+}
+
+main "$@"
