@@ -111,6 +111,7 @@ def json_option(command: Command) -> Command:
 @click.pass_obj
 def image(
     store_path: Path | None,
+    /,
     recipes: tuple[str, ...],
     formats: tuple[str, ...],
     output: Path | None,
@@ -241,7 +242,7 @@ def resolved(recipe: str, stack: str | None, arguments: tuple[str, ...]) -> Chai
 @chain_options
 @json_option
 @click.pass_obj
-def plan(store_path: Path | None, recipe: str, stack: str | None, arguments: tuple[str, ...], as_json: bool) -> None:
+def plan(store_path: Path | None, /, recipe: str, stack: str | None, arguments: tuple[str, ...], as_json: bool) -> None:
     """Say what would run and why, layer by layer. Nothing is run or written.
 
     \b
@@ -285,7 +286,7 @@ def render(recipe: str, target: str, output: Path | None, stack: str | None, arg
 @main.command(name="list")
 @json_option
 @click.pass_obj
-def list_(store_path: Path | None, as_json: bool) -> None:
+def list_(store_path: Path | None, /, as_json: bool) -> None:
     """List the recipes and the images in the store.
 
     \b
@@ -315,7 +316,7 @@ def list_(store_path: Path | None, as_json: bool) -> None:
 @click.argument("image", metavar="RECIPE|FILE.sif")
 @json_option
 @click.pass_obj
-def inspect(store_path: Path | None, image: str, as_json: bool) -> None:
+def inspect(store_path: Path | None, /, image: str, as_json: bool) -> None:
     """Say what an image in the store, or a SIF file, is made of.
 
     \b
@@ -338,7 +339,13 @@ def inspect(store_path: Path | None, image: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def verify(
-    store_path: Path | None, recipe: str, sif: Path | None, stack: str | None, arguments: tuple[str, ...], as_json: bool
+    store_path: Path | None,
+    /,
+    recipe: str,
+    sif: Path | None,
+    stack: str | None,
+    arguments: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Prove an image again: every blob's digest, and every %test in the finished image on the runtimes here.
 
@@ -390,7 +397,7 @@ def run(recipe: str, words: tuple[str, ...], cpu: bool, sif: Path | None, dry_ru
 @click.argument("images", nargs=-1, metavar="[IMAGE…]")
 @click.option("--dry-run", is_flag=True, help="Say what would go, remove nothing.")
 @click.pass_obj
-def prune(store_path: Path | None, images: tuple[str, ...], dry_run: bool) -> None:
+def prune(store_path: Path | None, /, images: tuple[str, ...], dry_run: bool) -> None:
     """Make room: forget the named images, then remove every blob no image needs.
 
     \b

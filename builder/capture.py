@@ -16,7 +16,7 @@ from typing import IO, Protocol
 
 from builder.chain import File
 from builder.errors import LayerError
-from builder.layer import CHUNK, Entry, Member, read_chunks, sort_key
+from builder.layer import CHUNK, Entry, Kind, Member, read_chunks, sort_key
 
 BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
 
@@ -129,7 +129,7 @@ class _Canon:
         target = info.linkname.removeprefix("./") if info.islnk() else info.linkname
         if info.islnk() and is_noise(target):
             raise LayerError(f"/{path} is a hard link to /{target}, which no layer keeps; copy the file instead")
-        kind = "hardlink" if info.islnk() else "symlink" if info.issym() else "fifo" if info.isfifo() else "file"
+        kind: Kind = "hardlink" if info.islnk() else "symlink" if info.issym() else "fifo" if info.isfifo() else "file"
         mode = 0o777 if kind == "symlink" else info.mode & 0o7777
         return Entry(path, kind, mode, info.uid, info.gid, min(int(info.mtime), self.epoch),
                      info.size if kind == "file" else 0, target)  # fmt: skip

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from builder.sif import runtime_files
-
 from builder.definition import Copy, Definition, Stage, declared_arguments, expand, read_definition
 from builder.errors import DefinitionError, nearest
 from builder.recipe import Recipe
+from builder.sif import runtime_files
 from builder.stack import Stack, find_stack
 
 KEY_FORMAT = 1  # a change in what the builder itself puts into layers gets a new number
@@ -124,7 +123,7 @@ def resolve(recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str,
 def _definitions(recipe: Recipe, stack: Stack, arguments: Mapping[str, str]) -> list[Definition]:
     """The recipe's layer and all below it, bottom first."""
     known = {path.stem: path for folder in reversed(recipe.image_folders) for path in folder.glob("*.def")}
-    given = {"suite": stack.file.suite, **stack.file.arguments, **arguments}
+    given = {**stack.file.arguments, **arguments}
     found: list[Definition] = []
     declared: set[str] = set()
     name, asked_by = recipe.file.layer, str(recipe.folder / "recipe.yaml")
@@ -142,11 +141,16 @@ def _definitions(recipe: Recipe, stack: Stack, arguments: Mapping[str, str]) -> 
         if parent is None:
             break
         name, asked_by = parent, str(definition.path)
-    unused = sorted((set(stack.file.arguments) | set(arguments)) - declared)
+    anywhere = declared.union(*(declared_arguments(path) for path in known.values()))
+    unused = [(name, declared, f"no layer of '{recipe.name}'") for name in sorted(set(arguments) - declared)]
+    unused += [(name, anywhere, "no definition file") for name in sorted(set(stack.file.arguments) - anywhere)]
     if unused:
         raise DefinitionError(
-            "\n".join(f"argument '{name}' is bound but no layer of '{recipe.name}' declares it." + nearest(name, declared)
-                      for name in unused))  # fmt: skip
+            "\n".join(
+                f"argument '{name}' is bound but {who} declares it." + nearest(name, names)
+                for name, names, who in unused
+            )
+        )
     return found[::-1]
 
 
@@ -221,7 +225,7 @@ def _with_recipe_layer(chain: Chain) -> Chain:
     files = [File(f"{RECIPE_HOME}/{inside}", _mode(path), path) for inside, path in recipe.members().items()]
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
     runtime = runtime_files(
-        environment={name: value for name, value in chain.environment.items()},
+        environment=chain.environment,
         runscript=_runscript(recipe), test=_TEST_SCRIPT, labels=chain.labels, deffile=chain.deffile,
     )  # fmt: skip
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]

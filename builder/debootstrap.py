@@ -64,9 +64,12 @@ def debootstrap_members(
     source_file = spool.with_suffix(".list")
     source_file.write_text(sources or "")
     try:
-        with source_file.open("rb") as stdin, spool.open("w+b") as stream:
-            with piped(argv, stdin=stdin if sources else None, env=environment) as archive:
-                yield from root_members(archive, stream, epoch=layer.epoch)
+        with (
+            source_file.open("rb") as stdin,
+            spool.open("w+b") as stream,
+            piped(argv, stdin=stdin if sources else None, env=environment) as archive,
+        ):
+            yield from root_members(archive, stream, epoch=layer.epoch)
     except ProcessError as error:
         for line in error.stderr.splitlines():
             log(line)

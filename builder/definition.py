@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -115,7 +116,9 @@ def _split(text: str) -> Iterator[_Part]:
         if match := _SECTION.match(line):
             yield part
             part = _Part(match[1].lower(), match[2].split(" #")[0].strip(), number + 1, [])
-        elif (part.name and part.name != "post" and _is_header_start(line)) or (part.name == "post" and re.match(r"Bootstrap[ \t]*:", line)):
+        elif (part.name and part.name != "post" and _is_header_start(line)) or (
+            part.name == "post" and re.match(r"Bootstrap[ \t]*:", line)
+        ):
             yield part
             part = _Part("", "", number, [line])
         else:
@@ -191,18 +194,18 @@ class _Reader:
         return {name: given.get(name, default) for name, default in arguments.items()}
 
     def bind(self, part: _Part, arguments: Mapping[str, str], used: set[str]) -> list[str]:
-        def value(match: re.Match[str]) -> str:
+        def value(match: re.Match[str], number: int) -> str:
             name = match[1]
             used.add(name)
             if name not in arguments:
-                known = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
-                self.problem(part.line + number, known)
+                said = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
+                self.problem(part.line + number, said)
                 return ""
             return arguments[name]
 
         lines = []
         for number, line in enumerate(part.body):
-            lines.append(_ARGUMENT.sub(value, line))
+            lines.append(_ARGUMENT.sub(partial(value, number=number), line))
         return lines
 
     def header(self, part: _Part) -> dict[str, str]:

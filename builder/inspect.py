@@ -8,13 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from builder.sif import read_sif
-
 from builder.assemble import Product
 from builder.chain import Chain
 from builder.errors import UsageError, VerifyError, nearest
 from builder.pipeline import Image, image_name, plan
 from builder.progress import Progress
+from builder.sif import read_sif
 from builder.store import Store
 from builder.verify import Check, verify
 
@@ -44,9 +43,23 @@ def describe(name: str, store: Store) -> dict[str, Any]:
 
 def _describe_sif(path: Path) -> dict[str, Any]:
     info = read_sif(path)
-    return {"name": str(path), "id": str(info.id), "arch": info.arch, "size": path.stat().st_size,
-            "created": datetime.fromtimestamp(info.created, UTC).isoformat(),
-            "parts": [{"type": part.kind, "offset": part.offset, "size": part.size} for part in info.descriptors]}  # fmt: skip
+    layers = {layer.number: place for place, layer in enumerate(info.layers)}
+    parts = [
+        {
+            "name": f"layer {layers[item.number]}" if item.number in layers else item.name,
+            "offset": item.offset,
+            "size": item.size,
+        }
+        for item in info.descriptors
+    ]
+    return {
+        "name": str(path),
+        "id": info.id,
+        "arch": info.arch,
+        "size": path.stat().st_size,
+        "created": datetime.fromtimestamp(info.created, UTC).isoformat(),
+        "parts": parts,
+    }
 
 
 def text(about: Mapping[str, Any]) -> str:
@@ -58,7 +71,7 @@ def text(about: Mapping[str, Any]) -> str:
     for task, said in about.get("tasks", {}).items():
         lines.append(f"task        {task:<16}{said}")
     for part in about.get("parts", ()):
-        lines.append(f"part        {part['type']:<28}{part['size'] / 1e6:10.1f} MB at {part['offset']}")
+        lines.append(f"part        {part['name']:<16}{part['size'] / 1e6:10.1f} MB at {part['offset']}")
     return "\n".join(lines)
 
 

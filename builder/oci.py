@@ -83,19 +83,18 @@ def layer_tar(store: Store, layer: StoredLayer) -> Iterator[bytes]:
         raise CorruptBlob(layer.digest, path)
 
 
-def archive(
-    store: Store, config: bytes, layers: Sequence[StoredLayer], name: str, *,
-    leave_out: Collection[str] = (), on_bytes: Callable[[int], None] = lambda count: None,
-) -> Iterator[bytes]:  # fmt: skip
-    """One tar that is an OCI archive and a `docker load` archive at once, as a stream.
-
-    ``leave_out``: diff_ids whose data the reader has already (a Docker daemon doesn't open what it knows).
-    """
+def _parts(
+    store: Store, config: bytes, layers: Sequence[StoredLayer], name: str, leave_out: Collection[str]
+) -> Iterator[tuple[str, int, Iterable[bytes]]]:
+    """Path, size and data of everything in an OCI layout that `docker load` reads, too."""
     descriptors = [{"mediaType": MEDIA_TAR, "digest": layer.diff_id, "size": layer.tar_size} for layer in layers]
     manifest = json.dumps(_manifest(config, descriptors), sort_keys=True, separators=(",", ":")).encode()
-    index = {"schemaVersion": 2, "mediaType": MEDIA_INDEX, "manifests": [
-        {**_descriptor(MEDIA_MANIFEST, manifest), "annotations": {
-            "io.containerd.image.name": name, "org.opencontainers.image.ref.name": name.rpartition(":")[2]}}]}  # fmt: skip
+    names = {"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name.rpartition(":")[2]}
+    index = {
+        "schemaVersion": 2,
+        "mediaType": MEDIA_INDEX,
+        "manifests": [{**_descriptor(MEDIA_MANIFEST, manifest), "annotations": names}],
+    }
     docker = [
         {"Config": _blob(digest_of(config)), "RepoTags": [name], "Layers": [_blob(layer.diff_id) for layer in layers]}
     ]
@@ -107,24 +106,46 @@ def archive(
         _blob(digest_of(manifest)): manifest,
     }
     for path, data in small.items():
-        yield _member(path, len(data)) + data + _padding(len(data))
+        yield path, len(data), [data]
     for layer in layers:
-        if layer.diff_id in leave_out:
-            continue
-        yield _member(_blob(layer.diff_id), layer.tar_size)
-        for chunk in layer_tar(store, layer):
+        if layer.diff_id not in leave_out:
+            yield _blob(layer.diff_id), layer.tar_size, layer_tar(store, layer)
+
+
+def archive(
+    store: Store, config: bytes, layers: Sequence[StoredLayer], name: str, *,
+    leave_out: Collection[str] = (), on_bytes: Callable[[int], None] = lambda count: None,
+) -> Iterator[bytes]:  # fmt: skip
+    """One tar that is an OCI archive and a `docker load` archive at once, as a stream.
+
+    ``leave_out``: diff_ids whose data the reader has already (a Docker daemon doesn't open what it knows).
+    """
+    for path, size, chunks in _parts(store, config, layers, name, leave_out):
+        info = tarfile.TarInfo(path)
+        info.size = size
+        yield info.tobuf(tarfile.GNU_FORMAT)  # GNU: a layer may pass 8 GiB
+        for chunk in chunks:
             on_bytes(len(chunk))
             yield chunk
-        yield _padding(layer.tar_size)
+        yield bytes(-size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def write_layout(store: Store, folder: Path, config: bytes, layers: Sequence[StoredLayer], name: str, *,
-                 leave_out: Collection[str] = ()) -> None:  # fmt: skip
+def write_layout(
+    store: Store,
+    folder: Path,
+    config: bytes,
+    layers: Sequence[StoredLayer],
+    name: str,
+    *,
+    leave_out: Collection[str] = (),
+) -> None:
     """The same as a folder: an OCI image layout with uncompressed layers."""
-    stream = ChunkReader(archive(store, config, layers, name, leave_out=leave_out))
-    with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 20) as tar:
-        tar.extractall(folder, filter="data")
+    for path, _, chunks in _parts(store, config, layers, name, leave_out):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / path).open("wb") as stream:
+            for chunk in chunks:
+                stream.write(chunk)
 
 
 class ChunkReader(io.RawIOBase):
@@ -151,13 +172,3 @@ class ChunkReader(io.RawIOBase):
 
 def _blob(digest: str) -> str:
     return "blobs/" + digest.replace(":", "/")
-
-
-def _member(path: str, size: int) -> bytes:
-    info = tarfile.TarInfo(path)
-    info.size = size
-    return info.tobuf(tarfile.GNU_FORMAT)  # GNU: a layer may pass 8 GiB
-
-
-def _padding(size: int) -> bytes:
-    return bytes(-size % tarfile.BLOCKSIZE)

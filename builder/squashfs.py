@@ -118,7 +118,7 @@ class _BlockWriter:
         self._owners: list[_Inode | None] = []
         self._batch: list[Block] = []
         self._batch_bytes = 0
-        self._stored: dict[tuple[int, bytes], int] = {}
+        self._stored: dict[tuple[int, bytes], list[int]] = {}
         self.position = out.tell()
         self.fragments: list[tuple[int, int]] = []
 
@@ -168,19 +168,21 @@ class _BlockWriter:
         if len(inode.sizes) * self._block_size < inode.entry.size:
             return
         length = self.position - inode.start
-        earlier = self._stored.setdefault((inode.entry.size, inode.sizes.tobytes()), inode.start)
-        if not length or earlier == inode.start or not self._same(earlier, inode.start, length):
+        if not length:
             return
-        inode.start, self.position = earlier, inode.start
+        starts = self._stored.setdefault((inode.entry.size, inode.sizes.tobytes()), [])
+        earlier = next((start for start in starts if self._same(start, inode.start, length)), None)
+        if earlier is None:
+            starts.append(inode.start)
+        else:
+            inode.start, self.position = earlier, inode.start
         self._out.seek(self.position)
 
     def _same(self, one: int, other: int, length: int) -> bool:
-        for done in range(0, length, BATCH):
-            size = min(BATCH, length - done)
-            if self._read(one + done, size) != self._read(other + done, size):
-                self._out.seek(self.position)
-                return False
-        return True
+        done, size = 0, min(4096, length)  # most that differ do so at once
+        while done < length and self._read(one + done, size) == self._read(other + done, size):
+            done, size = done + size, min(BATCH, length - done - size)
+        return done == length
 
     def _read(self, position: int, size: int) -> bytes:
         self._out.seek(position)
@@ -666,6 +668,14 @@ class SquashfsReader:
         """The entry at ``path``; symbolic links on the way are not followed, and any name of a hard link is a file."""
         inode = self._find(path)
         return _entry(path, inode) if inode is not None and inode.is_kept else None
+
+    def children(self, path: str) -> list[Entry]:
+        """The entries right below a directory; none when ``path`` is not one."""
+        inode = self._find(path)
+        if inode is None or inode.kind != DIR:
+            return []
+        here = _Found(sort_key(path), path, inode, self)
+        return [_entry(found.path, found.inode) for found in self._children(here) if found.inode.is_kept]
 
     def read_file(self, path: str) -> bytes:
         inode = self._find(path)

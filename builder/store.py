@@ -171,7 +171,7 @@ class Store:
             os.close(probe)
             os.unlink(where)
         for left in (self.root / "staging").iterdir():
-            host, _, rest = left.name.rpartition("+")[0].rpartition("+")
+            host, _, rest = left.name.rpartition("__")[0].rpartition("__")
             if host == socket.gethostname() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -193,7 +193,9 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """A folder of this process's own inside the store; gone afterwards, whatever happened."""
         with self.translated_errors():
-            folder = Path(tempfile.mkdtemp(prefix=f"{socket.gethostname()}+{os.getpid()}+", dir=self.root / "staging"))
+            folder = Path(
+                tempfile.mkdtemp(prefix=f"{socket.gethostname()}__{os.getpid()}__", dir=self.root / "staging")
+            )
         try:
             with self.translated_errors():
                 yield folder

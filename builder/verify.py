@@ -56,8 +56,18 @@ def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool =
 
     def run(lines: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="ekiben-verify-") as folder:
-            argv = [found, "--quiet", "test", "--cleanenv", "--contain", "--no-home", "--workdir", folder, sif]
-            return stream(argv, lambda line: (lines.append(line), log(line))[1], env=_without_settings())
+            argv: list[str | Path] = [
+                found,
+                "--quiet",
+                "test",
+                "--cleanenv",
+                "--contain",
+                "--no-home",
+                "--workdir",
+                folder,
+                sif,
+            ]
+            return stream(argv, _both(lines, log), env=_without_settings())
 
     return _checked(image, f"{Path(found).name}", store, run, again)
 
@@ -98,7 +108,7 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
         with store.staging() as staging:
             settings = {**image.chain.environment, **build_environment(image.chain.stack.file.epoch)}
             job = prepare_job("verify", f". {TEST}\n", settings, image.layers, store, staging,
-                              log=lambda line: (lines.append(line), log(line))[1])  # fmt: skip
+                              log=_both(lines, log))  # fmt: skip
             try:
                 executor.try_run(job)
             except JobFailed as error:
@@ -106,6 +116,14 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
             return 0
 
     return _checked(image, name, store, run, again)
+
+
+def _both(lines: list[str], log: Log) -> Log:
+    def line(text: str) -> None:
+        lines.append(text)
+        log(text)
+
+    return line
 
 
 def _without_settings() -> dict[str, str]:

@@ -153,6 +153,7 @@ class Run:
         self.steps = plan.steps(len(train))
         self.step, self.first_step, self.max_tokens = 0, 0, plan.max_tokens
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
+        self.checkpointing = False
         self.pending: list[_Pending] = []
         self.last_loss, self.last_test_loss = math.nan, math.nan
         self.chunk_loss = losses.softmax_loss
@@ -281,14 +282,19 @@ class Run:
         if self.max_tokens > 2 * longest:
             self.max_tokens = min(self.max_tokens, self.plan.batch_size * longest) // 2
             print(f"out of GPU memory: going on with packs of at most {self.max_tokens:,} tokens", flush=True)
-        elif not self.body.is_gradient_checkpointing:
-            enable_checkpointing(self.model)
+        elif not self.checkpointing:
+            self._checkpoint_activations()
             print("out of GPU memory: going on with gradient checkpointing", flush=True)
         else:
             raise TaskError(
                 f"out of GPU memory with one row of {longest} tokens and gradient checkpointing on {self.device.name}; "
                 f"try --set max_length={longest // 2}, a smaller model, or a GPU nobody else is using"
             )
+
+    def _checkpoint_activations(self) -> None:
+        causal = self.model.get_base_model()
+        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.checkpointing = True
 
     def _forget_gradients(self) -> None:
         self.weights.clear()
@@ -312,7 +318,7 @@ class Run:
 
     def _prepare(self) -> None:
         if self.plan.checkpointing:
-            enable_checkpointing(self.model)
+            self._checkpoint_activations()
         if self.plan.compile:
             compile_blocks(self.body)
             self.chunk_loss = torch.compile(losses.softmax_loss, dynamic=True)
@@ -427,10 +433,6 @@ class Run:
             f"{_duration(left)} left",
         ]
         print("  ".join(part for part in parts if part), flush=True)
-
-
-def enable_checkpointing(model: Any) -> None:
-    model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def compile_blocks(body: Any) -> None:

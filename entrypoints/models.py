@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +20,11 @@ import transformers
 
 import packing
 from hub import explain, locate_model
+from loss import CHUNK
 from settings import TaskError
 
 GIB = 1 << 30
+PACKED = packing.ATTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,11 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         return self.torch.type == "cuda"
+
+    @property
+    def has_bf16(self) -> bool:
+        """Ampere and later: these have the variable-length flash kernel, too."""
+        return self.is_gpu and self.dtype == torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +57,9 @@ class Memory:
 def choose_device(wanted: str, index: int = 0) -> Device:
     """The GPU unless ``cpu`` is asked for; bf16 where the GPU has it, else fp16. Errors: TaskError, with the reason."""
     if wanted == "cpu":
-        # The first use of several threads may come after fork() in a library; decide the number here, by the cgroup.
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Left alone, torch counts the machine's cores, not those this job may use.
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
         return Device(torch.device("cpu"), "CPU", torch.float32, _free_ram())
     if not torch.cuda.is_available():
         raise TaskError(_no_gpu())
@@ -61,6 +71,19 @@ def choose_device(wanted: str, index: int = 0) -> Device:
     torch.set_float32_matmul_precision("high")
     dtype = torch.bfloat16 if properties.major >= 8 else torch.float16
     return Device(device, properties.name, dtype, torch.cuda.mem_get_info(device)[0])
+
+
+def quieten() -> None:
+    """Progress bars are for terminals: in a job's log each update is a line."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    # PEFT asks transformers under a name that transformers is about to drop; nothing a user could do.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
+def stand_in() -> Device:
+    """What a dry run reckons with where there is no GPU: bf16, and no limit."""
+    return Device(torch.device("cpu"), "none", torch.bfloat16, 1 << 50)
 
 
 def load_tokenizer(name: str) -> Any:
@@ -77,6 +100,7 @@ def load_base(name: str, device: Device, attention: str) -> Any:
     """The frozen base model on ``device``. Errors: TaskError."""
     place = locate_model(name)
     packing.register()
+    quieten()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.torch}
@@ -88,16 +112,41 @@ def load_base(name: str, device: Device, attention: str) -> Any:
     return model.requires_grad_(False)
 
 
-def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, targets: list[str], seed: int) -> Any:
-    """The model with a fresh adapter, in the model's dtype. Errors: TaskError where ``targets`` match nothing."""
+def skeleton(place: str, **lora: Any) -> Any:
+    """The model with its adapter, all shapes and no weights: enough to count with. Errors: TaskError."""
+    quieten()
+    try:
+        config = transformers.AutoConfig.from_pretrained(place)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise TaskError(explain(error, place, "model")) from error
+    return add_adapter(model.requires_grad_(False), **lora)
+
+
+def longest_context(config: Any) -> int:
+    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The type a model's files say they hold; fp32 where they do not say."""
+    dtype = getattr(transformers.AutoConfig.from_pretrained(name), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_modules: list[str], seed: int) -> Any:
+    """The model with a fresh adapter, in the model's dtype. Errors: TaskError where no layer has such a name."""
     torch.manual_seed(seed)
-    config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM"
+    )
     try:
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        linear = sorted({name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)})
-        raise TaskError(f"setting lora.target_modules: {targets} fits no layer; this model has {', '.join(linear)}") from error
+        found = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        has = ", ".join(sorted(found))
+        raise TaskError(f"setting lora.target_modules: no layer is called {target_modules}; this model has {has}") from error
 
 
 def load_adapter(folder: Path, device: Device, *, base: str | None = None, attention: str = "sdpa") -> tuple[Any, str]:
@@ -171,14 +220,8 @@ def expect_memory(config: Any, parameters: int, dtype: torch.dtype) -> Memory:
     width, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * width
     layer = (12 * width + inner) * size
-    loss = packing_chunk_bytes(config.vocab_size, size)
+    loss = CHUNK * config.vocab_size * (2 * size + 8)
     return Memory(parameters * size, loss, layer * layers, width * layers * size + 2 * layer)
-
-
-def packing_chunk_bytes(vocabulary: int, size: int) -> int:
-    from loss import CHUNK
-
-    return CHUNK * vocabulary * (2 * size + 8)
 
 
 def compiler_missing() -> str | None:

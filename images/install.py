@@ -32,7 +32,8 @@ def install(lock: Path) -> None:
     uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--python", sys.executable, "--no-progress"]
     exactly = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--requirements", str(lock)]
     cache = ["--link-mode", "copy"] if "UV_CACHE_DIR" in os.environ else ["--no-cache"]
-    subprocess.run([*uv, *exactly, *cache], check=True)
+    # The image's own list of authorities, over which a site can bind one that knows its proxy.
+    subprocess.run([*uv, *exactly, *cache], env={"UV_SYSTEM_CERTS": "1", **os.environ}, check=True)
 
 
 def compile_packages() -> None:

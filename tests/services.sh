@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
-#   tests/services.sh install [docker|apptainer|buildah|registry|peers|browser]…   without a name: the first four
-#   tests/services.sh start [docker|registry]…                                     without a name: both
-#   tests/services.sh env                                                          what is there, one line each
+#   tests/services.sh install [NAME…]    docker apptainer buildah registry (these when no NAME is given) slurm peers browser
+#   tests/services.sh start [NAME…]      docker registry (these when no NAME is given) slurm
+#   tests/services.sh env                what is there, one line each
 set -euo pipefail
 umask 022                                        # what is installed here is for every user, whoever calls
 
@@ -14,6 +14,7 @@ readonly LIBS=/opt/apptainer-libs                # a newer glibc that only appta
 readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
 readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
 readonly REGISTRY_HOME=/var/lib/ekiben-test-registry
+readonly SLURM_HOME=/var/lib/ekiben-test-slurm
 export DEBIAN_FRONTEND=noninteractive
 export LC_ALL=C.UTF-8
 
@@ -29,9 +30,10 @@ packages() {
         apptainer) ;;                            # see install_apptainer
         buildah) echo buildah crun runc ;;
         registry) echo docker-registry apache2-utils skopeo ;;
+        slurm) echo slurm-wlm slurmctld slurmd slurm-client munge ;;
         peers) echo charliecloud podman skopeo umoci ;;
         browser) echo chromium ;;
-        *) die "unknown group '$1'; known: docker apptainer buildah registry peers browser" 2 ;;
+        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm peers browser" 2 ;;
     esac
 }
 
@@ -129,6 +131,7 @@ Ubuntu: add-apt-repository -y ppa:apptainer/ppa, then run this again" 4
 	Dir::State::status "$work/status";
 	Dir::Cache "$work/cache";
 	APT::Sandbox::User "root";
+	Acquire::Check-Valid-Until "false";  // a mirror that was frozen at some day will do
 	EOF
     (
         cd "$work"
@@ -185,8 +188,8 @@ start() {
     open_fuse
     for service in "${services[@]}"; do
         case $service in
-            docker | registry) "start_$service" ;;
-            *) die "unknown service '$service'; known: docker registry" 2 ;;
+            docker | registry | slurm) "start_$service" ;;
+            *) die "unknown service '$service'; known: docker registry slurm" 2 ;;
         esac
     done
 }
@@ -221,6 +224,65 @@ start_registry() {
 
 registry_answers() { curl -sf --max-time 5 "http://$REGISTRY/v2/" >/dev/null 2>&1; }
 
+# A cluster of two nodes with four GPUs each, all on this machine; the GPUs are names for /dev/null.
+start_slurm() {
+    slurm_answers && return
+    has slurmctld || die "slurmctld is not installed: tests/services.sh install slurm" 4
+    if [ -e /etc/slurm/slurm.conf ] && ! grep -q "$SLURM_HOME" /etc/slurm/slurm.conf; then
+        die "this machine has a Slurm of its own (/etc/slurm/slurm.conf)" 4
+    fi
+    mkdir -p "$SLURM_HOME"/{state,dev,spool/c1,spool/c2}
+    for gpu in 0 1 2 3; do
+        [ -e "$SLURM_HOME/dev/gpu$gpu" ] || mknod -m 666 "$SLURM_HOME/dev/gpu$gpu" c 1 3
+    done
+    write_slurm_conf
+    command install -d -o munge -g munge -m 755 /run/munge
+    munge -n >/dev/null 2>&1 || runuser -u munge -- /usr/sbin/munged
+    say "starting slurmctld and two slurmd (logs: $LOGS/ekiben-slurm*.log)"
+    slurmctld 9>&-
+    for node in c1 c2; do slurmd -N "$node" 9>&-; done
+    wait_for slurm_answers slurmctld
+}
+
+slurm_answers() { [ "$(sinfo --noheader --states idle,mixed,allocated --format %D 2>/dev/null)" = 2 ]; }
+
+write_slurm_conf() {
+    mkdir -p /etc/slurm
+    cat >/etc/slurm/gres.conf <<-EOF
+	AutoDetect=off
+	NodeName=c1,c2 Name=gpu Type=h200 File=$SLURM_HOME/dev/gpu[0-3]
+	EOF
+    # config_overrides: the nodes may claim more cores than there are. EnforcePartLimits: what cannot run is refused.
+    cat >/etc/slurm/slurm.conf <<-EOF
+	ClusterName=ekiben
+	SlurmctldHost=$(hostname -s)(127.0.0.1)
+	SlurmUser=root
+	SlurmdUser=root
+	AuthType=auth/munge
+	StateSaveLocation=$SLURM_HOME/state
+	SlurmdSpoolDir=$SLURM_HOME/spool/%n
+	SlurmctldPidFile=$SLURM_HOME/slurmctld.pid
+	SlurmdPidFile=$SLURM_HOME/slurmd-%n.pid
+	SlurmctldLogFile=$LOGS/ekiben-slurmctld.log
+	SlurmdLogFile=$LOGS/ekiben-slurmd-%n.log
+	ProctrackType=proctrack/linuxproc
+	TaskPlugin=task/none
+	JobAcctGatherType=jobacct_gather/linux
+	AccountingStorageType=accounting_storage/none
+	SelectType=select/cons_tres
+	SelectTypeParameters=CR_Core_Memory
+	SlurmdParameters=config_overrides
+	MpiDefault=none
+	ReturnToService=2
+	SchedulerParameters=sched_interval=2,bf_interval=2
+	EnforcePartLimits=ALL
+	GresTypes=gpu
+	NodeName=c1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=17001 CPUs=8 RealMemory=8000 Gres=gpu:h200:4
+	NodeName=c2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=17002 CPUs=8 RealMemory=8000 Gres=gpu:h200:4
+	PartitionName=gpu Nodes=c1,c2 Default=YES MaxTime=24:00:00 State=UP
+	EOF
+}
+
 # daemon LOG COMMAND…: outlives this script and its terminal, and holds none of its files open.
 daemon() {
     local log=$LOGS/ekiben-$1.log
@@ -251,8 +313,9 @@ env_lines() {
     line mksquashfs "$(first_line mksquashfs -version)"
     line registry "$(registry_version)"
     line skopeo "$(first_line skopeo --version)"
+    line slurm "$(slurm_version)"
     line podman "$(first_line podman --version)"
-    line ch-image "$(first_line ch-image --version)"
+    line ch-run "$(first_line ch-run --version)"
     line umoci "$(first_line umoci --version)"
     line chromium "$(first_line chromium --version)"
     line fuse "$(stat -c '%A %n' /dev/fuse 2>/dev/null || echo -)"
@@ -273,6 +336,11 @@ docker_version() {
 registry_version() {
     has docker-registry || { echo -; return; }
     echo "$(first_line docker-registry --version), $(registry_answers && echo "answers at $REGISTRY" || echo 'not started')"
+}
+
+slurm_version() {
+    has slurmctld || { echo -; return; }
+    echo "$(first_line slurmctld -V), $(slurm_answers && echo answers || echo 'not started')"
 }
 
 main() {

@@ -77,7 +77,7 @@ def choose(engine: str) -> tuple[str, Executor, str]:
         if reason := executor.unavailable():
             raise EngineError(f"engine {engine} cannot be used here: {reason}")
         return engine, executor, "asked for"
-    reasons = []
+    reasons: list[str] = []
     for name in EXECUTORS:
         executor = load(name)
         if (reason := executor.unavailable()) is None:

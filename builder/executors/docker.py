@@ -4,11 +4,10 @@ what changed is read back."""
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from builder import oci
 from builder.capture import BUILD_MOUNT, is_noise
@@ -166,4 +165,4 @@ def _output(container: Any, command: Sequence[str]) -> IO[bytes]:
                 f"reading the changes failed with exit code {code}: {errors.decode('utf-8', 'replace')[-500:]}"
             )
 
-    return io.BufferedReader(oci.ChunkReader(chunks()), 1 << 20)
+    return cast(IO[bytes], oci.ChunkReader(chunks()))

@@ -1,0 +1,52 @@
+# `make` alone says what there is. The work is in build.py; this file has no logic.
+.DEFAULT_GOAL := help
+.PHONY: help setup engine image plan run test test-gpu lint lock bench clean
+
+recipe ?= hello
+task ?=
+PYTHON := .venv/bin/python
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@echo "  recipes:        $(notdir $(patsubst %/,%,$(wildcard recipes/*/)))"
+
+setup: ## the virtual environment with the locked dependencies
+	@sh builder/bootstrap.sh
+
+engine: setup ## what builds: an engine is installed when none is usable
+	@sh builder/bootstrap.sh --engine
+
+image: engine ## build, verify and say how to run: make image recipe=lora-opencalm
+	@$(PYTHON) build.py image $(recipe) $(options)
+
+plan: setup ## what would be built, and why: make plan recipe=lora-opencalm
+	@$(PYTHON) build.py plan $(recipe) $(options)
+
+run: setup ## run a task: make run recipe=lora-opencalm task="train --smoke"
+	@$(PYTHON) build.py run $(recipe) $(task)
+
+test: ## every test, with the real programs: installs and starts what it needs (root, Debian)
+	@bash tests/services.sh install
+	@bash tests/services.sh start
+	@sh builder/bootstrap.sh --dev
+	@$(PYTHON) -m pytest $(options)
+
+test-gpu: ## on a machine with an NVIDIA GPU and Apptainer
+	@$(PYTHON) -m pytest -m gpu tests/gpu $(options)
+
+lint: ## ruff and mypy
+	@sh builder/bootstrap.sh --dev
+	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check . && $(PYTHON) -m mypy
+
+lock: setup ## refresh the lock files: the stacks' and our own
+	@$(PYTHON) build.py lock
+	@for name in requirements requirements-dev; do \
+	    .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	        --no-emit-index-url --no-header --upgrade $$name.in -o $$name.lock; done
+
+bench: ## the measured comparisons with peers; see bench/README.md
+	@sh builder/bootstrap.sh --dev
+	@$(PYTHON) bench/run.py $(options)
+
+clean: ## remove the virtual environment; the store is build.py prune's
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache

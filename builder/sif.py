@@ -1,0 +1,331 @@
+"""SIF files, written and read without Apptainer: a header, a table of descriptors, then the data they point at.
+
+The first layer is the primary system partition, the others are overlay partitions of the same group (Apptainer leaves
+out overlay partitions whose group differs). The format: https://github.com/apptainer/sif/blob/main/pkg/sif/sif.go
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shlex
+import struct
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from builder.errors import StoreError
+
+LAUNCH = b"#!/usr/bin/env run-singularity\n"
+MAGIC = b"SIF_MAGIC\0"
+VERSION = b"01\0"
+HEADER = struct.Struct("<32s10s3s3s16s8q")  # launch, magic, version, arch, id, times, descriptors, data
+DESCRIPTOR = struct.Struct("<i?3I3q2q2q128s384s")  # type, used, ids, extent, times, owners, name, extra
+PARTITION_EXTRA = struct.Struct("<2i3s")  # file system, partition type, arch
+DESCRIPTORS_AT = 4096
+DESCRIPTOR_COUNT = 48
+DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
+PAGE = 4096  # partitions are mounted in place
+COPY = 4 << 20
+
+DEFFILE, PARTITION = 0x4001, 0x4004
+GROUP = 0xF000_0001  # group 1, as every SIF of Apptainer has it
+SQUASHFS = 1
+PRIMARY, OVERLAY = 2, 4
+ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0", "ppc64le": b"06\0"}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A squashfs, ``size`` bytes at ``offset`` of ``path``; ``digest`` is theirs: ``sha256:`` and 64 hex digits."""
+
+    path: Path
+    offset: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """One piece of a SIF. ``file_system`` and ``part_type`` are 0 where it is no partition."""
+
+    number: int
+    data_type: int
+    group: int
+    offset: int
+    size: int
+    name: str
+    file_system: int = 0
+    part_type: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SifInfo:
+    id: str
+    arch: str
+    created: int
+    descriptors: tuple[Descriptor, ...]
+
+    @property
+    def layers(self) -> tuple[Descriptor, ...]:
+        """The squashfs partitions as they are stacked, bottom first."""
+        squashfs = [item for item in self.descriptors if item.data_type == PARTITION and item.file_system == SQUASHFS]
+        primary = [item for item in squashfs if item.part_type == PRIMARY]
+        return (*primary, *(item for item in squashfs if item.part_type == OVERLAY))
+
+
+def sif_id(digests: Sequence[str], deffile: str) -> str:
+    """The UUID of the SIF with these partitions: equal ids promise equal files."""
+    content = json.dumps(["ekiben sif 1", list(digests), deffile])
+    return str(uuid.UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5))
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def write_sif(
+    out: Path,
+    partitions: Sequence[Partition],
+    *,
+    id: str,
+    deffile: str,
+    arch: str,
+    epoch: int,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """A SIF at ``out``, there only when it is whole; ``on_bytes`` hears how many bytes each step copied.
+
+    Errors: StoreError for a partition whose bytes are not its digest's, and for a full disk.
+    """
+    if not 0 < len(partitions) < DESCRIPTOR_COUNT:
+        raise StoreError(
+            f"{out}: a SIF holds 1 to {DESCRIPTOR_COUNT - 1} layers, not {len(partitions)}", hint="make it --flat"
+        )
+    definition = deffile.encode("utf-8", "surrogateescape")
+    descriptors = _lay_out(partitions, definition)
+    size = descriptors[-1].offset + descriptors[-1].size
+    with _new_file(out, size) as file:
+        file.write(_head(descriptors, uuid.UUID(id), _arch_code(arch), epoch))
+        file.seek(descriptors[0].offset)
+        file.write(definition)
+        with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
+            for partition, descriptor in zip(partitions, descriptors[1:], strict=True):
+                file.seek(descriptor.offset)
+                _copy(partition, file, hasher, on_bytes)
+
+
+def _arch_code(arch: str) -> bytes:
+    if arch not in ARCHITECTURES:
+        raise StoreError(f"a SIF cannot be made for {arch!r}; known: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[arch]
+
+
+def _lay_out(partitions: Sequence[Partition], definition: bytes) -> list[Descriptor]:
+    descriptors = [Descriptor(1, DEFFILE, GROUP, DATA_AT, len(definition), "")]
+    end = DATA_AT + len(definition)
+    for number, partition in enumerate(partitions, 2):
+        start = -(-end // PAGE) * PAGE
+        part_type = PRIMARY if number == 2 else OVERLAY
+        descriptors.append(Descriptor(number, PARTITION, GROUP, start, partition.size, "", SQUASHFS, part_type))
+        end = start + partition.size
+    return descriptors
+
+
+def _head(descriptors: Sequence[Descriptor], id: uuid.UUID, arch: bytes, epoch: int) -> bytes:
+    end = DATA_AT
+    table = b""
+    for item in descriptors:
+        extra = PARTITION_EXTRA.pack(item.file_system, item.part_type, arch) if item.data_type == PARTITION else b""
+        padded = item.offset + item.size - end
+        table += DESCRIPTOR.pack(
+            *(item.data_type, True, item.number, item.group, 0, item.offset, item.size, padded),
+            *(epoch, epoch, 0, 0, item.name.encode(), extra),
+        )
+        end = item.offset + item.size
+    header = HEADER.pack(
+        *(LAUNCH, MAGIC, VERSION, arch, id.bytes, epoch, epoch),
+        *(DESCRIPTOR_COUNT - len(descriptors), DESCRIPTOR_COUNT, DESCRIPTORS_AT, DATA_AT - DESCRIPTORS_AT),
+        *(DATA_AT, end - DATA_AT),
+    )
+    return header.ljust(DESCRIPTORS_AT, b"\0") + table
+
+
+@contextlib.contextmanager
+def _new_file(out: Path, size: int) -> Iterator[BinaryIO]:
+    """A temporary file beside ``out`` that takes its name at the end, or is gone."""
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        space = os.statvfs(out.parent)
+        if space.f_bavail * space.f_frsize < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with open(temporary, "xb", buffering=0, opener=_executable) as file:
+            yield file
+            os.fsync(file.fileno())
+        os.rename(temporary, out)
+    except OSError as error:
+        hint = "make room, or choose another place with -o" if error.errno in _FULL else None
+        raise StoreError(
+            f"{out} cannot be written: {error.strerror}; it takes {_gigabytes(size)}", hint=hint
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _executable(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o777)  # less the umask: a SIF starts with a launch line
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _copy(partition: Partition, out: BinaryIO, hasher: ThreadPoolExecutor, on_bytes: Callable[[int], None]) -> None:
+    """Copy while a second thread hashes the same bytes."""
+    digest = hashlib.sha256()
+    for data in _chunks(partition):
+        hashed = hasher.submit(digest.update, data)
+        _write_all(out, data)
+        hashed.result()
+        on_bytes(len(data))
+    found = "sha256:" + digest.hexdigest()
+    if found != partition.digest:
+        raise StoreError(f"{partition.path}: should be {partition.digest}, is {found}", hint=_HINT)
+
+
+_HINT = "the stored layer is damaged: remove it and build again"
+
+
+def _chunks(partition: Partition) -> Iterator[memoryview]:
+    """The partition's bytes, all in one buffer that is used again."""
+    buffer, left = memoryview(bytearray(COPY)), partition.size
+    try:
+        with partition.path.open("rb", buffering=0) as source:
+            source.seek(partition.offset)
+            while left:
+                count = source.readinto(buffer[: min(left, COPY)])
+                if not count:
+                    raise StoreError(f"{partition.path}: ends {left} bytes early", hint=_HINT)
+                yield buffer[:count]
+                left -= count
+    except OSError as error:
+        raise StoreError(f"{partition.path}: cannot be read: {error.strerror}") from error
+
+
+def _write_all(out: BinaryIO, data: memoryview) -> None:
+    while data:
+        data = data[out.write(data) :]
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def read_sif(path: Path) -> SifInfo:
+    """What a SIF says about itself, from its first 32 KiB. Errors: StoreError when it is no whole SIF."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEADER.size)
+            if len(head) != HEADER.size or head[32:42] != MAGIC:
+                raise StoreError(f"{path}: not a SIF file")
+            fields = HEADER.unpack(head)
+            table = _read_table(path, file, *fields[8:11])
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    descriptors = tuple(_descriptor(*DESCRIPTOR.unpack(row)) for row in table if row[4])
+    for item in descriptors:
+        if item.offset < 0 or item.size < 0 or item.offset + item.size > size:
+            raise StoreError(f"{path}: not whole: data object {item.number} ends behind the file's {size} bytes")
+    arch = next((name for name, code in ARCHITECTURES.items() if code == fields[3]), "unknown")
+    return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors)
+
+
+def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:
+    if not (0 <= total <= 1 << 16 and 0 < offset < 1 << 40 and length == total * DESCRIPTOR.size):
+        raise StoreError(f"{path}: its header does not fit a SIF's: {total} descriptors in {length} bytes at {offset}")
+    file.seek(offset)
+    table = file.read(length)
+    if len(table) != length:
+        raise StoreError(f"{path}: not whole: {length} bytes of descriptors wanted at {offset}, {len(table)} there")
+    return [table[start : start + DESCRIPTOR.size] for start in range(0, length, DESCRIPTOR.size)]
+
+
+def _descriptor(
+    data_type: int, used: bool, number: int, group: int, link: int, offset: int, size: int, padded: int,
+    created: int, modified: int, uid: int, gid: int, name: bytes, extra: bytes,
+) -> Descriptor:  # fmt: skip
+    file_system, part_type, _ = PARTITION_EXTRA.unpack_from(extra) if data_type == PARTITION else (0, 0, b"")
+    return Descriptor(
+        number, data_type, group, offset, size, name.rstrip(b"\0").decode(errors="replace"), file_system, part_type
+    )
+
+
+# ----------------------------------------------------------------------------------------- what runtimes look for inside
+
+
+def runtime_files(
+    environment: Mapping[str, str], runscript: str, test: str, labels: Mapping[str, str], deffile: str
+) -> dict[str, tuple[int, bytes]]:
+    """/.singularity.d of an image: path → (mode, content). Values of ``environment`` are taken as they stand."""
+    exports = "".join(f"export {name}={shlex.quote(_checked(name, value))}\n" for name, value in environment.items())
+    scripts = {
+        "actions/exec": _ENTER + 'exec "$@"\n',
+        "actions/run": _ENTER + 'exec /.singularity.d/runscript "$@"\n',
+        "actions/shell": _ENTER + _SHELL,
+        "actions/start": "kill -CONT 1\n" + _ENTER,  # the runtime waits for this signal
+        "actions/test": _ENTER + 'exec /.singularity.d/test "$@"\n',
+        "env/90-environment.sh": exports,
+        "env/99-base.sh": _BASE,
+        "runscript": runscript,
+        "test": test,
+    }
+    files = {name: (0o755, _script(text)) for name, text in scripts.items()}
+    files["labels.json"] = 0o644, json.dumps(dict(labels), indent=1, sort_keys=True).encode() + b"\n"
+    files["Singularity"] = 0o644, deffile.encode("utf-8", "surrogateescape")
+    return {f".singularity.d/{name}": file for name, file in sorted(files.items())}
+
+
+def _checked(name: str, value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(f"{name!r} is no name for an environment variable")
+    return value
+
+
+def _script(text: str) -> bytes:
+    text = text if text.startswith("#!") else "#!/bin/sh\n" + text
+    return (text if text.endswith("\n") else text + "\n").encode("utf-8", "surrogateescape")
+
+
+_ENTER = """\
+for script in /.singularity.d/env/*.sh; do
+    if [ -f "$script" ]; then . "$script"; fi
+done
+"""
+
+_SHELL = """\
+for shell in "${SINGULARITY_SHELL:-}" /bin/bash /bin/sh; do
+    if [ -x "$shell" ]; then exec "$shell" "$@"; fi
+done
+echo "this image has no shell" >&2
+exit 1
+"""
+
+# --nv puts the driver's libraries into /.singularity.d/libs. The other variables carry the
+# user's APPTAINERENV_PREPEND_PATH, APPTAINERENV_APPEND_PATH and APPTAINERENV_PATH.
+_BASE = """\
+LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/.singularity.d/libs"
+PATH="${SING_USER_DEFINED_PREPEND_PATH:+$SING_USER_DEFINED_PREPEND_PATH:}$PATH"
+PATH="$PATH${SING_USER_DEFINED_APPEND_PATH:+:$SING_USER_DEFINED_APPEND_PATH}"
+PATH="${SING_USER_DEFINED_PATH:-$PATH}"
+unset SING_USER_DEFINED_PREPEND_PATH SING_USER_DEFINED_APPEND_PATH SING_USER_DEFINED_PATH
+export LD_LIBRARY_PATH PATH
+"""

@@ -1,0 +1,101 @@
+"""The proof that an image trains: a tiny random model, made on the spot, goes through everything a real one does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+
+import chat
+import merge
+import models
+import train
+from prompt import render_prompt
+from rows import Source, read_all
+from settings import TaskError
+from train import Lora, Settings
+
+END = "<|endoftext|>"
+
+
+def prove(settings: Settings, sample: Path, output: Path | None) -> int:
+    """Train on the sample rows, then check what a user relies on. Errors: TaskError, naming the check that failed."""
+    started = time.monotonic()
+    models.quieten()
+    device = "auto" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory(prefix="ekiben-smoke-") as scratch:
+        folder = output or Path(scratch) / "result"
+        base = Path(scratch) / "base"
+        make_base(base, sample)
+        tiny = dataclasses.replace(
+            Settings(), model=str(base), data=[str(sample)], test_share=0.1, mask_prompt=settings.mask_prompt,
+            max_length=512, lora=Lora(r=8), epochs=4, batch_size=16, learning_rate=2e-2, warmup_steps=4,
+            eval_every=0, log_seconds=2, compile=False, device=device,
+        )  # fmt: skip
+        if train.train(tiny, sample.parent.parent, folder, fresh=True) != 0:
+            raise TaskError("smoke: interrupted")
+        check_loss_fell(folder)
+        check_adapter(folder / "adapter", base, device, Path(scratch) / "merged")
+    print(f"smoke       all passed in {time.monotonic() - started:.0f} s on {device_name(device)}", flush=True)
+    return 0
+
+
+def make_base(folder: Path, sample: Path, *, layers: int = 2, width: int = 64, vocabulary: int = 800) -> None:
+    """A random GPT-NeoX with a tokenizer learnt from the sample, saved as a hub model would be."""
+    rows = read_all([Source(str(sample), 0.0)], seed=0, skip_bad=False).train
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([render_prompt(row.instruction, row.input) + row.output for row in rows], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=4 * width, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0, hidden_act="gelu",
+        attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+
+
+def check_loss_fell(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+    _passed("the loss falls", last < 0.95 * first, f"{first:.3f} to {last:.3f} in {len(losses)} steps")
+
+
+def check_adapter(folder: Path, base: Path, device: str, merged: Path) -> None:
+    _passed("the adapter is saved", (folder / "adapter_model.safetensors").is_file(), "adapter_model.safetensors")
+    chosen = models.choose_device(device)
+    model, _ = models.load_adapter(folder, chosen)
+    tokenizer = models.load_tokenizer(str(folder))
+    ids = torch.tensor([tokenizer("富士山の高さは?")["input_ids"]], device=chosen.torch)
+    ours = merge.logits(model, ids)
+    with model.disable_adapter():
+        _passed("the adapter changes the model", not torch.equal(ours, merge.logits(model, ids)), "logits differ from the base's")
+    again, _ = models.load_adapter(folder, chosen)
+    _passed("a reloaded adapter is the same", torch.equal(ours, merge.logits(again, ids)), "logits equal to the last bit")
+    answer = chat.answer(model, tokenizer, "日本の首都はどこですか。", "", chat.Settings(max_new_tokens=16))
+    _passed("chat answers", isinstance(answer, str), f"{len(answer)} characters")
+    difference = merge.merge(folder, merged, chosen, base=str(base))
+    _passed("a merged model is the same", difference < merge.TOLERANCE["float32"], f"logits differ by {difference:.1e}")
+
+
+def device_name(device: str) -> str:
+    return "CPU" if device == "cpu" else models.choose_device(device).name
+
+
+def _passed(what: str, passed: bool, detail: str) -> None:
+    if not passed:
+        raise TaskError(f"smoke: failed: {what} ({detail})")
+    print(f"smoke       {what}: {detail}", flush=True)
