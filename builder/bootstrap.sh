@@ -51,7 +51,7 @@ lock_sum() { (cd "$root" && sha256sum "$1"); }
 
 # Made beside its place and renamed: whoever sees .venv sees all of it, and of two that make it at once one wins.
 make_venv() {
-    [ -w "$root" ] || die 4 "$venv is missing or outdated and you cannot write to $root: ask its owner to run make there"
+    [ -w "$root" ] || die 4 "$venv is missing or outdated, and you cannot write to $root: ask its owner to run make"
     python=$(find_python)
     need_venv_module "$python"
     new=$venv.new.$(uname -n).$$
@@ -80,8 +80,8 @@ find_python() {
         real_python "$candidate" && return
         found="$found $(command -v "$candidate")$(version_of "$candidate"),"
     done
-    die 4 "needs Python 3.11 or newer; found:${found:- none,} install it (apt-get install python3.11 python3.11-venv, or \
-dnf install python3.11) or name one: PYTHON=/path/to/python3"
+    die 4 "needs Python 3.11 or newer; found:${found:- none,} install it (apt-get install python3.11 python3.11-venv, \
+or dnf install python3.11) or name one: PYTHON=/path/to/python3"
 }
 
 # The interpreter itself, not a link that may lead to another version tomorrow.

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = options.load(Settings, args.config, args.set)
     settings = replace(settings, temperature=0.0) if args.greedy else settings
     context = _read_context(args.context) if args.context else ""
-    for line in places.prepare_caches(os.environ):
+    for line in [*places.prepare_caches(os.environ), *places.prefer_cache(os.environ)]:
         print(line, file=sys.stderr, flush=True)
 
     import models

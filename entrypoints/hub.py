@@ -36,16 +36,23 @@ def explain(error: BaseException, name: str, kind: str) -> str:
     return f"{kind} {name}: cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-def locate_model(name: str) -> str:
-    """``name`` as transformers takes it: a local folder, or a hub id whose configuration could be had. Errors: TaskError."""
+def check_model_place(name: str) -> bool:
+    """Whether ``name`` is of the hub. Errors: TaskError for a folder that is not there, or no model."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             adapter = " (it is an adapter: chat and merge take it)" if (path / "adapter_config.json").is_file() else ""
             raise TaskError(f"model {path}: this folder holds no config.json, so it is no model{adapter}")
-        return str(path)
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        return False
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or path.exists():
         raise TaskError(f"model {path.absolute()}: no such folder; is it bound into the container?")
+    return True
+
+
+def locate_model(name: str) -> str:
+    """``name`` as transformers takes it: a local folder, or a hub id whose configuration is here now. Errors: TaskError."""
+    if not check_model_place(name):
+        return str(Path(name).expanduser())
     import huggingface_hub
 
     try:

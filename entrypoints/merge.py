@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
     output = places.claim_folder(Path(args.output or settings.output), empty=True)
-    for line in places.prepare_caches(os.environ):
+    for line in [*places.prepare_caches(os.environ), *places.prefer_cache(os.environ)]:
         print(line, flush=True)
 
     import models

@@ -174,6 +174,11 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
     config.base_model_name_or_path = base
     with _without_model_card(model):
         model.save_pretrained(str(staged), state_dict=weights)
+    # safetensors writes through a private temporary file, and colleagues want to read adapters.
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in staged.iterdir():
+        file.chmod(0o666 & ~umask)
     replace_folder(staged, folder)
 
 

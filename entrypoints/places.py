@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import tempfile
+import threading
+import urllib.parse
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -32,6 +36,14 @@ def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     return said
+
+
+def prefer_cache(env: MutableMapping[str, str]) -> list[str]:
+    """Where the hub cannot be reached, say so to its libraries: each of them would retry for half a minute per file."""
+    if env.get("HF_HUB_OFFLINE") or _answers(env.get("HF_ENDPOINT", "https://huggingface.co"), env):
+        return []
+    env["HF_HUB_OFFLINE"] = "1"
+    return ["network     the hub cannot be reached from here: only what was downloaded before is used"]
 
 
 def claim_folder(folder: Path, *, empty: bool = False) -> Path:
@@ -69,6 +81,25 @@ def _model_cache(env: MutableMapping[str, str], scratch: Path) -> tuple[Path, st
     if _writable(here):
         return here / "huggingface", "beside the results, since $HOME may have a quota"
     return scratch / "huggingface", "the current folder cannot be written: this is lost with the node's scratch"
+
+
+def _answers(url: str, env: MutableMapping[str, str], seconds: float = 3.0) -> bool:
+    parts = urllib.parse.urlsplit(url)
+    proxy = env.get(f"{parts.scheme}_proxy") or env.get(f"{parts.scheme}_proxy".upper())
+    if proxy:
+        return True  # the proxy decides, and only a real request would tell
+    answered = threading.Event()
+
+    def connect() -> None:
+        address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=seconds):
+            answered.set()
+
+    # In a thread of its own: looking a name up has no time limit, and on closed networks it takes long.
+    attempt = threading.Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(seconds)
+    return answered.is_set()
 
 
 def _writable(folder: Path) -> bool:

@@ -51,6 +51,11 @@ def parse_sources(data: Any, test_share: float) -> list[Source]:
     return [_parse_source(item, test_share) for item in items]
 
 
+def check_places(sources: Sequence[Source]) -> bool:
+    """Whether any source is of the hub. Errors: TaskError for a file or folder that is not there."""
+    return any([_is_hub(source.location) for source in sources])
+
+
 def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool) -> Rows:
     """Every source's rows, split. Errors: TaskError: nothing found, no rows, bad rows (unless ``skip_bad``)."""
     rows, digest = Rows(), hashlib.sha256()
@@ -96,15 +101,21 @@ def _parse_source(item: Any, test_share: float) -> Source:
 
 def _read_source(location: str) -> tuple[list[Row], list[BadRow], bool]:
     """(rows, bad rows, whether the user can correct the bad ones: a hub data set is as its owner left it)."""
+    if _is_hub(location):
+        return *_check(_read_hub(location)), False
+    return *_check(_read_path(Path(location).expanduser())), True
+
+
+def _is_hub(location: str) -> bool:
     path = Path(location).expanduser()
     if path.exists():
-        return *_check(_read_path(path)), True
+        return False
     if path.suffix in _SUFFIXES or location.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(location):
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = nearest(path.name, beside) if path.name else ""
+        close = nearest(path.name, beside)
         hint = close if "Did you mean" in close else ""
-        raise TaskError(f"{path.absolute()}: no such file or folder; is it bound into the container?{hint}")
-    return *_check(_read_hub(location)), False
+        raise TaskError(f"data {path.absolute()}: no such file or folder; is it bound into the container?{hint}")
+    return True
 
 
 def _read_path(path: Path) -> Iterator[tuple[str, Any]]:

@@ -35,7 +35,8 @@ def prove(settings: Settings, sample: Path, output: Path | None) -> int:
         make_base(base, sample)
         tiny = dataclasses.replace(
             Settings(), model=str(base), data=[str(sample)], test_share=0.1, mask_prompt=settings.mask_prompt,
-            max_length=512, lora=Lora(r=8), epochs=4, batch_size=16, learning_rate=2e-2, warmup_steps=4,
+            max_length=512, lora=Lora(r=8, target_modules=["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+            epochs=6, batch_size=16, learning_rate=2e-2, warmup_steps=4,
             eval_every=0, log_seconds=2, compile=False, device=device,
         )  # fmt: skip
         if train.train(tiny, sample.parent.parent, folder, fresh=True) != 0:
@@ -62,7 +63,7 @@ def make_base(folder: Path, sample: Path, *, layers: int = 2, width: int = 64, v
     config = transformers.GPTNeoXConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=4 * width, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0, hidden_act="gelu",
-        attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.2,
+        attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.1,
     )  # fmt: skip
     transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
 

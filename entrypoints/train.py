@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import places
 import settings as options
-from rows import Rows, parse_sources, read_all
+from hub import check_model_place
+from rows import Rows, Source, check_places, parse_sources, read_all
 from settings import TaskError, option
 
 if TYPE_CHECKING:
@@ -109,15 +110,22 @@ def train(
     settings: Settings, recipe: Path, output: Path, *, dry: bool = False, skip_bad: bool = False, fresh: bool = False
 ) -> int:
     """Train as ``settings`` say into ``output``; the exit code. Errors: TaskError."""
+    # ---- what can be wrong is found before seconds of imports and minutes of downloads
+    _check(settings)
+    sources = parse_sources(_with_sample(settings.data, recipe), settings.test_share)
+    if check_places(sources) | check_model_place(settings.model):
+        for line in places.prefer_cache(os.environ):
+            print(line, flush=True)
+    if not dry:
+        places.claim_folder(output)
+
     import loop
     import models
     import record
     from world import Stop, join
 
-    _check(settings)
     stop = Stop()
     if not dry:
-        places.claim_folder(output)
         stop.listen()
     world = join(settings.device)
     say = print if world.leads else (lambda *_, **__: None)
@@ -127,7 +135,7 @@ def train(
     place = models.locate_model(settings.model)
     tokenizer = models.load_tokenizer(place)
     skeleton = models.skeleton(place, **dataclasses.asdict(settings.lora), seed=settings.seed)
-    data = prepare_data(settings, recipe, tokenizer, models.longest_context(skeleton.config), skip_bad)
+    data = prepare_data(settings, sources, tokenizer, models.longest_context(skeleton.config), skip_bad)
     parameters, trainable = models.count_parameters(skeleton)
     memory = models.expect_memory(skeleton.config, parameters, device.dtype)
     plan = make_plan(settings, device, memory, data)
@@ -164,11 +172,10 @@ def train(
     return exit_code or 0
 
 
-def prepare_data(settings: Settings, recipe: Path, tokenizer: Any, context: int, skip_bad: bool) -> Prepared:
+def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, context: int, skip_bad: bool) -> Prepared:
     """Read, split and tokenise. Errors: TaskError: nothing left to learn, nothing readable."""
     from prompt import encode_rows
 
-    sources = parse_sources(_with_sample(settings.data, recipe), settings.test_share)
     rows = read_all(sources, seed=settings.seed, skip_bad=skip_bad)
     limit = min(settings.max_length, context)
     kept = []

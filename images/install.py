@@ -16,6 +16,8 @@ from pathlib import Path
 SITE = Path(sysconfig.get_path("purelib"))
 SHRINK = Path(__file__).with_name("shrink.py")
 
+UNCHECKED_HASH = (0b01).to_bytes(4, "little")  # flags of a .pyc file, PEP 552
+
 # Which references marshal writes depends on all that the process compiled before. So every package gets a process
 # of its own, with its files in order, and how many of those run side by side does not matter.
 COMPILE = """
@@ -45,11 +47,17 @@ def compile_packages() -> None:
 
 def _uncompiled(entry: Path) -> list[Path]:
     files = [entry] if entry.is_file() else sorted(entry.rglob("*.py"))
-    return [file for file in files if file.suffix == ".py" and not _compiled(file).exists()]
+    return [file for file in files if file.suffix == ".py" and not _is_compiled(file)]
 
 
-def _compiled(source: Path) -> Path:
-    return source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
+def _is_compiled(source: Path) -> bool:
+    """By us: what an import wrote meanwhile (setuptools is imported by a .pth file) holds a time, not a hash."""
+    compiled = source.parent / "__pycache__" / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
+    try:
+        with compiled.open("rb") as file:
+            return file.read(8)[4:] == UNCHECKED_HASH
+    except FileNotFoundError:
+        return False
 
 
 def _compile(files: list[Path]) -> None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
-#   tests/services.sh install [NAME…]    docker apptainer buildah registry (these when no NAME is given) slurm peers browser
-#   tests/services.sh start [NAME…]      docker registry (these when no NAME is given) slurm
-#   tests/services.sh env                what is there, one line each
+#   tests/services.sh install [NAME…]   docker apptainer buildah registry (these when none is named) slurm peers browser
+#   tests/services.sh start [NAME…]     docker registry (these when none is named) slurm
+#   tests/services.sh env               what is there, one line each
 set -euo pipefail
 umask 022                                        # what is installed here is for every user, whoever calls
 
@@ -96,8 +96,8 @@ free_range() {
 
 # udev does this on an ordinary machine; a bare container or VM has 0600.
 open_fuse() {
-    if [ ! -e /dev/fuse ]; then mknod /dev/fuse c 10 229 2>/dev/null || say "no /dev/fuse: rootless mounts will fail"; fi
-    if [ -e /dev/fuse ]; then chmod 666 /dev/fuse; fi
+    [ -e /dev/fuse ] || mknod /dev/fuse c 10 229 2>/dev/null || say "no /dev/fuse: rootless mounts will fail"
+    [ ! -e /dev/fuse ] || chmod 666 /dev/fuse
 }
 
 install_apptainer() {
@@ -152,7 +152,7 @@ Ubuntu: add-apt-repository -y ppa:apptainer/ppa, then run this again" 4
 debian_mirror() {
     # shellcheck disable=SC2016
     apt-get indextargets --format '$(ORIGIN) $(CODENAME) $(COMPONENT) $(REPO_URI)' 'Created-By: Packages' |
-        awk -v release="${RELEASE%% *}" '$1 == "Debian" && $2 == release && $3 == "main" && !found { print $4; found = 1 }'
+        awk -v release="${RELEASE%% *}" '$1 == "Debian" && $2 == release && $3 == "main" && !n++ { print $4 }'
 }
 
 patch_apptainer() {
@@ -335,7 +335,8 @@ docker_version() {
 
 registry_version() {
     has docker-registry || { echo -; return; }
-    echo "$(first_line docker-registry --version), $(registry_answers && echo "answers at $REGISTRY" || echo 'not started')"
+    echo "$(first_line docker-registry --version)," \
+        "$(registry_answers && echo "answers at $REGISTRY" || echo 'not started')"
 }
 
 slurm_version() {

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ["sh", "basename", "cat", "dirname", "env", "grep", "id", "mktemp", "mv", "readlink", "rm", "sed", "sha256sum"]
-TOOLS += ["uname", "unshare"]
+TOOLS += ["true", "uname", "unshare"]
 NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 

@@ -96,7 +96,9 @@ def _execute(job: Job, overlay: Path) -> None:
     for path in reversed(others):
         argv += ["--overlay", f"{path}:ro"]
     argv += ["--bind", f"{job.mount}:/{BUILD_MOUNT}", "--bind", f"{job.cache}:/{BUILD_MOUNT}/cache"]
-    code = stream([*argv, bottom, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"], job.log, env=_environment())
+    # With a second overlay Apptainer 1.4 mounts its own passwd and group, and no package can then add a user.
+    enter = f"umount /etc/passwd /etc/group 2>/dev/null; exec /bin/sh /{BUILD_MOUNT}/run.sh"
+    code = stream([*argv, bottom, "/bin/sh", "-c", enter], job.log, env=_environment())
     if code:
         raise JobFailed(code)
 

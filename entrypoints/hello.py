@@ -1,0 +1,201 @@
+"""Say who and where this container runs, and what it may use.
+
+    hello
+    hello --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import pwd
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="hello", description="Say who and where this container runs, and what it may use.")
+    parser.add_argument("--json", action="store_true", help="as JSON, for scripts")
+    args = parser.parse_args(arguments)
+    facts = gather()
+    print(json.dumps(facts, ensure_ascii=False, indent=2) if args.json else "\n".join(tell(facts)), flush=True)
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    return {
+        "user": user_name(),
+        "uid": os.getuid(),
+        "host": socket.gethostname(),
+        "job": job(),
+        "image": image(),
+        "runtime": runtime(),
+        "os": system(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "cpus": cpus(),
+        "memory_bytes": memory(),
+        "gpus": gpus(),
+    }
+
+
+def tell(facts: dict[str, Any]) -> list[str]:
+    image = facts["image"] or {}
+    identity = next((image[key] for key in ("digest", "image_id", "id", "recipe", "name") if image.get(key)), "not recorded")
+    gpus = [
+        f"{gpu['name']}" + (f", {gpu['memory_bytes'] / 2**30:.0f} GiB" if gpu["memory_bytes"] else "") for gpu in facts["gpus"]["found"]
+    ]
+    none = f"none ({facts['gpus']['reason']})"
+    job = f", job {facts['job']}" if facts["job"] else ""
+    return [
+        f"user        {facts['user']} ({facts['uid']})",
+        f"host        {facts['host']}{job}",
+        f"image       {identity}, run by {facts['runtime']}",
+        f"system      {facts['os']}, kernel {facts['kernel']}, Python {facts['python']}",
+        f"allowed     {facts['cpus']:g} CPUs, {facts['memory_bytes'] / 2**30:.1f} GiB of memory",
+        f"GPUs        {'; '.join(gpus) if gpus else none}",
+    ]
+
+
+def user_name() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # docker run --user 12345
+        return os.environ.get("USER", "no name")
+
+
+def job() -> str | None:
+    return next((os.environ[key] for key in ("SLURM_JOB_ID", "PBS_JOBID", "JOB_ID") if os.environ.get(key)), None)
+
+
+def image() -> dict[str, Any] | None:
+    """What the builder wrote about this image, or None outside one."""
+    try:
+        content: dict[str, Any] = json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def runtime() -> str:
+    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
+        return "apptainer" if os.environ.get("APPTAINER_CONTAINER") else "singularity"
+    if Path("/.dockerenv").exists():
+        return "docker"
+    return "podman" if Path("/run/.containerenv").exists() else "no container"
+
+
+def system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        return platform.system()
+
+
+def cpus() -> float:
+    """CPUs this process may use: its affinity, and the cgroup's quota where there is one."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    for quota, period in _quotas():
+        if quota > 0 and period > 0:
+            allowed = min(allowed, quota / period)
+    return allowed
+
+
+def memory() -> int:
+    """Bytes this process may use: the machine's, or the cgroup's limit where that is lower."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [_number(folder / "memory.max") for folder in _cgroups("")]
+    limits += [_number(folder / "memory.limit_in_bytes") for folder in _cgroups("memory")]
+    return min([total, *(limit for limit in limits if limit)])
+
+
+def gpus() -> dict[str, Any]:
+    """{"found": [{"name", "memory_bytes"}], "reason": why there is none}."""
+    for ask in (_gpus_by_smi, _gpus_by_driver):
+        found = ask()
+        if found:
+            return {"found": found, "reason": None}
+    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    if devices:
+        reason = f"{len(devices)} device files, but no driver library: was --nv or --gpus all given?"
+        return {"found": [{"name": device.name, "memory_bytes": None} for device in devices], "reason": reason}
+    return {"found": [], "reason": "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"}
+
+
+def _gpus_by_smi() -> list[dict[str, Any]]:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return []
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        return [
+            {"name": name.strip(), "memory_bytes": int(mebibytes) << 20 if mebibytes.strip().isdigit() else None}
+            for name, mebibytes in (line.rsplit(",", 1) for line in answer.splitlines() if "," in line)
+        ]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def _gpus_by_driver() -> list[dict[str, Any]]:
+    """Ask libcuda, which --nv and --gpus bring along even where nvidia-smi is missing."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    found = []
+    for index in range(count.value):
+        device, name, total = ctypes.c_int(), ctypes.create_string_buffer(100), ctypes.c_size_t()
+        if cuda.cuDeviceGet(ctypes.byref(device), index) == 0:
+            cuda.cuDeviceGetName(name, len(name), device)
+            cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+            found.append({"name": name.value.decode(), "memory_bytes": total.value or None})
+    return found
+
+
+def _quotas() -> list[tuple[float, float]]:
+    pairs = []
+    for folder in _cgroups(""):
+        try:
+            quota, period = (folder / "cpu.max").read_text().split()
+            pairs.append((float(quota), float(period)))
+        except (OSError, ValueError):  # not there, or "max": no limit
+            pass
+    for folder in _cgroups("cpu"):
+        pairs.append((_number(folder / "cpu.cfs_quota_us") or 0.0, _number(folder / "cpu.cfs_period_us") or 0.0))
+    return pairs
+
+
+def _cgroups(controller: str) -> list[Path]:
+    """This process's cgroup folder and all above it, of version 2 (``""``) or of a version 1 controller."""
+    root = Path("/sys/fs/cgroup") / controller
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return [root]
+    paths = [line.split(":", 2)[2] for line in lines if controller in line.split(":", 2)[1].split(",")]
+    inside = root / paths[0].lstrip("/") if paths else root
+    chain = [inside, *inside.parents]
+    return [folder for folder in chain if folder.is_relative_to(root)] or [root]
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return max(int(file.read_text()), 0) or None
+    except (OSError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Settings out of YAML and --set: what is wrong is said before anything runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"))
+
+import settings  # noqa: E402
+from settings import SettingError, option  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Inner:
+    r: int = option(4, "rank")
+    names: list[str] = option(["a"], "names")
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner = field(default_factory=Inner)
+    learning_rate: float = option(3e-4, "rate")
+    epochs: int = option(1, "times")
+    name: str = option("x", "a name")
+    mask: bool = option(True, "a switch")
+    rows: int | Literal["auto"] = option("auto", "rows at a time")
+    seed: int | None = option(None, "seed")
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_defaults_then_file_then_assignments(tmp_path: Path) -> None:
+    made = settings.load(Outer, write(tmp_path, "epochs: 2\ninner: {r: 8}\n"), ["inner.names=[q, v]", "epochs=3"])
+    assert made == Outer(Inner(8, ["q", "v"]), epochs=3)
+
+
+def test_numbers_as_people_write_them(tmp_path: Path) -> None:
+    # PyYAML reads 1e-3 as text.
+    assert settings.load(Outer, write(tmp_path, "learning_rate: 1e-3")).learning_rate == 0.001
+    assert settings.load(Outer, None, ["learning_rate=2"]).learning_rate == 2.0
+    assert settings.load(Outer, None, ["rows=4"]).rows == 4
+    assert settings.load(Outer, None, ["rows=auto"]).rows == "auto"
+    assert settings.load(Outer, None, ["seed="]).seed is None
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("lerning_rate=1", "no setting 'lerning_rate'. Did you mean 'learning_rate'?"),
+        ("inner.rr=1", "no setting 'inner.rr'. Did you mean 'inner.r'?"),
+        ("epochs.x=1", "no setting 'epochs.x'"),
+        ("epochs", "write it as --set NAME=VALUE"),
+        ("epochs=many", "setting epochs: must be a whole number, not \"many\""),
+        ("epochs=1.5", "setting epochs: must be a whole number, not 1.5"),
+        ("epochs=true", "setting epochs: must be a whole number, not true"),
+        ("learning_rate=fast", "setting learning_rate: must be a number"),
+        ("mask=1", "setting mask: must be true or false, not 1"),
+        ("name=3", "setting name: must be text, not 3"),
+        ("rows=some", "must be a whole number, not \"some\"; or must be one of auto"),
+        ("inner=3", "setting inner: is a group of settings (r, names)"),
+    ],
+)
+def test_a_wrong_assignment_is_explained(assignment: str, said: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        settings.load(Outer, None, [assignment])
+    assert said in str(caught.value)
+
+
+def test_all_problems_at_once_with_their_place(tmp_path: Path) -> None:
+    file = write(tmp_path, "epoch: 3\ninner: {q: 1}\nmask: 5\n")
+    with pytest.raises(SettingError) as caught:
+        settings.load(Outer, file, ["nme=x"])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert f"{file}: no setting 'epoch'. Did you mean 'epochs'?" in lines
+    assert any("'inner.q'" in line for line in lines)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "just text"])
+def test_a_file_that_is_no_settings(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingError, match=r"config\.yaml"):
+        settings.load(Outer, write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="no such file"):
+        settings.load(Outer, tmp_path / "nothing.yaml")
+
+
+def test_help_lists_every_setting_with_its_value() -> None:
+    table = settings.help_table(settings.load(Outer, None, ["epochs=7"]))
+    for name in ("inner.r", "inner.names", "learning_rate", "epochs", "name", "mask", "rows", "seed"):
+        assert f"  {name} " in table
+    assert any(line.split() == ["epochs", "7"] for line in table.splitlines())
+    assert any(line.split() == ["learning_rate", "0.0003"] for line in table.splitlines())
