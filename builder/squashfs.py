@@ -32,6 +32,7 @@ Block = bytes | bytearray | memoryview
 
 MAGIC = 0x73717368
 METADATA_SIZE = 8192
+# 256 KiB make an image of Python packages 5 % smaller, 1 MiB 10 %, but a cold `import torch` 7 % and 25 % slower.
 BLOCK_SIZE = 1 << 17
 ABSENT = 0xFFFF_FFFF_FFFF_FFFF  # a table that is not there
 NONE = 0xFFFF_FFFF  # no fragment, no xattr
@@ -163,7 +164,7 @@ class _BlockWriter:
         owner.sizes.append(word)
 
     def _deduplicate(self, inode: _Inode) -> None:
-        """Take a whole file's blocks back when an earlier one has the same: the same sizes, then the same stored bytes."""
+        """Take a whole file's blocks back when an earlier one has the same: equal sizes, then equal stored bytes."""
         assert inode.sizes is not None
         if len(inode.sizes) * self._block_size < inode.entry.size:
             return
@@ -234,7 +235,8 @@ class _MetadataWriter:
 class SquashfsWriter:
     """A layer sink that writes squashfs to ``out``, an empty file open for writing and reading (``w+b``).
 
-    Entries come in canonical order. Errors: StoreError for what squashfs cannot hold, ValueError for a wrong order or size.
+    Entries come in canonical order. Errors: StoreError for what squashfs cannot hold, ValueError for a wrong order or
+    size.
     """
 
     def __init__(
@@ -816,11 +818,11 @@ class SquashfsReader:
             return self._file_inode(kind, known, start, offset)
         if not DIR < kind <= SOCKET + EXTENDED:
             raise self.damaged(f"inode {number} is of the unknown type {kind}")
-        kind = kind - EXTENDED if kind > EXTENDED else kind
-        body, start, offset = self._take(start, offset, 4 if kind in (FIFO, SOCKET) else 8)
-        nlink, value = WORD.unpack(body)[0] if len(body) == 4 else PAIR.unpack(body)[0], 0
-        if len(body) == 8:
-            nlink, value = PAIR.unpack(body)
+        kind = (kind - 1) % EXTENDED + 1
+        if kind in (FIFO, SOCKET):
+            return _Stored(kind, *known, nlink=WORD.unpack(self._take(start, offset, WORD.size)[0])[0])
+        body, start, offset = self._take(start, offset, PAIR.size)
+        nlink, value = PAIR.unpack(body)
         if kind != SYMLINK:
             return _Stored(kind, *known, nlink=nlink, device=value)
         if value > 0xFFFF:
@@ -844,6 +846,7 @@ class SquashfsReader:
             position, size, _, nlink, fragment, place, _ = LONG_FILE_BODY.unpack(body)
         if fragment != NONE and fragment >= self._fragment_count:
             raise self.damaged(f"inode {known[4]} wants fragment {fragment} of {self._fragment_count}")
+        fragment = fragment if size % self.block_size else NONE  # no tail
         count = size // self.block_size if fragment != NONE else -(-size // self.block_size)
         sizes: tuple[int, ...] = ()
         if count:

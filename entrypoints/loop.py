@@ -293,7 +293,9 @@ class Run:
 
     def _checkpoint_activations(self) -> None:
         causal = self.model.get_base_model()
-        causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the blocks.
+        enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         self.checkpointing = True
 
     def _forget_gradients(self) -> None:

@@ -244,7 +244,7 @@ start_slurm() {
     wait_for slurm_answers slurmctld
 }
 
-slurm_answers() { [ "$(sinfo --noheader --states idle,mixed,allocated --format %D 2>/dev/null)" = 2 ]; }
+slurm_answers() { [ "$(timeout 2 sinfo --noheader --states idle,mixed,allocated --format %D 2>/dev/null)" = 2 ]; }
 
 write_slurm_conf() {
     mkdir -p /etc/slurm

@@ -29,7 +29,9 @@ def squashfs(path: Path, name: str) -> Partition:
     return blob(path, path.read_bytes())
 
 
-def make(out: Path, *partitions: Partition, deffile: str = DEFFILE, arch: str = "amd64", epoch: int = 1_700_000_000) -> None:
+def make(
+    out: Path, *partitions: Partition, deffile: str = DEFFILE, arch: str = "amd64", epoch: int = 1_700_000_000
+) -> None:
     write_sif(out, partitions, id=ID, deffile=deffile, arch=arch, epoch=epoch)
 
 
@@ -87,7 +89,12 @@ def test_equal_images_are_equal_files(tmp_path: Path) -> None:
 
 
 def test_the_id_follows_the_content() -> None:
-    ids = {sif_id(["sha256:a"], "x"), sif_id(["sha256:b"], "x"), sif_id(["sha256:a"], "y"), sif_id(["sha256:a", "x"], "")}
+    ids = {
+        sif_id(["sha256:a"], "x"),
+        sif_id(["sha256:b"], "x"),
+        sif_id(["sha256:a"], "y"),
+        sif_id(["sha256:a", "x"], ""),
+    }
     assert len(ids) == 4
     assert sif_id(["sha256:a"], "x") in ids
     assert all(str(uuid.UUID(found)) == found for found in ids)
@@ -139,7 +146,9 @@ def test_a_full_disk_says_what_it_takes_and_where(tmp_path: Path, small_disk: Pa
     try:
         layer = blob(tmp_path / "a", bytes(3_000_000))
         out = small_disk / "x.sif"
-        with pytest.raises(StoreError, match=rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it takes 3.0 MB") as caught:
+        with pytest.raises(
+            StoreError, match=rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it takes 3.0 MB"
+        ) as caught:
             make(out, layer)
         assert caught.value.hint and "-o" in caught.value.hint
         assert not list(small_disk.iterdir())
@@ -211,13 +220,15 @@ def test_a_cut_sif_is_not_taken_for_whole(tmp_path: Path) -> None:
 
 
 def run(script: bytes, *words: str, **environment: str) -> str:
-    found = subprocess.run(["sh", "-c", script.decode(), *words], env={"PATH": "/bin", **environment}, capture_output=True)
+    found = subprocess.run(
+        ["sh", "-c", script.decode(), *words], env={"PATH": "/bin", **environment}, capture_output=True
+    )
     assert found.returncode == 0, found.stderr
     return found.stdout.decode()
 
 
 def test_the_environment_is_taken_as_it_stands() -> None:
-    values = {"A": "it's $HOME `x` \"q\" \\", "B": "", "C": "two\nlines", "PATH": "/opt/bin:/bin"}
+    values = {"A": 'it\'s $HOME `x` "q" \\', "B": "", "C": "two\nlines", "PATH": "/opt/bin:/bin"}
     files = runtime_files(values, "", "", {}, "")
     mode, script = files[".singularity.d/env/90-environment.sh"]
     assert mode == 0o755

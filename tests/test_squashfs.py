@@ -92,7 +92,8 @@ def random_tree(seed: int) -> Tree:
             continue
         kind: Any = choose.choice(["dir", "dir", "file", "file", "file", "file", "symlink", "fifo", "whiteout"])
         owner = {"uid": choose.choice([0, 1, 65_536, 4_000_000_000]), "gid": choose.choice([0, 5, 2**31])}
-        common: dict[str, Any] = {"mode": choose.choice([0, 0o644, 0o4755, 0o1777, 0o2750]), "mtime": choose.choice([0, 2**31 - 1]), **owner}
+        mode, mtime = choose.choice([0, 0o644, 0o4755, 0o1777, 0o2750]), choose.choice([0, 2**31 - 1])
+        common: dict[str, Any] = {"mode": mode, "mtime": mtime, **owner}
         if kind == "dir":
             folders.append(path)
         if kind == "file":
@@ -120,7 +121,9 @@ def with_hard_links(files: Tree, choose: random.Random) -> Tree:
 def test_what_goes_in_comes_out(tmp_path: Path, seed: int) -> None:
     files = random_tree(seed)
     compression = "gzip" if seed % 4 == 0 else "zstd"
-    written = write(tmp_path / "x", files, chunk=[1 << 20, 1000, 4096][seed % 3], block_size=4096, compression=compression)
+    written = write(
+        tmp_path / "x", files, chunk=[1 << 20, 1000, 4096][seed % 3], block_size=4096, compression=compression
+    )
     diff_id, found = read(tmp_path / "x")
     assert found == files
     assert diff_id == written
@@ -154,7 +157,9 @@ def test_an_image_at_an_offset(tmp_path: Path) -> None:
 
 def test_equal_entries_are_equal_bytes_whatever_the_threads_and_chunks(tmp_path: Path) -> None:
     noise = random.Random(1).randbytes(3 << 20)
-    files = tree(file("big", noise), file("copy", noise), *(file(f"s{i:04}", noise[i : i + i * 7]) for i in range(3000)))
+    files = tree(
+        file("big", noise), file("copy", noise), *(file(f"s{i:04}", noise[i : i + i * 7]) for i in range(3000))
+    )
     digests = set()
     for threads, chunk in [(1, 1 << 20), (2, 1 << 20), (8, 777_777), (16, 1 << 17)]:
         write(tmp_path / "x", files, threads=threads, chunk=chunk)
@@ -222,7 +227,9 @@ def test_files_beyond_four_gibibytes(tmp_path: Path) -> None:
         assert image.lookup("big") == big
         assert image.read_file("late") == late
     if shutil.which("unsquashfs"):
-        found = subprocess.run(["unsquashfs", "-d", tmp_path / "out", "-n", tmp_path / "x", "late"], capture_output=True)
+        found = subprocess.run(
+            ["unsquashfs", "-d", tmp_path / "out", "-n", tmp_path / "x", "late"], capture_output=True
+        )
         assert found.returncode == 0, found.stderr
         assert (tmp_path / "out/late").read_bytes() == late
 
@@ -283,7 +290,10 @@ def test_an_unknown_compression_is_named(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "x").read_bytes())
     struct.pack_into("<H", data, 20, 4)
     (tmp_path / "x").write_bytes(data)
-    with (tmp_path / "x").open("rb") as stream, pytest.raises(StoreError, match="compressed with xz; only zstd and gzip"):
+    with (
+        (tmp_path / "x").open("rb") as stream,
+        pytest.raises(StoreError, match="compressed with xz; only zstd and gzip"),
+    ):
         SquashfsReader(stream)
 
 
@@ -327,7 +337,9 @@ def test_a_directory_inside_itself_does_not_loop(tmp_path: Path) -> None:
         assert outer is not None
         bent = list(image._listing(outer))
         image._listing = lambda inode: iter(  # type: ignore[method-assign]
-            [(b"d", reference_of(image, "d"))] if inode.number == outer.number else SquashfsReader._listing(image, inode)
+            [(b"d", reference_of(image, "d"))]
+            if inode.number == outer.number
+            else SquashfsReader._listing(image, inode)
         )
         assert bent[0][0] == b"inner"
         with pytest.raises(StoreError, match="listed twice"):
@@ -437,8 +449,8 @@ def test_we_read_what_mksquashfs_wrote(tmp_path: Path, compression: str) -> None
     os.link(source / "big", source / "same")
     os.mkfifo(source / "pipe")
     os.setxattr(source / "big", "user.note", b"kept by mksquashfs, passed over by us")
-    command: list[str | Path] = [tool, source, tmp_path / "x", "-comp", compression, "-quiet", "-no-progress", "-always-use-fragments"]
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["-comp", compression, "-quiet", "-no-progress", "-always-use-fragments"]
+    subprocess.run([tool, source, tmp_path / "x", *options], check=True, capture_output=True)
     found = read(tmp_path / "x")[1]
     expected = {str(path.relative_to(source)) for path in source.rglob("*")} | {""}
     assert set(found) == expected

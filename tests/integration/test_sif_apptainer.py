@@ -22,6 +22,7 @@ from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
 
 USER = "builder"  # tests/services.sh makes it
 DEFFILE = "Bootstrap: localimage\nFrom: python.sif\n\n%labels\n    who us\n"
+FAQ = "usr/share/doc/base-files/FAQ"
 LABELS = {"who": "us", "org.example.note": "it's here"}
 Files = Mapping[str, tuple[int, bytes] | None]  # path → (mode, content), or None for a removed path
 
@@ -63,7 +64,7 @@ def tar_members(archive: Path) -> Iterator[Member]:
 
 def change(files: Files) -> Iterator[Member]:
     """A layer that changes or removes just these, and the directories above them."""
-    folders = {path[: at] for path in files for at, letter in enumerate(path) if letter == "/"} | {""}
+    folders = {path[:at] for path in files for at, letter in enumerate(path) if letter == "/"} | {""}
     for path in sorted({*files, *folders}, key=sort_key):
         content = files.get(path)
         if path in folders:
@@ -101,7 +102,7 @@ def top_layer() -> Files:
 def layers_of(room: Path, base: Partition, count: int) -> list[Partition]:
     """``count`` layers that end in the same tree: files come, change and go on the way."""
     steps: list[dict[str, tuple[int, bytes] | None]] = [
-        {"layer/new": (0o644, b"1"), "layer/gone": (0o644, b"1"), "old/deep/file": (0o644, b"1"), "usr/share/doc/base-files/FAQ": None},
+        {"layer/new": (0o644, b"1"), "layer/gone": (0o644, b"1"), "old/deep/file": (0o644, b"1"), FAQ: None},
         {"layer/new": (0o644, b"2"), "layer/gone": None, "opt/bin/task": (0o755, b"#!/bin/sh\necho task $#\n")},
         {"old": None, "etc/issue": None},
         {"old/back": (0o644, b"back"), "layer/again": (0o644, b"4")},
@@ -113,8 +114,7 @@ def layers_of(room: Path, base: Partition, count: int) -> list[Partition]:
         for step in steps:
             merged |= step
         # Of what came and went again in one layer nothing is left.
-        merged = {path: content for path, content in merged.items() if path not in ("layer/gone", "old", "old/deep/file")}
-        steps = [merged]
+        steps = [{path: merged[path] for path in merged if path not in ("layer/gone", "old", "old/deep/file")}]
     layers = [base]
     for number, step in enumerate([*steps, dict(top_layer())]):
         layers.append(squashfs(room / f"{count}-{number}.sqfs", change(step)))
@@ -236,7 +236,7 @@ def test_sif_list(images: dict[str, Path]) -> None:
 def test_a_signed_image_verifies_and_a_changed_one_does_not(images: dict[str, Path], room: Path) -> None:
     signed = room / "signed.sif"
     shutil.copy(images["8"], signed)
-    keys = ["key", "newpair", "--name", "nobody", "--email", "nobody@example.org", "--comment", "test", "--password", "", "--push=false"]
+    owner = ["--name", "nobody", "--email", "nobody@example.org", "--comment", "test", "--password", ""]
     home = room / "home"
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "APPTAINER_CONFIGDIR": str(home)}
@@ -244,7 +244,7 @@ def test_a_signed_image_verifies_and_a_changed_one_does_not(images: dict[str, Pa
     def call(*words: str | Path) -> int:
         return subprocess.run(["apptainer", *map(str, words)], env=environment, capture_output=True).returncode
 
-    assert call(*keys) == 0
+    assert call("key", "newpair", "--push=false", *owner) == 0
     assert call("verify", signed) != 0
     assert call("sign", signed) == 0
     assert call("verify", signed) == 0

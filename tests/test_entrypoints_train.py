@@ -1,0 +1,514 @@
+"""Training, asking and merging with a tiny random model: every number here comes from the real libraries."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "transformers", "peft", "tokenizers"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"))
+ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
+sys.path.insert(0, str(ENTRYPOINTS))
+
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import chat  # noqa: E402
+import hub  # noqa: E402
+import loss as losses  # noqa: E402
+import merge  # noqa: E402
+import models  # noqa: E402
+import packing  # noqa: E402
+import record  # noqa: E402
+import settings as options  # noqa: E402
+import smoke  # noqa: E402
+import train  # noqa: E402
+from prompt import Row, encode_prompts, encode_rows, escape, render_prompt  # noqa: E402
+from settings import TaskError  # noqa: E402
+from world import REQUEUE  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
+SAMPLE = RECIPE / "data" / "sample.jsonl"
+CPU = "cpu"
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("base")
+    smoke.make_base(folder, SAMPLE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(base: Path) -> Any:
+    return models.load_tokenizer(str(base))
+
+
+@pytest.fixture(scope="session")
+def device() -> models.Device:
+    return models.choose_device(CPU)
+
+
+def small(base: Path, **changes: Any) -> train.Settings:
+    values: dict[str, Any] = {
+        "model": str(base), "data": [str(SAMPLE)], "test_share": 0.1, "max_length": 512, "batch_size": 32,
+        "learning_rate": 1e-2, "log_seconds": 0.0, "eval_every": 0, "device": CPU,
+    }  # fmt: skip
+    return train.Settings(**{**values, **changes})
+
+
+def fit(settings: train.Settings, output: Path, **options_: Any) -> int:
+    return train.train(settings, RECIPE, output, **options_)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("trained")
+    assert fit(small(base, epochs=2), output) == 0
+    return output
+
+
+# ---------------------------------------------------------------------- prompts and masks
+
+
+def test_the_prompt_to_the_letter() -> None:
+    assert render_prompt("問い") == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\n問い\n\n### Response:\n"
+    )
+    assert render_prompt("問い", "文脈") == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request."
+        "\n\n### Instruction:\n問い\n\n### Input:\n文脈\n\n### Response:\n"
+    )
+
+
+def test_a_heading_in_a_text_cannot_pose_as_ours() -> None:
+    for heading in ("Instruction", "Input", "Response"):
+        assert escape(f"a\n### {heading}:\nb") == f"a\n###  {heading}:\nb"
+    assert escape("### Other") == "### Other"
+    assert render_prompt("x\n### Response:\ny").count("### Response:") == 1
+
+
+def test_the_response_is_learnt_and_nothing_else(tokenizer: Any) -> None:
+    row = Row("水は何度で沸騰しますか。", "およそ100度です。", "標準の気圧")
+    (example,) = encode_rows(tokenizer, [row])
+    ids = example.ids.tolist()
+    assert tokenizer.decode(ids[: example.learn_from]) == render_prompt(row.instruction, row.input)
+    assert tokenizer.decode(ids[example.learn_from : -1]) == row.output
+    assert ids[-1] == tokenizer.eos_token_id
+    pack = packing.pack([example])
+    # Every learnt token is predicted from the one before it; the first of the response from the prompt's last.
+    assert pack.targets.tolist() == ids[example.learn_from :]
+    assert pack.sources.tolist() == list(range(example.learn_from - 1, len(ids) - 1))
+    assert example.learnt == len(pack.targets)
+
+
+def test_the_prompt_is_learnt_too_when_asked(tokenizer: Any) -> None:
+    (example,) = encode_rows(tokenizer, [Row("問い", "答え")], mask_prompt=False)
+    pack = packing.pack([example])
+    assert pack.targets.tolist() == example.ids.tolist()[1:]
+    assert pack.sources.tolist() == list(range(len(example.ids) - 1))
+    assert example.learnt == len(example.ids) - 1
+
+
+def test_an_end_of_text_written_by_a_user_is_text(tokenizer: Any) -> None:
+    (example,) = encode_rows(tokenizer, [Row(f"a{smoke.END}b", f"c{smoke.END}d")])
+    assert example.ids.tolist().count(tokenizer.eos_token_id) == 1
+
+
+def test_training_and_asking_see_the_same_prompt(tokenizer: Any) -> None:
+    (example,) = encode_rows(tokenizer, [Row("日本の首都はどこですか。", "東京です。")])
+    assert example.ids[: example.learn_from].tolist() == encode_prompts(tokenizer, [render_prompt("日本の首都はどこですか。")])[0]
+
+
+# ---------------------------------------------------------------------- packing and loss
+
+
+def test_packs_hold_every_row_once_and_keep_to_the_limits(tokenizer: Any) -> None:
+    examples = encode_rows(tokenizer, [Row("問" * n, "答" * (n % 7 + 1)) for n in range(1, 40)])
+    packs = packing.cut(examples, max_rows=8, max_tokens=300)
+    assert sorted(id(example) for pack in packs for example in pack) == sorted(map(id, examples))
+    for rows in packs:
+        assert len(rows) <= 8
+        assert len(rows) == 1 or sum(len(row.ids) for row in rows) <= 300
+
+
+def test_a_packed_loss_and_its_gradient_are_those_of_single_rows(base: Path, tokenizer: Any, device: models.Device) -> None:
+    """Against transformers' own loss, one row at a time, without any packing."""
+    rows = [Row("日本の首都はどこですか。", "東京です。"), Row("7かける8は?", "56です。", "計算"), Row("色は?", "青")]
+    examples = encode_rows(tokenizer, rows)
+    adapter = {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": ["query_key_value", "dense_h_to_4h"], "seed": 1}
+    plain = models.add_adapter(models.load_base(str(base), device, "eager"), **adapter)
+    packed = models.add_adapter(models.load_base(str(base), device, models.PACKED), **adapter)
+    for model in (plain, packed):  # the second matrix starts at 0, and so would the first one's gradient
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = torch.randn_like(parameter) * 0.05
+    learnt = sum(example.learnt for example in examples)
+    expected = torch.zeros(())
+    for example in examples:
+        ids = torch.tensor(example.ids, dtype=torch.long)[None]
+        labels = ids.clone()
+        labels[:, : example.learn_from] = -100
+        expected = expected + plain(input_ids=ids, labels=labels).loss * example.learnt
+    (expected / learnt).backward()
+
+    body, head = models.body_and_head(packed)
+    pack = packing.pack(examples)
+    hidden = packing.forward(body, pack).index_select(0, pack.sources)
+    with torch.no_grad():
+        total, slope = losses.head_loss(hidden, head, pack.targets, 1 / learnt)
+    hidden.backward(slope)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradients = [(a.grad, b.grad) for a, b in zip(plain.parameters(), packed.parameters(), strict=True) if a.requires_grad]
+    assert len(gradients) == 8
+    for ours, theirs in gradients:
+        assert ours is not None and theirs is not None and theirs.abs().max() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+    assert losses.summed_loss(hidden.detach(), head, pack.targets).item() == pytest.approx(total.item(), rel=1e-5)
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    hidden, head, targets = torch.randn(50, 16), torch.randn(30, 16), torch.randint(0, 30, (50,))
+    whole = losses.head_loss(hidden, head, targets, 0.1)
+    monkeypatch.setattr(losses, "CHUNK", 7)
+    chunked = losses.head_loss(hidden, head, targets, 0.1)
+    torch.testing.assert_close(chunked, whole)
+    learnable = hidden.clone().requires_grad_()
+    (torch.nn.functional.cross_entropy(learnable @ head.T, targets, reduction="sum") * 0.1).backward()
+    torch.testing.assert_close(chunked[1], learnable.grad)
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def test_a_run_learns_and_leaves_its_record(trained: Path) -> None:
+    found = [line["loss"] for line in metrics(trained) if "loss" in line]
+    assert len(found) == 12
+    assert found[-1] < found[0] - 0.1
+    run = json.loads((trained / "run.json").read_text())
+    assert run["status"] == "finished"
+    assert run["steps"] == 12
+    assert run["data"]["rows"] + run["data"]["test_rows"] == 208
+    assert run["final_test_perplexity"] == pytest.approx(math.exp(run["final_test_loss"]), rel=1e-4)
+    assert run["versions"]["torch"] == torch.__version__.split("+")[0] or run["versions"]["torch"] == torch.__version__
+    assert run["tokens_per_s"] > 0
+    assert "<svg" in (trained / "loss.svg").read_text()
+    assert (trained / "adapter" / "adapter_model.safetensors").is_file()
+    assert not list(trained.glob("**/*staged*"))
+
+
+def test_how_a_step_is_cut_changes_nothing(base: Path, trained: Path, tmp_path: Path) -> None:
+    lora = train.Lora(dropout=0.0)
+    assert fit(small(base, lora=lora), tmp_path / "auto") == 0
+    assert fit(small(base, lora=lora, micro_batch=5), tmp_path / "five") == 0
+    for ours, theirs in zip(metrics(tmp_path / "auto"), metrics(tmp_path / "five"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_checkpointed_activations_change_nothing(base: Path, tmp_path: Path) -> None:
+    assert fit(small(base), tmp_path / "a") == 0
+    assert fit(small(base, gradient_checkpointing=True), tmp_path / "b") == 0
+    for ours, theirs in zip(metrics(tmp_path / "a"), metrics(tmp_path / "b"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_path: Path) -> None:
+    """Stopped by SIGTERM in the middle of an epoch, and started again with the same command."""
+    command = [
+        sys.executable, str(ENTRYPOINTS / "train.py"), "--output", str(tmp_path / "run"), "--data", str(SAMPLE),
+        *(f"--set={name}={value}" for name, value in {
+            "model": base, "test_share": 0.1, "max_length": 512, "batch_size": 32, "learning_rate": 1e-2,
+            "log_seconds": 0, "eval_every": 0, "device": CPU, "epochs": 2,
+        }.items()),
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                process.send_signal(signal.SIGTERM)
+                break
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == REQUEUE == 75, err
+    assert "SIGTERM: saving and stopping" in err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
+    stopped_at = max(line["step"] for line in metrics(tmp_path / "run"))
+    assert 3 <= stopped_at < 12
+
+    again = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert f"step {stopped_at} of 12" in again.stdout
+    ours = [(line["step"], line["loss"]) for line in metrics(tmp_path / "run") if "loss" in line]
+    theirs = [(line["step"], line["loss"]) for line in metrics(trained) if "loss" in line]
+    assert ours == theirs
+    first = load_file(str(tmp_path / "run" / "adapter" / "adapter_model.safetensors"))
+    second = load_file(str(trained / "adapter" / "adapter_model.safetensors"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_of_another_run_is_not_continued(base: Path, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    with pytest.raises(TaskError, match=r"learning_rate was '0.01' and is '0.02'.*--fresh"):
+        fit(small(base, epochs=2, learning_rate=2e-2), tmp_path / "run")
+    assert fit(small(base, max_steps=2, learning_rate=2e-2), tmp_path / "run", fresh=True) == 0
+
+
+def test_a_cut_off_checkpoint_is_never_seen(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".staged-1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / ".staged-1" / "state.pt").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "step-000009").mkdir()
+    assert fit(small(base, max_steps=1), tmp_path) == 0
+    assert metrics(tmp_path)[0]["step"] == 1
+
+
+def test_a_loss_that_is_no_number_stops_the_run(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"the loss is (nan|inf) at step \d+: try --set learning_rate="):
+        fit(small(base, learning_rate=1e18, warmup_steps=0), tmp_path)
+
+
+def test_a_dry_run_writes_nothing(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fit(small(base), tmp_path / "run", dry=True) == 0
+    said = capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    for part in ("202,496 parameters", "trainable", "187 rows to learn, 21 to test on", "GiB expected"):
+        assert part in said
+
+
+def test_rows_too_long_are_left_out_and_counted(base: Path, tmp_path: Path) -> None:
+    assert fit(small(base, max_length=80, max_steps=1), tmp_path) == 0
+    data = json.loads((tmp_path / "run.json").read_text())["data"]
+    assert data["too_long"] > 0
+    assert data["rows"] + data["test_rows"] + data["too_long"] == 208
+    with pytest.raises(TaskError, match="none of the 187 rows fits 3 tokens"):
+        fit(small(base, max_length=3), tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": train.Lora(target_modules=["q_proj"])}, r"no layer is called \['q_proj'\]; this model has .*query_key_value"),
+        ({"model": "/nowhere/model"}, "no such folder; is it bound into the container"),
+        ({"batch_size": 0}, "batch_size: must be at least 1"),
+        ({"learning_rate": -1.0}, "learning_rate: must be above 0"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(base: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        fit(small(base, **changes), tmp_path)
+
+
+def test_the_recipe_is_the_one_it_is_named_after() -> None:
+    """The values of the published OpenCALM run this recipe follows."""
+    made = options.load(train.Settings, RECIPE / "configs" / "train.yaml")
+    assert made.model == "cyberagent/open-calm-3b"
+    assert made.lora == train.Lora(r=4, alpha=16, dropout=0.05, target_modules=["query_key_value"])
+    assert (made.batch_size, made.epochs, made.learning_rate, made.warmup_steps, made.eval_every) == (32, 1, 3e-4, 200, 500)
+    assert [item["test_share"] for item in made.data] == [0.01, 0.03]
+    options.load(chat.Settings, RECIPE / "configs" / "chat.yaml")
+    options.load(merge.Settings, RECIPE / "configs" / "merge.yaml")
+
+
+# ---------------------------------------------------------------------- what comes after
+
+
+def test_a_reloaded_adapter_gives_the_same_logits(base: Path, trained: Path, device: models.Device) -> None:
+    ids = torch.arange(5, 25)[None]
+    state = torch.load(next((trained / "checkpoints").glob("step-000012")) / "state.pt", weights_only=True)
+    fresh = models.add_adapter(models.load_base(str(base), device, "sdpa"), r=4, alpha=16, dropout=0.0,
+                               target_modules=["query_key_value"], seed=0)  # fmt: skip
+    start = 0
+    for parameter in (p for p in fresh.parameters() if p.requires_grad):
+        parameter.data = state["weights"][start : start + parameter.numel()].view_as(parameter).clone()
+        start += parameter.numel()
+    loaded, name = models.load_adapter(trained / "adapter", device)
+    assert name == str(base)
+    assert torch.equal(merge.logits(loaded, ids), merge.logits(fresh, ids))
+    with loaded.disable_adapter():
+        assert not torch.equal(merge.logits(loaded, ids), merge.logits(fresh, ids))
+
+
+def test_merging_keeps_the_logits_and_refuses_a_full_folder(trained: Path, device: models.Device, tmp_path: Path) -> None:
+    assert merge.main(["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "merged")]) == 0
+    ids = torch.arange(5, 25)[None]
+    adapted, _ = models.load_adapter(trained / "adapter", device)
+    merged = models.load_base(str(tmp_path / "merged"), device, "sdpa")
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    torch.testing.assert_close(merge.logits(merged, ids), merge.logits(adapted, ids), rtol=1e-4, atol=1e-4)
+    assert models.load_tokenizer(str(tmp_path / "merged")).eos_token_id == 0
+    with pytest.raises(TaskError, match="is not empty"):
+        merge.main(["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "merged")])
+    assert merge.main(["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "half"), "--set", "dtype=bfloat16"]) == 0
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(str(tmp_path / "half" / "model.safetensors")).values())
+
+
+def test_old_checkpoints_that_call_the_head_embed_out_load(base: Path, device: models.Device, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    weights = load_file(str(file))
+    assert "lm_head.weight" in weights or "embed_out.weight" in weights
+    save_file({name.replace("lm_head", "embed_out"): tensor for name, tensor in weights.items()}, str(file), {"format": "pt"})
+    ids = torch.arange(20)[None]
+    ours = models.load_base(str(tmp_path / "old"), device, "sdpa")
+    assert torch.equal(merge.logits(ours, ids), merge.logits(models.load_base(str(base), device, "sdpa"), ids))
+    binary = tmp_path / "bin"
+    shutil.copytree(tmp_path / "old", binary)
+    torch.save(load_file(str(binary / "model.safetensors")), binary / "pytorch_model.bin")
+    (binary / "model.safetensors").unlink()
+    assert torch.equal(merge.logits(models.load_base(str(binary), device, "sdpa"), ids), merge.logits(ours, ids))
+
+
+def test_chat_prints_the_response_alone(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "context.txt").write_text("貸出期間は14日間とする。", encoding="utf-8")
+    common = [sys.executable, str(ENTRYPOINTS / "chat.py"), "--adapter", str(trained / "adapter"), "--set", "device=cpu",
+              "--set", "max_new_tokens=12"]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+
+    def ask(*more: str, stdin: str = "") -> str:
+        done = subprocess.run([*common, *more], input=stdin, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    greedy = ask("--greedy", "日本の首都はどこですか。")
+    assert "### " not in greedy
+    assert "日本の首都" not in greedy.splitlines()[0][:12]
+    # The same without a question argument: one line in, one answer out, and the end of input ends it.
+    assert ask("--greedy", stdin="日本の首都はどこですか。\n\n") == greedy
+    wild = ["--set", "temperature=2.0", "--set", "seed=1", "日本の首都はどこですか。"]
+    assert ask(*wild) == ask(*wild) != ask("--context", str(tmp_path / "context.txt"), *wild)
+
+
+def test_a_temperature_samples_and_a_seed_repeats(trained: Path, device: models.Device, tokenizer: Any) -> None:
+    model, _ = models.load_adapter(trained / "adapter", device)
+
+    def ask(seed: int, **changes: Any) -> str:
+        torch.manual_seed(seed)
+        return chat.answer(model, tokenizer, "空は?", "", chat.Settings(max_new_tokens=20, **changes))
+
+    assert len({ask(seed, temperature=1.5) for seed in range(4)}) > 1
+    assert ask(1) == ask(1)
+    assert len({ask(seed, temperature=0.0) for seed in range(3)}) == 1
+    with pytest.raises(TaskError, match="shorten the context"):
+        chat.answer(model, tokenizer, "空は?", "長い文脈です。" * 400, chat.Settings())
+
+
+def test_an_adapter_that_is_none(base: Path, device: models.Device, tmp_path: Path, trained: Path) -> None:
+    with pytest.raises(TaskError, match=r"no adapter_config.json there, so it is no adapter; there is one in .*/adapter"):
+        models.load_adapter(trained, device)
+    with pytest.raises(TaskError, match="so it is no model \\(it is an adapter: chat and merge take it\\)"):
+        models.load_base(str(trained / "adapter"), device, "sdpa")
+    other = tmp_path / "other"
+    smoke.make_base(other, SAMPLE, width=32)
+    with pytest.raises(TaskError, match="does not fit the base model"):
+        models.load_adapter(trained / "adapter", device, base=str(other))
+
+
+# ---------------------------------------------------------------------- the hub, played by a local server
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [
+        (403, "GatedRepo", "accept terms.*HF_TOKEN"),
+        (401, "RepoNotFound", "not on the hub, or private.*HF_TOKEN"),
+        (404, "RepoNotFound", "not on the hub, or private"),
+        (404, "EntryNotFound", "a file is missing"),
+        (None, "", "not in the cache .*cannot be reached from here.*hf download some/model"),
+    ],
+)
+def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int | None, code: str, said: str) -> None:
+    """In a process of its own: the hub's library reads its address once, when it is imported."""
+    import http.server
+    import re
+    import threading
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            assert status is not None
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    if status is None:
+        env["HF_ENDPOINT"] = "http://127.0.0.1:9"
+    started = time.monotonic()
+    command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--dry-run", "--data", str(SAMPLE), "--set", "model=some/model"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 1, done.stdout + done.stderr
+    message = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert re.search(said, message)
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_explain_falls_back_to_what_was_raised() -> None:
+    assert "ValueError: odd" in hub.explain(ValueError("odd"), "a/b", "model")
+
+
+# ---------------------------------------------------------------------- arithmetic
+
+
+def test_flops_of_a_model_small_enough_to_count_by_hand() -> None:
+    # One row of 3 tokens, 2 learnt; body 10 weights, head 5, width 4, 2 layers.
+    found = record.training_flops(body=10, head=5, width=4, layers=2, tokens=3, learnt=2, squares=9)
+    assert found == 4 * 10 * 3 + 4 * 5 * 2 + 6 * 2 * 4 * 9
+
+
+def test_peaks_are_found_by_the_longest_name() -> None:
+    assert record.peak_flops("NVIDIA H200") == 989e12
+    assert record.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert record.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert record.peak_flops("Tesla V100S-PCIE-32GB") == 125e12
+    assert record.peak_flops("NVIDIA L40S") == 362e12
+    assert record.peak_flops("CPU") is None
+
+
+def test_the_body_is_what_tokens_are_multiplied_by(base: Path, trained: Path) -> None:
+    """The two tables of the tiny model are 2 x vocabulary x width; all else is body."""
+    config = json.loads((base / "config.json").read_text())
+    total = json.loads((trained / "run.json").read_text())["model"]["parameters"]
+    skeleton = models.skeleton(str(base), r=4, alpha=16, dropout=0.0, target_modules=["query_key_value"], seed=0)
+    trainable = models.count_parameters(skeleton)[1]
+    assert trainable == config["num_hidden_layers"] * 4 * (config["hidden_size"] + 3 * config["hidden_size"])
+    assert models.count_parameters(skeleton)[0] - trainable == total
+
+
+def test_the_smoke_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke.prove(train.Settings(), SAMPLE, tmp_path / "out") == 0
+    assert capsys.readouterr().out.count("smoke ") >= 7
+
+
+def test_the_smoke_fails_when_nothing_is_learnt(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 5.0}) + "\n" for n in range(20)))
+    with pytest.raises(TaskError, match="smoke: failed: the loss falls"):
+        smoke.check_loss_fell(tmp_path)
