@@ -46,7 +46,7 @@ def _describe_sif(path: Path) -> dict[str, Any]:
     layers = {layer.number: place for place, layer in enumerate(info.layers)}
     parts = [
         {
-            "name": f"layer {layers[item.number]}" if item.number in layers else item.name,
+            "name": f"layer {layers[item.number]}" if item.number in layers else item.name or "definition",
             "offset": item.offset,
             "size": item.size,
         }

@@ -1,9 +1,9 @@
 """Ask a fine-tuned model.
 
-    chat "半年で15単位しか取れませんでした。除籍されますか?"
-    chat --context gakusoku.txt "除籍の条件は何ですか?"
-    chat                     a conversation of single questions; Ctrl-D ends it
-    chat --adapter other/adapter --base /models/open-calm-3b --greedy "質問"
+chat "半年で15単位しか取れませんでした。除籍されますか?"
+chat --context gakusoku.txt "除籍の条件は何ですか?"
+chat                     a conversation of single questions; Ctrl-D ends it
+chat --adapter other/adapter --base /models/open-calm-3b --greedy "質問"
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in [*places.prepare_caches(os.environ), *places.prefer_cache(os.environ)]:
         print(line, file=sys.stderr, flush=True)
 
+    import torch
+
     import models
 
     device = models.choose_device(settings.device)
@@ -49,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, base = models.load_adapter(folder, device, base=args.base)
     tokenizer = models.load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else base)
     if settings.seed is not None:
-        models.torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.seed)
     if args.question:
         print(answer(model, tokenizer, args.question, context, settings), flush=True)
         return 0
@@ -66,7 +68,7 @@ def answer(model: Any, tokenizer: Any, question: str, context: str, settings: Se
     if room < 1:
         raise TaskError(f"question and context are {len(ids):,} tokens, the model takes {limit:,}: shorten the context")
     # Without do_sample a temperature does nothing at all.
-    sampling = {"do_sample": False, "temperature": None, "top_p": None}
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
     if settings.temperature > 0:
         sampling = {"do_sample": True, "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     prompt = torch.tensor([ids], device=model.device)

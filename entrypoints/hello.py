@@ -1,7 +1,7 @@
 """Say who and where this container runs, and what it may use.
 
-    hello
-    hello --json
+hello
+hello --json
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hello", description="Say who and where this container runs, and what it may use.")
+    parser = argparse.ArgumentParser(
+        prog="hello", description="Say who and where this container runs, and what it may use."
+    )
     parser.add_argument("--json", action="store_true", help="as JSON, for scripts")
     args = parser.parse_args(arguments)
     facts = gather()
@@ -49,9 +51,12 @@ def gather() -> dict[str, Any]:
 
 def tell(facts: dict[str, Any]) -> list[str]:
     image = facts["image"] or {}
-    identity = next((image[key] for key in ("digest", "image_id", "id", "recipe", "name") if image.get(key)), "not recorded")
+    identity = next(
+        (image[key] for key in ("digest", "image_id", "id", "recipe", "name") if image.get(key)), "not recorded"
+    )
     gpus = [
-        f"{gpu['name']}" + (f", {gpu['memory_bytes'] / 2**30:.0f} GiB" if gpu["memory_bytes"] else "") for gpu in facts["gpus"]["found"]
+        f"{gpu['name']}" + (f", {gpu['memory_bytes'] / 2**30:.0f} GiB" if gpu["memory_bytes"] else "")
+        for gpu in facts["gpus"]["found"]
     ]
     none = f"none ({facts['gpus']['reason']})"
     job = f", job {facts['job']}" if facts["job"] else ""

@@ -149,7 +149,7 @@ class Run:
             [self.weights.vector], lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.is_gpu
         )
         # fp16 gradients underflow without it; a no-op elsewhere.
-        self.scaler = torch.amp.GradScaler(device.torch.type, enabled=device.dtype == torch.float16)
+        self.scaler = torch.amp.GradScaler(device.place.type, enabled=device.dtype == torch.float16)
         self.steps = plan.steps(len(train))
         self.step, self.first_step, self.max_tokens = 0, 0, plan.max_tokens
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
@@ -261,13 +261,13 @@ class Run:
                 self._make_room(max((len(row.ids) for row in share), default=0))
 
     def _packs(self, packs: list[list[Example]], learnt: int) -> torch.Tensor | None:
-        total = torch.zeros((), device=self.device.torch)
-        factor = self.scaler.scale(torch.tensor(1.0 / max(learnt, 1), device=self.device.torch))
+        total = torch.zeros((), device=self.device.place)
+        factor = self.scaler.scale(torch.tensor(1.0 / max(learnt, 1), device=self.device.place))
         for rows in packs:
             if self.stop.exit_code is not None and self.world.size == 1:
                 self._forget_gradients()
                 return None
-            pack = packing.pack(rows).to(self.device.torch)
+            pack = packing.pack(rows).to(self.device.place)
             hidden = packing.forward(self.body, pack).index_select(0, pack.sources)
             with torch.no_grad():
                 part, slope = losses.head_loss(hidden, self.head, pack.targets, factor, self.chunk_loss)
@@ -383,12 +383,14 @@ class Run:
     def _evaluate(self) -> None:
         if not self.test:
             return
-        total = torch.zeros((), device=self.device.torch)
+        total = torch.zeros((), device=self.device.place)
         self.model.eval()
         # Compiled code for evaluation would take longer to make than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            for rows in packing.cut(self.test[self.world.rank :: self.world.size], len(self.test), self.plan.max_tokens):
-                pack = packing.pack(rows).to(self.device.torch)
+            for rows in packing.cut(
+                self.test[self.world.rank :: self.world.size], len(self.test), self.plan.max_tokens
+            ):
+                pack = packing.pack(rows).to(self.device.place)
                 hidden = packing.forward(self.body, pack).index_select(0, pack.sources)
                 total += losses.summed_loss(hidden, self.head, pack.targets)
         self.model.train()
@@ -397,7 +399,9 @@ class Run:
         if self.world.leads:
             self.metrics.add([{"step": self.step, "test_loss": self.last_test_loss}])
             ppl = math.exp(min(self.last_test_loss, 100))
-            print(f"step {self.step}/{self.steps}  test loss {self.last_test_loss:.4f}  perplexity {ppl:.2f}", flush=True)
+            print(
+                f"step {self.step}/{self.steps}  test loss {self.last_test_loss:.4f}  perplexity {ppl:.2f}", flush=True
+            )
 
     def _flush(self) -> None:
         """Fetch the losses of the steps since the last time, all at once. Errors: TaskError for a loss that is no number."""
@@ -454,12 +458,12 @@ def peak_memory(device: models.Device) -> Iterator[dict[str, int]]:
     """Fills ``bytes`` with the most memory this process held: on the GPU, or resident on the CPU."""
     found: dict[str, int] = {}
     if device.is_gpu:
-        torch.cuda.reset_peak_memory_stats(device.torch)
+        torch.cuda.reset_peak_memory_stats(device.place)
     try:
         yield found
     finally:
         if device.is_gpu:
-            found["bytes"] = torch.cuda.max_memory_reserved(device.torch)
+            found["bytes"] = torch.cuda.max_memory_reserved(device.place)
         else:
             import resource
 

@@ -1,7 +1,7 @@
 """Write an adapter into its base: one ordinary model, for programs that know no adapters.
 
-    merge --adapter result/adapter --output merged
-    merge --base /models/open-calm-3b --set dtype=bfloat16
+merge --adapter result/adapter --output merged
+merge --base /models/open-calm-3b --set dtype=bfloat16
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 class Settings:
     adapter: str = option("result/adapter", "folder of the adapter; --adapter")
     output: str = option("merged", "an empty or new folder; --output")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option("auto", "type to store; auto: as the base is stored")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option(
+        "auto", "type to store; auto: as the base is stored"
+    )
     device: Literal["auto", "cpu"] = option("cpu", "where to compute, in fp32 either way: 3B needs 12 GB, 7B 28 GB")
 
 
@@ -54,12 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def merge(folder: Path, output: Path, device: models.Device, *, base: str | None = None, dtype: str = "auto") -> float:
     """Merge, write to ``output``, read it back; the difference in logits. Errors: TaskError: nothing is left in output."""
+    import torch
+
     import models
 
-    exact = replace(device, dtype=models.torch.float32)
+    exact = replace(device, dtype=torch.float32)
     adapted, name = models.load_adapter(folder, exact, base=base)
-    stored = models.stored_dtype(name) if dtype == "auto" else getattr(models.torch, dtype)
-    ids = models.torch.arange(100, 116, device=exact.torch)[None] % adapted.config.vocab_size
+    stored = models.stored_dtype(name) if dtype == "auto" else getattr(torch, dtype)
+    ids = torch.arange(100, 116, device=exact.place)[None] % adapted.config.vocab_size
     before = logits(adapted, ids)
     # merge_and_unload works on a copy of the structure: only the model it returns is the merged one.
     merged = adapted.merge_and_unload()
@@ -73,7 +77,9 @@ def merge(folder: Path, output: Path, device: models.Device, *, base: str | None
         difference = float((after - before).abs().max() / before.abs().max())
         allowed = TOLERANCE[str(stored).removeprefix("torch.")]
         if not difference <= allowed:
-            raise TaskError(f"merged logits differ by {difference:.1e} of the largest, more than {allowed}: nothing written")
+            raise TaskError(
+                f"merged logits differ by {difference:.1e} of the largest, more than {allowed}: nothing written"
+            )
         models.replace_folder(staged, output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)

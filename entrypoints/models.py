@@ -9,7 +9,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,19 @@ PACKED = packing.ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    torch: torch.device
+    place: torch.device
     name: str
     dtype: torch.dtype
     memory: int  # bytes free when the task started
 
     @property
     def is_gpu(self) -> bool:
-        return self.torch.type == "cuda"
+        return bool(self.place.type == "cuda")
 
     @property
     def has_bf16(self) -> bool:
         """Ampere and later: these have the variable-length flash kernel, too."""
-        return self.is_gpu and self.dtype == torch.bfloat16
+        return bool(self.is_gpu and self.dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def load_base(name: str, device: Device, attention: str) -> Any:
     quieten()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.torch}
+            place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.place}
         )
     except torch.OutOfMemoryError as error:
         raise TaskError(f"model {name}: does not fit the memory of {device.name}; take a smaller one") from error
@@ -134,11 +134,11 @@ def stored_dtype(name: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_modules: list[str], seed: int) -> Any:
+def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_modules: Sequence[str], seed: int) -> Any:
     """The model with a fresh adapter, in the model's dtype. Errors: TaskError where no layer has such a name."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM"
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules), task_type="CAUSAL_LM"
     )
     try:
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
@@ -146,14 +146,18 @@ def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_module
     except ValueError as error:
         found = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
         has = ", ".join(sorted(found))
-        raise TaskError(f"setting lora.target_modules: no layer is called {target_modules}; this model has {has}") from error
+        raise TaskError(
+            f"setting lora.target_modules: no layer is called {', '.join(target_modules)}; this model has {has}"
+        ) from error
 
 
 def load_adapter(folder: Path, device: Device, *, base: str | None = None, attention: str = "sdpa") -> tuple[Any, str]:
     """(base with the adapter of ``folder`` on it, name of the base). Errors: TaskError."""
     file = folder / "adapter_config.json"
     if not file.is_file():
-        near = [str(path.parent) for path in sorted(folder.glob("**/adapter_config.json"))[:3]] if folder.is_dir() else []
+        near = (
+            [str(path.parent) for path in sorted(folder.glob("**/adapter_config.json"))[:3]] if folder.is_dir() else []
+        )
         hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
         raise TaskError(f"{folder.absolute()}: no adapter_config.json there, so it is no adapter{hint}")
     name = base or str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
@@ -193,7 +197,7 @@ def replace_folder(staged: Path, folder: Path) -> None:
 
 def body_and_head(model: Any) -> tuple[Any, torch.Tensor]:
     """(the model without its head, the head's weights). Errors: TaskError where logits are more than their product."""
-    causal = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    causal: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     body = getattr(causal, causal.base_model_prefix)
     head = causal.get_output_embeddings()
     ids = torch.arange(8, device=head.weight.device)[None] % causal.config.vocab_size
@@ -204,7 +208,9 @@ def body_and_head(model: Any) -> tuple[Any, torch.Tensor]:
         ours = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
     causal.train(was_training)
     if (own - ours).abs().max() > 1e-3 * own.abs().max() + 1e-4:
-        raise TaskError(f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here")
+        raise TaskError(
+            f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here"
+        )
     return body, head.weight
 
 
@@ -243,7 +249,9 @@ def _check_architecture(name: str, capability: tuple[int, int]) -> None:
     pairs = [(int(arch[:-1]), int(arch[-1])) for arch in built]
     if any(major == capability[0] and minor <= capability[1] for major, minor in pairs):
         return
-    if any(arch.startswith("compute_") for arch in torch.cuda.get_arch_list()) and capability > max(pairs, default=(0, 0)):
+    if any(arch.startswith("compute_") for arch in torch.cuda.get_arch_list()) and capability > max(
+        pairs, default=(0, 0)
+    ):
         return
     raise TaskError(
         f"{name} is sm_{capability[0]}{capability[1]}, and this image's torch {torch.__version__} is built for "

@@ -31,10 +31,14 @@ class Pack:
     lengths: tuple[int, ...]
 
     def to(self, device: torch.device) -> Pack:
-        moved = [
-            _send(tensor, device) for tensor in (self.ids, self.positions, self.sources, self.targets, self.boundaries)
-        ]
-        return Pack(*moved, self.lengths)
+        return Pack(
+            ids=_send(self.ids, device),
+            positions=_send(self.positions, device),
+            sources=_send(self.sources, device),
+            targets=_send(self.targets, device),
+            boundaries=_send(self.boundaries, device),
+            lengths=self.lengths,
+        )
 
 
 def cut(examples: Sequence[Example], max_rows: int, max_tokens: int) -> list[list[Example]]:
@@ -93,11 +97,13 @@ def attend(
         mixed = varlen_attn(
             q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0)
         )
-        return mixed[None], None
+        return mixed.unsqueeze(0), None
     rows = row_lengths or (query.shape[2],)
     parts = zip(query.split(rows, 2), key.split(rows, 2), value.split(rows, 2), strict=True)
     outputs = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=_is_grouped(q, k))
+        F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=_is_grouped(q, k)
+        )
         for q, k, v in parts
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
@@ -133,11 +139,11 @@ def _has_varlen(query: torch.Tensor) -> bool:
 def _has_varlen_device(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    return torch.cuda.get_device_capability(device)[0] >= 8
+    return bool(torch.cuda.get_device_capability(device)[0] >= 8)
 
 
 def _is_grouped(query: torch.Tensor, key: torch.Tensor) -> bool:
-    return query.shape[1] != key.shape[1]
+    return bool(query.shape[1] != key.shape[1])
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_ALONE = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
-)
+_ALONE = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,9 @@ PEAKS = {
     "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
     "V100": 125, "T4": 65, "RTX 6000 Ada": 364, "RTX A6000": 155, "RTX 4090": 165, "RTX 3090": 71,
 }  # fmt: skip
+
+
+COLOURS = ("#1f6fb4", "#d1491b", "#3b8f3b")
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -50,10 +54,8 @@ def training_flops(
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            pass
     return found
 
 
@@ -110,7 +112,7 @@ def plot(file: Path, title: str, series: dict[str, list[tuple[float, float]]]) -
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     y_high = y_high if y_high > y_low else y_low + 1
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 420" font-family="sans-serif" font-size="12">',
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 420" font-family="sans-serif" font-size="12">',
         f'<rect width="800" height="420" fill="white"/><text x="{left}" y="22" font-size="15">{escape(title)}</text>',
     ]
     for tick in range(5):
@@ -118,14 +120,12 @@ def plot(file: Path, title: str, series: dict[str, list[tuple[float, float]]]) -
         x, step = left + width * tick / 4, x_high * tick / 4
         parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#ddd"/><text x="8" y="{y + 4:.1f}">{value:.3g}</text>')
         parts.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{step:.0f}</text>')
-    for (name, line), colour in zip(series.items(), ("#1f6fb4", "#d1491b", "#3b8f3b"), strict=False):
-        spots = [
-            (left + width * x / x_high, top + height - height * (y - y_low) / (y_high - y_low)) for x, y in line
-        ]
+    for line, colour in zip(series.values(), COLOURS, strict=False):
+        spots = [(left + width * x / x_high, top + height - height * (y - y_low) / (y_high - y_low)) for x, y in line]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>' if spots else "")
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in spots if len(spots) < 30]
-    for index, (name, colour) in enumerate(zip(series, ("#1f6fb4", "#d1491b", "#3b8f3b"), strict=False)):
+    for index, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
         parts.append(f'<text x="{left + 620}" y="{top + 14 + 16 * index}" fill="{colour}">{escape(name)}</text>')
     parts.append(f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">step</text></svg>')
     file.write_text("\n".join(parts) + "\n", encoding="utf-8")

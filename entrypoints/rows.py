@@ -53,7 +53,8 @@ def parse_sources(data: Any, test_share: float) -> list[Source]:
 
 def check_places(sources: Sequence[Source]) -> bool:
     """Whether any source is of the hub. Errors: TaskError for a file or folder that is not there."""
-    return any([_is_hub(source.location) for source in sources])
+    of_hub = [_is_hub(source.location) for source in sources]  # all of them: each may be a typo
+    return any(of_hub)
 
 
 def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool) -> Rows:
@@ -90,7 +91,9 @@ def _parse_source(item: Any, test_share: float) -> Source:
     if isinstance(item, dict):
         for key in item:
             if key not in ("source", "test_share"):
-                raise TaskError(f"setting data: no key '{key}' in a source.{nearest(str(key), ('source', 'test_share'))}")
+                raise TaskError(
+                    f"setting data: no key '{key}' in a source.{nearest(str(key), ('source', 'test_share'))}"
+                )
         share = item.get("test_share", test_share)
         if not isinstance(share, (int, float)) or not 0 <= share < 1:
             raise TaskError(f"setting data: test_share must be at least 0 and below 1, not {share!r}")
@@ -219,7 +222,7 @@ def _row(item: Any) -> Row | str:
     if isinstance(item, ValueError):
         return str(item)
     if not isinstance(item, dict):
-        return "is not an object like {\"instruction\": ..., \"output\": ...}"
+        return 'is not an object like {"instruction": ..., "output": ...}'
     values = {}
     for column, names in _COLUMNS.items():
         present = [name for name in names if item.get(name) is not None]

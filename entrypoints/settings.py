@@ -33,8 +33,6 @@ class SettingError(TaskError):
 
 def option(default: Any, help: str) -> Any:
     """A dataclass field with its line of ``--help``."""
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: default, metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -66,7 +64,7 @@ def describe(settings: Any, prefix: str = "") -> list[tuple[str, str, str]]:
 def help_table(settings: Any) -> str:
     rows = describe(settings)
     width = max(len(name) for name, _, _ in rows)
-    lines = [f"settings (change one with --set NAME=VALUE):"]
+    lines = ["settings (change one with --set NAME=VALUE):"]
     for name, value, help in rows:
         lines.append(f"  {name:<{width}}  {value}\n  {'':<{width}}    {help}")
     return "\n".join(lines)
@@ -137,8 +135,7 @@ def _assign(settings: Any, tree: dict[str, Any], assignment: str, problems: list
         known = _fields(kind) if dataclasses.is_dataclass(kind) else {}
         if name not in known:
             prefix = "".join(f"{part}." for part in names[:depth])
-            everything = [row for row in _dotted(settings)]
-            problems.append(f"--set {assignment}: no setting '{prefix}{name}'.{nearest(dotted, everything)}")
+            problems.append(f"--set {assignment}: no setting '{prefix}{name}'.{nearest(dotted, _dotted(settings))}")
             return
         if depth < len(names) - 1:
             branch = branch.setdefault(name, {})

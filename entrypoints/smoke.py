@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 import torch
@@ -28,14 +29,14 @@ def prove(settings: Settings, sample: Path, output: Path | None) -> int:
     """Train on the sample rows, then check what a user relies on. Errors: TaskError, naming the check that failed."""
     started = time.monotonic()
     models.quieten()
-    device = "auto" if torch.cuda.is_available() else "cpu"
+    device: Literal["auto", "cpu"] = "auto" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(prefix="ekiben-smoke-") as scratch:
         folder = output or Path(scratch) / "result"
         base = Path(scratch) / "base"
         make_base(base, sample)
         tiny = dataclasses.replace(
             Settings(), model=str(base), data=[str(sample)], test_share=0.1, mask_prompt=settings.mask_prompt,
-            max_length=512, lora=Lora(r=8, target_modules=["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]),
+            max_length=512, lora=Lora(r=8, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
             epochs=6, batch_size=16, learning_rate=2e-2, warmup_steps=4,
             eval_every=0, log_seconds=2, compile=False, device=device,
         )  # fmt: skip
@@ -58,7 +59,9 @@ def make_base(folder: Path, sample: Path, *, layers: int = 2, width: int = 64, v
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator([render_prompt(row.instruction, row.input) + row.output for row in rows], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END).save_pretrained(
+        folder
+    )
     torch.manual_seed(0)
     config = transformers.GPTNeoXConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
@@ -80,12 +83,18 @@ def check_adapter(folder: Path, base: Path, device: str, merged: Path) -> None:
     chosen = models.choose_device(device)
     model, _ = models.load_adapter(folder, chosen)
     tokenizer = models.load_tokenizer(str(folder))
-    ids = torch.tensor([tokenizer("富士山の高さは?")["input_ids"]], device=chosen.torch)
+    ids = torch.tensor([tokenizer("富士山の高さは?")["input_ids"]], device=chosen.place)
     ours = merge.logits(model, ids)
     with model.disable_adapter():
-        _passed("the adapter changes the model", not torch.equal(ours, merge.logits(model, ids)), "logits differ from the base's")
+        _passed(
+            "the adapter changes the model",
+            not torch.equal(ours, merge.logits(model, ids)),
+            "logits differ from the base's",
+        )
     again, _ = models.load_adapter(folder, chosen)
-    _passed("a reloaded adapter is the same", torch.equal(ours, merge.logits(again, ids)), "logits equal to the last bit")
+    _passed(
+        "a reloaded adapter is the same", torch.equal(ours, merge.logits(again, ids)), "logits equal to the last bit"
+    )
     answer = chat.answer(model, tokenizer, "日本の首都はどこですか。", "", chat.Settings(max_new_tokens=16))
     _passed("chat answers", isinstance(answer, str), f"{len(answer)} characters")
     difference = merge.merge(folder, merged, chosen, base=str(base))

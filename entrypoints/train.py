@@ -1,10 +1,10 @@
 """Fine-tune a base model with LoRA on instruction rows.
 
-    train --data my_rows.jsonl --output result
-    train --set epochs=3 --set lora.r=8
-    train --dry-run          what would be trained on what, and whether it fits
-    train --smoke            prove in seconds, offline, that this image trains
-    torchrun --nproc-per-node 4 $EKIBEN_RECIPE/entrypoints/train.py --config $EKIBEN_RECIPE/configs/train.yaml
+train --data my_rows.jsonl --output result
+train --set epochs=3 --set lora.r=8
+train --dry-run          what would be trained on what, and whether it fits
+train --smoke            prove in seconds, offline, that this image trains
+torchrun --nproc-per-node 4 $EKIBEN_RECIPE/entrypoints/train.py --config $EKIBEN_RECIPE/configs/train.yaml
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import places
 import settings as options
-from hub import check_model_place
+from hub import check_model_place, locate_model
 from rows import Rows, Source, check_places, parse_sources, read_all
 from settings import TaskError, option
 
@@ -33,7 +33,16 @@ if TYPE_CHECKING:
 
 SAMPLE = "sample"
 # What may differ between a run and its continuation: it changes neither data nor arithmetic, or only how fast it goes.
-_FREE = {"device", "compile", "micro_batch", "gradient_checkpointing", "eval_every", "save_minutes", "log_seconds", "data"}
+_FREE = {
+    "device",
+    "compile",
+    "micro_batch",
+    "gradient_checkpointing",
+    "eval_every",
+    "save_minutes",
+    "log_seconds",
+    "data",
+}
 
 
 @dataclass(frozen=True)
@@ -41,13 +50,15 @@ class Lora:
     r: int = option(4, "rank of the two small matrices beside each target")
     alpha: int = option(16, "their product is scaled by alpha / r")
     dropout: float = option(0.05, "share of the adapter's inputs left out while learning")
-    target_modules: list[str] = option(["query_key_value"], "names of the layers that get an adapter")
+    target_modules: tuple[str, ...] = option(("query_key_value",), "names of the layers that get an adapter")
 
 
 @dataclass(frozen=True)
 class Settings:
     model: str = option("cyberagent/open-calm-3b", "base model: a hub id or a local folder")
-    data: Any = option([SAMPLE], "hub data sets, folders, .json, .jsonl or .parquet files; or {source, test_share} groups")
+    data: Any = option(
+        SAMPLE, "hub data sets, folders, .json, .jsonl or .parquet files; or {source, test_share} groups"
+    )
     test_share: float = option(0.02, "share of the rows kept for testing, where a source does not say")
     mask_prompt: bool = option(True, "learn the response only; false: learn the prompt's text too")
     max_length: int = option(2048, "rows of more tokens are left out, and counted")
@@ -64,7 +75,9 @@ class Settings:
     save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
     log_seconds: float = option(5, "seconds between lines of progress")
     seed: int = option(42, "of the split, the order, the adapter's start and the dropout")
-    gradient_checkpointing: bool | Literal["auto"] = option("auto", "compute activations twice to save memory; auto: when needed")
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto", "compute activations twice to save memory; auto: when needed"
+    )
     compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")
 
@@ -103,7 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import smoke
 
         return smoke.prove(settings, recipe / "data" / "sample.jsonl", args.output)
-    return train(settings, recipe, args.output or Path("result"), dry=args.dry_run, skip_bad=args.skip_bad, fresh=args.fresh)
+    return train(
+        settings, recipe, args.output or Path("result"), dry=args.dry_run, skip_bad=args.skip_bad, fresh=args.fresh
+    )
 
 
 def train(
@@ -132,7 +147,7 @@ def train(
 
     # ---- what will be done
     device, no_device = _device(settings, world.local_rank, dry)
-    place = models.locate_model(settings.model)
+    place = locate_model(settings.model)
     tokenizer = models.load_tokenizer(place)
     skeleton = models.skeleton(place, **dataclasses.asdict(settings.lora), seed=settings.seed)
     data = prepare_data(settings, sources, tokenizer, models.longest_context(skeleton.config), skip_bad)
@@ -238,10 +253,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change one setting")
-    parser.add_argument("--data", action="append", default=[], metavar="PLACE", help="instead of the setting data; repeatable; 'sample': the recipe's own rows")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="instead of the setting data; repeatable; 'sample': the recipe's own rows",
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: result)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
-    parser.add_argument("--smoke", action="store_true", help="train a tiny model on the sample rows, offline, and check everything")
+    parser.add_argument(
+        "--smoke", action="store_true", help="train a tiny model on the sample rows, offline, and check everything"
+    )
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
     parser.add_argument("--fresh", action="store_true", help="start again, though --output holds a checkpoint")
     return parser.parse_args(arguments)

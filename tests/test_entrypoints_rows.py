@@ -20,7 +20,9 @@ from settings import TaskError  # noqa: E402
 
 GOOD = {"instruction": "問い", "output": "答え"}
 SAMPLES = [ROOT / "recipes" / "lora-opencalm" / "data" / "sample.jsonl"]
-SAMPLE = next(path for path in [*SAMPLES, Path(os.environ.get("EKIBEN_RECIPE", "")) / "data" / "sample.jsonl"] if path.is_file())
+SAMPLE = next(
+    path for path in [*SAMPLES, Path(os.environ.get("EKIBEN_RECIPE", "")) / "data" / "sample.jsonl"] if path.is_file()
+)
 
 
 def write(file: Path, items: list[Any]) -> Path:
@@ -50,12 +52,16 @@ def test_jsonl_json_parquet_and_folders_read_alike(tmp_path: Path) -> None:
 
 
 def test_the_names_of_other_data_sets_are_known(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"instruction": "q", "context": "c", "response": "r", "index": "1", "category": "x"}])
+    file = write(
+        tmp_path / "a.jsonl", [{"instruction": "q", "context": "c", "response": "r", "index": "1", "category": "x"}]
+    )
     assert read(file).train == [Row("q", "r", "c")]
 
 
 def test_a_byte_order_mark_and_empty_lines_are_no_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n  \n" + json.dumps(GOOD).encode())
+    (tmp_path / "a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n  \n" + json.dumps(GOOD).encode()
+    )
     assert len(read(tmp_path / "a.jsonl").train) == 2
 
 

@@ -20,7 +20,7 @@ from settings import SettingError, option  # noqa: E402
 @dataclass(frozen=True)
 class Inner:
     r: int = option(4, "rank")
-    names: list[str] = option(["a"], "names")
+    names: tuple[str, ...] = option(("a",), "names")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_defaults_then_file_then_assignments(tmp_path: Path) -> None:
     made = settings.load(Outer, write(tmp_path, "epochs: 2\ninner: {r: 8}\n"), ["inner.names=[q, v]", "epochs=3"])
-    assert made == Outer(Inner(8, ["q", "v"]), epochs=3)
+    assert made == Outer(Inner(8, ("q", "v")), epochs=3)
 
 
 def test_numbers_as_people_write_them(tmp_path: Path) -> None:
@@ -61,13 +61,13 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
         ("inner.rr=1", "no setting 'inner.rr'. Did you mean 'inner.r'?"),
         ("epochs.x=1", "no setting 'epochs.x'"),
         ("epochs", "write it as --set NAME=VALUE"),
-        ("epochs=many", "setting epochs: must be a whole number, not \"many\""),
+        ("epochs=many", 'setting epochs: must be a whole number, not "many"'),
         ("epochs=1.5", "setting epochs: must be a whole number, not 1.5"),
         ("epochs=true", "setting epochs: must be a whole number, not true"),
         ("learning_rate=fast", "setting learning_rate: must be a number"),
         ("mask=1", "setting mask: must be true or false, not 1"),
         ("name=3", "setting name: must be text, not 3"),
-        ("rows=some", "must be a whole number, not \"some\"; or must be one of auto"),
+        ("rows=some", 'must be a whole number, not "some"; or must be one of auto'),
         ("inner=3", "setting inner: is a group of settings (r, names)"),
     ],
 )

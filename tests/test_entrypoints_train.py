@@ -136,7 +136,10 @@ def test_an_end_of_text_written_by_a_user_is_text(tokenizer: Any) -> None:
 
 def test_training_and_asking_see_the_same_prompt(tokenizer: Any) -> None:
     (example,) = encode_rows(tokenizer, [Row("日本の首都はどこですか。", "東京です。")])
-    assert example.ids[: example.learn_from].tolist() == encode_prompts(tokenizer, [render_prompt("日本の首都はどこですか。")])[0]
+    assert (
+        example.ids[: example.learn_from].tolist()
+        == encode_prompts(tokenizer, [render_prompt("日本の首都はどこですか。")])[0]
+    )
 
 
 # ---------------------------------------------------------------------- packing and loss
@@ -151,11 +154,19 @@ def test_packs_hold_every_row_once_and_keep_to_the_limits(tokenizer: Any) -> Non
         assert len(rows) == 1 or sum(len(row.ids) for row in rows) <= 300
 
 
-def test_a_packed_loss_and_its_gradient_are_those_of_single_rows(base: Path, tokenizer: Any, device: models.Device) -> None:
+def test_a_packed_loss_and_its_gradient_are_those_of_single_rows(
+    base: Path, tokenizer: Any, device: models.Device
+) -> None:
     """Against transformers' own loss, one row at a time, without any packing."""
     rows = [Row("日本の首都はどこですか。", "東京です。"), Row("7かける8は?", "56です。", "計算"), Row("色は?", "青")]
     examples = encode_rows(tokenizer, rows)
-    adapter = {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": ["query_key_value", "dense_h_to_4h"], "seed": 1}
+    adapter: dict[str, Any] = {
+        "r": 4,
+        "alpha": 16,
+        "dropout": 0.0,
+        "target_modules": ["query_key_value", "dense_h_to_4h"],
+        "seed": 1,
+    }
     plain = models.add_adapter(models.load_base(str(base), device, "eager"), **adapter)
     packed = models.add_adapter(models.load_base(str(base), device, models.PACKED), **adapter)
     for model in (plain, packed):  # the second matrix starts at 0, and so would the first one's gradient
@@ -179,7 +190,9 @@ def test_a_packed_loss_and_its_gradient_are_those_of_single_rows(base: Path, tok
         total, slope = losses.head_loss(hidden, head, pack.targets, 1 / learnt)
     hidden.backward(slope)
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
-    gradients = [(a.grad, b.grad) for a, b in zip(plain.parameters(), packed.parameters(), strict=True) if a.requires_grad]
+    gradients = [
+        (a.grad, b.grad) for a, b in zip(plain.parameters(), packed.parameters(), strict=True) if a.requires_grad
+    ]
     assert len(gradients) == 8
     for ours, theirs in gradients:
         assert ours is not None and theirs is not None and theirs.abs().max() > 0
@@ -249,7 +262,7 @@ def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_
             if line.startswith("step 3/"):
                 process.send_signal(signal.SIGTERM)
                 break
-        out, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == REQUEUE == 75, err
     assert "SIGTERM: saving and stopping" in err
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
@@ -307,7 +320,10 @@ def test_rows_too_long_are_left_out_and_counted(base: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora": train.Lora(target_modules=["q_proj"])}, r"no layer is called \['q_proj'\]; this model has .*query_key_value"),
+        (
+            {"lora": train.Lora(target_modules=("q_proj",))},
+            r"no layer is called q_proj; this model has .*query_key_value",
+        ),
         ({"model": "/nowhere/model"}, "no such folder; is it bound into the container"),
         ({"batch_size": 0}, "batch_size: must be at least 1"),
         ({"learning_rate": -1.0}, "learning_rate: must be above 0"),
@@ -322,8 +338,14 @@ def test_the_recipe_is_the_one_it_is_named_after() -> None:
     """The values of the published OpenCALM run this recipe follows."""
     made = options.load(train.Settings, RECIPE / "configs" / "train.yaml")
     assert made.model == "cyberagent/open-calm-3b"
-    assert made.lora == train.Lora(r=4, alpha=16, dropout=0.05, target_modules=["query_key_value"])
-    assert (made.batch_size, made.epochs, made.learning_rate, made.warmup_steps, made.eval_every) == (32, 1, 3e-4, 200, 500)
+    assert made.lora == train.Lora(r=4, alpha=16, dropout=0.05, target_modules=("query_key_value",))
+    assert (made.batch_size, made.epochs, made.learning_rate, made.warmup_steps, made.eval_every) == (
+        32,
+        1,
+        3e-4,
+        200,
+        500,
+    )
     assert [item["test_share"] for item in made.data] == [0.01, 0.03]
     options.load(chat.Settings, RECIPE / "configs" / "chat.yaml")
     options.load(merge.Settings, RECIPE / "configs" / "merge.yaml")
@@ -336,7 +358,7 @@ def test_a_reloaded_adapter_gives_the_same_logits(base: Path, trained: Path, dev
     ids = torch.arange(5, 25)[None]
     state = torch.load(next((trained / "checkpoints").glob("step-000012")) / "state.pt", weights_only=True)
     fresh = models.add_adapter(models.load_base(str(base), device, "sdpa"), r=4, alpha=16, dropout=0.0,
-                               target_modules=["query_key_value"], seed=0)  # fmt: skip
+                               target_modules=("query_key_value",), seed=0)  # fmt: skip
     start = 0
     for parameter in (p for p in fresh.parameters() if p.requires_grad):
         parameter.data = state["weights"][start : start + parameter.numel()].view_as(parameter).clone()
@@ -348,7 +370,9 @@ def test_a_reloaded_adapter_gives_the_same_logits(base: Path, trained: Path, dev
         assert not torch.equal(merge.logits(loaded, ids), merge.logits(fresh, ids))
 
 
-def test_merging_keeps_the_logits_and_refuses_a_full_folder(trained: Path, device: models.Device, tmp_path: Path) -> None:
+def test_merging_keeps_the_logits_and_refuses_a_full_folder(
+    trained: Path, device: models.Device, tmp_path: Path
+) -> None:
     assert merge.main(["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "merged")]) == 0
     ids = torch.arange(5, 25)[None]
     adapted, _ = models.load_adapter(trained / "adapter", device)
@@ -358,8 +382,15 @@ def test_merging_keeps_the_logits_and_refuses_a_full_folder(trained: Path, devic
     assert models.load_tokenizer(str(tmp_path / "merged")).eos_token_id == 0
     with pytest.raises(TaskError, match="is not empty"):
         merge.main(["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "merged")])
-    assert merge.main(["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "half"), "--set", "dtype=bfloat16"]) == 0
-    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(str(tmp_path / "half" / "model.safetensors")).values())
+    assert (
+        merge.main(
+            ["--adapter", str(trained / "adapter"), "--output", str(tmp_path / "half"), "--set", "dtype=bfloat16"]
+        )
+        == 0
+    )
+    assert all(
+        tensor.dtype == torch.bfloat16 for tensor in load_file(str(tmp_path / "half" / "model.safetensors")).values()
+    )
 
 
 def test_old_checkpoints_that_call_the_head_embed_out_load(base: Path, device: models.Device, tmp_path: Path) -> None:
@@ -367,7 +398,9 @@ def test_old_checkpoints_that_call_the_head_embed_out_load(base: Path, device: m
     file = tmp_path / "old" / "model.safetensors"
     weights = load_file(str(file))
     assert "lm_head.weight" in weights or "embed_out.weight" in weights
-    save_file({name.replace("lm_head", "embed_out"): tensor for name, tensor in weights.items()}, str(file), {"format": "pt"})
+    save_file(
+        {name.replace("lm_head", "embed_out"): tensor for name, tensor in weights.items()}, str(file), {"format": "pt"}
+    )
     ids = torch.arange(20)[None]
     ours = models.load_base(str(tmp_path / "old"), device, "sdpa")
     assert torch.equal(merge.logits(ours, ids), merge.logits(models.load_base(str(base), device, "sdpa"), ids))
@@ -413,7 +446,9 @@ def test_a_temperature_samples_and_a_seed_repeats(trained: Path, device: models.
 
 
 def test_an_adapter_that_is_none(base: Path, device: models.Device, tmp_path: Path, trained: Path) -> None:
-    with pytest.raises(TaskError, match=r"no adapter_config.json there, so it is no adapter; there is one in .*/adapter"):
+    with pytest.raises(
+        TaskError, match=r"no adapter_config.json there, so it is no adapter; there is one in .*/adapter"
+    ):
         models.load_adapter(trained, device)
     with pytest.raises(TaskError, match="so it is no model \\(it is an adapter: chat and merge take it\\)"):
         models.load_base(str(trained / "adapter"), device, "sdpa")
@@ -460,7 +495,15 @@ def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int | None, c
     if status is None:
         env["HF_ENDPOINT"] = "http://127.0.0.1:9"
     started = time.monotonic()
-    command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--dry-run", "--data", str(SAMPLE), "--set", "model=some/model"]
+    command = [
+        sys.executable,
+        str(ENTRYPOINTS / "train.py"),
+        "--dry-run",
+        "--data",
+        str(SAMPLE),
+        "--set",
+        "model=some/model",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     server.shutdown()
     server.server_close()
@@ -497,7 +540,7 @@ def test_the_body_is_what_tokens_are_multiplied_by(base: Path, trained: Path) ->
     """The two tables of the tiny model are 2 x vocabulary x width; all else is body."""
     config = json.loads((base / "config.json").read_text())
     total = json.loads((trained / "run.json").read_text())["model"]["parameters"]
-    skeleton = models.skeleton(str(base), r=4, alpha=16, dropout=0.0, target_modules=["query_key_value"], seed=0)
+    skeleton = models.skeleton(str(base), r=4, alpha=16, dropout=0.0, target_modules=("query_key_value",), seed=0)
     trainable = models.count_parameters(skeleton)[1]
     assert trainable == config["num_hidden_layers"] * 4 * (config["hidden_size"] + 3 * config["hidden_size"])
     assert models.count_parameters(skeleton)[0] - trainable == total
