@@ -7,6 +7,7 @@ what is below it is opaque. Here that becomes one form (see builder.layer), and 
 
 from __future__ import annotations
 
+import copy
 import heapq
 import tarfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import IO, Protocol
 
 from builder.chain import File
 from builder.errors import LayerError
-from builder.layer import CHUNK, Entry, Kind, Member, read_chunks, sort_key
+from builder.layer import CHUNK, WHITEOUT_PREFIX, Entry, Kind, Member, read_chunks, sort_key
 
 BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
 
@@ -51,30 +52,35 @@ class Tree(Protocol):
 
 @dataclass(slots=True)
 class Lower:
-    """The merged view of the layers below, top first."""
+    """The merged view of the layers below, top first, by overlayfs' rules: directories merge, down to the first layer
+    where the path is something else or a whiteout."""
 
     trees: Sequence[Tree]
-    _seen: dict[str, Entry | None] = field(default_factory=dict)
+    _merged: dict[str, tuple[Entry | None, Sequence[Tree]]] = field(default_factory=dict)
 
     def lookup(self, path: str) -> Entry | None:
-        if path not in self._seen:
-            self._seen[path] = self._lookup(path)
-        return self._seen[path]
+        return self._merge(path)[0]
 
-    def _lookup(self, path: str) -> Entry | None:
-        parent = path.rpartition("/")[0]
-        if path and ((above := self.lookup(parent)) is None or above.kind != "dir"):
-            return None
-        for tree in self.trees:
-            if (entry := tree.lookup(path)) is not None:
-                return None if entry.kind == "whiteout" else entry
-        return None
+    def _merge(self, path: str) -> tuple[Entry | None, Sequence[Tree]]:
+        """The entry, and for a directory the layers that it is merged from."""
+        if path not in self._merged:
+            among = self._merge(path.rpartition("/")[0])[1] if path else self.trees
+            found: Entry | None = None
+            parts: list[Tree] = []
+            for tree in among:
+                entry = tree.lookup(path)
+                if entry is None:
+                    continue
+                if entry.kind != "dir":
+                    found = found or (entry if entry.kind != "whiteout" else None)
+                    break
+                found = found or entry
+                parts.append(tree)
+            self._merged[path] = (found, parts)
+        return self._merged[path]
 
     def children(self, path: str) -> list[str]:
-        names: set[str] = set()
-        for tree in self.trees:
-            if (entry := tree.lookup(path)) is not None and entry.kind == "dir":
-                names |= {child.path for child in tree.children(path)}
+        names = {child.path for tree in self._merge(path)[1] for child in tree.children(path)}
         return sorted((name for name in names if self.lookup(name)), key=sort_key)
 
 
@@ -90,8 +96,10 @@ def canonical(
 
 
 class _Canon:
-    def __init__(self, lower: Lower, epoch: int, deleted: Collection[str], opaque: Collection[str]) -> None:
-        self.lower, self.epoch = lower, epoch
+    def __init__(
+        self, lower: Lower, epoch: int, deleted: Collection[str], opaque: Collection[str], keep: Collection[str] = ()
+    ) -> None:
+        self.lower, self.epoch, self.keep = lower, epoch, keep
         self.opaque = set(opaque)
         self.gone: list[tuple[tuple[bytes, ...], str]] = []
         self.waiting: list[Entry] = []  # directories on the way down, not written until something in them is
@@ -103,13 +111,14 @@ class _Canon:
             heapq.heappush(self.gone, (sort_key(path), path))
 
     def members(self, archive: IO[bytes]) -> Iterator[Member]:
-        yield Entry("", "dir", 0o755, mtime=self.epoch), None
         with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:
-            for info in tar:
-                path = info.name.removeprefix("./").strip("/")
-                path = "" if path == "." else path
-                if path and not is_noise(path):
-                    yield from self.member(tar, info, path)
+            yield from self.ordered(tar, ((info.name.removeprefix("./").strip("/"), info) for info in tar))
+
+    def ordered(self, tar: tarfile.TarFile, infos: Iterable[tuple[str, tarfile.TarInfo]]) -> Iterator[Member]:
+        yield Entry("", "dir", 0o755, mtime=self.epoch), None
+        for path, info in infos:
+            if path not in ("", ".") and (path in self.keep or not is_noise(path)):
+                yield from self.member(tar, info, path)
         yield from self.whiteouts(None)
 
     def member(self, tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
@@ -207,37 +216,66 @@ def _file_chunks(file: File) -> Iterator[bytes]:
         yield from read_chunks(stream.read, file.size)
 
 
-def root_members(archive: IO[bytes], spool: IO[bytes], *, epoch: int) -> Iterator[Member]:
-    """The members of a whole root file system's tar, whatever its order: spooled, then read in canonical order."""
+def unordered_members(
+    archive: IO[bytes], spool: IO[bytes], lower: Lower, *, epoch: int, placeholders: bool = False
+) -> Iterator[Member]:
+    """The canonical members of a tar in any order, in the OCI form of deletions: spooled, then read in order.
+
+    ``placeholders``: the tar is a whole root file system; what runtimes mount over is made an empty file.
+    """
     while chunk := archive.read(CHUNK):
         spool.write(chunk)
     spool.seek(0)
     with tarfile.open(fileobj=spool, mode="r:") as tar:
         infos = {info.name.removeprefix("./").strip("/"): info for info in tar}
-        for name in ("", ".", *PLACEHOLDERS):
-            infos.pop(name, None)
-        first: dict[str, str] = {}  # a hard link's stored name → the name that comes first in order
-        yield Entry("", "dir", 0o755, mtime=epoch), None
-        for path in sorted({*infos, *PLACEHOLDERS}, key=sort_key):
-            if path in PLACEHOLDERS:
-                yield Entry(path, "file", 0o644, mtime=epoch), None
-                continue
-            if is_noise(path):
-                continue
-            info = infos[path]
-            mtime = epoch if info.isdir() else min(int(info.mtime), epoch)
-            if info.isdir():
-                yield Entry(path, "dir", info.mode & 0o7777, info.uid, info.gid, mtime), None
-            elif info.issym():
-                yield Entry(path, "symlink", 0o777, info.uid, info.gid, mtime, 0, info.linkname), None
-            elif info.isfile() or info.islnk():
-                stored = info.linkname.removeprefix("./").strip("/") if info.islnk() else path
-                if stored in first:
-                    yield Entry(path, "hardlink", info.mode & 0o7777, info.uid, info.gid, mtime, 0, first[stored]), None
-                    continue
-                first[stored] = path
-                holder = infos[stored]
-                stream = tar.extractfile(holder)
-                assert stream is not None
-                entry = Entry(path, "file", holder.mode & 0o7777, holder.uid, holder.gid, mtime, holder.size)
-                yield entry, read_chunks(stream.read, holder.size) if holder.size else None
+        infos.pop("", None), infos.pop(".", None)
+        names = [(path, *path.rpartition("/")[::2]) for path in infos]
+        opaque = {parent for _, parent, name in names if name == OPAQUE}
+        deleted = {f"{parent}/{name[4:]}".lstrip("/") for _, parent, name in names
+                   if name.startswith(WHITEOUT_PREFIX) and name != OPAQUE}  # fmt: skip
+        for path, _, name in names:
+            if name.startswith(WHITEOUT_PREFIX):
+                del infos[path]
+        _add_parents(infos, lower)
+        if placeholders:
+            infos |= {path: _regular(path) for path in PLACEHOLDERS}
+        canon = _Canon(lower, epoch, deleted, opaque, keep=PLACEHOLDERS if placeholders else ())
+        yield from canon.ordered(tar, ((path, _first_name(infos, path)) for path in sorted(infos, key=sort_key)))
+
+
+OPAQUE = ".wh..wh..opq"
+
+
+def _regular(path: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.mode = 0o644
+    return info
+
+
+def _add_parents(infos: dict[str, tarfile.TarInfo], lower: Lower) -> None:
+    """Folders a tar takes for granted."""
+    for path in list(infos):
+        while (path := path.rpartition("/")[0]) and path not in infos:
+            info = tarfile.TarInfo(path)
+            info.type, info.mode = tarfile.DIRTYPE, 0o755
+            if (below := lower.lookup(path)) is not None and below.kind == "dir":
+                info.mode, info.uid, info.gid = below.mode, below.uid, below.gid
+            infos[path] = info
+
+
+def _first_name(infos: dict[str, tarfile.TarInfo], path: str) -> tarfile.TarInfo:
+    """Of several names of one file the first in order carries the data, whichever the archive stored."""
+    info = infos[path]
+    if not info.islnk():
+        return info
+    stored = info.linkname.removeprefix("./").strip("/")
+    holder = infos[stored]
+    if holder.islnk() or sort_key(stored) < sort_key(path):
+        return info
+    infos[path], link = copy.copy(holder), copy.copy(info)
+    link.linkname = path
+    infos[stored] = link
+    for other in infos.values():
+        if other.islnk() and other.linkname.removeprefix("./").strip("/") == stored:
+            other.linkname = path
+    return infos[path]

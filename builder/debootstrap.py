@@ -4,10 +4,10 @@ bytes each time. The mirror is the host's own, and leaves no trace in the layer.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from builder.capture import root_members
+from builder.capture import Lower, unordered_members
 from builder.chain import Layer
 from builder.errors import EngineError, FetchError
 from builder.layer import Member
@@ -40,7 +40,7 @@ def unavailable() -> str | None:
 
 
 def debootstrap_members(
-    layer: Layer, spool: Path, *, sources: str | None, locked: Mapping[str, str], log: Callable[[str], None]
+    layer: Layer, spool: Path, *, sources: str | None, log: Callable[[str], None]
 ) -> Iterator[Member]:
     """The members of the root file system the layer's header asks for. Errors: EngineError, FetchError."""
     if reason := unavailable():
@@ -58,9 +58,7 @@ def debootstrap_members(
     ]
     argv += ["-"] if sources else []
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(layer.epoch), "TMPDIR": str(spool.parent)}
-    log(
-        f"{suite} from {'the given mirror' if sources else 'mmdebstrap’s default mirror'}, {len(locked)} packages locked"
-    )
+    log(f"{suite} from {'the given mirror' if sources else 'mmdebstrap’s default mirror'}")
     source_file = spool.with_suffix(".list")
     source_file.write_text(sources or "")
     try:
@@ -69,7 +67,7 @@ def debootstrap_members(
             spool.open("w+b") as stream,
             piped(argv, stdin=stdin if sources else None, env=environment) as archive,
         ):
-            yield from root_members(archive, stream, epoch=layer.epoch)
+            yield from unordered_members(archive, stream, Lower([]), epoch=layer.epoch, placeholders=True)
     except ProcessError as error:
         for line in error.stderr.splitlines():
             log(line)

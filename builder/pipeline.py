@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from builder import debootstrap, oci
+from builder import oci
+from builder.bases import base_members
 from builder.capture import Lower, canonical, file_members
 from builder.chain import Chain, File, Layer, platform
 from builder.errors import DriftError, LayerError
@@ -179,8 +180,9 @@ class _Build:
             notes: dict[str, Any] = {}
             with self.members(layer, lower, staging, notes) as members, blob.open("w+b") as out:
                 pour(members, digest, SquashfsWriter(out, epoch=layer.epoch))
-            if layer.kind == "bootstrap":
-                notes["drift"] = self.drift(blob)
+            known = {line for item in lower for line in item.notes.get("drift", ())}
+            if drift := [line for line in self.drift(blob) if line not in known]:
+                notes["drift"] = drift
             with blob.open("rb") as stream:
                 blob_digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
             size = blob.stat().st_size
@@ -201,11 +203,8 @@ class _Build:
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
                 log = stack.enter_context(self.log(layer))
-                sources = debootstrap.apt_sources(self.chain.stack.file.suite, self.options.mirror)
-                notes["executor"] = "mmdebstrap"
-                yield debootstrap.debootstrap_members(
-                    layer, staging / "root.tar", sources=sources, locked=self.chain.stack.apt_lock(), log=log.line
-                )
+                suite = self.chain.stack.file.suite
+                yield base_members(layer, staging, notes, suite=suite, mirror=self.options.mirror, log=log.line)
                 return
             below = Lower([SquashfsReader(stack.enter_context(self.store.blob_path(item.digest).open("rb")))
                            for item in reversed(lower)])  # fmt: skip
@@ -241,15 +240,20 @@ class _Build:
         """Debian packages whose version is not the locked one. Errors: DriftError under --locked."""
         locked = self.chain.stack.apt_lock()
         with blob.open("rb") as stream:
-            status = SquashfsReader(stream).read_file("var/lib/dpkg/status").decode()
+            reader = SquashfsReader(stream)
+            entry = reader.lookup(_DPKG_STATUS) if locked else None
+            status = reader.read_file(_DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
         found = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
                  if name in locked and locked[name] != version]  # fmt: skip
         if found and self.options.locked:
             raise DriftError("the mirror no longer has the locked versions of:\n  " + "\n  ".join(found),
-                             hint="`build.py lock` takes today's, or leave --locked out: the drift is then recorded in the image")  # fmt: skip
+                             hint="lock today's in apt.lock, or leave --locked out: the drift is then recorded in the image")  # fmt: skip
         for line in found:
             self.progress.tell(f"drift: {line}")
         return found
+
+
+_DPKG_STATUS = "var/lib/dpkg/status"
 
 
 def installed_packages(status: str) -> dict[str, str]:

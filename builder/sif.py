@@ -34,7 +34,7 @@ DESCRIPTORS_AT = 4096
 DESCRIPTOR_COUNT = 48
 DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
 PAGE = 4096  # partitions are mounted in place
-COPY = 4 << 20
+COPY = 1 << 20
 
 DEFFILE, PARTITION = 0x4001, 0x4004
 GROUP = 0xF000_0001  # group 1, as every SIF of Apptainer has it

@@ -149,7 +149,7 @@ class Run:
             [self.weights.vector], lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.is_gpu
         )
         # fp16 gradients underflow without it; a no-op elsewhere.
-        self.scaler = torch.amp.GradScaler(device.place.type, enabled=device.dtype == torch.float16)
+        self.scaler = torch.GradScaler(device.place.type, enabled=device.dtype == torch.float16)
         self.steps = plan.steps(len(train))
         self.step, self.first_step, self.max_tokens = 0, 0, plan.max_tokens
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0

@@ -97,7 +97,7 @@ def attend(
         mixed = varlen_attn(
             q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0)
         )
-        return mixed.unsqueeze(0), None
+        return torch.as_tensor(mixed)[None], None
     rows = row_lengths or (query.shape[2],)
     parts = zip(query.split(rows, 2), key.split(rows, 2), value.split(rows, 2), strict=True)
     outputs = [

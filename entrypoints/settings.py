@@ -170,7 +170,7 @@ def _build(settings: Any, tree: Mapping[str, Any], prefix: str, problems: list[s
 
 def _coerce(value: Any, kind: Any) -> Any:
     """``value`` as ``kind``. Errors: ValueError, as a sentence."""
-    if kind is Any:
+    if kind is object:
         return value
     if dataclasses.is_dataclass(kind):
         raise ValueError(f"is a group of settings ({', '.join(_fields(kind))}), not {_shown(value)}")
@@ -221,7 +221,8 @@ def _coerce_plain(value: Any, kind: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return {list: "a list", dict: "a group", str: "text"}.get(type(value), type(value).__name__)
+    names: dict[type, str] = {list: "a list", dict: "a group", str: "text"}
+    return names.get(type(value), str(type(value).__name__))
 
 
 def _shown(value: Any) -> str:

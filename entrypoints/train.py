@@ -56,7 +56,7 @@ class Lora:
 @dataclass(frozen=True)
 class Settings:
     model: str = option("cyberagent/open-calm-3b", "base model: a hub id or a local folder")
-    data: Any = option(
+    data: object = option(
         SAMPLE, "hub data sets, folders, .json, .jsonl or .parquet files; or {source, test_share} groups"
     )
     test_share: float = option(0.02, "share of the rows kept for testing, where a source does not say")

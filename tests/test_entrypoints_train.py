@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -411,24 +412,27 @@ def test_old_checkpoints_that_call_the_head_embed_out_load(base: Path, device: m
     assert torch.equal(merge.logits(models.load_base(str(binary), device, "sdpa"), ids), merge.logits(ours, ids))
 
 
-def test_chat_prints_the_response_alone(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "context.txt").write_text("貸出期間は14日間とする。", encoding="utf-8")
-    common = [sys.executable, str(ENTRYPOINTS / "chat.py"), "--adapter", str(trained / "adapter"), "--set", "device=cpu",
-              "--set", "max_new_tokens=12"]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+def test_chat_prints_the_response_alone(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    common = ["--adapter", str(trained / "adapter"), "--set", "device=cpu", "--set", "max_new_tokens=12", "--greedy"]
 
     def ask(*more: str, stdin: str = "") -> str:
-        done = subprocess.run([*common, *more], input=stdin, capture_output=True, text=True, env=env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        assert chat.main([*common, *more]) == 0
+        return capsys.readouterr().out
 
-    greedy = ask("--greedy", "日本の首都はどこですか。")
-    assert "### " not in greedy
-    assert "日本の首都" not in greedy.splitlines()[0][:12]
+    answer = ask("日本の首都はどこですか。")
+    assert "### " not in answer
+    assert "日本の首都" not in answer[:12]
     # The same without a question argument: one line in, one answer out, and the end of input ends it.
-    assert ask("--greedy", stdin="日本の首都はどこですか。\n\n") == greedy
-    wild = ["--set", "temperature=2.0", "--set", "seed=1", "日本の首都はどこですか。"]
-    assert ask(*wild) == ask(*wild) != ask("--context", str(tmp_path / "context.txt"), *wild)
+    assert ask(stdin="日本の首都はどこですか。\n\n日本の首都はどこですか。\n") == answer * 2
+    (tmp_path / "long.txt").write_text("貸出期間は14日間とする。" * 300, encoding="utf-8")
+    with pytest.raises(TaskError, match="shorten the context"):
+        ask("--context", str(tmp_path / "long.txt"), "何日借りられますか。")
+    with pytest.raises(TaskError, match="cannot be read"):
+        ask("--context", str(tmp_path / "none.txt"), "何日借りられますか。")
 
 
 def test_a_temperature_samples_and_a_seed_repeats(trained: Path, device: models.Device, tokenizer: Any) -> None:
