@@ -36,6 +36,7 @@ def install(lock: Path) -> None:
     cache = ["--link-mode", "copy"] if "UV_CACHE_DIR" in os.environ else ["--no-cache"]
     # The image's own list of authorities, over which a site can bind one that knows its proxy.
     subprocess.run([*uv, *exactly, *cache], env={"UV_SYSTEM_CERTS": "1", **os.environ}, check=True)
+    (Path(sys.prefix) / ".lock").unlink(missing_ok=True)  # uv's; a layer above would hold it again, by touching it
 
 
 def compile_packages() -> None:

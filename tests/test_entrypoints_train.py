@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import merge  # noqa: E402
 import models  # noqa: E402
 import packing  # noqa: E402
 import record  # noqa: E402
+import rows  # noqa: E402
 import settings as options  # noqa: E402
 import smoke  # noqa: E402
 import train  # noqa: E402
@@ -61,6 +63,15 @@ def tokenizer(base: Path) -> Any:
 @pytest.fixture(scope="session")
 def device() -> models.Device:
     return models.choose_device(CPU)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """The tasks set cache folders for the libraries they start; each test starts from what was there."""
+    saved = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
 
 
 def small(base: Path, **changes: Any) -> train.Settings:
@@ -347,7 +358,8 @@ def test_the_recipe_is_the_one_it_is_named_after() -> None:
         200,
         500,
     )
-    assert [item["test_share"] for item in made.data] == [0.01, 0.03]
+    shares = [source.test_share for source in rows.parse_sources(made.data, made.test_share)]
+    assert shares == [0.01, 0.03]
     options.load(chat.Settings, RECIPE / "configs" / "chat.yaml")
     options.load(merge.Settings, RECIPE / "configs" / "merge.yaml")
 

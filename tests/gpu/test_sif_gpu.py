@@ -1,0 +1,169 @@
+"""A SIF written by us sees the GPU under `apptainer exec --nv` and trains there.
+
+Run on a machine with an NVIDIA GPU, Apptainer and a Python that has torch, transformers and peft: `make test-gpu`.
+EKIBEN_SIF names a built lora-opencalm.sif to use; without it (a machine without a network, say) the image is made of
+the machine's own system and Python environment, in layers as a recipe's image has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from builder.layer import DigestSink, Entry, Member, pour, read_chunks, sort_key
+from builder.sif import Partition, runtime_files, sif_id, write_sif
+from builder.squashfs import SquashfsWriter
+
+pytestmark = pytest.mark.gpu
+HOUSE = Path(__file__).resolve().parents[2]
+RECIPE = HOUSE / "recipes" / "lora-opencalm"
+INSIDE = "/opt/ekiben/recipe"
+SYSTEM = ("bin", "lib", "lib64", "sbin", "etc", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "usr/include")
+EMPTY = ("dev", "proc", "sys", "run", "tmp", "var/tmp", "root", "home", "mnt", "opt")
+EPOCH = 1_700_000_000
+
+
+def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] = ()) -> Iterator[Member]:
+    """Files and folders of this machine as a layer: ``under`` whole, ``empty`` as folders."""
+    paths: set[str] = {""} | {parent for path in (*under, *empty) for parent in _parents(path)}
+    for name in under:
+        place = top / name
+        paths.add(name)
+        if place.is_dir() and not place.is_symlink():
+            for folder, folders, files in os.walk(place):
+                folders[:] = [item for item in folders if item not in ("__pycache__", "cuda", "nsight-compute")]
+                paths |= {os.path.relpath(os.path.join(folder, item), top) for item in (*folders, *files)}
+    for path in sorted(paths | set(empty), key=sort_key):
+        yield from _member(top / path, path)
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _member(place: Path, path: str) -> Iterator[Member]:
+    try:
+        info = place.lstat()
+    except FileNotFoundError:
+        yield Entry(path, "dir", 0o755, mtime=EPOCH), None
+        return
+    if stat.S_ISLNK(info.st_mode):
+        yield Entry(path, "symlink", 0o777, mtime=EPOCH, target=os.readlink(place)), None
+    elif stat.S_ISDIR(info.st_mode):
+        yield Entry(path, "dir", 0o755, mtime=EPOCH), None
+    elif stat.S_ISREG(info.st_mode) and os.access(place, os.R_OK):
+        with place.open("rb") as stream:
+            yield Entry(path, "file", info.st_mode & 0o777, mtime=EPOCH, size=info.st_size), read_chunks(stream.read, info.st_size)
+
+
+def _small(files: dict[str, tuple[int, bytes]]) -> Iterator[Member]:
+    folders = {parent for path in files for parent in _parents(path)} | {""}
+    for path in sorted(folders | files.keys(), key=sort_key):
+        if path in files:
+            mode, data = files[path]
+            yield Entry(path, "file", mode, mtime=EPOCH, size=len(data)), iter([data]) if data else None
+        else:
+            yield Entry(path, "dir", 0o755, mtime=EPOCH), None
+
+
+def _recipe_layer() -> dict[str, tuple[int, bytes]]:
+    """The top layer as the builder makes it, but for the interpreter's place."""
+    files = {f"{INSIDE[1:]}/entrypoints/{path.name}": (0o644, path.read_bytes()) for path in (HOUSE / "entrypoints").glob("*.py")}
+    for path in RECIPE.rglob("*"):
+        if path.is_file():
+            files[f"{INSIDE[1:]}/{path.relative_to(RECIPE)}"] = (0o644, path.read_bytes())
+    for task in ("train", "chat", "merge"):
+        command = f'exec {sys.executable} {INSIDE}/entrypoints/{task}.py --config {INSIDE}/configs/{task}.yaml "$@"\n'
+        files[f"usr/local/bin/{task}"] = (0o755, f"#!/bin/sh\n{command}".encode())
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHONNOUSERSITE": "1", "EKIBEN_RECIPE": INSIDE}
+    return files | runtime_files(environment, 'exec "$@"\n', "train --smoke\n", {"recipe": "lora-opencalm"}, "Bootstrap: scratch\n")
+
+
+@pytest.fixture(scope="session")
+def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if given := os.environ.get("EKIBEN_SIF"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("sif")
+    environment = Path(sys.prefix).parent if Path(sys.prefix).name == ".venv" else Path(sys.prefix)
+    layers = [
+        members_below(Path("/"), under=SYSTEM, empty=EMPTY),
+        members_below(Path("/"), under=(str(environment)[1:],)),
+        _small(_recipe_layer()),
+    ]
+    partitions = []
+    for number, members in enumerate(layers):
+        began, digest, path = time.monotonic(), DigestSink(), folder / f"{number}.squashfs"
+        with path.open("w+b") as out:
+            pour(members, digest, SquashfsWriter(out, epoch=EPOCH))
+        sha = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
+        partitions.append(Partition(path, 0, path.stat().st_size, f"sha256:{sha}"))
+        print(f"layer {number}: {path.stat().st_size / 1e6:.0f} MB of {digest.size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s")
+    out_file, began = folder / "gpu.sif", time.monotonic()
+    write_sif(out_file, partitions, id=sif_id([p.digest for p in partitions], "gpu"), deffile="Bootstrap: scratch\n",
+              arch="amd64", epoch=EPOCH)  # fmt: skip
+    print(f"SIF: {out_file.stat().st_size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s")
+    return out_file
+
+
+def run_in(sif: Path, *words: str, nv: bool = True, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    runtime = shutil.which("apptainer") or shutil.which("singularity")
+    assert runtime, "needs apptainer or singularity"
+    binds = ["--bind", f"{folder}:{folder}", "--pwd", str(folder)] if folder else []
+    argv = [runtime, "exec", *(["--nv"] if nv else []), "--cleanenv", "--no-home", *binds, str(sif), *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=500)
+
+
+def test_the_gpu_is_seen_with_nv_and_only_then(sif: Path) -> None:
+    with_nv = run_in(sif, "nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    assert with_nv.returncode == 0, with_nv.stderr
+    print(with_nv.stdout)
+    question = [sys.executable, "-c", "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"]
+    assert run_in(sif, *question).stdout.startswith("True")
+    assert run_in(sif, *question, nv=False).stdout.startswith("False")
+
+
+def test_smoke_training_on_the_gpu(sif: Path, tmp_path: Path) -> None:
+    done = run_in(sif, "train", "--smoke", "--output", str(tmp_path / "smoke"), folder=tmp_path)
+    print(done.stdout[-3000:], done.stderr[-3000:])
+    assert done.returncode == 0
+    assert "cuda" in (done.stdout + done.stderr).lower()
+
+
+def test_triton_compiles_inside(sif: Path, tmp_path: Path) -> None:
+    program = (
+        "import torch\n"
+        "f = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2 + 1)\n"
+        "x = torch.randn(4096, device='cuda')\n"
+        "assert torch.allclose(f(x), torch.nn.functional.gelu(x) * 2 + 1, atol=1e-5)\n"
+        "print('compiled')\n"
+    )
+    done = run_in(sif, sys.executable, "-c", program, folder=tmp_path)
+    assert "compiled" in done.stdout, done.stderr[-2000:]
+
+
+def test_speed_inside_equals_outside(sif: Path, tmp_path: Path) -> None:
+    """The same bf16 matrix products in the image and on the host: printed as a ratio, not judged by time."""
+    program = (
+        "import json, torch, time\n"
+        "a = torch.randn(8192, 8192, device='cuda', dtype=torch.bfloat16)\n"
+        "for _ in range(3): a @ a\n"
+        "torch.cuda.synchronize(); began = time.perf_counter()\n"
+        "for _ in range(20): a @ a\n"
+        "torch.cuda.synchronize()\n"
+        "print(json.dumps(2 * 8192**3 * 20 / (time.perf_counter() - began) / 1e12))\n"
+    )
+    inside = run_in(sif, sys.executable, "-c", program)
+    outside = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    inside_rate, outside_rate = (json.loads(done.stdout.splitlines()[-1]) for done in (inside, outside))
+    print(f"bf16 matrix product: {inside_rate:.0f} TFLOP/s inside, {outside_rate:.0f} outside, ratio {inside_rate / outside_rate:.3f}")
+    assert inside_rate > 0
