@@ -118,6 +118,8 @@ def image(
     flat: bool,
     no_verify: bool,
     as_json: bool,
+    stack: str | None,
+    arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Build a recipe's image, verify it, and say how to run it.
@@ -128,9 +130,16 @@ def image(
       build.py image hello --format sif -o /tmp/hello.sif
       build.py image ../my-recipes/chatbot --engine apptainer
     """
+    from builder.executors import check_name
+
+    check_name(options["engine"])
+    if output and not output.absolute().parent.is_dir():
+        raise UsageError(f"-o {output}: there is no folder {output.absolute().parent}; make it first")
     if output and len(recipes) * max(1, len(set(formats) - {"docker"})) > 1:
         raise UsageError("-o names one file; build one recipe in one format, or leave -o out")
-    results = [make_image(store_path, recipe, formats, output, flat, not no_verify, **options) for recipe in recipes]
+    chains = [resolved(recipe, stack, arguments) for recipe in recipes]  # what is wrong in any is said before the first
+    results = [make_image(store_path, chain, formats, output, flat, not no_verify, bound(arguments).get("mirror"), **options)
+               for chain in chains]  # fmt: skip
     if as_json:
         click.echo(json.dumps(results if len(results) > 1 else results[0], indent=1))
     else:
@@ -140,28 +149,27 @@ def image(
 
 def make_image(
     store_path: Path | None,
-    recipe: str,
+    chain: Chain,
     formats: tuple[str, ...],
     output: Path | None,
     flat: bool,
     check: bool,
+    mirror: str | None,
     *,
     engine: str,
     locked: bool,
-    stack: str | None,
-    arguments: tuple[str, ...],
 ) -> dict[str, Any]:
     from builder.assemble import deliver
     from builder.pipeline import Options, plan
     from builder.progress import Progress
     from builder.verify import verify
 
-    store, chain, progress = open_store(store_path), resolved(recipe, stack, arguments), Progress()
+    store, progress = open_store(store_path), Progress()
     actions = plan(chain, store)
     missing = [action for action in actions if not action.stored]
     told = f"{len(missing)} of {len(actions)} layers to build" if missing else f"all {len(actions)} layers are stored"
     progress.tell(f"{chain.recipe.name}: {told}")
-    options = Options(engine=engine, locked=locked, mirror=bound(arguments).get("mirror"))
+    options = Options(engine=engine, locked=locked, mirror=mirror)
     built, products = deliver(chain, store, options, progress, formats=formats, output=output, flat=flat)
     checks = verify(built, store, products, progress) if check else []
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import posixpath
 import tarfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,6 +117,8 @@ class _Canon:
 
     def ordered(self, tar: tarfile.TarFile, infos: Iterable[tuple[str, tarfile.TarInfo]]) -> Iterator[Member]:
         yield Entry("", "dir", 0o755, mtime=self.epoch), None
+        for name in self.lower.children("") if "" in self.opaque else ():
+            self.bury(name)
         for path, info in infos:
             if path not in ("", ".") and (path in self.keep or not is_noise(path)):
                 yield from self.member(tar, info, path)
@@ -192,7 +195,10 @@ def file_members(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator
     """The members of a layer made of files alone; directories that are there already keep what they are."""
     entries: dict[str, tuple[Entry, File | None]] = {"": (Entry("", "dir", 0o755, mtime=epoch), None)}
     for file in files:
-        path = file.destination.strip("/")
+        path = _real_path(file.destination.strip("/"), lower)
+        if (there := lower.lookup(path)) is not None and there.kind == "dir":
+            raise LayerError(f"%files: {file.destination} is a folder in the layers below; "
+                             f"name the file in it: {file.destination}/<name>")  # fmt: skip
         parent = path.rpartition("/")[0]
         while parent and parent not in entries:
             below = lower.lookup(parent)
@@ -206,6 +212,26 @@ def file_members(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator
     for path in sorted(entries, key=sort_key):
         entry, made_of = entries[path]
         yield entry, _file_chunks(made_of) if made_of and entry.size else None
+
+
+def _real_path(path: str, lower: Lower) -> str:
+    """``path`` with the links among its folders followed, as tar does: /bin of today's systems is a link to /usr/bin."""
+    done, left = "", path.split("/")
+    for _ in range(255):
+        if len(left) == 1:
+            return f"{done}/{left[0]}".lstrip("/")
+        name, *left = left
+        step = posixpath.normpath(f"/{done}/{name}").lstrip("/")
+        entry = lower.lookup(step)
+        if entry is None or entry.kind == "dir":
+            done = step
+        elif entry.kind != "symlink":
+            raise LayerError(f"%files: /{path}: /{step} is no folder in the layers below")
+        elif entry.target.startswith("/"):
+            done, left = "", [*entry.target.strip("/").split("/"), *left]
+        else:
+            left = [*entry.target.strip("/").split("/"), *left]
+    raise LayerError(f"%files: /{path}: too many links on the way")
 
 
 def _file_chunks(file: File) -> Iterator[bytes]:
@@ -229,6 +255,7 @@ def unordered_members(
     with tarfile.open(fileobj=spool, mode="r:") as tar:
         infos = {info.name.removeprefix("./").strip("/"): info for info in tar}
         infos.pop("", None), infos.pop(".", None)
+        _add_parents(infos, lower)  # a tar may name a deletion or a mark alone
         names = [(path, *path.rpartition("/")[::2]) for path in infos]
         opaque = {parent for _, parent, name in names if name == OPAQUE}
         deleted = {f"{parent}/{name[4:]}".lstrip("/") for _, parent, name in names
@@ -236,7 +263,7 @@ def unordered_members(
         for path, _, name in names:
             if name.startswith(WHITEOUT_PREFIX):
                 del infos[path]
-        _add_parents(infos, lower)
+        opaque |= deleted & infos.keys()  # deleted and made anew: nothing of the old shows through
         if placeholders:
             infos |= {path: _regular(path) for path in PLACEHOLDERS}
         canon = _Canon(lower, epoch, deleted, opaque, keep=PLACEHOLDERS if placeholders else ())
@@ -269,6 +296,8 @@ def _first_name(infos: dict[str, tarfile.TarInfo], path: str) -> tarfile.TarInfo
     if not info.islnk():
         return info
     stored = info.linkname.removeprefix("./").strip("/")
+    if stored not in infos:
+        raise LayerError(f"/{path} is a hard link to /{stored}, which the archive does not hold")
     holder = infos[stored]
     if holder.islnk() or sort_key(stored) < sort_key(path):
         return info

@@ -91,7 +91,8 @@ class Chain:
 
 def resolve(recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None) -> Chain:
     """Errors: DefinitionError for anything wrong in the recipe, its stack or its definition files."""
-    bound = find_stack(stack or recipe.file.stack, recipe.image_folders)
+    asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
+    bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by)
     definitions = _definitions(recipe, bound, arguments or {})
     layers: list[Layer] = []
     environment: dict[str, str] = {"PATH": DEFAULT_PATH}
@@ -142,13 +143,14 @@ def _definitions(recipe: Recipe, stack: Stack, arguments: Mapping[str, str]) -> 
             break
         name, asked_by = parent, str(definition.path)
     anywhere = declared.union(*(declared_arguments(path) for path in known.values()))
-    unused = [(name, declared, f"no layer of '{recipe.name}'") for name in sorted(set(arguments) - declared)]
-    unused += [(name, anywhere, "no definition file") for name in sorted(set(stack.file.arguments) - anywhere)]
+    unused = [("--arg", name, declared, f"no layer of '{recipe.name}'") for name in sorted(set(arguments) - declared)]
+    unused += [(str(stack.folder / "stack.yaml"), name, anywhere, "no definition file")
+               for name in sorted(set(stack.file.arguments) - anywhere)]  # fmt: skip
     if unused:
         raise DefinitionError(
             "\n".join(
-                f"argument '{name}' is bound but {who} declares it." + nearest(name, names)
-                for name, names, who in unused
+                f"{where}: argument '{name}' is bound but {who} declares it." + nearest(name, names)
+                for where, name, names, who in unused
             )
         )
     return found[::-1]

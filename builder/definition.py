@@ -6,6 +6,7 @@ reported together, each with its line and the nearest known name.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ _HEADER = re.compile(r"([A-Za-z]+)[ \t]*:[ \t]*(.*)")
 _ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 _EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
 _DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
+_REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def read_definition(path: Path, *, root: Path, arguments: Mapping[str, str] | No
 
 def declared_arguments(path: Path) -> set[str]:
     """The names in a file's %arguments, for telling which of a stack's arguments nobody uses."""
-    return {name for part in _split(path.read_text(encoding="utf-8")) if part.name == "arguments"
+    return {name for part in _split(path.read_text(encoding="utf-8", errors="replace")) if part.name == "arguments"
             for name in _assignments(part.body)}  # fmt: skip
 
 
@@ -112,7 +114,7 @@ class _Part:
 
 def _split(text: str) -> Iterator[_Part]:
     part = _Part("", "", 1, [])
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would cut at form feeds, too
         if match := _SECTION.match(line):
             yield part
             part = _Part(match[1].lower(), match[2].split(" #")[0].strip(), number + 1, [])
@@ -219,6 +221,8 @@ class _Reader:
                 self.problem(number, f"expected 'Key: value' or a %section, found: {text}")
             elif match[1].lower() not in HEADERS:
                 self.problem(number, f"unknown key '{match[1]}'." + nearest(match[1].lower(), HEADERS))
+            elif match[1].lower() in header:
+                self.problem(number, f"'{match[1]}:' appears twice; leave one")
             else:
                 header[match[1].lower()] = match[2].strip()
         return self.checked_header(header, part.line)
@@ -262,12 +266,17 @@ class _Reader:
             self.problem(part.line - 1, f"%files {part.words}: expected '%files' or '%files from <stage>'")
         for number, line in enumerate(part.body, part.line):
             try:
-                paths = shlex.split(line, comments=True)
+                paths = shlex.split(_without_comment(line))
             except ValueError as error:
                 self.problem(number, f"%files: {error}: {line.strip()}")
                 continue
-            if len(paths) in (1, 2):
-                yield Copy(paths[0], paths[-1] if paths[-1].startswith("/") else "/" + paths[-1], stage, number)
+            if len(paths) in (1, 2) and ".." in paths[-1].split("/"):
+                self.problem(
+                    number, f"%files: the destination climbs with '..'; write the path it means: {line.strip()}"
+                )
+            elif len(paths) in (1, 2):
+                folder = "/" if paths[-1].endswith("/") else ""  # the file keeps its name in that folder
+                yield Copy(paths[0], posixpath.normpath("/" + paths[-1].strip("/")).rstrip("/") + folder, stage, number)
             elif paths:
                 self.problem(number, f"%files wants 'source [destination]', found {len(paths)} words: {line.strip()}")
 
@@ -277,14 +286,17 @@ class _Reader:
             text = line.strip()
             if not text or text.startswith("#"):
                 continue
-            match = _EXPORT.fullmatch(text)
+            match = _EXPORT.fullmatch(_without_comment(text))
             try:
-                words = shlex.split(match[2], comments=True) if match else []
+                words = _shell_words(match[2]) if match else []
             except ValueError:
                 words = ["", ""]
+            # A Docker image's environment is a table of values, not a script.
             if not match or len(words) > 1:
-                # A Docker image's environment is a table of values, not a script.
                 self.problem(number, f"%environment takes only 'export NAME=value' lines, found: {text}")
+            elif "`" in match[2] or "$" in _REFERENCE.sub("", match[2]) or re.search(r"'[^'\"]*\$|\\\$", match[2]):
+                said = "%environment: of what a shell expands only $NAME and ${NAME} are known, outside single quotes"
+                self.problem(number, f"{said}; write the value itself: {text}")
             else:
                 environment[match[1]] = words[0] if words else ""
         return environment
@@ -292,10 +304,31 @@ class _Reader:
     def labels(self, part: _Part | None) -> dict[str, str]:
         labels: dict[str, str] = {}
         for line in part.body if part else []:
-            name, _, value = line.strip().partition(" ")
+            name, value = [*line.split(None, 1), "", ""][:2]
             if name and not name.startswith("#"):
                 labels[name] = value.strip()
         return labels
+
+
+def _without_comment(line: str) -> str:
+    """As a shell sees it: # begins a comment where a word begins, outside quotes."""
+    quote, before = "", " "
+    for at, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote and before != "\\" else quote
+        elif letter == "#" and before.isspace():
+            return line[:at].rstrip()
+        elif letter in "\"'" and before != "\\":
+            quote = letter
+        before = letter
+    return line
+
+
+def _shell_words(text: str) -> list[str]:
+    """A shell's words; what ends a command (; & |) or opens another one stands alone. Errors: ValueError."""
+    words = shlex.shlex(text, posix=True, punctuation_chars=";&|<>()")
+    words.whitespace_split, words.commenters = True, ""
+    return list(words)
 
 
 def replace_part(part: _Part, body: list[str]) -> _Part:

@@ -118,7 +118,8 @@ def build(chain: Chain, store: Store, options: Options, progress: Progress) -> I
     stored = [action.stored for action in plan(chain, store) if action.stored]
     if len(stored) < len(chain.layers):
         store.open_for_writing()
-        stored = _Build(chain, store, options, progress).obtain_all()
+        with store.building(layer.cache_key for layer in chain.layers):
+            return _named(chain, store, _Build(chain, store, options, progress).obtain_all())
     return _named(chain, store, stored)
 
 
@@ -287,7 +288,8 @@ def _files_tar(files: Sequence[File]) -> bytes:
         for file in files:
             info = tarfile.TarInfo(file.destination.lstrip("/"))
             info.size, info.mode = file.size, file.mode
-            tar.addfile(info, file.source.open("rb") if file.source else io.BytesIO(file.content))
+            with file.source.open("rb") if file.source else io.BytesIO(file.content) as content:
+                tar.addfile(info, content)
     return buffer.getvalue()
 
 

@@ -52,11 +52,14 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end and return its output. Errors: ProcessError unless ``check`` is off."""
     _trace(f"+ {quoted(argv)}")
-    done = subprocess.run(
-        [os.fspath(word) for word in argv],
-        env=env, input=input, stdin=None if input is not None else subprocess.DEVNULL,
-        capture_output=True, encoding="utf-8", errors="replace",
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [os.fspath(word) for word in argv],
+            env=env, input=input, stdin=None if input is not None else subprocess.DEVNULL,
+            capture_output=True, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+    except OSError as error:  # as a shell would tell it
+        done = subprocess.CompletedProcess(list(argv), 127, "", f"{os.fspath(argv[0])}: {error.strerror}")
     if check and done.returncode:
         raise ProcessError(argv, done.returncode, done.stderr or done.stdout)
     return done
@@ -115,7 +118,9 @@ def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
             os.killpg(child.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-            return
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what the first one started and left behind
 
 
 def readable(path: Path) -> Path | None:

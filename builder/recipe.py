@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from pydantic import field_validator
-
 from builder.errors import DefinitionError, UsageError, nearest
-from builder.files import Strict, read_yaml
+from builder.files import read_yaml
 
 HOUSE = Path(__file__).resolve().parent.parent
 _NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")  # what a Docker repository name may be
+_TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-class TaskFile(Strict):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFile:
     entrypoint: str
     config: str | None = None
     help: str
 
 
-class RecipeFile(Strict):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeFile:
     name: str
     description: str
     stack: str
@@ -29,16 +32,21 @@ class RecipeFile(Strict):
     tasks: dict[str, TaskFile]
     modules: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
-    environment: dict[str, str] = {}
-    labels: dict[str, str] = {}
+    environment: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
     test: str = ""
 
-    @field_validator("name")
-    @classmethod
-    def _is_a_name(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            raise ValueError("a recipe's name is lower-case letters, digits, '.', '_' and '-'")
-        return name
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError("name: a recipe's name is lower-case letters, digits, '.', '_' and '-'")
+        for task, about in self.tasks.items():
+            if not _TASK.fullmatch(task):
+                raise ValueError(f"tasks.{task}: a task is a command: letters, digits, '.', '_' and '-'")
+            if "\n" in about.help:
+                raise ValueError(f"tasks.{task}.help: one line is wanted")
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"environment: '{name}' is no name for a variable: letters, digits and '_'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +79,18 @@ class Recipe:
         for file in sorted({task.config for task in self.file.tasks.values() if task.config} | set(self.file.data)):
             wanted[file] = self.folder / file
         for inside, path in wanted.items():
-            if not path.resolve().is_file():
+            if not _is_plain(inside):
+                problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is no path below {self.folder}; "
+                                "keep the file there, and name it without '..' or a leading '/'")  # fmt: skip
+            elif not path.resolve().is_file():
                 problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is named but {path} is not a file")
         if problems:
             raise DefinitionError("\n".join(problems))
         return wanted
+
+
+def _is_plain(path: str) -> bool:
+    return posixpath.normpath(path) == path and not path.startswith(("/", "../"))
 
 
 def recipe_folders() -> dict[str, Path]:

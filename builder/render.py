@@ -15,8 +15,8 @@ _NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* /tmp/* /var/tm
 
 def render(chain: Chain, target: str, folder: Path) -> Path:
     """Write ``folder`` and return the path of the plain file in it. Errors: StoreError when the folder is not empty."""
-    if folder.exists() and any(folder.iterdir()):
-        raise StoreError(f"{folder} is not empty; give another folder with -o")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StoreError(f"{folder} is not an empty folder; give another folder with -o")
     for layer in chain.layers:
         for file in layer.files:
             place = folder / "files" / layer.name / file.destination.lstrip("/")

@@ -32,8 +32,9 @@ Block = bytes | bytearray | memoryview
 
 MAGIC = 0x73717368
 METADATA_SIZE = 8192
-# 256 KiB make an image of Python packages 5 % smaller, 1 MiB 10 %, but a cold `import torch` 7 % and 25 % slower.
-BLOCK_SIZE = 1 << 17
+# Measured on 1.9 GB of Python packages: 5 % smaller than with 128 KiB, and a cold `import torch` takes the same time;
+# 1 MiB would be 10 % smaller, but 20 % slower to import.
+BLOCK_SIZE = 1 << 18
 ABSENT = 0xFFFF_FFFF_FFFF_FFFF  # a table that is not there
 NONE = 0xFFFF_FFFF  # no fragment, no xattr
 STORED_BLOCK = 1 << 24  # in a block's size word: not compressed

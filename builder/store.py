@@ -29,9 +29,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from builder.errors import StoreError
+from builder.errors import StoreError, UsageError, nearest
 
 VERSION = "1"
+_NEEDED = "needed"  # in a staging folder: the cache keys of the layers a running build stands on
 MEDIA_LAYER = "application/vnd.ekiben.layer.v1.squashfs"
 MEDIA_CONFIG = "application/vnd.oci.image.config.v1+json"
 MEDIA_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -74,8 +75,14 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        version = root / "version"
-        if version.exists() and (found := version.read_text().strip()) != VERSION:
+        try:
+            found = (root / "version").read_text(errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise StoreError(f"the store {root} cannot be read: {error.strerror}",
+                             hint="give a place of your own with --store or EKIBEN_STORE") from error  # fmt: skip
+        if found != VERSION:
             raise StoreError(f"{root} is a store of version {found}; this Ekiben reads version {VERSION}",
                              hint="give another folder with --store")  # fmt: skip
 
@@ -166,14 +173,21 @@ class Store:
             for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", VERSION + "\n"),
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
                 if not (self.root / name).exists():
-                    (self.root / name).write_text(text)
+                    self._write(name, text.encode())
             probe, where = tempfile.mkstemp(dir=self.root / "staging")
             os.close(probe)
             os.unlink(where)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what dead processes of this host left in staging/."""
         for left in (self.root / "staging").iterdir():
-            host, _, rest = left.name.rpartition("__")[0].rpartition("__")
-            if host == socket.gethostname() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
-                shutil.rmtree(left, ignore_errors=True)
+            host, process, *_ = [*left.name.split("__"), ""]
+            if host == socket.gethostname() and process.isdigit() and not Path(f"/proc/{process}").exists():
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    left.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def translated_errors(self) -> Iterator[None]:
@@ -184,7 +198,7 @@ class Store:
                 free = shutil.disk_usage(self.root if self.root.exists() else self.root.anchor).free
                 raise StoreError(f"no room in {self.root}: {free / 1e9:.1f} GB free ({error.strerror})",
                                  hint="make room with `build.py prune`, or give another place with --store or EKIBEN_STORE") from error  # fmt: skip
-            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
                 raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
                                  hint="give a place of your own with --store or EKIBEN_STORE") from error  # fmt: skip
             raise
@@ -193,14 +207,19 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """A folder of this process's own inside the store; gone afterwards, whatever happened."""
         with self.translated_errors():
-            folder = Path(
-                tempfile.mkdtemp(prefix=f"{socket.gethostname()}__{os.getpid()}__", dir=self.root / "staging")
-            )
+            folder = Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=self.root / "staging"))
         try:
             with self.translated_errors():
                 yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def building(self, cache_keys: Iterable[str]) -> Iterator[None]:
+        """Until the block ends, prune() keeps these layers and all that is made meanwhile."""
+        with self.staging() as folder:
+            (folder / _NEEDED).write_text("\n".join(cache_keys))
+            yield
 
     def put_file(self, path: Path, digest: str) -> None:
         """Take a finished file from staging as a blob. Idempotent: afterwards the content is at ``digest``."""
@@ -247,7 +266,7 @@ class Store:
 
     def _write(self, relative: str, data: bytes) -> None:
         with self.translated_errors():
-            handle, temporary = tempfile.mkstemp(prefix="write-", dir=self.root / "staging")
+            handle, temporary = tempfile.mkstemp(prefix=_own_prefix(), dir=self.root / "staging")
             try:
                 with open(handle, "wb") as stream:
                     stream.write(data)
@@ -298,18 +317,26 @@ class Store:
     def prune(self, *, forget: Iterable[str] = (), dry_run: bool = False) -> list[tuple[str, int]]:
         """Remove every blob no image reaches, after forgetting the named images. Returns (digest, bytes) removed.
 
-        Errors: StoreError when the folder is not a store: nothing is ever removed from a folder without our tag.
+        Errors: StoreError when the folder is not a store: nothing is ever removed from a folder without our tag;
+        UsageError for a name no image has.
         """
         tag = self.root / "CACHEDIR.TAG"
         if not tag.exists() or "Ekiben" not in tag.read_text():
-            raise StoreError(f"{self.root} is not an Ekiben store (no CACHEDIR.TAG of ours); nothing was removed")
+            raise StoreError(f"{self.root} is not an Ekiben store (no CACHEDIR.TAG of ours); nothing was removed",
+                             hint="name the store's folder with --store or EKIBEN_STORE")  # fmt: skip
+        forget = tuple(forget)
+        for name in forget:
+            if self.image(name) is None:
+                raise UsageError(
+                    f"no image '{name}' in {self.root}; nothing was removed." + nearest(name, self.images())
+                )
         with self.translated_errors():
-            for name in forget:
-                if self.image(name) is None:
-                    raise StoreError(f"no image '{name}' in {self.root}")
-                if not dry_run:
-                    (self.root / "refs" / f"{name}.json").unlink()
+            if not dry_run:
+                self._sweep()
+            for name in forget if not dry_run else ():
+                (self.root / "refs" / f"{name}.json").unlink(missing_ok=True)
             keep = self.reachable() if not dry_run else self._reachable_without(set(forget))
+            keep |= self._being_built()
             since = self._oldest_live_staging()
             blobs = [(path, path.stat()) for path in sorted((self.root / "blobs/sha256").iterdir())]
             gone = [("sha256:" + path.name, stat.st_size) for path, stat in blobs
@@ -326,6 +353,11 @@ class Store:
         return min(
             (left.stat().st_mtime for left in (self.root / "staging").iterdir() if left.is_dir()), default=time.time()
         )
+
+    def _being_built(self) -> set[str]:
+        """Digests of the layers that running builds stand on, though no image names them yet."""
+        keys = [key for needed in (self.root / "staging").glob(f"*/{_NEEDED}") for key in needed.read_text().split()]
+        return {layer.digest for key in keys if (layer := self.layer(key))}
 
     def _reachable_without(self, names: set[str]) -> set[str]:
         hidden = _Without(self, names)
@@ -350,6 +382,11 @@ class _Without(Store):
 
     def images(self) -> dict[str, dict[str, Any]]:
         return {name: image for name, image in super().images().items() if name not in self._names}
+
+
+def _own_prefix() -> str:
+    """Says whose a name in staging/ is, for telling what dead processes left."""
+    return f"{socket.gethostname()}__{os.getpid()}__"
 
 
 def _dump(data: Mapping[str, Any]) -> bytes:

@@ -157,17 +157,7 @@ class Run:
         self.pending: list[_Pending] = []
         self.last_loss, self.last_test_loss = math.nan, math.nan
         self.chunk_loss = losses.softmax_loss
-        config = model.config
-        head = self.head.numel()
-        embedding = model.get_base_model().get_input_embeddings().weight.numel()
-        tied = head if config.tie_word_embeddings else 0
-        frozen = models.count_parameters(model)[0] - len(self.weights.vector)
-        self.shape = {
-            "body": frozen - embedding - head + tied,
-            "head": head,
-            "width": config.hidden_size,
-            "layers": config.num_hidden_layers,
-        }
+        self.shape = models.shape(model)
         self.peak = record.peak_flops(device.name)
 
     # ------------------------------------------------------------------ the story
@@ -417,7 +407,15 @@ class Run:
                     f"and look at the data for rows of noise; the checkpoint before it is kept in {self.output}"
                 )
             self.last_loss = mean
-            lines.append({"step": item.step, "loss": mean, "lr": item.rate, "grad_norm": norm, "learnt": item.learnt})
+            lines.append(
+                {
+                    "step": item.step,
+                    "loss": mean,
+                    "lr": item.rate,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                    "learnt": item.learnt,
+                }
+            )
         self.pending.clear()
         if self.world.leads:
             self.metrics.add(lines)

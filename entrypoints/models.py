@@ -220,6 +220,20 @@ def count_parameters(model: Any) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
+def shape(model: Any) -> dict[str, int]:
+    """What record.training_flops() asks of an adapted model: its body, its head, its width and its layers."""
+    causal = model.get_base_model()
+    head = causal.get_output_embeddings().weight
+    tables = {id(weight): weight.numel() for weight in (causal.get_input_embeddings().weight, head)}
+    parameters, trainable = count_parameters(model)
+    return {
+        "body": parameters - trainable - sum(tables.values()),
+        "head": head.numel(),
+        "width": causal.config.hidden_size,
+        "layers": causal.config.num_hidden_layers,
+    }
+
+
 def expect_memory(config: Any, parameters: int, dtype: torch.dtype) -> Memory:
     """An upper estimate for a decoder of ``config``, its base frozen.
 

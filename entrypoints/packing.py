@@ -88,9 +88,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each row. query, key, value: [1, heads, tokens, size]; returns [1, tokens, heads, size].
 
-    The variable-length flash kernel where the GPU has it (bf16 or fp16, Ampere or later), else row by row.
+    With ``row_lengths`` row by row, without them by the variable-length flash kernel; without either, as one row.
     """
-    if cu_seq_lens_q is not None and _has_varlen(query):
+    if cu_seq_lens_q is not None and not row_lengths:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -126,17 +126,14 @@ def forward(body: Any, pack: Pack) -> torch.Tensor:
         use_cache=False,
         cu_seq_lens_q=pack.boundaries,
         max_length_q=longest,
-        row_lengths=pack.lengths if not _has_varlen_device(pack.ids.device, body.dtype) else (),
+        row_lengths=() if has_varlen(pack.ids.device, body.dtype) else pack.lengths,
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
 
 
-def _has_varlen(query: torch.Tensor) -> bool:
-    return _has_varlen_device(query.device, query.dtype)
-
-
-def _has_varlen_device(device: torch.device, dtype: torch.dtype) -> bool:
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """The variable-length flash kernel is for bf16 and fp16 on Ampere or later."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     return bool(torch.cuda.get_device_capability(device)[0] >= 8)

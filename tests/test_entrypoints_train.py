@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,17 +160,17 @@ def test_packs_hold_every_row_once_and_keep_to_the_limits(tokenizer: Any) -> Non
     examples = encode_rows(tokenizer, [Row("問" * n, "答" * (n % 7 + 1)) for n in range(1, 40)])
     packs = packing.cut(examples, max_rows=8, max_tokens=300)
     assert sorted(id(example) for pack in packs for example in pack) == sorted(map(id, examples))
-    for rows in packs:
-        assert len(rows) <= 8
-        assert len(rows) == 1 or sum(len(row.ids) for row in rows) <= 300
+    for chosen in packs:
+        assert len(chosen) <= 8
+        assert len(chosen) == 1 or sum(len(row.ids) for row in chosen) <= 300
 
 
 def test_a_packed_loss_and_its_gradient_are_those_of_single_rows(
     base: Path, tokenizer: Any, device: models.Device
 ) -> None:
     """Against transformers' own loss, one row at a time, without any packing."""
-    rows = [Row("日本の首都はどこですか。", "東京です。"), Row("7かける8は?", "56です。", "計算"), Row("色は?", "青")]
-    examples = encode_rows(tokenizer, rows)
+    three = [Row("日本の首都はどこですか。", "東京です。"), Row("7かける8は?", "56です。", "計算"), Row("色は?", "青")]
+    examples = encode_rows(tokenizer, three)
     adapter: dict[str, Any] = {
         "r": 4,
         "alpha": 16,
@@ -484,10 +483,9 @@ def test_an_adapter_that_is_none(base: Path, device: models.Device, tmp_path: Pa
         (401, "RepoNotFound", "not on the hub, or private.*HF_TOKEN"),
         (404, "RepoNotFound", "not on the hub, or private"),
         (404, "EntryNotFound", "a file is missing"),
-        (None, "", "not in the cache .*cannot be reached from here.*hf download some/model"),
     ],
 )
-def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int | None, code: str, said: str) -> None:
+def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int, code: str, said: str) -> None:
     """In a process of its own: the hub's library reads its address once, when it is imported."""
     import http.server
     import re
@@ -495,7 +493,6 @@ def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int | None, c
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
-            assert status is not None
             self.send_response(status)
             self.send_header("X-Error-Code", code)
             self.end_headers()
@@ -507,10 +504,23 @@ def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int | None, c
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
-    if status is None:
-        env["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    started = time.monotonic()
+    env = {
+        **os.environ,
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "PYTHONPATH": str(ENTRYPOINTS),
+    }
+    code_ = "import sys, hub, settings; settings.run(lambda: print(hub.locate_model(sys.argv[1])) or 0)"
+    done = subprocess.run([sys.executable, "-c", code_, "some/model"], capture_output=True, text=True, env=env)
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(f"error: model some/model: .*{said}", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_network_train_says_so_once(tmp_path: Path) -> None:
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [
         sys.executable,
         str(ENTRYPOINTS / "train.py"),
@@ -521,13 +531,10 @@ def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int | None, c
         "model=some/model",
     ]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
-    server.shutdown()
-    server.server_close()
     assert done.returncode == 1, done.stdout + done.stderr
-    message = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert re.search(said, message)
-    assert "Traceback" not in done.stderr
-    assert time.monotonic() - started < 60
+    assert "only what was downloaded before is used" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: model some/model: not in the cache ")
+    assert "Retrying" not in done.stderr
 
 
 def test_explain_falls_back_to_what_was_raised() -> None:

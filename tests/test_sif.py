@@ -5,6 +5,7 @@ import hashlib
 import os
 import subprocess
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,45 +134,35 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Path:
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
-    return disk
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_says_what_it_takes_and_where(tmp_path: Path, small_disk: Path) -> None:
-    try:
-        layer = blob(tmp_path / "a", bytes(3_000_000))
-        out = small_disk / "x.sif"
-        with pytest.raises(
-            StoreError, match=rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it takes 3.0 MB"
-        ) as caught:
-            make(out, layer)
-        assert caught.value.hint and "-o" in caught.value.hint
-        assert not list(small_disk.iterdir())
-    finally:
-        subprocess.run(["umount", str(small_disk)], check=True)
+    out = small_disk / "x.sif"
+    full = rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it takes 3.0 MB"
+    with pytest.raises(StoreError, match=full) as caught:
+        make(out, blob(tmp_path / "a", bytes(3_000_000)))
+    assert caught.value.hint and "-o" in caught.value.hint
+    assert not list(small_disk.iterdir())
 
 
 def test_a_disk_that_fills_up_on_the_way(tmp_path: Path, small_disk: Path) -> None:
-    try:
-        layer = blob(tmp_path / "a", bytes(900_000))
-        fill = small_disk / "other"
+    layers = [blob(tmp_path / "a", b"a" * 70_000), blob(tmp_path / "b", bytes(900_000))]
+    other = small_disk / "other"
 
-        def fill_up(_: int) -> None:
-            fill.write_bytes(bytes(140_000))
+    def fill_up(_: int) -> None:
+        other.write_bytes(bytes(140_000))
 
-        with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC)):
-            write_sif(
-                small_disk / "x.sif", [blob(tmp_path / "b", b"b" * 70_000), layer],
-                id=ID, deffile="", arch="amd64", epoch=0, on_bytes=fill_up,
-            )  # fmt: skip
-        assert list(small_disk.iterdir()) == [fill]
-    finally:
-        subprocess.run(["umount", str(small_disk)], check=True)
+    with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC)):
+        write_sif(small_disk / "x.sif", layers, id=ID, deffile="", arch="amd64", epoch=0, on_bytes=fill_up)
+    assert list(small_disk.iterdir()) == [other]
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -144,6 +144,10 @@ def test_entries_and_lookup_agree_with_members(tmp_path: Path) -> None:
             if entry.kind == "file":
                 assert image.read_file(path) == data
         assert image.lookup("no/such/path") is None
+        assert image.children("") == [
+            image.lookup(path) for path in sorted(files, key=sort_key) if path and "/" not in path
+        ]
+        assert image.children("no/such/path") == []
         with pytest.raises(StoreError, match="no file 'no/such/path'"):
             image.read_file("no/such/path")
 
@@ -192,7 +196,7 @@ def test_files_with_equal_sizes_and_other_bytes_stay_apart(tmp_path: Path) -> No
 
 
 def test_zeros_take_no_space(tmp_path: Path) -> None:
-    files = tree(file("zeros", bytes(200 * BLOCK_SIZE + 5)), file("tail", b"x" * BLOCK_SIZE + bytes(BLOCK_SIZE + 9)))
+    files = tree(file("zeros", bytes(20 * BLOCK_SIZE + 5)), file("tail", b"x" * BLOCK_SIZE + bytes(BLOCK_SIZE + 9)))
     written = write(tmp_path / "x", files)
     assert (tmp_path / "x").stat().st_size <= 8192
     assert read(tmp_path / "x") == (written, files)

@@ -64,9 +64,14 @@ class Executor(Protocol):
 EXECUTORS = {name: f"builder.executors.{name}" for name in ("apptainer", "buildah", "docker")}
 
 
+def check_name(engine: str) -> None:
+    """Errors: UsageError."""
+    if engine not in ("auto", *EXECUTORS):
+        raise UsageError(f"--engine: no engine '{engine}'." + nearest(engine, ["auto", *EXECUTORS]))
+
+
 def load(name: str) -> Executor:
-    if name not in EXECUTORS:
-        raise UsageError(f"no engine '{name}'." + nearest(name, EXECUTORS))
+    check_name(name)
     return cast(Executor, import_module(EXECUTORS[name]))
 
 

@@ -7,6 +7,7 @@ import contextlib
 import getpass
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from builder.capture import BUILD_MOUNT
 from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed
-from builder.process import Argv, piped, run, stream, which
+from builder.process import Argv, piped, quoted, run, stream, which
 
 _OVERLAY_MARKS = (".wh..opq", ".wh..wh..opq")  # fuse-overlayfs's way to say opaque
 
@@ -91,16 +92,48 @@ _TAR = ("--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner"
 def _execute(job: Job, overlay: Path) -> None:
     work = job.scratch / "work"
     work.mkdir(exist_ok=True)
-    bottom, *others = [job.store.blob_path(layer.digest) for layer in job.lower]
-    argv = [*_base_argv(), "--workdir", work, "--overlay", overlay]
-    for path in reversed(others):
-        argv += ["--overlay", f"{path}:ro"]
-    argv += ["--bind", f"{job.mount}:/{BUILD_MOUNT}", "--bind", f"{job.cache}:/{BUILD_MOUNT}/cache"]
-    # With a second overlay Apptainer 1.4 mounts its own passwd and group, and no package can then add a user.
-    enter = f"umount /etc/passwd /etc/group 2>/dev/null; exec /bin/sh /{BUILD_MOUNT}/run.sh"
-    code = stream([*argv, bottom, "/bin/sh", "-c", enter], job.log, env=_environment())
+    argv = _with_kernel_mounts(job, overlay) if os.geteuid() == 0 else _with_overlays(job, overlay)
+    code = stream(argv, job.log, env=_environment())
     if code:
         raise JobFailed(code)
+
+
+def _with_overlays(job: Job, overlay: Path) -> Argv:
+    bottom, *others = [job.store.blob_path(layer.digest) for layer in job.lower]
+    argv = [*_base_argv(), "--overlay", overlay]
+    for path in reversed(others):
+        argv += ["--overlay", f"{path}:ro"]
+    # With a second overlay Apptainer 1.4 mounts its own passwd and group, and no package can then add a user.
+    enter = f"umount /etc/passwd /etc/group 2>/dev/null; exec /bin/sh /{BUILD_MOUNT}/run.sh"
+    return [*argv, *_binds(job), bottom, "/bin/sh", "-c", enter]
+
+
+def _with_kernel_mounts(job: Job, overlay: Path) -> Argv:
+    """As root Apptainer mounts an overlay with so few capabilities that a setgid bit is lost without a word, and with
+    whatever the kernel does about renamed directories by default. So the mounts are ours, in a namespace that ends
+    with the script. Names are relative: mount's options hold a page, and no commas."""
+    for name in ("upper", "work", "merged"):
+        (overlay / name).mkdir()
+    lines = ["set -e", f"cd {shlex.quote(str(overlay))}"]
+    names = [str(number) for number in range(len(job.lower))]
+    for name, layer in zip(names, job.lower, strict=True):
+        blob = shlex.quote(str(job.store.blob_path(layer.digest)))
+        lines += [f"mkdir {name}", f"mount -t squashfs -o ro,loop {blob} {name}"]
+    options = (
+        f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
+    )
+    merged = overlay / "merged"
+    lines += [f"mount -t overlay -o {options} overlay merged", f"mkdir -p merged/{BUILD_MOUNT}/cache"]
+    lines += [
+        "cd /",
+        f"exec {quoted([*_base_argv(), '--writable', *_binds(job), merged, '/bin/sh', f'/{BUILD_MOUNT}/run.sh'])}",
+    ]
+    return ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", "\n".join(lines)]
+
+
+def _binds(job: Job) -> list[str | Path]:
+    return ["--workdir", job.scratch / "work", "--bind", f"{job.mount}:/{BUILD_MOUNT}",
+            "--bind", f"{job.cache}:/{BUILD_MOUNT}/cache"]  # fmt: skip
 
 
 def _base_argv() -> list[str | Path]:

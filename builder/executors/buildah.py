@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,25 +26,34 @@ _TAR = ("tar", "--create", "--file=-", "--format=pax", "--sort=name", "--numeric
 def unavailable() -> str | None:
     if which("buildah") is None:
         return "buildah is not on PATH"
-    told = run(["buildah", "info"], check=False)
+    told = _buildah("info", check=False)
     if told.returncode:
         return f"`buildah info` fails: {(told.stderr.strip().splitlines() or ['no reason given'])[-1]}"
     driver = json.loads(told.stdout)["store"]["GraphDriverName"]
     if driver != "overlay":
         # With vfs each layer is a full copy of all below it.
-        return f'buildah\'s storage driver is {driver}; overlay is needed (driver = "overlay" in storage.conf)'
+        return f"buildah's storage driver is {driver}; overlay is needed (STORAGE_DRIVER=overlay, or storage.conf)"
     return None
+
+
+def _environment() -> dict[str, str]:
+    """An ordinary user who has chosen no driver gets vfs from older versions, where the kernel could do overlay."""
+    return {"STORAGE_DRIVER": "overlay", **os.environ} if os.geteuid() else dict(os.environ)
+
+
+def _buildah(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return run(["buildah", *words], check=check, env=_environment())
 
 
 @contextlib.contextmanager
 def execute(job: Job) -> Iterator[Changes]:
     with _container(job) as container:
         _run(job, container)
-        mounted = run(_rootful(["buildah", "mount", container])).stdout.strip()
+        mounted = run(_rootful(["buildah", "mount", container]), env=_environment()).stdout.strip()
         upper = Path(mounted).parent / "diff"
         if not mounted or not _is_folder(upper):
             raise EngineError(f"buildah's storage is not laid out as expected: no {upper}")
-        with piped(_rootful([*_TAR, "-C", str(upper), "."])) as archive:
+        with piped(_rootful([*_TAR, "-C", str(upper), "."]), env=_environment()) as archive:
             yield Changes(archive, opaque=_marks(upper))
 
 
@@ -57,22 +68,33 @@ def _rootful(argv: list[str]) -> list[str]:
 
 
 def _is_folder(path: Path) -> bool:
-    return run(_rootful(["test", "-d", str(path)]), check=False).returncode == 0
+    return run(_rootful(["test", "-d", str(path)]), check=False, env=_environment()).returncode == 0
 
 
 def _marks(upper: Path) -> set[str]:
-    found = run(_rootful(["find", str(upper), "-name", ".wh..opq", "-o", "-name", ".wh..wh..opq"])).stdout
+    found = run(
+        _rootful(["find", str(upper), "-name", ".wh..opq", "-o", "-name", ".wh..wh..opq"]), env=_environment()
+    ).stdout
     return {os.path.dirname(line)[len(str(upper)) :].strip("/") for line in found.splitlines()}
 
 
 @contextlib.contextmanager
 def _container(job: Job) -> Iterator[str]:
     image = _image(job)
-    name = run(["buildah", "from", "--pull-never", "--name", f"ekiben-{os.getpid()}-{job.name}", image]).stdout.strip()
+    _remove_left_behind()
+    name = _buildah("from", "--pull-never", "--name", f"ekiben-{os.getpid()}-{job.name}", image).stdout.strip()
     try:
         yield name
     finally:
-        run(["buildah", "rm", name], check=False)
+        _buildah("rm", name, check=False)
+
+
+def _remove_left_behind() -> None:
+    """Containers of builds that were killed."""
+    for name in _buildah("containers", "--format", "{{.ContainerName}}").stdout.split():
+        found = re.match(r"ekiben-(\d+)-", name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            _buildah("rm", name, check=False)
 
 
 def _run(job: Job, container: str) -> None:
@@ -80,7 +102,7 @@ def _run(job: Job, container: str) -> None:
         ["buildah", "run", "--isolation", "chroot", "--user", "0:0",
          "--volume", f"{job.mount}:/{BUILD_MOUNT}", "--volume", f"{job.cache}:/{BUILD_MOUNT}/cache",
          container, "--", "/bin/sh", f"/{BUILD_MOUNT}/run.sh"],
-        job.log,
+        job.log, env=_environment(),
     )  # fmt: skip
     if code:
         raise JobFailed(code)
@@ -91,14 +113,14 @@ def _image(job: Job) -> str:
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     tag = oci.digest_of(config)[7:19]
     name = f"localhost/ekiben/layer:{tag}"
-    if run(["buildah", "inspect", "--type", "image", name], check=False).returncode == 0:
+    if _buildah("inspect", "--type", "image", name, check=False).returncode == 0:
         return name
     below = {layer.diff_id for layer in job.lower[:-1]}
     with tempfile.TemporaryDirectory(dir=job.scratch) as folder:
         for leave_out in (below, set[str]()):
             oci.write_layout(job.store, Path(folder), config, job.lower, name, leave_out=leave_out)
-            pulled = run(["buildah", "pull", "--quiet", f"oci:{folder}:{tag}"], check=False)
+            pulled = _buildah("pull", "--quiet", f"oci:{folder}:{tag}", check=False)
             if pulled.returncode == 0:
-                run(["buildah", "tag", pulled.stdout.strip(), name])
+                _buildah("tag", pulled.stdout.strip(), name)
                 return name
     raise ProcessError(["buildah", "pull", f"oci:…:{tag}"], pulled.returncode, pulled.stderr)

@@ -60,7 +60,7 @@ printf 'x' >hard-1; ln hard-1 hard-2; mkdir -p zz; ln hard-1 zz/hard-3; ln -s ha
 printf 'more\n' >>hard-below
 rm "$(printf 'caf\351')"; printf 'x' >"$(printf 'na\357ve')"; mkdir "$(printf 'dir\377')"; printf 'x' >"$(printf 'dir\377')/f"
 printf 'x' >'with space'; printf 'x' >"$(printf 'new\nline')"; printf 'x' >'back\slash'; printf 'x' >'.wh'
-printf 'x' >"$(printf 'long%0250d' 0)"; mkdir came-and-went; rmdir came-and-went
+printf 'x' >"$(printf 'long%0240d' 0)"; mkdir came-and-went; rmdir came-and-went
 printf 'x' >sparse; truncate -s 3M sparse; : >nothing
 rm -r /usr/share/perl5/Debconf/Element/Teletype
 rm -r /etc/skel; mkdir /etc/skel; printf 'x' >/etc/skel/.profile
@@ -133,7 +133,7 @@ EXPECTED = {
     "hard-2": ("hardlink", 0o644, "0:0", "opt/n/hard-1"),
     "link": ("symlink", 0o777, "0:0", "nowhere"),
     "link-to-dir": ("dir", 0o755, "0:0"),
-    "long" + "0" * 250: ("file", 0o644, "0:0", 1),
+    "long" + "0" * 240: ("file", 0o644, "0:0", 1),
     "mode": ("file", 0o600, "0:0", 5),
     "moved": ("dir", 0o755, "0:0"),
     "moved/file": ("file", 0o644, "0:0", 13),

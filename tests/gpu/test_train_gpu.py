@@ -1,0 +1,148 @@
+"""What only a GPU can show: its kernels, its number formats, its compiler.
+
+    python3 -m pytest -q tests/gpu/test_train_gpu.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "transformers", "peft", "tokenizers"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+ROOT = Path(__file__).resolve().parent.parent.parent
+RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"))
+ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
+SAMPLE = RECIPE / "data" / "sample.jsonl"
+sys.path.insert(0, str(ENTRYPOINTS))
+
+import loss as losses  # noqa: E402
+import models  # noqa: E402
+import packing  # noqa: E402
+import rows  # noqa: E402
+import smoke  # noqa: E402
+import train  # noqa: E402
+from prompt import encode_rows  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+LORA: dict[str, Any] = {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": ("query_key_value",), "seed": 1}
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 80, as OpenCALM-3B has them: no power of two, which some kernels pad."""
+    folder = tmp_path_factory.mktemp("base")
+    smoke.make_base(folder, SAMPLE, layers=3, width=320, vocabulary=1000)
+    return folder
+
+
+def losses_of(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def small(base: Path, **changes: Any) -> train.Settings:
+    values: dict[str, Any] = {
+        "model": str(base), "data": [str(SAMPLE)], "test_share": 0.1, "max_length": 512, "learning_rate": 1e-3,
+        "log_seconds": 0.0, "eval_every": 3, "epochs": 2, "lora": train.Lora(dropout=0.0),
+    }  # fmt: skip
+    return train.Settings(**{**values, **changes})
+
+
+def test_the_smoke_passes_on_the_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--config", str(RECIPE / "configs" / "train.yaml"), "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.cuda.get_device_name() in done.stdout
+    assert "all passed" in done.stdout
+
+
+def test_packed_bf16_agrees_with_fp32_on_the_cpu(base: Path) -> None:
+    """The variable-length kernel against row by row on the CPU: loss, and the direction of the gradient."""
+    gpu, cpu = models.choose_device("auto"), models.choose_device("cpu")
+    assert gpu.dtype == torch.bfloat16
+    found = {}
+    for device in (gpu, cpu):
+        tokenizer = models.load_tokenizer(str(base))
+        read = rows.read_all([rows.Source(str(SAMPLE), 0.0)], seed=0, skip_bad=False)
+        examples = encode_rows(tokenizer, read.train[:24])
+        model = models.add_adapter(models.load_base(str(base), device, models.PACKED), **LORA)
+        body, head = models.body_and_head(model)
+        pack = packing.pack(examples).to(device.place)
+        hidden = packing.forward(body, pack).index_select(0, pack.sources)
+        with torch.no_grad():
+            total, slope = losses.head_loss(hidden, head, pack.targets, 1 / len(pack.targets))
+        hidden.backward(slope)
+        gradients = [p.grad.float().cpu().flatten() for p in model.parameters() if p.grad is not None]
+        found[device.place.type] = (total.item() / len(pack.targets), torch.cat(gradients))
+    assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=5e-3)
+    assert torch.nn.functional.cosine_similarity(found["cuda"][1], found["cpu"][1], dim=0) > 0.99
+
+
+def test_compiled_blocks_lose_nothing(base: Path, tmp_path: Path) -> None:
+    assert models.compiler_missing() is None
+    assert train.train(small(base, compile=False), RECIPE, tmp_path / "eager") == 0
+    assert train.train(small(base, compile=True), RECIPE, tmp_path / "compiled") == 0
+    assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "eager"), rel=5e-3)
+
+
+def test_a_resumed_run_goes_on_with_the_same_losses(base: Path, tmp_path: Path) -> None:
+    settings = small(base, lora=train.Lora(dropout=0.05))
+    assert train.train(settings, RECIPE, tmp_path / "whole") == 0
+    assert train.train(settings, RECIPE, tmp_path / "halves") == 0
+    # Back to the end of the first epoch, as if the machine had died in the second.
+    newest = sorted((tmp_path / "halves" / "checkpoints").iterdir())[-1]
+    (newest / "state.pt").unlink()
+    assert train.train(settings, RECIPE, tmp_path / "halves") == 0
+    assert losses_of(tmp_path / "halves") == pytest.approx(losses_of(tmp_path / "whole"), rel=2e-3)
+
+
+def test_fp16_learns_too(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a T4 gets: fp16 with a scaled loss."""
+    chosen = models.choose_device("auto")
+    monkeypatch.setattr(models, "choose_device", lambda *_: replace(chosen, dtype=torch.float16))
+    assert train.train(small(base, epochs=4, learning_rate=1e-2), RECIPE, tmp_path) == 0
+    found = losses_of(tmp_path)
+    assert sum(found[-4:]) < sum(found[:4])
+    assert json.loads((tmp_path / "run.json").read_text())["device"]["dtype"] == "float16"
+
+
+def test_out_of_memory_goes_on_in_smaller_packs(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is set between what the whole step and half of it need."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    settings = small(base, max_steps=2, lora=train.Lora(dropout=0.0))
+    torch.cuda.reset_peak_memory_stats()
+    assert train.train(settings, RECIPE, tmp_path / "free") == 0
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.75 * peak / total)
+    try:
+        assert train.train(settings, RECIPE, tmp_path / "tight") == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "out of GPU memory: going on with packs" in capsys.readouterr().out
+    assert losses_of(tmp_path / "tight") == pytest.approx(losses_of(tmp_path / "free"), rel=5e-3)
+
+
+def test_chat_and_merge_on_the_gpu(base: Path, tmp_path: Path) -> None:
+    import chat
+    import merge
+
+    assert train.train(small(base, max_steps=2), RECIPE, tmp_path / "run") == 0
+    adapter = str(tmp_path / "run" / "adapter")
+    assert chat.main(["--adapter", adapter, "--set", "max_new_tokens=8", "空は?"]) == 0
+    assert merge.main(["--adapter", adapter, "--output", str(tmp_path / "merged"), "--set", "device=auto"]) == 0
