@@ -182,6 +182,8 @@ class _Canon:
         until = sort_key(before) if before is not None else None
         while self.gone and (until is None or self.gone[0][0] <= until):
             key, path = heapq.heappop(self.gone)
+            while self.gone and self.gone[0][1] == path:  # deleted, and in a folder made anew
+                heapq.heappop(self.gone)
             if key != until:
                 yield from self.descend(path)
                 yield Entry(path, "whiteout", 0, mtime=self.epoch), None
@@ -299,9 +301,11 @@ def _first_name(infos: dict[str, tarfile.TarInfo], path: str) -> tarfile.TarInfo
     if stored not in infos:
         raise LayerError(f"/{path} is a hard link to /{stored}, which the archive does not hold")
     holder = infos[stored]
+    link = copy.copy(info)  # what is said of a file counts, not what is said of another name of it
+    link.mode, link.uid, link.gid, link.mtime = holder.mode, holder.uid, holder.gid, holder.mtime
     if holder.islnk() or sort_key(stored) < sort_key(path):
-        return info
-    infos[path], link = copy.copy(holder), copy.copy(info)
+        return link
+    infos[path] = copy.copy(holder)
     link.linkname = path
     infos[stored] = link
     for other in infos.values():

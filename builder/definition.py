@@ -118,14 +118,19 @@ def _split(text: str) -> Iterator[_Part]:
         if match := _SECTION.match(line):
             yield part
             part = _Part(match[1].lower(), match[2].split(" #")[0].strip(), number + 1, [])
-        elif (part.name and part.name != "post" and _is_header_start(line)) or (
-            part.name == "post" and re.match(r"Bootstrap[ \t]*:", line)
-        ):
+        elif _begins_stage(line, part):
             yield part
             part = _Part("", "", number, [line])
         else:
             part.body.append(line)
     yield part
+
+
+def _begins_stage(line: str, part: _Part) -> bool:
+    """A header after a section or after another header; in %post only in the usual spelling, for scripts are text."""
+    if part.name == "post":
+        return line.startswith("Bootstrap:")
+    return _is_header_start(line) and (part.name != "" or any(map(_is_header_start, part.body)))
 
 
 def _is_header_start(line: str) -> bool:

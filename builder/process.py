@@ -72,11 +72,16 @@ def stream(argv: Argv, on_line: Callable[[str], None], *, env: Mapping[str, str]
     container must not outlive the build.
     """
     _trace(f"+ {quoted(argv)}")
-    with subprocess.Popen(
-        [os.fspath(word) for word in argv],
-        env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        encoding="utf-8", errors="replace", start_new_session=True,
-    ) as child:  # fmt: skip
+    try:
+        started = subprocess.Popen(
+            [os.fspath(word) for word in argv],
+            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        on_line(f"{os.fspath(argv[0])}: {error.strerror}")
+        return 127
+    with started as child:
         assert child.stdout is not None
         try:
             for line in child.stdout:
@@ -92,10 +97,13 @@ def piped(argv: Argv, *, stdin: IO[bytes] | None = None, env: Mapping[str, str] 
     """The program's stdout as a stream. Errors: ProcessError at the end when it failed."""
     _trace(f"+ {quoted(argv)}")
     with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(
-            [os.fspath(word) for word in argv],
-            env=env, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
-        )  # fmt: skip
+        try:
+            child = subprocess.Popen(
+                [os.fspath(word) for word in argv],
+                env=env, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ProcessError(argv, 127, f"{os.fspath(argv[0])}: {error.strerror}") from error
         assert child.stdout is not None
         try:
             yield child.stdout

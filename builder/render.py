@@ -10,7 +10,8 @@ from builder.chain import Chain, Layer
 from builder.errors import StoreError
 from builder.hostenv import build_environment
 
-_NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/* /tmp/* /var/tmp/* /root/.cache"
+# Never /tmp, /var/tmp or the home: Apptainer and Charliecloud mount the host's there while they build.
+_NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
 
 
 def render(chain: Chain, target: str, folder: Path) -> Path:

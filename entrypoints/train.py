@@ -184,6 +184,7 @@ def train(
             tokenizer.save_pretrained(str(output / "adapter"))
             for line in _conclude(result, output):
                 say(line, flush=True)
+    world.leave()
     return exit_code or 0
 
 

@@ -32,6 +32,10 @@ class World:
         if self.size > 1:
             torch.distributed.barrier()
 
+    def leave(self) -> None:
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+
 
 def join(device: str) -> World:
     """This process's place, as torchrun wrote it into the environment."""

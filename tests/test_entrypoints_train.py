@@ -257,6 +257,7 @@ def test_checkpointed_activations_change_nothing(base: Path, tmp_path: Path) -> 
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_path: Path) -> None:
     """Stopped by SIGTERM in the middle of an epoch, and started again with the same command."""
     command = [
@@ -289,6 +290,25 @@ def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_
     second = load_file(str(trained / "adapter" / "adapter_model.safetensors"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(base: Path, tmp_path: Path) -> None:
+    arguments = [
+        str(ENTRYPOINTS / "train.py"), "--output", str(tmp_path / "two"), "--data", str(SAMPLE),
+        *(f"--set={name}={value}" for name, value in {
+            "model": base, "test_share": 0.1, "max_length": 512, "learning_rate": 1e-2, "lora.dropout": 0,
+            "device": CPU,
+        }.items()),
+    ]  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path)}
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert fit(small(base, lora=train.Lora(dropout=0.0), eval_every=500, log_seconds=5), tmp_path / "one") == 0
+    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert json.loads((tmp_path / "two" / "run.json").read_text())["device"]["count"] == 2
 
 
 def test_a_checkpoint_of_another_run_is_not_continued(base: Path, trained: Path, tmp_path: Path) -> None:
@@ -519,6 +539,7 @@ def test_what_the_hub_says_in_one_sentence(tmp_path: Path, status: int, code: st
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_network_train_says_so_once(tmp_path: Path) -> None:
     env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [

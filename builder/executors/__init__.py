@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shlex
+import signal
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -77,6 +82,7 @@ def load(name: str) -> Executor:
 
 def choose(engine: str) -> tuple[str, Executor, str]:
     """The executor to use, and why. ``auto`` takes the first that can. Errors: EngineError with each one's reason."""
+    end_orphans()
     if engine != "auto":
         executor = load(engine)
         if reason := executor.unavailable():
@@ -90,6 +96,22 @@ def choose(engine: str) -> tuple[str, Executor, str]:
         reasons.append(f"{name}: {reason}")
     raise EngineError("no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
                       hint="`sh builder/bootstrap.sh --engine` installs one, or prints what to ask the administrator for")  # fmt: skip
+
+
+def is_gone(process: str) -> bool:
+    return not Path("/proc", process).exists()
+
+
+def end_orphans() -> None:
+    """A build that was killed leaves its script running. Such processes see a staging folder of a dead process mounted."""
+    ours = re.compile(rf"/staging/{re.escape(socket.gethostname())}__(\d+)__[^/ ]+/mount\S* /\S*{BUILD_MOUNT} ")
+    for place in Path("/proc").iterdir():
+        if not place.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            found = ours.search((place / "mountinfo").read_text(errors="replace"))
+            if found and is_gone(found[1]):
+                os.kill(int(place.name), signal.SIGKILL)
 
 
 def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:

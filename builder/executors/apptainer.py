@@ -9,12 +9,13 @@ import os
 import re
 import shlex
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from builder.capture import BUILD_MOUNT
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed
+from builder.executors import Changes, Job, JobFailed, is_gone
 from builder.process import Argv, piped, quoted, run, stream, which
 
 _OVERLAY_MARKS = (".wh..opq", ".wh..wh..opq")  # fuse-overlayfs's way to say opaque
@@ -64,6 +65,7 @@ def _has_range(table: Path, user: str) -> bool:
 
 @contextlib.contextmanager
 def execute(job: Job) -> Iterator[Changes]:
+    _remove_left_behind(job)
     overlay = job.scratch / "overlay"
     overlay.mkdir()
     try:
@@ -141,7 +143,7 @@ def _base_argv() -> list[str | Path]:
     if found is None:
         raise EngineError("neither apptainer nor singularity is on PATH")
     fakeroot = [] if os.geteuid() == 0 else ["--fakeroot"]
-    return [found, "--quiet", "exec", *fakeroot, "--cleanenv", "--contain", "--no-home", "--pwd", "/"]
+    return [found, "--silent", "exec", *fakeroot, "--cleanenv", "--contain", "--no-home", "--pwd", "/"]
 
 
 def _environment() -> dict[str, str]:
@@ -171,3 +173,11 @@ def _remove(job: Job, overlay: Path) -> None:
     if overlay.exists():
         run(_inside(job, overlay, ["find", f"/{BUILD_MOUNT}", "-mindepth", "1", "-delete"]), check=False)
         shutil.rmtree(overlay, ignore_errors=True)
+
+
+def _remove_left_behind(job: Job) -> None:
+    """What killed builds left in staging, and the store itself could not remove."""
+    for left in (job.store.root / "staging").iterdir():
+        host, _, rest = left.name.rpartition("__")[0].rpartition("__")
+        if host == socket.gethostname() and is_gone(rest):
+            _remove(job, left)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from builder import oci
 from builder.capture import BUILD_MOUNT
 from builder.chain import DEFAULT_PATH, platform
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed
+from builder.executors import Changes, Job, JobFailed, is_gone
 from builder.process import ProcessError, piped, run, stream, which
 
 _TAR = ("tar", "--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
@@ -93,7 +94,7 @@ def _remove_left_behind() -> None:
     """Containers of builds that were killed."""
     for name in _buildah("containers", "--format", "{{.ContainerName}}").stdout.split():
         found = re.match(r"ekiben-(\d+)-", name)
-        if found and not Path(f"/proc/{found[1]}").exists():
+        if found and is_gone(found[1]):
             _buildah("rm", name, check=False)
 
 
@@ -118,8 +119,10 @@ def _image(job: Job) -> str:
     below = {layer.diff_id for layer in job.lower[:-1]}
     with tempfile.TemporaryDirectory(dir=job.scratch) as folder:
         for leave_out in (below, set[str]()):
-            oci.write_layout(job.store, Path(folder), config, job.lower, name, leave_out=leave_out)
-            pulled = _buildah("pull", "--quiet", f"oci:{folder}:{tag}", check=False)
+            oci.write_layout(job.store, Path(folder, "layers"), config, job.lower, name, leave_out=leave_out)
+            # It makes a name of the path, and not every path can be one: hence the relative one.
+            script = f"cd {shlex.quote(folder)} && exec buildah pull --quiet oci:layers:{tag}"
+            pulled = run(["/bin/sh", "-c", script], check=False, env=_environment())
             if pulled.returncode == 0:
                 _buildah("tag", pulled.stdout.strip(), name)
                 return name

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -16,7 +16,7 @@ from builder import oci
 from builder.capture import BUILD_MOUNT, Lower, is_noise
 from builder.chain import DEFAULT_PATH, platform
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed
+from builder.executors import Changes, Job, JobFailed, is_gone
 from builder.layer import sort_key
 from builder.squashfs import SquashfsReader
 from builder.store import Store, StoredLayer
@@ -24,6 +24,7 @@ from builder.store import Store, StoredLayer
 if TYPE_CHECKING:
     from docker import DockerClient
 
+_MAKER = "org.ekiben.process"
 _CHANGED, _ADDED, _DELETED = 0, 1, 2  # what the daemon's /changes answers
 
 
@@ -57,23 +58,40 @@ def unavailable() -> str | None:
     return None
 
 
-def _ask(path: str) -> tuple[int, bytes] | None:
-    """Status and body of a GET on the daemon's Unix socket; None when there is none or it does not answer.
-
-    For the questions of an invocation that has nothing to do: importing the SDK takes twenty times as long.
-    """
+def _socket() -> str | None:
+    """The daemon's Unix socket, unless DOCKER_HOST names something else, which is the SDK's business."""
     scheme, _, place = (os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock").partition("://")
-    if scheme != "unix":
+    return place if scheme == "unix" else None
+
+
+def _ask(path: str, *, send: Iterable[bytes] | None = None) -> tuple[int, bytes] | None:
+    """Status and body of a GET (of a POST of ``send``) at the daemon's Unix socket; None when nothing answers there.
+
+    For what an invocation with little to do needs: importing the SDK takes longer than all of it.
+    """
+    if (place := _socket()) is None:
         return None
     try:
         with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
+            connection.settimeout(10 if send is None else 3600)
             connection.connect(place)
-            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: docker\r\n\r\n".encode())
+            if send is None:
+                connection.sendall(f"GET {path} HTTP/1.0\r\nHost: docker\r\n\r\n".encode())
+            else:
+                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\n"
+                                   "Content-Type: application/x-tar\r\nTransfer-Encoding: chunked\r\n\r\n".encode())  # fmt: skip
+                for chunk in filter(None, send):
+                    connection.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+                connection.sendall(b"0\r\n\r\n")
             head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
         return int(head.split()[1]), body
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _layers_of(name: str) -> list[str]:
+    answer = _ask(f"/images/{name}/json")
+    return json.loads(answer[1])["RootFS"].get("Layers") or [] if answer and answer[0] == 200 else []
 
 
 def known_layers() -> set[str]:
@@ -95,23 +113,35 @@ def has_image(name: str, image_id: str) -> bool:
 
 def load_image(store: Store, config: bytes, layers: Sequence[StoredLayer], name: str) -> str:
     """Bring an image into the daemon under ``name``; layers it has are not sent. Returns the image id."""
-    api, wanted = client().api, oci.digest_of(config)
+    wanted = oci.digest_of(config)
     if has_image(name, wanted):
         return wanted
     if has_image(wanted, wanted):
         repository, _, tag = name.rpartition(":")
-        api.tag(wanted, repository, tag)
+        client().api.tag(wanted, repository, tag)
         return wanted
-    diff_ids = [layer.diff_id for layer in layers]
-    known = known_layers()
-    present = {diff_ids[index] for index in range(len(diff_ids)) if ",".join(diff_ids[: index + 1]) in known}
+    present = _present([layer.diff_id for layer in layers], name)
     for leave_out in ([present] if present else []) + [set[str]()]:
-        said = [
-            str(line) for line in api.load_image(oci.archive(store, config, layers, name, leave_out=leave_out)) or ()
-        ]
+        said = _load(oci.archive(store, config, layers, name, leave_out=leave_out))
         if has_image(name, wanted):
             return wanted
-    raise EngineError(f"the Docker daemon did not take {name} as {wanted}: {' '.join(said)[-500:]}")
+    raise EngineError(f"the Docker daemon did not take {name} as {wanted}: {said[-500:]}")
+
+
+def _present(diff_ids: list[str], name: str) -> set[str]:
+    """Which of the layers the daemon has. The image that had ``name`` before, most often, has all but the last."""
+    if _layers_of(name)[: len(diff_ids) - 1] == diff_ids[:-1]:
+        return set(diff_ids[:-1])
+    known = known_layers()
+    return {diff_ids[index] for index in range(len(diff_ids)) if ",".join(diff_ids[: index + 1]) in known}
+
+
+def _load(archive: Iterable[bytes]) -> str:
+    """What the daemon says to an archive."""
+    if _socket() is None:
+        return " ".join(str(line) for line in client().api.load_image(archive) or ())
+    answer = _ask("/images/load", send=archive)
+    return answer[1].decode(errors="replace") if answer else "it closed the connection"
 
 
 @contextlib.contextmanager
@@ -139,9 +169,10 @@ def try_run(job: Job) -> None:
 def _container(job: Job) -> Iterator[Any]:
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     image = load_image(job.store, config, job.lower, f"ekiben/layer:{oci.digest_of(config)[7:19]}")
+    _remove_left_behind()
     container = client().containers.create(
         image, ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
-        volumes=[f"{job.mount}:/{BUILD_MOUNT}", f"{job.cache}:/{BUILD_MOUNT}/cache"], labels={"org.ekiben.build": job.name},
+        volumes=[f"{job.mount}:/{BUILD_MOUNT}", f"{job.cache}:/{BUILD_MOUNT}/cache"], labels={"org.ekiben.build": job.name, _MAKER: f"{socket.gethostname()}:{os.getpid()}"},
         init=False,
     )  # fmt: skip
     try:
@@ -149,6 +180,14 @@ def _container(job: Job) -> Iterator[Any]:
         yield container
     finally:
         container.remove(force=True)
+
+
+def _remove_left_behind() -> None:
+    """Containers of builds that were killed on this host."""
+    for left in client().containers.list(all=True, filters={"label": _MAKER}, ignore_removed=True):
+        host, _, process = left.labels[_MAKER].rpartition(":")
+        if host == socket.gethostname() and is_gone(process):
+            left.remove(force=True)
 
 
 def _run(job: Job, container: Any) -> None:

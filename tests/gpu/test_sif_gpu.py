@@ -40,7 +40,7 @@ def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] =
         paths.add(name)
         if place.is_dir() and not place.is_symlink():
             for folder, folders, files in os.walk(place):
-                folders[:] = [item for item in folders if item not in ("__pycache__", "cuda", "nsight-compute")]
+                folders[:] = [item for item in folders if item != "__pycache__"]
                 paths |= {os.path.relpath(os.path.join(folder, item), top) for item in (*folders, *files)}
     for path in sorted(paths | set(empty), key=sort_key):
         yield from _member(top / path, path)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, need, share_layers
+from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, give, need, share_layers
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def room() -> Iterator[Room]:
     path.chmod(0o755)
     for user in (ME, USER):
         (path / "stores" / user).mkdir(parents=True, exist_ok=True)
-        shutil.chown(path / "stores" / user, user, user)
+        give(path / "stores" / user, user)
     shutil.rmtree(path / "checkout", ignore_errors=True)
     try:
         yield Room(path, copy_checkout(path / "checkout"))

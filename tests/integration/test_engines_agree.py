@@ -15,13 +15,18 @@ from builder.squashfs import SquashfsReader
 
 pytestmark = pytest.mark.slow
 
+Listing = dict[str, tuple[object, ...]]
+
+# Not here, for engines do differ: a file of several names in a layer below, of which one is removed or written to in
+# place. fuse-overlayfs, which Apptainer uses without root, takes one name for another then.
+
 # What the layer below leaves for the one above to change. printf, since /bin/sh's echo differs.
 LOWER = r"""
 umask 022
 mkdir -p /opt/n/gone/deep/deeper /opt/n/anew/inner /opt/n/renamed/sub /opt/n/deep/a/b/c /opt/n/emptied /opt/n/touched
 for path in gone/file gone/deep/file gone/deep/deeper/file anew/one anew/two anew/three anew/inner/file renamed/file \
     renamed/sub/file deep/a/b/c/file deep/a/b/c/other emptied/file touched/file keep file-to-dir file-to-link \
-    file-to-pipe owned mode removed hard-below "$(printf 'caf\351')"; do
+    file-to-pipe owned mode removed "$(printf 'caf\351')"; do
     printf '%s\n' "$path" >"/opt/n/$path"
 done
 mkdir -p /opt/n/dir-to-file/sub /opt/n/dir-to-link/sub
@@ -29,7 +34,6 @@ printf 'x' >/opt/n/dir-to-file/sub/file
 printf 'x' >/opt/n/dir-to-link/file
 ln -s keep /opt/n/link
 ln -s anew /opt/n/link-to-dir
-ln /opt/n/hard-below /opt/n/hard-below-2
 """
 
 CHANGES = r"""
@@ -57,7 +61,6 @@ chown 1000:1000 owned; chmod 600 mode
 chown 7:8 touched; chmod 711 deep/a
 touch keep
 printf 'x' >hard-1; ln hard-1 hard-2; mkdir -p zz; ln hard-1 zz/hard-3; ln -s hard-1 zz/link
-printf 'more\n' >>hard-below
 rm "$(printf 'caf\351')"; printf 'x' >"$(printf 'na\357ve')"; mkdir "$(printf 'dir\377')"; printf 'x' >"$(printf 'dir\377')/f"
 printf 'x' >'with space'; printf 'x' >"$(printf 'new\nline')"; printf 'x' >'back\slash'; printf 'x' >'.wh'
 printf 'x' >"$(printf 'long%0240d' 0)"; mkdir came-and-went; rmdir came-and-went
@@ -67,7 +70,8 @@ rm -r /etc/skel; mkdir /etc/skel; printf 'x' >/etc/skel/.profile
 printf 'x' >/var/log/noise; printf 'x' >/tmp/noise; printf 'x' >/run/noise; printf 'x' >/root/.bash_history
 """
 
-diff_ids: dict[str, dict[str, str]] = {}  # engine → layer → diff_id, filled by the tests as they run
+# engine → layer → its diff_id and what the tar holds; filled by the tests as they run
+seen: dict[str, dict[str, tuple[str, Listing]]] = {}
 
 
 @pytest.fixture
@@ -87,12 +91,15 @@ def test_the_same_layers_under_every_engine(engine: Engine, nasty: Path, room: R
     cwd = room.folder("out", engine.user)
     made = cli.image(store, nasty, "--engine", engine.name, "--format", "sif", "--no-verify", cwd=cwd)
     assert made["built"] == ["lower", "changed", "above", "own"]
-    layers = {layer["name"]: layer["diff_id"] for layer in made["layers"]}
-    changed = next(layer for layer in made["layers"] if layer["name"] == "changed")
-    check_changes(store / "blobs/sha256" / changed["digest"][7:], changed["diff_id"])
-    diff_ids[str(engine)] = layers
-    first, expected = next(iter(diff_ids.items()))
-    assert layers == expected, f"{engine} and {first} differ"
+    layers = {layer["name"]: (layer["diff_id"], read_layer(store, layer)) for layer in made["layers"]}
+    check_changes(layers["changed"][1])
+    seen[str(engine)] = layers
+    first, expected = next(iter(seen.items()))
+    for name, (diff_id, listing) in layers.items():
+        differing = {path: (listing.get(path), expected[name][1].get(path)) for path in listing | expected[name][1]
+                     if listing.get(path) != expected[name][1].get(path)}  # fmt: skip
+        assert not differing, f"layer {name}: {engine} and {first} differ"
+        assert diff_id == expected[name][0]
     assert not list((store / "staging").iterdir())
 
 
@@ -159,30 +166,35 @@ EXPECTED = {
 }
 
 
-def show(info: tarfile.TarInfo) -> tuple[object, ...]:
+def show(tar: tarfile.TarFile, info: tarfile.TarInfo) -> tuple[object, ...]:
     owner = f"{info.uid}:{info.gid}"
     if info.isfile():
-        return "file", info.mode, owner, info.size
+        stream = tar.extractfile(info)
+        assert stream is not None
+        return "file", info.mode, owner, info.size, hashlib.sha256(stream.read()).hexdigest(), info.mtime
     if info.issym() or info.islnk():
         return "symlink" if info.issym() else "hardlink", info.mode, owner, info.linkname
     return "dir" if info.isdir() else "fifo" if info.isfifo() else "?", info.mode, owner
 
 
-def check_changes(blob: Path, diff_id: str) -> None:
-    """The layer's tar, as Docker and others read it, holds these changes and nothing of the machine."""
-    with blob.open("rb") as stream:
+def read_layer(store: Path, layer: dict[str, str]) -> Listing:
+    """A layer's tar, as Docker and others get it: its paths, and what each is."""
+    with (store / "blobs/sha256" / layer["digest"][7:]).open("rb") as stream:
         data = b"".join(tar_stream(SquashfsReader(stream).members()))
-    assert "sha256:" + hashlib.sha256(data).hexdigest() == diff_id
-    found: dict[str, tuple[object, ...]] = {}
+    assert "sha256:" + hashlib.sha256(data).hexdigest() == layer["diff_id"]
+    found: Listing = {}
     with tarfile.open(fileobj=io.BytesIO(data), errors="surrogateescape") as tar:
         for info in tar:
             head, _, name = info.name.rpartition("/")
             removed = name.startswith(".wh.")
-            path = f"{head}/{name[4:]}" if removed else info.name
-            found[path] = ("whiteout",) if removed else show(info)
+            found[f"{head}/{name[4:]}" if removed else info.name] = ("whiteout",) if removed else show(tar, info)
+    return found
+
+
+def check_changes(found: Listing) -> None:
     ours = {path.removeprefix("opt/n").strip("/"): value for path, value in found.items()
             if (path + "/").startswith("opt/n/")}  # fmt: skip
-    ours = {path: value for path, value in ours.items() if path not in UNDECIDED}
+    ours = {path: value[:4] for path, value in ours.items() if path not in UNDECIDED}
     assert ours == EXPECTED
     assert found["usr/bin/plocate"][:2] == ("file", 0o2755)
     assert found["etc/alternatives/nc"] == ("symlink", 0o777, "0:0", "/bin/nc.openbsd")
@@ -191,5 +203,5 @@ def check_changes(blob: Path, diff_id: str) -> None:
     assert not [path for path in found if path.startswith(("var/log/", "tmp/", "run/", "root/"))]
 
 
-# A file written to without a change, one of whose names is changed: any overlay copies them up.
-UNDECIDED = {"keep", "hard-below", "hard-below-2"}
+# A file touched without a change of its content: an overlay copies it up, and its time is clamped.
+UNDECIDED = {"keep"}

@@ -1,0 +1,107 @@
+"""What all tests share: the user's own store is out of reach, a skip is a failure in CI, a small recipe of one's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_recipe import GROUND, ROOF, WALLS, Done, Own, RunCli
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """$EKIBEN_STORE lies below a file, so that a test that forgets to name a store fails and leaves the user's alone."""
+    wall = tmp_path_factory.mktemp("no-store") / "file"
+    wall.write_text("a test must name its store\n")
+    before = os.environ.get("EKIBEN_STORE")
+    os.environ["EKIBEN_STORE"] = str(wall / "store")
+    yield wall / "store"
+    del os.environ["EKIBEN_STORE"]
+    if before is not None:
+        os.environ["EKIBEN_STORE"] = before
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What needs a GPU runs when asked for: -m gpu."""
+    if not config.option.markexpr:
+        asked = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in asked]
+        config.hook.pytest_deselected(items=asked)
+
+
+def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """In CI everything must be there: what would be skipped at home fails with the reason."""
+    if os.environ.get("CI") == "true" and report.outcome == "skipped" and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        said = report.longrepr
+        report.longrepr = f"skipped, which CI does not allow: {said[2] if isinstance(said, tuple) else said}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, None]:
+    outcome = yield
+    if not item.get_closest_marker("gpu"):
+        _refuse_skip(outcome.get_result())
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, None]:
+    outcome = yield
+    if "gpu" not in collector.path.parts:
+        _refuse_skip(outcome.get_result())
+
+
+# -------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> RunCli:
+    """build.py as a user starts it, in ``tmp_path``; stdout and stderr apart. ``code`` is the exit code expected."""
+
+    def run(*words: str | Path, code: int = 0, env: Mapping[str, str] | None = None, root: Path = ROOT) -> Done:
+        done = subprocess.run(
+            [sys.executable, str(root / "build.py"), *map(str, words)],
+            cwd=tmp_path, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------- a small recipe
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Own:
+    made = Own(tmp_path / "own")
+    made.recipe()
+    made.stack()
+    made.write("images/ground.def", GROUND)
+    made.write("images/walls.def", WALLS)
+    made.write("images/roof.def", ROOF)
+    made.write("files/tool.sh", "#!/bin/sh\necho tool\n", 0o755)
+    made.write("files/data.txt", "data\n")
+    made.write("files/tree/a.txt", "a\n")
+    made.write("files/tree/sub/b.txt", "b\n")
+    made.write("entrypoints/greet.py", "print('hello')\n")
+    made.write("configs/greet.yaml", "name: you\n")
+    return made
+
+
+@pytest.fixture
+def flat(own: Own) -> Own:
+    """The same without a %post: what needs no engine. ground ← roof."""
+    own.replace("images/roof.def", "walls.sif", "ground.sif")
+    (own.path / "images/walls.def").unlink()
+    own.stack(arguments={})
+    return own

@@ -1,0 +1,305 @@
+"""What is missing, full, damaged or out of reach: one clear error, nothing half-made, and the next run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rooms import ME, ROOT, USER, Cli, Engine, NewStore, RecipeFolder, Room, give
+
+pytestmark = pytest.mark.slow
+
+NOWHERE = "http://127.0.0.1:9"
+AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups"]
+
+
+def records(store: Path) -> set[str]:
+    return {json.loads(path.read_text())["name"] for path in (store / "keys").iterdir()}
+
+
+@pytest.fixture
+def small_disk(room: Room) -> Iterator[Path]:
+    folder = room.folder("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=110m,mode=755", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+    folder.rmdir()
+
+
+def copy_store(store: Path, to: Path) -> Path:
+    return Path(shutil.copytree(store, to))
+
+
+# ---------------------------------------------------------------------------------------------------------- the store
+
+
+@pytest.mark.parametrize(("engine", "code", "said"), [
+    ("docker", 6, "no room in"),  # the change is in the daemon's storage, the layer does not fit into the store
+    ("apptainer", 5, "No space left on device"),  # the script itself writes on the full disk
+])  # fmt: skip
+def test_a_full_disk(
+    engine: str, code: int, said: str, cli: Cli, room: Room, small_disk: Path, own_recipe: RecipeFolder,
+    new_store: NewStore,
+) -> None:  # fmt: skip
+    own_recipe.layer("large", "base", "head -c 70M /dev/urandom >/large")
+    own_recipe.top("large")
+    store = copy_store(new_store(ME, "base"), small_disk / "store")
+    words = ("--store", store, "image", own_recipe.path, "--engine", engine, "--no-verify", "--format", "sif")
+    out = room.folder("out")
+    done = cli.run(*words, cwd=out, code=code)
+    assert said in done.stderr
+    assert records(store) == {"base"}
+    assert not list((store / "staging").iterdir())
+    subprocess.run(["mount", "-o", "remount,size=500m", small_disk], check=True)
+    cli.run(*words, cwd=out)
+    assert records(store) == {"base", "large", "own"}
+
+
+def test_a_full_disk_for_the_sif(cli: Cli, hello: Path, small_disk: Path) -> None:
+    old = small_disk / "hello.sif"
+    old.write_bytes(b"the image of last week")
+    (small_disk / "others").write_bytes(bytes(60 << 20))
+    done = cli.run("--store", hello, "image", "hello", "--format", "sif", "-o", old, code=6)
+    assert str(old) in done.stderr
+    assert old.read_bytes() == b"the image of last week"
+    assert {path.name for path in small_disk.iterdir()} == {"hello.sif", "others"}
+
+
+def test_a_store_that_can_only_be_read(user_cli: Cli, hello: Path, room: Room, own_recipe: RecipeFolder) -> None:
+    """A colleague's store: what is in it is used, what is not cannot be added."""
+    out = room.folder("out", USER)
+    words = ("--format", "sif", "-o", out / "hello.sif")
+    made = user_cli.image(hello, "hello", *words, cwd=out)
+    assert made["built"] == []
+    assert (out / "hello.sif").read_bytes() == (room.path / "hello.sif").read_bytes()
+    own_recipe.layer("more", "base", "true")
+    own_recipe.top("more")
+    done = user_cli.run("--store", hello, "image", own_recipe.path, "--engine", "apptainer", cwd=out, code=6)
+    assert f"the store {hello} cannot be written: Permission denied" in done.stderr
+    assert "--store" in done.stderr.split("hint: ")[1]
+
+
+def damage(store: Path, layer: str) -> None:
+    """One byte in the middle is another one; size and name stay."""
+    record = next(
+        item for path in (store / "keys").iterdir() if (item := json.loads(path.read_text()))["name"] == layer
+    )
+    blob = store / "blobs/sha256" / record["digest"][7:]
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    blob.unlink()
+    blob.write_bytes(data)
+
+
+@pytest.mark.parametrize("use", ["sif", "flat sif", "docker", "oci", "layer below"])
+def test_a_damaged_blob_is_found_and_made_again(
+    use: str, cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore
+) -> None:
+    store, out = new_store(ME, "base"), room.folder("out")
+    own_recipe.layer("below", "base", f"echo {use!r} >/file; head -c 200K /bin/bash >/part")
+    own_recipe.top("below")
+    words = ["--engine", "apptainer", "--no-verify", "--format", "sif" if "layer" in use else use.split()[-1]]
+    words += ["--flat"] if use == "flat sif" else []
+    target = [] if use == "docker" else ["-o", str(out / "first")]
+    first = cli.image(
+        store, own_recipe.path, "--engine", "apptainer", "--no-verify", "--format", "sif", "-o", out / "x.sif"
+    )
+    if use == "layer below":
+        own_recipe.layer("above", "below", "cat /file >/copy")
+        own_recipe.top("above")
+    damage(store, "below")
+    done = cli.run("--store", store, "image", own_recipe.path, "--json", *words, *target)
+    assert "is damaged" in done.stderr
+    assert "made again" in done.stderr
+    again = json.loads(done.stdout)
+    assert again["layers"][1] == first["layers"][1]
+    damaged = cli.run("--store", store, "verify", own_recipe.path, cwd=out)
+    assert "passed" in damaged.stdout
+    # What was made holds the right bytes: the same as from a store that was never damaged.
+    if use != "docker":
+        cli.run("--store", store, "image", own_recipe.path, *words, "-o", out / "second")
+        assert (out / "first").read_bytes() == (out / "second").read_bytes()
+
+
+def test_verify_finds_a_damaged_blob(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    store, out = new_store(ME, "base"), room.folder("out")
+    own_recipe.layer("below", "base", "head -c 100K /bin/bash >/part")
+    own_recipe.top("below")
+    cli.image(store, own_recipe.path, "--engine", "apptainer", "--format", "sif", cwd=out)
+    damage(store, "below")
+    assert "is damaged" in cli.run("--store", store, "verify", own_recipe.path, cwd=out, code=6).stderr
+
+
+def test_two_builds_at_once(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    store = new_store(ME, "base")
+    own_recipe.layer("slow", "base", "sleep 3; head -c 1M /bin/bash >/part")
+    own_recipe.top("slow")
+    outs = [room.folder("out"), room.folder("out")]
+    words = ("--store", store, "image", own_recipe.path, "--engine", "apptainer", "--format", "sif")
+    both = [cli.start(*words, cwd=out) for out in outs]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum("another process is building it" in text for text in said) == 1
+    assert (outs[0] / "own.sif").read_bytes() == (outs[1] / "own.sif").read_bytes()
+    blobs = {json.loads(path.read_text())["digest"] for path in (store / "keys").iterdir()}
+    ref = json.loads((store / "refs/own.json").read_text())
+    wanted = {digest[7:] for digest in blobs | {ref["manifest"], ref["config"]}}
+    assert {path.name for path in (store / "blobs/sha256").iterdir()} == wanted
+
+
+def test_two_recipes_with_packages_at_once(engine: Engine, room: Room, new_store: NewStore) -> None:
+    """They share the cache of downloaded packages."""
+    cli, store = Cli(room, engine.user), new_store(engine.user, "base")
+    both = []
+    for name in ("one", "two"):
+        folder = room.folder("recipe") / name
+        (folder / "images").mkdir(parents=True)
+        recipe = RecipeFolder(folder)
+        recipe.layer(f"packages-{name}", "base", "apt-get update; apt-get install -y --no-install-recommends ed less")
+        recipe.top(f"packages-{name}", "ed --version")
+        out = room.folder("out", engine.user)
+        both.append(cli.start("--store", store, "image", folder, "--engine", engine.name, "--format", "sif", cwd=out))
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+
+
+# -------------------------------------------------------------------------------------------------------- the network
+
+
+def one_package(name: str) -> str:
+    """A requirement with its hashes, out of the stack's own lock."""
+    lock = (ROOT / "images/stacks/cu130/huggingface.lock").read_text()
+    found = re.search(rf"^{name}==.*(?:\n    .*)*", lock, re.MULTILINE)
+    assert found
+    return found[0] + "\n"
+
+
+@pytest.fixture
+def with_lock(own_recipe: RecipeFolder, new_store: NewStore) -> tuple[RecipeFolder, Path]:
+    own_recipe.layer("locked", "python", "/opt/venv/bin/python /opt/ekiben/install.py /opt/own.lock",
+                     "\n%files\n    images/own.lock /opt/own.lock\n")  # fmt: skip
+    own_recipe.top("locked")
+    (own_recipe.path / "images/own.lock").write_text(one_package("idna"))
+    return own_recipe, new_store(ME, "base", "python")
+
+
+def test_an_index_that_does_not_answer(with_lock: tuple[RecipeFolder, Path], cli: Cli, room: Room) -> None:
+    recipe, store = with_lock
+    began = time.monotonic()
+    settings = {"UV_DEFAULT_INDEX": f"{NOWHERE}/simple", "UV_CACHE_DIR": None}
+    words = ("--store", store, "image", recipe.path, "--engine", "apptainer", "--format", "sif")
+    done = cli.run(*words, cwd=room.folder("out"), env=settings, code=5)
+    assert NOWHERE in done.stderr
+    assert "own.lock is not installed" in done.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_a_package_with_another_hash(with_lock: tuple[RecipeFolder, Path], cli: Cli, room: Room) -> None:
+    recipe, store = with_lock
+    lock = recipe.path / "images/own.lock"
+    words = ("--store", store, "image", recipe.path, "--engine", "apptainer", "--format", "sif", "--no-verify")
+    right, out = lock.read_text(), room.folder("out")
+    lock.write_text(re.sub("sha256:[0-9a-f]{64}", "sha256:" + "0" * 64, right))
+    done = cli.run(*words, cwd=out, code=5)
+    assert "Hash mismatch for `idna" in done.stderr
+    assert records(store) == {"base", "python"}
+    lock.write_text(right)
+    cli.run(*words, cwd=out)
+
+
+def test_a_mirror_that_does_not_answer(cli: Cli, room: Room, new_store: NewStore) -> None:
+    began, store = time.monotonic(), new_store(ME)
+    words = ("--store", store, "image", "hello", "--arg", f"mirror={NOWHERE}/debian")
+    done = cli.run(*words, cwd=room.folder("out"), code=7)
+    assert NOWHERE in done.stderr
+    assert "is the mirror reachable?" in done.stderr
+    assert time.monotonic() - began < 60
+    assert records(store) == set()
+    assert not list((store / "staging").iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- the machine
+
+
+def build_words(store: Path, recipe: RecipeFolder, engine: str) -> list[str | Path]:
+    recipe.layer("layer", "base", "echo x >/x")
+    recipe.top("layer")
+    return ["--store", store, "image", recipe.path, "--engine", engine, "--format", "sif", "--no-verify"]
+
+
+def test_no_engine_says_why_for_each(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    words = build_words(new_store(ME, "base"), own_recipe, "auto")
+    settings = {"PATH": "/nowhere", "DOCKER_HOST": "unix:///nowhere.sock"}
+    done = cli.run(*words, cwd=room.folder("out"), env=settings, code=4)
+    assert "apptainer: neither apptainer nor singularity is on PATH" in done.stderr
+    assert "buildah: buildah is not on PATH" in done.stderr
+    assert "docker: no Docker daemon answers at unix:///nowhere.sock" in done.stderr
+    assert "sh builder/bootstrap.sh --engine" in done.stderr
+
+
+def test_no_subordinate_ids(room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    store, folder = new_store(ME, "base"), room.folder("nobody", "nobody")
+    for path in (store, store / "keys", store / "blobs", store / "blobs/sha256"):
+        give(path, "nobody")
+    words = build_words(store, own_recipe, "apptainer")
+    done = Cli(room, "nobody").run(*words, cwd=folder, env={"HOME": str(folder)}, code=4)
+    assert "no subordinate ids for nobody" in done.stderr
+    assert "usermod --add-subuids" in done.stderr
+
+
+def test_no_fuse(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    out = room.folder("out", USER)
+    closed = out / "closed"
+    closed.touch()
+    closed.chmod(0)
+    hide = f'mount --bind {closed} /dev/fuse && exec "$@"'
+    prefix = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        hide,
+        "sh",
+        *AS_USER,
+        "env",
+        f"HOME=/home/{USER}",
+        f"USER={USER}",
+        f"LOGNAME={USER}",
+    ]
+    words = build_words(new_store(USER, "base"), own_recipe, "apptainer")
+    done = cli.run(*words, cwd=out, prefix=prefix, code=4)
+    assert "/dev/fuse cannot be opened" in done.stderr
+    words = build_words(new_store(USER, "base"), own_recipe, "auto")
+    done = cli.run(*words, cwd=out, prefix=prefix)
+    assert "engine buildah: apptainer: /dev/fuse cannot be opened" in done.stderr
+
+
+def test_no_user_namespaces(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    """The limit holds in a user namespace made for it, and below."""
+    everyone = "0,0,4294967294"
+    forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec "$@"'
+    prefix = ["unshare", "--user", f"--map-users={everyone}", f"--map-groups={everyone}", "sh", "-c", forbid, "sh",
+              *AS_USER, "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
+    words = build_words(new_store(USER, "base"), own_recipe, "apptainer")
+    done = cli.run(*words, cwd=room.folder("out", USER), prefix=prefix, code=4)
+    assert "user namespaces are switched off" in done.stderr
+    assert "sysctl -w user.max_user_namespaces=" in done.stderr
+
+
+def test_a_small_tmpdir_does_not_matter(
+    engine: Engine, room: Room, own_recipe: RecipeFolder, small_disk: Path, new_store: NewStore
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=1m,mode=1777", small_disk], check=True)
+    cli, out = Cli(room, engine.user), room.folder("out", engine.user)
+    own_recipe.layer("layer", "base", "head -c 20M /dev/urandom >/tmp/x; mv /tmp/x /usr/share/x")
+    own_recipe.top("layer")
+    words = ("--engine", engine.name, "--format", "sif", "--format", "oci")
+    made = cli.image(new_store(engine.user, "base"), own_recipe.path, *words, cwd=out, env={"TMPDIR": str(small_disk)})
+    assert made["built"] == ["layer", "own"]
+    assert made["checks"]

@@ -1,0 +1,519 @@
+"""What a script changed, as every kind of overlay tells it, becomes the same members; applied, they give the merged tree."""
+
+from __future__ import annotations
+
+import io
+import random
+import tarfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builder.capture import PLACEHOLDERS, Lower, canonical, file_members, is_noise, unordered_members
+from builder.chain import File
+from builder.errors import LayerError
+from builder.layer import DigestSink, Entry, Member, pour, sort_key
+from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
+
+EPOCH = 1_700_000_000
+Content = tuple[Entry, bytes]
+Tree = dict[str, Content]
+
+
+def d(path: str, mode: int = 0o755, *, uid: int = 0, gid: int = 0) -> Content:
+    return Entry(path, "dir", mode, uid, gid, EPOCH), b""
+
+
+def f(path: str, data: bytes = b"", mode: int = 0o644, mtime: int = 5) -> Content:
+    return Entry(path, "file", mode, mtime=mtime, size=len(data)), data
+
+
+def link(path: str, target: str) -> Content:
+    return Entry(path, "symlink", 0o777, mtime=5, target=target), b""
+
+
+def tree(*items: Content) -> Tree:
+    return {entry.path: (entry, data) for entry, data in (d(""), *items)}
+
+
+def sent(files: Mapping[str, Content]) -> Iterator[Member]:
+    for path in sorted(files, key=sort_key):
+        entry, data = files[path]
+        yield entry, [data] if data else None
+
+
+def drained(members: Iterable[Member]) -> list[Content]:
+    """Checked on the way as every sink would: the order, and the sizes."""
+
+    class Nothing:
+        def add(self, entry: Entry) -> None:
+            found.append((entry, b""))
+
+        def write(self, chunk: bytes) -> None:
+            found[-1] = (found[-1][0], found[-1][1] + chunk)
+
+        def close(self) -> None:
+            pass
+
+    found: list[Content] = []
+    pour(members, Nothing())
+    return found
+
+
+class Layers:
+    """Real squashfs layers in a folder, and what they look like stacked."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack, self.readers = folder, stack, list[SquashfsReader]()
+
+    def push(self, members: Iterable[Member]) -> None:
+        path = self._folder / f"{len(self.readers)}.squashfs"
+        with path.open("w+b") as out:
+            pour(members, SquashfsWriter(out, epoch=EPOCH))
+        self.readers.append(SquashfsReader(self._stack.enter_context(path.open("rb"))))
+
+    @property
+    def lower(self) -> Lower:
+        return Lower(self.readers[::-1])
+
+    def merged(self) -> Tree:
+        return {entry.path: (entry, data) for entry, data in drained(merged_members(self.readers))}
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Iterator[Layers]:
+    with ExitStack() as stack:
+        yield Layers(tmp_path, stack)
+
+
+# ------------------------------------------------------------------------- an upper directory, and how overlays keep it
+
+
+@dataclass
+class Upper:
+    """``made``: what is there; ``deleted``: what hides; ``opaque``: folders made anew, which hide what was in them."""
+
+    made: Tree = field(default_factory=dict)
+    deleted: set[str] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
+
+
+def tar_info(entry: Entry, prefix: str = "./") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(prefix + entry.path)
+    kinds = {"dir": tarfile.DIRTYPE, "file": tarfile.REGTYPE, "symlink": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE,
+             "hardlink": tarfile.LNKTYPE, "whiteout": tarfile.CHRTYPE}  # fmt: skip
+    info.type, info.mode, info.uid, info.gid = kinds[entry.kind], entry.mode, entry.uid, entry.gid
+    info.mtime, info.size, info.linkname = entry.mtime, entry.size, entry.target
+    return info
+
+
+def tar(infos: Iterable[tuple[tarfile.TarInfo, bytes]]) -> io.BytesIO:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for info, data in infos:
+            archive.addfile(info, io.BytesIO(data))
+    out.seek(0)
+    return out
+
+
+def in_order(upper: Upper, opaque: Callable[[tarfile.TarInfo], None] = lambda info: None, whiteouts: bool = True,
+             marks: str = "") -> io.BytesIO:  # fmt: skip
+    """Depth first and sorted, as GNU tar --sort=name writes an upper directory."""
+    files: dict[str, Content] = dict(upper.made)
+    for path in upper.deleted if whiteouts else ():
+        files[path] = Entry(path, "whiteout", 0), b""
+    for path in upper.opaque if marks else ():
+        files[f"{path}/{marks}"] = Entry(f"{path}/{marks}", "file", 0), b""
+    for path, target in upper.links.items():
+        files[path] = Entry(path, "hardlink", 0o644, mtime=5, target="./" + target), b""
+    infos = []
+    for path in sorted(files, key=sort_key):
+        entry, data = files[path]
+        info = tar_info(entry)
+        if path in upper.opaque:
+            opaque(info)
+        infos.append((info, data))
+    return tar([(tar_info(Entry("", "dir")), b""), *infos])
+
+
+def _says_opaque(info: tarfile.TarInfo) -> None:
+    info.pax_headers = {"SCHILY.xattr.trusted.overlay.opaque": "y"}
+
+
+def overlayfs(upper: Upper, lower: Lower) -> Iterator[Member]:
+    return canonical(in_order(upper, _says_opaque), lower, epoch=EPOCH)
+
+
+def fuse_overlayfs(upper: Upper, lower: Lower) -> Iterator[Member]:
+    return canonical(in_order(upper, marks=".wh..opq"), lower, epoch=EPOCH, opaque=upper.opaque)
+
+
+def docker(upper: Upper, lower: Lower) -> Iterator[Member]:
+    archive = in_order(upper, whiteouts=False)
+    return canonical(archive, lower, epoch=EPOCH, deleted=upper.deleted, opaque=upper.opaque)
+
+
+def oci(upper: Upper, lower: Lower, rng: random.Random | None = None) -> Iterator[Member]:
+    """A registry's layer: any order, deletions as .wh. files, folders perhaps left out when they are unchanged."""
+    infos = [(tar_info(entry, ""), data) for entry, data in upper.made.values()]
+    for path in [*upper.deleted, *(f"{folder}/.wh..opq" for folder in upper.opaque)]:
+        head, slash, name = path.rpartition("/")
+        infos.append((tarfile.TarInfo(f"{head}{slash}.wh.{name}"), b""))
+    infos += [(tar_info(Entry(path, "hardlink", target=target), ""), b"") for path, target in upper.links.items()]
+    if rng:
+        rng.shuffle(infos)
+    return unordered_members(tar(infos), io.BytesIO(), lower, epoch=EPOCH)
+
+
+SHAPES = {"overlayfs": overlayfs, "fuse-overlayfs": fuse_overlayfs, "docker": docker, "oci": oci}
+
+
+def same_in_all_shapes(upper: Upper, lower: Lower) -> list[Content]:
+    found = {name: drained(shape(upper, lower)) for name, shape in SHAPES.items()}
+    for name, members in found.items():
+        assert members == found["overlayfs"], name
+    return found["overlayfs"]
+
+
+def short(members: Iterable[Content]) -> list[str]:
+    signs = {"dir": "/", "whiteout": " gone", "symlink": "@", "hardlink": "=", "file": "", "fifo": "|"}
+    return [entry.path + signs[entry.kind] for entry, _ in members if entry.path]
+
+
+BASE = tree(
+    d("etc"), f("etc/conf", b"1"), f("etc/passwd", b"root"), d("opt", 0o750, uid=7), d("opt/a"), d("opt/a/b"), f("opt/a/b/c", b"c"),
+    f("opt/a/x", b"x"), f("opt/z", b"z"), d("usr"), d("usr/bin"), f("usr/bin/tool", b"tool", 0o755), link("bin", "usr/bin"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def base(layers: Layers) -> Layers:
+    layers.push(sent(BASE))
+    return layers
+
+
+CASES: dict[str, tuple[Upper, list[str]]] = {
+    "nothing": (Upper(), []),
+    "folders that were only passed through": (Upper(tree(BASE["etc"], BASE["opt"], BASE["opt/a"])), []),
+    "a new file": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/new", b"n"))), ["opt/", "opt/a/", "opt/a/new"]),
+    "a new folder, empty": (Upper(tree(BASE["opt"], d("opt/new"))), ["opt/", "opt/new/"]),
+    "a folder's mode": (Upper(tree(d("etc", 0o700))), ["etc/"]),
+    "a folder's owner": (Upper(tree(d("etc", gid=3))), ["etc/"]),
+    "a deletion": (Upper(tree(BASE["etc"]), {"etc/conf"}), ["etc/", "etc/conf gone"]),
+    "a folder's deletion": (Upper(tree(BASE["opt"]), {"opt/a"}), ["opt/", "opt/a gone"]),
+    "a deletion at the top": (Upper(tree(), {"bin"}), ["bin gone"]),
+    "a deletion of what was not below": (Upper(tree(BASE["etc"]), {"etc/never"}), []),
+    "a file in a folder's place": (Upper(tree(BASE["opt"], f("opt/a", b"file"))), ["opt/", "opt/a"]),
+    "a folder in a file's place": (Upper(tree(BASE["etc"], d("etc/conf"), f("etc/conf/x")), set(), {"etc/conf"}), ["etc/", "etc/conf/", "etc/conf/x"]),
+    "a link in a folder's place": (Upper(tree(BASE["opt"], link("opt/a", "z"))), ["opt/", "opt/a@"]),
+    "a folder made anew, empty": (Upper(tree(BASE["opt"], BASE["opt/a"]), set(), {"opt/a"}), ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
+    "a folder made anew with one of its files": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/x", b"new")), set(), {"opt/a"}),
+                                                 ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x"]),
+    "a folder in it made anew, too": (Upper(tree(BASE["opt"], BASE["opt/a"], BASE["opt/a/b"], f("opt/a/b/d")), set(), {"opt/a"}),
+                                      ["opt/", "opt/a/", "opt/a/b/", "opt/a/b/c gone", "opt/a/b/d", "opt/a/x gone"]),
+    "a file in it in a folder's place": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/b", b"b")), set(), {"opt/a"}),
+                                         ["opt/", "opt/a/", "opt/a/b", "opt/a/x gone"]),
+    "a whiteout in a folder made anew": (Upper(tree(BASE["opt"], BASE["opt/a"]), {"opt/a/x"}, {"opt/a"}), ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
+    "noise": (Upper(tree(d("tmp"), f("tmp/x"), d("var"), d("var/log"), f("var/log/apt.log"), BASE["etc"], f("etc/resolv.conf"), f("etc/machine-id"))),
+              ["tmp/", "var/", "var/log/"]),
+    "noise that is deleted": (Upper(tree(BASE["etc"]), {"etc/hostname", "etc/.pwd.lock"}), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_overlay_gives_the_same_members(base: Layers, name: str) -> None:
+    upper, expected = CASES[name]
+    upper.made.pop("", None)
+    assert short(same_in_all_shapes(upper, base.lower)) == expected
+
+
+def test_the_canonical_form_of_an_entry(base: Layers) -> None:
+    late = replace(f("etc/late", b"x")[0], mtime=EPOCH + 9, mode=0o4755)
+    upper = Upper(
+        {
+            "etc": (replace(BASE["etc"][0], mtime=77), b""),
+            "etc/late": (late, b"x"),
+            "etc/z": link("etc/z", "/abs/./olute"),
+        }
+    )
+    (root, _), (etc, _), (made, data), (symlink, _) = same_in_all_shapes(upper, base.lower)
+    assert root == Entry("", "dir", 0o755, mtime=EPOCH)
+    assert etc == BASE["etc"][0]
+    assert (made, data) == (replace(late, mtime=EPOCH), b"x")
+    assert (symlink.mode, symlink.target) == (0o777, "/abs/./olute")
+
+
+def test_devices_and_sockets_are_left_out(base: Layers) -> None:
+    info = tarfile.TarInfo("./etc/device")
+    info.type, info.devmajor, info.devminor = tarfile.CHRTYPE, 1, 3
+    block = tarfile.TarInfo("./etc/disk")
+    block.type = tarfile.BLKTYPE
+    archive = tar([(tar_info(BASE["etc"][0]), b""), (info, b""), (block, b"")])
+    assert short(drained(canonical(archive, base.lower, epoch=EPOCH))) == []
+
+
+def test_a_recreated_folder_in_a_registrys_layer_hides_the_old_one(base: Layers) -> None:
+    """.wh.a beside a/: deleted, and made anew in the same layer."""
+    archive = tar(
+        [(tarfile.TarInfo("opt/.wh.a"), b""), (tar_info(d("opt/a")[0], ""), b""), (tar_info(f("opt/a/n")[0], ""), b"")]
+    )
+    members = drained(unordered_members(archive, io.BytesIO(), base.lower, epoch=EPOCH))
+    assert short(members) == ["opt/", "opt/a/", "opt/a/b gone", "opt/a/n", "opt/a/x gone"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("opt/a/.wh.x", ["opt/", "opt/a/", "opt/a/x gone"]),
+        ("opt/a/.wh..wh..opq", ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
+        (".wh..wh..opq", ["bin gone", "etc gone", "opt gone", "usr gone"]),
+        (".wh.etc", ["etc gone"]),
+    ],
+)
+def test_a_registrys_layer_may_name_a_deletion_without_its_folder(base: Layers, name: str, expected: list[str]) -> None:
+    members = drained(unordered_members(tar([(tarfile.TarInfo(name), b"")]), io.BytesIO(), base.lower, epoch=EPOCH))
+    assert short(members) == expected
+    assert all(BASE[entry.path][0] == entry for entry, _ in members if entry.kind == "dir" and entry.path)
+
+
+class TestHardLinks:
+    def test_the_first_name_is_the_file_whichever_the_archive_stored(self, base: Layers) -> None:
+        made = tree(BASE["usr"], BASE["usr/bin"], f("usr/bin/c", b"data", 0o644))
+        del made[""]
+        for links in (
+            {"usr/bin/d": "usr/bin/c", "usr/bin/e": "usr/bin/c"},
+            {"usr/bin/a": "usr/bin/c", "usr/bin/b": "usr/bin/c"},
+        ):
+            members = drained(oci(Upper(made, links=links), base.lower))
+            first, *others = sorted(["usr/bin/c", *links])
+            assert short(members) == ["usr/", "usr/bin/", first, *(f"{name}=" for name in others)]
+            assert [entry.target for entry, _ in members if entry.kind == "hardlink"] == [first, first]
+            assert next(data for entry, data in members if entry.path == first) == b"data"
+
+    def test_in_an_ordered_archive(self, base: Layers) -> None:
+        made = tree(BASE["usr"], BASE["usr/bin"], f("usr/bin/c", b"data"))
+        del made[""]
+        same_in_all_shapes(Upper(made, links={"usr/bin/d": "usr/bin/c"}), base.lower)
+
+    def test_what_a_link_says_of_itself_does_not_count(self, layers: Layers) -> None:
+        """Some tools write links with no mode or time; read back from the squashfs, the tar must be the same."""
+        upper = Upper(tree(f("b", b"data", 0o755, 7)), links={"a": "b", "c": "b"})
+        del upper.made[""]
+        before, after = DigestSink(), DigestSink()
+        pour(oci(upper, layers.lower), before)
+        layers.push(oci(upper, layers.lower))
+        pour(layers.readers[0].members(), after)
+        assert before.diff_id == after.diff_id
+
+    def test_a_link_to_what_no_layer_keeps_is_an_error(self, base: Layers) -> None:
+        made = tree(d("tmp"), f("tmp/x", b"x"), BASE["usr"])
+        del made[""]
+        for shape in (overlayfs, docker, oci):
+            with pytest.raises(
+                LayerError, match=r"/usr/y is a hard link to /tmp/x, which no layer keeps; copy the file"
+            ):
+                drained(shape(Upper(made, links={"usr/y": "tmp/x"}), base.lower))
+
+    def test_a_link_out_of_a_registrys_layer_is_an_error(self, base: Layers) -> None:
+        with pytest.raises(LayerError, match="/usr/y is a hard link to /usr/gone, which the archive does not hold"):
+            drained(oci(Upper(links={"usr/y": "usr/gone"}), base.lower))
+
+
+def test_a_whole_root_gets_what_runtimes_mount_over() -> None:
+    archive = tar([(tar_info(d("etc")[0]), b""), (tar_info(f("etc/hostname", b"host")[0]), b"host")])
+    members = drained(unordered_members(archive, io.BytesIO(), Lower([]), epoch=EPOCH, placeholders=True))
+    assert short(members) == ["etc/", *sorted(PLACEHOLDERS)]
+    assert all(entry.size == 0 for entry, _ in members)
+
+
+@pytest.mark.parametrize("path", ["tmp/x", "var/log/a/b", "etc/resolv.conf", "root/.cache", "var/lib/dpkg/lock-frontend", "run/ekiben/x",
+                                  "proc/1", "var/cache/ldconfig/aux-cache", ".singularity.d/env/x", "a/.wh..wh.plnk"])  # fmt: skip
+def test_noise(path: str) -> None:
+    assert is_noise(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tmp",
+        "var/log",
+        "tmpx/a",
+        "opt/tmp/x",
+        "etc/passwd",
+        "home/etc/hosts",
+        "usr/dev/x",
+        "var/lib/dpkg/status",
+        "run",
+    ],
+)
+def test_no_noise(path: str) -> None:
+    assert not is_noise(path)
+
+
+# ---------------------------------------------------------------------------------------------------- any tree at all
+
+NAMES = ["a", "b", "a-b", "a.b", "A", "-rf", "+x", ".c", "é", "a b", ".wh", "\udcff"]
+
+
+class Script:
+    """A random script on a tree: the tree afterwards, and what an overlay's upper directory holds then."""
+
+    def __init__(self, rng: random.Random, before: Tree) -> None:
+        self.rng, self.before, self.after, self.upper = rng, before, dict[str, Content](), Upper()
+        self.visit("")
+        self.after[""] = before[""]
+
+    def children(self, path: str) -> list[str]:
+        return [name for name in self.before if name and name.rpartition("/")[0] == path]
+
+    def leaf(self, path: str) -> Content:
+        if self.rng.random() < 0.2:
+            return link(path, self.rng.choice(["a", "../b", "/abs"]))
+        return f(
+            path,
+            self.rng.randbytes(self.rng.choice([0, 1, 5000])),
+            self.rng.choice([0o644, 0o755, 0o4711]),
+            self.rng.randrange(99),
+        )
+
+    def make(self, path: str, depth: int = 0) -> None:
+        """Something new at ``path``, whatever was there."""
+        if self.rng.random() < 0.6 or depth > 2:
+            self.after[path] = self.upper.made[path] = self.leaf(path)
+            return
+        self.after[path] = self.upper.made[path] = d(path, self.rng.choice([0o755, 0o700]), uid=self.rng.choice([0, 9]))
+        if path in self.before and depth == 0:
+            self.upper.opaque.add(path)
+        for name in self.rng.sample(NAMES, self.rng.randrange(4)):
+            self.make(f"{path}/{name}", depth + 1)
+
+    def keep(self, path: str) -> None:
+        for name, content in self.before.items():
+            if name == path or name.startswith(path + "/"):
+                self.after[name] = content
+
+    def visit(self, path: str) -> bool:
+        """Work in a folder that stays; whether something in it changed."""
+        changed = False
+        for child in self.children(path):
+            chance = self.rng.random()
+            if chance < 0.15:
+                self.upper.deleted.add(child)
+            elif chance < 0.35:
+                self.make(child)
+            elif chance < 0.75 and self.before[child][0].kind == "dir":
+                touched = self.visit(child)
+                entry = self.before[child][0]
+                if self.rng.random() < 0.2:
+                    entry = replace(entry, mode=0o711)
+                    touched = True
+                self.after[child] = entry, b""
+                if touched or self.rng.random() < 0.3:
+                    self.upper.made[child] = replace(entry, mtime=3), b""
+                    changed = True
+                continue
+            else:
+                self.keep(child)
+                continue
+            changed = True
+        for name in self.rng.sample(NAMES, self.rng.randrange(3)):
+            child = f"{path}/{name}".lstrip("/")
+            if child not in self.before and len(child) < 30:
+                self.make(child)
+                changed = True
+        return changed
+
+
+def applied(before: Tree, members: Collection[Content]) -> Tree:
+    """A model of stacking: a folder on a folder merges, anything else replaces all that was there."""
+    after = dict(before)
+    for entry, data in members:
+        old = after.get(entry.path)
+        if entry.kind != "dir" or (old and old[0].kind != "dir"):
+            after = {
+                path: content
+                for path, content in after.items()
+                if path != entry.path and not path.startswith(entry.path + "/")
+            }
+        if entry.kind != "whiteout":
+            after[entry.path] = entry, data
+    return after
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_change_of_any_tree(layers: Layers, seed: int) -> None:
+    rng = random.Random(seed)
+    merged = Script(rng, tree()).after
+    for _ in range(5):  # something to begin with
+        merged = Script(rng, merged).after
+    layers.push(sent(merged))
+    for _ in range(3):
+        script = Script(rng, merged)
+        members = same_in_all_shapes(script.upper, layers.lower)
+        assert drained(oci(script.upper, layers.lower, rng)) == members
+        assert applied(merged, members) == script.after
+        layers.push(sent({entry.path: (entry, data) for entry, data in members}))
+        assert layers.merged() == script.after
+        for path, content in script.after.items():
+            assert layers.lower.lookup(path) == content[0]
+        merged = script.after
+
+
+# ------------------------------------------------------------------------------------------------- layers of files alone
+
+
+def files(base: Layers, *destinations: str) -> list[Content]:
+    return drained(file_members([File(name, 0o644, content=b"x") for name in destinations], base.lower, epoch=EPOCH))
+
+
+class TestFiles:
+    def test_folders_that_are_there_keep_what_they_are(self, base: Layers) -> None:
+        members = files(base, "/opt/a/new/file")
+        assert short(members) == ["opt/", "opt/a/", "opt/a/new/", "opt/a/new/file"]
+        assert members[1] == BASE["opt"]
+        assert members[3][0] == Entry("opt/a/new", "dir", 0o755, mtime=EPOCH)
+
+    def test_a_link_to_a_folder_on_the_way_stays_a_link(self, base: Layers) -> None:
+        assert short(files(base, "/bin/new")) == ["usr/", "usr/bin/", "usr/bin/new"]
+
+    def test_links_may_be_absolute_climb_and_chain(self, base: Layers) -> None:
+        base.push(sent(tree(BASE["usr"], link("usr/one", "../two"), link("two", "/opt/a"))))
+        assert short(files(base, "/usr/one/n")) == ["opt/", "opt/a/", "opt/a/n"]
+
+    def test_a_circle_of_links_is_an_error(self, base: Layers) -> None:
+        base.push(sent(tree(link("one", "two"), link("two", "one"))))
+        with pytest.raises(LayerError, match="/one/n: too many links"):
+            files(base, "/one/n")
+
+    def test_a_folder_is_not_replaced_by_a_file(self, base: Layers) -> None:
+        with pytest.raises(
+            LayerError, match="/opt/a is a folder in the layers below; name the file in it: /opt/a/<name>"
+        ):
+            files(base, "/opt/a")
+
+    def test_a_file_is_not_replaced_by_a_folder(self, base: Layers) -> None:
+        with pytest.raises(LayerError, match="/etc/conf is no folder in the layers below"):
+            files(base, "/etc/conf/x")
+
+    def test_the_last_of_two_wins(self, base: Layers) -> None:
+        twice = [File("/etc/n", 0o644, content=b"one"), File("/etc/n", 0o755, content=b"two")]
+        assert drained(file_members(twice, base.lower, epoch=EPOCH))[-1] == f("etc/n", b"two", 0o755, EPOCH)
+
+
+def test_lower_merges_as_overlayfs_does(layers: Layers) -> None:
+    layers.push(sent(BASE))
+    gone: Any = {"opt/a": (Entry("opt/a", "whiteout", 0), b"")}
+    layers.push(sent({**tree(BASE["opt"]), **gone}))
+    layers.push(sent(tree(BASE["opt"], d("opt/a", 0o700), f("opt/a/new"), f("usr"))))
+    lower = layers.lower
+    assert lower.children("opt") == ["opt/a", "opt/z"]
+    assert lower.children("opt/a") == ["opt/a/new"]
+    assert lower.lookup("opt/a/x") is None
+    assert lower.lookup("usr/bin") is None
+    assert lower.children("usr") == []
+    assert lower.children("") == ["bin", "etc", "opt", "usr"]

@@ -1,0 +1,57 @@
+"""stack.yaml and apt.lock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from own_recipe import Own
+
+from builder.errors import DefinitionError
+from builder.recipe import HOUSE
+from builder.stack import Stack, find_stack
+
+
+def find(own: Own, name: str = "tiny") -> Stack:
+    return find_stack(name, [own.path / "images", HOUSE / "images"])
+
+
+def test_the_nearest_folder_wins(own: Own) -> None:
+    assert find(own).folder == own.path / "images/stacks/tiny"
+    assert find(own, "cu130").folder == HOUSE / "images/stacks/cu130"
+    own.write("images/stacks/cu130/stack.yaml", (own.path / "images/stacks/tiny/stack.yaml").read_text())
+    assert find(own, "cu130").folder == own.path / "images/stacks/cu130"
+
+
+def test_an_unknown_stack(own: Own) -> None:
+    with pytest.raises(DefinitionError, match=r"^no stack 'tny'\. Did you mean 'tiny'\?"):
+        find(own, "tny")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"suit": "x"}, "unknown key 'suit'. Did you mean 'suite'?"),
+        ({"epoch": "today"}, "epoch: should be a whole number (found: 'today')"),
+        ({"epoch": 0}, "epoch: should be seconds since 1970, from 1 to 2**32 - 1 (found: 0)"),
+        ({"epoch": 2**32}, f"epoch: should be seconds since 1970, from 1 to 2**32 - 1 (found: {2**32})"),
+        ({"python": 3.11}, "python: should be a string (found: 3.11)"),
+        ({"arguments": {"a": 1}}, "arguments.a: should be a string (found: 1)"),
+        ({"compute_capabilities": [9.0]}, "compute_capabilities.0: should be a string (found: 9.0)"),
+    ],
+)
+def test_what_is_refused(own: Own, change: dict[str, Any], said: str) -> None:
+    own.stack(**change)
+    with pytest.raises(DefinitionError) as caught:
+        find(own)
+    assert str(caught.value) == f"{own.path}/images/stacks/tiny/stack.yaml: {said}"
+
+
+def test_apt_lock(own: Own) -> None:
+    assert find(own).apt_lock() == {}
+    lock: Path = own.write("images/stacks/tiny/apt.lock", "# a remark\nb=1:2.0-3\n\na=1=2\n")
+    assert find(own).apt_lock() == {"b": "1:2.0-3", "a": "1=2"}
+    lock.write_text("a=1\nb 2\n")
+    with pytest.raises(DefinitionError, match=r"apt.lock:2: expected package=version, found: b 2"):
+        find(own).apt_lock()
