@@ -101,7 +101,9 @@ class Buildah(Rendered):
         (self.state / "tmp").mkdir(parents=True, exist_ok=True)
         argv = ["buildah", "--root", str(self.state / "root"), "--runroot", str(self.state / "run"),
                 "--storage-driver", "overlay", *words]  # fmt: skip
-        return Command(argv=argv, cwd=self.folder, env={"BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.state / "tmp")})
+        return Command(
+            argv=argv, cwd=self.folder, env={"BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.state / "tmp")}
+        )
 
     def build(self, *options: str) -> Command:
         return self._buildah("bud", "--quiet", "--layers", *options, "--volume", f"{self.downloads}:/cache", "--secret",
@@ -135,7 +137,11 @@ class Apptainer(Rendered):
         self.deffile.write_text(text.replace("%arguments\n    mirror=\n", "").replace("%post\n", settings) + "\n")
 
     def prepare(self) -> list[Command]:
-        base = Command(argv=["apptainer", "build", "--force", *ZSTD, str(self.base), "rootfs"], cwd=self.folder, env=temporary(self.folder))
+        base = Command(
+            argv=["apptainer", "build", "--force", *ZSTD, str(self.base), "rootfs"],
+            cwd=self.folder,
+            env=temporary(self.folder),
+        )
         # A user's own copy of the downloads: uv writes locks into its cache.
         return [base, Command(argv=["chown", "-R", f"{USER}:", str(self.folder), str(self.downloads)], cwd=self.folder)]
 
@@ -148,7 +154,9 @@ class Apptainer(Rendered):
         """A child definition on the finished SIF: only the entrypoint is copied in; the rest is unpacked and packed."""
         inside = f"/opt/ekiben/recipe/entrypoints/{self.recipe.entrypoint}"
         child = self.folder / "child.def"
-        child.write_text(f"Bootstrap: localimage\nFrom: {parent}\n\n%files\n    files/{self.recipe.name}{inside} {inside}\n")
+        child.write_text(
+            f"Bootstrap: localimage\nFrom: {parent}\n\n%files\n    files/{self.recipe.name}{inside} {inside}\n"
+        )
         argv = ["apptainer", "build", "--force", *options, str(out), str(child)]
         return Command(argv=argv, cwd=self.folder, env=temporary(self.folder))
 

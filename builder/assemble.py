@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from builder.sif import Partition, read_sif, sif_id, write_sif
-
 from builder import oci
 from builder.chain import Chain, platform
 from builder.errors import StoreError
 from builder.layer import pour
-from builder.pipeline import Image, Options, build
+from builder.pipeline import Image, Options, build, plan
 from builder.progress import Progress
+from builder.sif import Partition, read_sif, sif_id, write_sif
 from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
 from builder.store import CorruptBlob, Store
 
@@ -42,11 +41,26 @@ def deliver(
     try:
         image = build(chain, store, options, progress)
         return image, make(image, store, progress, formats=formats, output=output, flat=flat)
-    except CorruptBlob as error:
+    except StoreError:
+        if not (damaged := _damaged(chain, store)):
+            raise
+    for error in damaged:
         progress.tell(f"{error}; it is made again")
         store.drop_blob(error.digest)
     image = build(chain, store, options, progress)
     return image, make(image, store, progress, formats=formats, output=output, flat=flat)
+
+
+def _damaged(chain: Chain, store: Store) -> list[CorruptBlob]:
+    """Whoever met the damage may only know that a block does not decompress."""
+    found = []
+    for action in plan(chain, store):
+        try:
+            if action.stored:
+                store.check_blob(action.stored.digest, again=True)
+        except CorruptBlob as error:
+            found.append(error)
+    return found
 
 
 def make(
@@ -95,8 +109,13 @@ def make_sif(image: Image, store: Store, out: Path, *, flat: bool, on_bytes: Cou
         if flat:
             store.open_for_writing()
             partitions = [_flattened(image, store, stack.enter_context(store.staging()) / "flat.squashfs")]
-        write_sif(out, partitions, id=wanted, deffile=image.chain.deffile, arch=platform().split("/")[1],
-                  epoch=image.chain.stack.file.epoch, on_bytes=on_bytes)  # fmt: skip
+        try:
+            write_sif(out, partitions, id=wanted, deffile=image.chain.deffile, arch=platform().split("/")[1],
+                      epoch=image.chain.stack.file.epoch, on_bytes=on_bytes)  # fmt: skip
+        except StoreError:
+            for layer in image.layers:  # a damaged blob is told by its name, so that it is made again
+                store.check_blob(layer.digest, again=True)
+            raise
     return Product("sif", str(out), out.stat().st_size, True)
 
 

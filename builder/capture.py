@@ -20,6 +20,7 @@ from builder.chain import File
 from builder.errors import LayerError
 from builder.layer import CHUNK, WHITEOUT_PREFIX, Entry, Kind, Member, read_chunks, sort_key
 
+COMPARED = 64 << 20  # bytes: a larger file that was copied up is taken as changed
 BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
 
 # Contents differ from run to run or from machine to machine, and no image needs them.
@@ -49,6 +50,7 @@ class Tree(Protocol):
 
     def lookup(self, path: str) -> Entry | None: ...
     def children(self, path: str) -> Sequence[Entry]: ...
+    def read_file(self, path: str) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -80,6 +82,11 @@ class Lower:
             self._merged[path] = (found, parts)
         return self._merged[path]
 
+    def read_file(self, path: str) -> bytes:
+        """The content of a file that ``lookup`` found."""
+        among = self._merge(path.rpartition("/")[0])[1]
+        return next(tree.read_file(path) for tree in among if tree.lookup(path) is not None)
+
     def children(self, path: str) -> list[str]:
         names = {child.path for tree in self._merge(path)[1] for child in tree.children(path)}
         return sorted((name for name in names if self.lookup(name)), key=sort_key)
@@ -103,6 +110,9 @@ class _Canon:
         self.lower, self.epoch, self.keep = lower, epoch, keep
         self.opaque = set(opaque)
         self.gone: list[tuple[tuple[bytes, ...], str]] = []
+        self.left_out: dict[
+            str, str
+        ] = {}  # a file that is below as it is → where its data stands in this layer, if anywhere
         self.waiting: list[Entry] = []  # directories on the way down, not written until something in them is
         for path in deleted:
             self.bury(path)
@@ -132,9 +142,13 @@ class _Canon:
             return
         elif info.isdir():
             yield from self.directory(info, path)
-        elif info.isfile() or info.islnk() or info.issym() or info.isfifo():
+        elif info.isfile():
+            yield from self.file(tar, info, path)
+        elif info.islnk() and (target := info.linkname.removeprefix("./")) in self.left_out:
+            yield from self.link_to_below(info, path, target)
+        elif info.islnk() or info.issym() or info.isfifo():
             yield from self.descend(path)
-            yield self.entry(info, path), self.data(tar, info)
+            yield self.entry(info, path), None
         # Sockets and devices belong to a machine, not to an image.
 
     def entry(self, info: tarfile.TarInfo, path: str) -> Entry:
@@ -145,6 +159,29 @@ class _Canon:
         mode = 0o777 if kind == "symlink" else info.mode & 0o7777
         return Entry(path, kind, mode, info.uid, info.gid, min(int(info.mtime), self.epoch),
                      info.size if kind == "file" else 0, target)  # fmt: skip
+
+    def file(self, tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
+        """A file, unless the overlay only copied it up: opened for writing, say, and left as it was."""
+        entry, data = self.entry(info, path), self.data(tar, info)
+        if info.size <= COMPARED and (below := self.lower.lookup(path)) is not None and below == entry:
+            content = b"".join(data or ())
+            if content == self.lower.read_file(path):
+                self.left_out[path] = path
+                return
+            data = iter([content]) if content else None
+        yield from self.descend(path)
+        yield entry, data
+
+    def link_to_below(self, info: tarfile.TarInfo, path: str, target: str) -> Iterator[Member]:
+        """Another name of a file that was left out, since it is below as it is: the first such name holds the data."""
+        yield from self.descend(path)
+        entry = self.entry(info, path)
+        if (holder := self.left_out[target]) != target:
+            yield replace(entry, target=holder), None
+            return
+        content = self.lower.read_file(target)
+        self.left_out[target] = path
+        yield replace(entry, kind="file", target="", size=len(content)), iter([content]) if content else None
 
     def data(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Iterator[bytes] | None:
         if not info.isfile() or not info.size:

@@ -3,7 +3,9 @@ bytes each time. The mirror is the host's own, and leaves no trace in the layer.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,8 +68,12 @@ def debootstrap_members(
             source_file.open("rb") as stdin,
             spool.open("w+b") as stream,
             piped(argv, stdin=stdin if sources else None, env=environment) as archive,
+            # An archive that ends early is the lesser news: the program's exit code and words come first.
+            contextlib.suppress(tarfile.ReadError),
         ):
             yield from unordered_members(archive, stream, Lower([]), epoch=layer.epoch, placeholders=True)
+            return
+        raise FetchError(f"{layer.name}: mmdebstrap ended well, but what it wrote is no archive")
     except ProcessError as error:
         for line in error.stderr.splitlines():
             log(line)

@@ -57,9 +57,16 @@ def _describe_sif(path: Path) -> dict[str, Any]:
         "id": info.id,
         "arch": info.arch,
         "size": path.stat().st_size,
-        "created": datetime.fromtimestamp(info.created, UTC).isoformat(),
+        "created": _time(info.created),
         "parts": parts,
     }
+
+
+def _time(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat()
+    except (OverflowError, OSError, ValueError):  # a damaged header may say anything
+        return f"{seconds} s since 1970"
 
 
 def text(about: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from builder.errors import StoreError
 from builder.layer import tar_stream
 from builder.squashfs import SquashfsReader
 from builder.store import MEDIA_CONFIG, MEDIA_INDEX, MEDIA_LAYER, MEDIA_MANIFEST, CorruptBlob, Store, StoredLayer
@@ -75,10 +76,15 @@ def digest_of(data: bytes) -> str:
 def layer_tar(store: Store, layer: StoredLayer) -> Iterator[bytes]:
     """The layer's tar, checked against its diff_id while it passes. Errors: CorruptBlob."""
     path, sha = store.blob_path(layer.digest), hashlib.sha256()
-    with path.open("rb") as blob:
-        for chunk in tar_stream(SquashfsReader(blob).members()):
-            sha.update(chunk)
-            yield chunk
+    try:
+        with path.open("rb") as blob:
+            for chunk in tar_stream(SquashfsReader(blob).members()):
+                sha.update(chunk)
+                yield chunk
+    except StoreError as error:
+        raise CorruptBlob(layer.digest, path) from error
+    except OSError as error:
+        raise StoreError(f"blob {layer.digest} cannot be read: {path}: {error.strerror}") from error
     if "sha256:" + sha.hexdigest() != layer.diff_id:
         raise CorruptBlob(layer.digest, path)
 

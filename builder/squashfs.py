@@ -1025,6 +1025,11 @@ def merged_members(layers: Sequence[SquashfsReader]) -> Iterator[Member]:
     return _stream(_name_links(_overlay(layers)))
 
 
+def merged_entries(layers: Sequence[SquashfsReader]) -> Iterator[Entry]:
+    """The same without data: what is there when ``layers`` are stacked."""
+    return (entry for entry, _ in _name_links(_overlay(layers)))
+
+
 def write_flat(layers: Sequence[SquashfsReader], sink: Sink) -> None:
     pour(merged_members(layers), sink)
 

@@ -308,7 +308,8 @@ class Store:
         """Digests of every blob an image needs."""
         keep: set[str] = set()
         for image in self.images().values():
-            keep.add(image["manifest"])
+            keep |= {image["manifest"], image["config"]}  # by its keys, too: a damaged manifest costs no layer
+            keep |= {layer.digest for key in image["keys"] if (layer := self.layer(key))}
             with contextlib.suppress(StoreError, ValueError, KeyError):
                 manifest = json.loads(self.get_blob(image["manifest"]))
                 keep |= {manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])}

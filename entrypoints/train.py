@@ -108,8 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     settings = options.load(Settings, args.config, _assignments(args))
     recipe = _recipe_folder(args.config)
-    for line in places.prepare_caches(os.environ):
-        print(line, flush=True)
+    _tell(places.prepare_caches(os.environ))
     if args.smoke:
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small only waits for a second thread
@@ -129,8 +128,7 @@ def train(
     _check(settings)
     sources = parse_sources(_with_sample(settings.data, recipe), settings.test_share)
     if check_places(sources) | check_model_place(settings.model):
-        for line in places.prefer_cache(os.environ):
-            print(line, flush=True)
+        _tell(places.prefer_cache(os.environ))
     if not dry:
         places.claim_folder(output)
 
@@ -283,6 +281,12 @@ def _recipe_folder(config: Path | None) -> Path:
     if given:
         return Path(given)
     return config.resolve().parent.parent if config else Path(__file__).resolve().parent.parent
+
+
+def _tell(lines: list[str]) -> None:
+    """Before the processes of a run have met: only the first of them speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
 def _with_sample(data: Any, recipe: Path) -> Any:

@@ -301,9 +301,9 @@ def test_two_processes_learn_what_one_does(base: Path, tmp_path: Path) -> None:
             "device": CPU,
         }.items()),
     ]  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path)}
-    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, env=env)
+    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 0, done.stderr
     assert fit(small(base, lora=train.Lora(dropout=0.0), eval_every=500, log_seconds=5), tmp_path / "one") == 0
     for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):

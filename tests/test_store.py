@@ -148,9 +148,9 @@ def test_a_blob_is_read_once_until_it_changes_or_one_asks_again(store: Store) ->
 
 def test_a_missing_blob(store: Store) -> None:
     missing = digest_of(b"never")
-    with pytest.raises(StoreError, match="is not in .*store: No such file"):
+    with pytest.raises(StoreError, match=r"is not in .*store: No such file"):
         store.get_blob(missing)
-    with pytest.raises(StoreError, match="cannot be read: .*: No such file"):
+    with pytest.raises(StoreError, match=r"cannot be read: .*: No such file"):
         store.check_blob(missing)
 
 
@@ -378,7 +378,7 @@ def test_prune_of_a_folder_that_is_no_store(tmp_path: Path, tag: str | None) -> 
     (tmp_path / "blobs/sha256/precious").write_text("x")
     if tag:
         (tmp_path / "CACHEDIR.TAG").write_text(tag)
-    with pytest.raises(StoreError, match="is not an Ekiben store .* nothing was removed"):
+    with pytest.raises(StoreError, match=r"is not an Ekiben store .* nothing was removed"):
         Store(tmp_path).prune()
     assert (tmp_path / "blobs/sha256/precious").exists()
 
@@ -409,8 +409,8 @@ def test_a_killed_build_keeps_nothing_from_being_pruned(store: Store) -> None:
 
 
 def test_prune_does_not_stumble_over_a_damaged_manifest(store: Store) -> None:
-    manifest = name_image(store, "one", put(store, "base"))
+    manifest = name_image(store, "one", layer := put(store, "base"))
     store.blob_path(manifest).write_text("{")
     age(store)
-    store.prune()
-    assert manifest in blobs(store)
+    assert store.prune() == []
+    assert {manifest, layer.digest} <= blobs(store)

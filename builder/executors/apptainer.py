@@ -178,6 +178,6 @@ def _remove(job: Job, overlay: Path) -> None:
 def _remove_left_behind(job: Job) -> None:
     """What killed builds left in staging, and the store itself could not remove."""
     for left in (job.store.root / "staging").iterdir():
-        host, _, rest = left.name.rpartition("__")[0].rpartition("__")
-        if host == socket.gethostname() and is_gone(rest):
+        owner = re.match(rf"{re.escape(socket.gethostname())}__(\d+)__", left.name)
+        if owner and is_gone(owner[1]):
             _remove(job, left)

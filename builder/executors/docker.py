@@ -6,26 +6,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from builder import oci
-from builder.capture import BUILD_MOUNT, Lower, is_noise
+from builder.capture import BUILD_MOUNT, is_noise
 from builder.chain import DEFAULT_PATH, platform
 from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed, is_gone
 from builder.layer import sort_key
-from builder.squashfs import SquashfsReader
+from builder.squashfs import SquashfsReader, merged_entries
 from builder.store import Store, StoredLayer
 
 if TYPE_CHECKING:
     from docker import DockerClient
 
 _MAKER = "org.ekiben.process"
-_CHANGED, _ADDED, _DELETED = 0, 1, 2  # what the daemon's /changes answers
 
 
 @cache
@@ -147,17 +145,43 @@ def _load(archive: Iterable[bytes]) -> str:
 @contextlib.contextmanager
 def execute(job: Job) -> Iterator[Changes]:
     with _container(job) as container:
+        started = _now(job)
         _run(job, container)
-        changes = _named([(item["Path"].strip("/"), item["Kind"]) for item in container.diff() or []], job, container)
-        paths = sorted({path for path, _ in changes if path and not is_noise(path)}, key=sort_key)
-        deleted = [path for path, kind in changes if kind == _DELETED and path]
-        back = _existing(job, container, deleted)  # the daemon says "deleted" of a directory made anew, too
-        gone = set(deleted) - back
-        lines = "".join(f"./{path}\0" for path in paths if path not in gone)
-        (job.mount / "paths").write_bytes(os.fsencode(lines))
+        changed, deleted = _changes(job, container, started)
+        (job.mount / "paths").write_bytes(os.fsencode("".join(f"./{path}\0" for path in changed)))
         command = ["tar", "-C", "/", "--create", "--file=-", "--format=pax", "--no-recursion", "--numeric-owner",
                    "--null", f"--files-from=/{BUILD_MOUNT}/paths"]  # fmt: skip
-        yield Changes(_output(container, command), deleted=gone, opaque=back)
+        yield Changes(_output(container, command), deleted=deleted)
+
+
+def _now(job: Job) -> float:
+    """The kernel's clock as files see it."""
+    (job.mount / "started").touch()
+    return (job.mount / "started").stat().st_ctime_ns / 1e9
+
+
+def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[str]]:
+    """What was written and what is gone since ``started``.
+
+    Not asked of the daemon: where it compares sizes and times it overlooks a file with both unchanged, and its JSON
+    has no names that are not UTF-8. A file's ctime cannot be set by hand.
+    """
+    there: dict[str, bool] = {}  # path → whether it is a directory
+    changed: set[str] = set()
+    with _output(container, ["find", "/", "-xdev", "-printf", r"%C@ %y %P\0"]) as listing:
+        for line in listing.read().split(b"\0")[:-1]:
+            when, kind, path = os.fsdecode(line).split(" ", 2)
+            there[path] = kind == "d"
+            if float(when) >= started and path and not is_noise(path):
+                parts = path.split("/")
+                changed |= {"/".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    with contextlib.ExitStack() as stack:
+        layers = [
+            SquashfsReader(stack.enter_context(job.store.blob_path(layer.digest).open("rb"))) for layer in job.lower
+        ]
+        deleted = [entry.path for entry in merged_entries(layers)
+                   if entry.path not in there and there.get(entry.path.rpartition("/")[0])]  # fmt: skip
+    return sorted(changed, key=sort_key), deleted
 
 
 def try_run(job: Job) -> None:
@@ -202,65 +226,6 @@ def _run(job: Job, container: Any) -> None:
         job.log(rest)
     if code := api.exec_inspect(execution)["ExitCode"]:
         raise JobFailed(code)
-
-
-def _existing(job: Job, container: Any, paths: Sequence[str]) -> set[str]:
-    script = 'for path in "$@"; do [ -e "/$path" ] || [ -L "/$path" ] && printf "%s\\0" "$path"; done; true'
-    return _names(job, container, paths, script)
-
-
-def _names(job: Job, container: Any, words: Sequence[str], script: str) -> set[str]:
-    """The names, each ended by a zero byte, that a shell script prints. ``words`` come by a file: they may be any bytes."""
-    if not words:
-        return set()
-    (job.mount / "words").write_bytes(os.fsencode("".join(f"{word}\0" for word in words)))
-    command = ["xargs", "-0", "-a", f"/{BUILD_MOUNT}/words", "/bin/sh", "-c", script, "sh"]
-    found = container.exec_run(command, stderr=False).output
-    return {os.fsdecode(name) for name in found.split(b"\0") if name}
-
-
-def _named(changes: Sequence[tuple[str, int]], job: Job, container: Any) -> list[tuple[str, int]]:
-    """The daemon answers in JSON, where a byte that is not UTF-8 becomes U+FFFD: those names are looked up."""
-    named: list[tuple[str, int]] = []
-    unclear = [change for change in changes if _UNKNOWN in change[0]]
-    if not unclear:
-        return list(changes)
-    with contextlib.ExitStack() as stack:
-        below = Lower([SquashfsReader(stack.enter_context(job.store.blob_path(layer.digest).open("rb")))
-                       for layer in reversed(job.lower)])  # fmt: skip
-        known: dict[str, set[str]] = {}  # folder → its names, below and now
-
-        def real(path: str) -> set[str]:
-            if _UNKNOWN not in path:
-                return {path}
-            head, _, tail = path.rpartition("/")
-            found: set[str] = set()
-            for folder in real(head):
-                if folder not in known:
-                    known[folder] = _children(job, container, folder) | set(below.children(folder))
-                found |= {name for name in known[folder] if _shown(name.rpartition("/")[2]) == _shown(tail)}
-            return found
-
-        for path, kind in unclear:
-            matches = real(path)
-            there = _existing(job, container, sorted(matches, key=sort_key)) if len(matches) > 1 else set[str]()
-            # Of several that look alike only those that are gone can have been deleted.
-            named += [(name, _CHANGED if name in there else kind) for name in matches]
-    return [change for change in changes if _UNKNOWN not in change[0]] + sorted(set(named), key=lambda item: item[1])
-
-
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-
-
-def _shown(name: str) -> str:
-    """As the daemon writes it; decoders differ in how many marks stand for a broken sequence."""
-    return re.sub(f"{_UNKNOWN}+", _UNKNOWN, os.fsencode(name).decode("utf-8", "replace"))
-
-
-def _children(job: Job, container: Any, folder: str) -> set[str]:
-    script = 'for folder in "$@"; do cd "/$folder" && find . -mindepth 1 -maxdepth 1 -print0; done'
-    found = _names(job, container, [folder], script)
-    return {f"{folder}/{name.removeprefix('./')}".lstrip("/") for name in found}
 
 
 def _output(container: Any, command: Sequence[str]) -> IO[bytes]:

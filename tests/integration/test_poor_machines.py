@@ -39,21 +39,19 @@ def copy_store(store: Path, to: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------- the store
 
 
-@pytest.mark.parametrize(("engine", "code", "said"), [
-    ("docker", 6, "no room in"),  # the change is in the daemon's storage, the layer does not fit into the store
-    ("apptainer", 5, "No space left on device"),  # the script itself writes on the full disk
-])  # fmt: skip
+@pytest.mark.parametrize("engine", ["docker", "apptainer"])
 def test_a_full_disk(
-    engine: str, code: int, said: str, cli: Cli, room: Room, small_disk: Path, own_recipe: RecipeFolder,
-    new_store: NewStore,
-) -> None:  # fmt: skip
-    own_recipe.layer("large", "base", "head -c 70M /dev/urandom >/large")
+    engine: str, cli: Cli, room: Room, small_disk: Path, own_recipe: RecipeFolder, new_store: NewStore
+) -> None:
+    """Docker's changes are in the daemon's storage and the layer does not fit; Apptainer's script itself finds no room."""
+    own_recipe.layer("large", "base", "head -c 55M /dev/urandom >/large")
     own_recipe.top("large")
     store = copy_store(new_store(ME, "base"), small_disk / "store")
     words = ("--store", store, "image", own_recipe.path, "--engine", engine, "--no-verify", "--format", "sif")
     out = room.folder("out")
-    done = cli.run(*words, cwd=out, code=code)
-    assert said in done.stderr
+    done = cli.run(*words, cwd=out, code=6)
+    assert f"no room in {store}: 0." in done.stderr
+    assert "build.py prune" in done.stderr
     assert records(store) == {"base"}
     assert not list((store / "staging").iterdir())
     subprocess.run(["mount", "-o", "remount,size=500m", small_disk], check=True)
@@ -144,8 +142,8 @@ def test_two_builds_at_once(cli: Cli, room: Room, own_recipe: RecipeFolder, new_
     words = ("--store", store, "image", own_recipe.path, "--engine", "apptainer", "--format", "sif")
     both = [cli.start(*words, cwd=out) for out in outs]
     said = [process.communicate(timeout=120)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert sum("another process is building it" in text for text in said) == 1
+    assert [process.returncode for process in both] == [0, 0], "\n".join(said)
+    assert any("another process is building it" in text for text in said)
     assert (outs[0] / "own.sif").read_bytes() == (outs[1] / "own.sif").read_bytes()
     blobs = {json.loads(path.read_text())["digest"] for path in (store / "keys").iterdir()}
     ref = json.loads((store / "refs/own.json").read_text())
@@ -166,7 +164,7 @@ def test_two_recipes_with_packages_at_once(engine: Engine, room: Room, new_store
         out = room.folder("out", engine.user)
         both.append(cli.start("--store", store, "image", folder, "--engine", engine.name, "--format", "sif", cwd=out))
     said = [process.communicate(timeout=300)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    assert [process.returncode for process in both] == [0, 0], "\n".join(said)
 
 
 # -------------------------------------------------------------------------------------------------------- the network
@@ -282,10 +280,9 @@ def test_no_fuse(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewS
 
 def test_no_user_namespaces(cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
     """The limit holds in a user namespace made for it, and below."""
-    everyone = "0,0,4294967294"
-    forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec "$@"'
-    prefix = ["unshare", "--user", f"--map-users={everyone}", f"--map-groups={everyone}", "sh", "-c", forbid, "sh",
-              *AS_USER, "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
+    forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
+    prefix = [*AS_USER, "unshare", "--user", "--map-current-user", "--keep-caps", "sh", "-c", forbid, "sh",
+              "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
     words = build_words(new_store(USER, "base"), own_recipe, "apptainer")
     done = cli.run(*words, cwd=room.folder("out", USER), prefix=prefix, code=4)
     assert "user namespaces are switched off" in done.stderr
@@ -295,7 +292,8 @@ def test_no_user_namespaces(cli: Cli, room: Room, own_recipe: RecipeFolder, new_
 def test_a_small_tmpdir_does_not_matter(
     engine: Engine, room: Room, own_recipe: RecipeFolder, small_disk: Path, new_store: NewStore
 ) -> None:
-    subprocess.run(["mount", "-o", "remount,size=1m,mode=1777", small_disk], check=True)
+    subprocess.run(["mount", "-o", "remount,size=1m", small_disk], check=True)
+    small_disk.chmod(0o1777)
     cli, out = Cli(room, engine.user), room.folder("out", engine.user)
     own_recipe.layer("layer", "base", "head -c 20M /dev/urandom >/tmp/x; mv /tmp/x /usr/share/x")
     own_recipe.top("layer")

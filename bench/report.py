@@ -1,0 +1,164 @@
+"""From timings to goals and to the table for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clock import Timing
+
+TITLES = {
+    "nothing": "nothing changed",
+    "sif": "entrypoint edited → new SIF",
+    "docker": "entrypoint edited → new Docker image",
+    "middle": "middle layer edited → new Docker image",
+    "second": "second recipe on the same layers → SIF",
+    "scratch": "from nothing, downloads cached → SIF",
+    "help": "`build.py --help`",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """``ratio``: how many times as long the peer takes."""
+
+    case: str
+    ekiben: str
+    peer: str
+    ratio: float | None
+    target: str
+    reached: bool
+
+
+def seconds(timing: Timing) -> float:
+    """With the base, which Ekiben makes itself and the others are given."""
+    base = timing.about.get("base", 0.0)
+    assert isinstance(base, float)
+    return timing.median + base
+
+
+def spoken(count: float) -> str:
+    return f"{count:.0f} s" if count >= 100 else f"{count:.1f} s" if count >= 10 else f"{count:.2f} s"
+
+
+class _Measured:
+    def __init__(self, timings: Sequence[Timing]) -> None:
+        self.timings = timings
+
+    def get(self, case: str, who: str) -> Timing | None:
+        return next((item for item in self.timings if (item.case, item.who) == (case, who)), None)
+
+    def peers(self, case: str) -> list[Timing]:
+        return [item for item in self.timings if item.case == case and not item.who.startswith(("ekiben", "cp "))]
+
+
+def goals(timings: Sequence[Timing], facts: Mapping[str, Any]) -> list[Goal]:
+    measured = _Measured(timings)
+    made = [_nothing(measured), *_sif(measured), _docker(measured), _middle(measured, facts), _second(measured, facts),
+            _scratch(measured), _memory(measured), _help(measured)]  # fmt: skip
+    return [goal for goal in made if goal]
+
+
+def _against(case: str, ours: Timing, peer: Timing, target: str, reached: bool) -> Goal:
+    return Goal(case=TITLES[case], ekiben=spoken(seconds(ours)), peer=f"{spoken(seconds(peer))} ({peer.who})",
+                ratio=round(seconds(peer) / seconds(ours), 2), target=target, reached=reached)  # fmt: skip
+
+
+def _nothing(measured: _Measured) -> Goal | None:
+    ours, peer = measured.get("nothing", "ekiben"), measured.get("nothing", "docker build")
+    if not (ours and peer):
+        return None
+    reached = ours.median <= 0.5 and ours.median <= peer.median
+    return _against("nothing", ours, peer, "≤ 0.5 s, and no slower than `docker build` fully cached", reached)
+
+
+def _sif(measured: _Measured) -> list[Goal]:
+    ours, peers = measured.get("sif", "ekiben"), measured.peers("sif")
+    found: list[Goal] = []
+    if ours and peers:
+        fastest = min(peers, key=seconds)
+        found.append(_against("sif", ours, fastest, "≥ 10 × faster than the fastest peer",
+                              seconds(fastest) >= 10 * ours.median))  # fmt: skip
+    if ours and (gzip := measured.get("sif", "apptainer build gzip")):
+        found.append(_against("sif", ours, gzip, "≥ 50 × faster than `apptainer build` as it comes",
+                              seconds(gzip) >= 50 * ours.median))  # fmt: skip
+    if ours and (copy := measured.get("sif", "cp of the file")):
+        found.append(_against("sif", ours, copy, "close to copying the file (≤ 2 ×)", ours.median <= 2 * copy.median))
+    return found
+
+
+def _docker(measured: _Measured) -> Goal | None:
+    ours, peer = measured.get("docker", "ekiben"), measured.get("docker", "docker build")
+    return (
+        _against("docker", ours, peer, "no slower than `docker build`", ours.median <= peer.median)
+        if ours and peer
+        else None
+    )
+
+
+def _middle(measured: _Measured, facts: Mapping[str, Any]) -> Goal | None:
+    ours, peer = measured.get("middle", "ekiben"), measured.get("middle", "docker build")
+    if not (ours and peer):
+        return None
+    built = facts["built after an edited middle layer"]
+    return _against("middle", ours, peer, f"that layer and those above, nothing below (ran: {', '.join(built)})",
+                    len(built) == 2)  # fmt: skip
+
+
+def _second(measured: _Measured, facts: Mapping[str, Any]) -> Goal | None:
+    ours = measured.get("second", "ekiben")
+    if not ours:
+        return None
+    added, built = facts["bytes a second recipe adds to the store"], facts["built for a second recipe"]
+    return Goal(case=TITLES["second"], ekiben=f"{spoken(ours.median)}, {added / 1e3:.0f} kB more in the store", peer="",
+                ratio=None, target="only its own layers; bytes counted once", reached=len(built) == 1 and added < 1e6)  # fmt: skip
+
+
+def _scratch(measured: _Measured) -> Goal | None:
+    ours, peers = measured.get("scratch", "ekiben"), measured.peers("scratch")
+    if not (ours and peers):
+        return None
+    fastest = min(peers, key=seconds)
+    return _against(
+        "scratch", ours, fastest, "≤ 1.1 × the fastest peer, SIF included", ours.median <= 1.1 * seconds(fastest)
+    )
+
+
+def _memory(measured: _Measured) -> Goal | None:
+    peaks = [item.peak_kib for item in measured.timings if item.who.startswith("ekiben")]
+    if not peaks:
+        return None
+    return Goal(case="the builder's own peak memory, in all of these", ekiben=f"{max(peaks) / 1024:.0f} MiB", peer="",
+                ratio=None, target="< 300 MiB whatever the image size", reached=max(peaks) < 300 * 1024)  # fmt: skip
+
+
+def _help(measured: _Measured) -> Goal | None:
+    ours = measured.get("help", "ekiben")
+    if not ours:
+        return None
+    return Goal(case=TITLES["help"], ekiben=spoken(ours.median), peer="", ratio=None, target="< 0.2 s",
+                reached=ours.median < 0.2)  # fmt: skip
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Two Markdown tables: the goals, and every way that was measured."""
+    machine, facts = result["machine"], result["facts"]
+    size = f", {facts['unpacked bytes'] / 1e9:.1f} GB unpacked" if "unpacked bytes" in facts else ""
+    lines = [f"`{result['recipe']}`{size}; {machine['cores']} cores of {machine['processor']}, "
+             f"{machine['memory bytes'] / 2**30:.0f} GiB, {machine['system']}, {result['date'][:10]}.", "",
+             "| case | Ekiben | peer | peer ÷ Ekiben | target | reached |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for goal in result["goals"]:
+        ratio = f"{goal['ratio']:.3g} ×" if goal["ratio"] is not None else ""
+        lines.append(f"| {goal['case']} | {goal['ekiben']} | {goal['peer']} | {ratio} | {goal['target']} | "
+                     f"{'yes' if goal['reached'] else '**no**'} |")  # fmt: skip
+    lines += ["", "| case | who | median | runs |", "|---|---|---|---|"]
+    for row in result["timings"]:
+        timing = Timing(**row)
+        note = f"{timing.about['note']}" if "note" in timing.about else str(len(timing.seconds))
+        base = f" (with the base, {timing.about['base']:.0f} s)" if "base" in timing.about else ""
+        lines.append(
+            f"| {TITLES.get(timing.case, timing.case)} | {timing.who} | {spoken(seconds(timing))}{base} | {note} |"
+        )
+    lines += [f"\nFailed: {name}" for name in result["failed"]]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,85 @@
+"""A rendered file gives the same image in plain Docker, plain buildah and plain Apptainer."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rooms import CA_BUNDLE, USER, Cli, Room, give, home_of
+
+pytestmark = pytest.mark.slow
+
+# Path, mode and content of what the recipe's layers put there; a folder's own mode is each tool's affair.
+LISTING = r"""
+cd /; find opt usr/local \( -type f -o -type l \) -printf '%p %m %l ' \
+    \( -type f -exec sha256sum -b {} \; -o -printf '\n' \) | sed 's/ \*.*//' | LC_ALL=C sort
+"""
+
+
+def listing(*command: str | Path) -> set[str]:
+    done = subprocess.run([*command, "/bin/sh", "-c", LISTING], capture_output=True, text=True, check=True)
+    lines = set(done.stdout.splitlines())
+    assert len(lines) > 1000
+    return lines
+
+
+@pytest.fixture(scope="module")
+def ours(room: Room, hello: Path) -> set[str]:
+    return listing("apptainer", "--silent", "exec", "--cleanenv", "--contain", room.path / "hello.sif")
+
+
+@pytest.fixture(scope="module")
+def context(room: Room, cli: Cli) -> Path:
+    """The rendered folder, with the root.tar that the first lines of the Dockerfile say how to make."""
+    folder = room.folder("dockerfile")
+    said = cli.run("render", "hello", "--to", "dockerfile", "-o", folder)
+    file = Path(said.stdout.strip())
+    make_root = next(line for line in file.read_text().splitlines() if "mmdebstrap" in line).removeprefix("#").strip()
+    subprocess.run(make_root, shell=True, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_the_dockerfile_under_docker(context: Path, ours: set[str]) -> None:
+    if not Path("/usr/bin/docker").exists():
+        pytest.skip("docker is not installed (tests/services.sh install docker)")
+    name = "ekiben-test/rendered"
+    subprocess.run(
+        ["/usr/bin/docker", "build", "--quiet", "--network", "host", "--secret", f"id=ca,src={CA_BUNDLE}", "-t", name, "."],
+        cwd=context, check=True, env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True,
+    )  # fmt: skip
+    try:
+        assert listing("/usr/bin/docker", "run", "--rm", name) == ours
+        hello = subprocess.run(["/usr/bin/docker", "run", "--rm", name, "hello", "--json"], capture_output=True, check=True)
+        assert b'"cpus"' in hello.stdout
+    finally:
+        subprocess.run(["/usr/bin/docker", "rmi", "--force", name], check=False, capture_output=True)
+
+
+def test_the_dockerfile_under_buildah(context: Path, ours: set[str]) -> None:
+    name = "localhost/ekiben-test/rendered"
+    build = ["buildah", "bud", "--quiet", "--isolation", "chroot", "--secret", f"id=ca,src={CA_BUNDLE}", "-t", name, "."]
+    subprocess.run(build, cwd=context, check=True, capture_output=True)
+    container = subprocess.run(["buildah", "from", name], check=True, capture_output=True, text=True).stdout.strip()
+    try:
+        assert listing("buildah", "run", "--isolation", "chroot", container, "--") == ours
+    finally:
+        subprocess.run(["buildah", "rm", container], check=False, capture_output=True)
+        subprocess.run(["buildah", "rmi", "--force", name], check=False, capture_output=True)
+
+
+def test_the_definition_under_apptainer(room: Room, cli: Cli, ours: set[str]) -> None:
+    """As an ordinary user. Apptainer's own debootstrap module needs debootstrap on the machine."""
+    if not shutil.which("debootstrap", path="/usr/sbin:" + os.environ["PATH"]):
+        pytest.skip("debootstrap is not installed")
+    folder = room.folder("def")
+    file = Path(cli.run("render", "hello", "--to", "def", "-o", folder).stdout.strip())
+    give(folder, USER)
+    build = f"cd {folder} && apptainer build --fakeroot --build-arg mirror={mirror()} x.sif {file.name}"
+    done = subprocess.run(["su", USER, "-c", build], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert listing("apptainer", "--silent", "exec", "--cleanenv", "--contain", folder / "x.sif") == ours

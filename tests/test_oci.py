@@ -1,0 +1,111 @@
+"""An image as an OCI archive that `docker load` reads, too, streamed out of the store."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from own_recipe import Own, seeded
+
+from builder import oci
+from builder.chain import resolve
+from builder.pipeline import Image, Options, build
+from builder.progress import Progress
+from builder.recipe import find_recipe
+from builder.store import CorruptBlob, Store
+
+
+@pytest.fixture
+def store(flat: Own, tmp_path: Path) -> Store:
+    return seeded(flat, tmp_path / "store", "ground")
+
+
+@pytest.fixture
+def image(flat: Own, store: Store) -> Image:
+    return build(resolve(find_recipe(str(flat.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+
+
+def unpacked(data: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        return {info.name: file.read() for info in tar if (file := tar.extractfile(info))}
+
+
+def test_the_archive(store: Store, image: Image) -> None:
+    counted = 0
+
+    def count(size: int) -> None:
+        nonlocal counted
+        counted += size
+
+    data = b"".join(oci.archive(store, image.config, image.layers, image.tag, on_bytes=count))
+    files = unpacked(data)
+    for name, content in files.items():
+        if name.startswith("blobs/sha256/"):
+            assert hashlib.sha256(content).hexdigest() == name.rpartition("/")[2]
+    (docker,) = json.loads(files["manifest.json"])
+    assert docker["RepoTags"] == ["ekiben/own:latest"]
+    assert files[docker["Config"]] == image.config
+    config = json.loads(image.config)
+    assert ["sha256:" + name.rpartition("/")[2] for name in docker["Layers"]] == config["rootfs"]["diff_ids"]
+    (entry,) = json.loads(files["index.json"])["manifests"]
+    manifest = json.loads(files["blobs/" + entry["digest"].replace(":", "/")])
+    assert manifest["config"]["digest"] == image.image_id
+    assert [(layer["digest"], layer["size"]) for layer in manifest["layers"]] == [
+        (layer.diff_id, layer.tar_size) for layer in image.layers
+    ]
+    assert counted == sum(map(len, files.values()))
+    assert b"".join(oci.archive(store, image.config, image.layers, image.tag)) == data
+
+
+def test_the_config(image: Image) -> None:
+    config = json.loads(image.config)
+    assert config["created"] == "2023-11-14T22:13:20Z"
+    assert config["config"]["Cmd"] == ["/bin/sh", "/.singularity.d/runscript"]
+    assert "EKIBEN_RECIPE=/opt/ekiben/recipe" in config["config"]["Env"]
+    assert config["config"]["Env"] == sorted(config["config"]["Env"])
+    assert config["config"]["Labels"]["org.opencontainers.image.title"] == "own"
+    assert image.image_id == oci.digest_of(image.config)
+
+
+def test_layers_the_reader_has_can_be_left_out(store: Store, image: Image) -> None:
+    known = {image.layers[0].diff_id}
+    files = unpacked(b"".join(oci.archive(store, image.config, image.layers, image.tag, leave_out=known)))
+    assert "blobs/" + image.layers[0].diff_id.replace(":", "/") not in files
+    assert "blobs/" + image.layers[1].diff_id.replace(":", "/") in files
+
+
+def test_a_layout_is_the_archive_as_a_folder(store: Store, image: Image, tmp_path: Path) -> None:
+    oci.write_layout(store, tmp_path / "layout", image.config, image.layers, image.tag)
+    files = {
+        str(path.relative_to(tmp_path / "layout")): path.read_bytes()
+        for path in (tmp_path / "layout").rglob("*")
+        if path.is_file()
+    }
+    assert files == unpacked(b"".join(oci.archive(store, image.config, image.layers, image.tag)))
+
+
+def test_a_layer_with_other_bytes_is_refused(store: Store, image: Image) -> None:
+    one, other = image.layers[1], image.layers[2]
+    path = store.blob_path(one.digest)
+    path.chmod(0o644)
+    path.write_bytes(store.blob_path(other.digest).read_bytes())
+    with pytest.raises(CorruptBlob, match=one.digest):
+        list(oci.layer_tar(store, one))
+
+
+def test_a_generator_as_a_file() -> None:
+    chunks = [b"abc", b"", b"defgh", b"i"]
+    assert oci.ChunkReader(iter([b"abc", b"defgh", b"i"])).read() == b"abcdefghi"
+    reader = oci.ChunkReader(iter([chunk for chunk in chunks if chunk]))
+    assert [reader.read(2), reader.read(4), reader.read(0), reader.read(10), reader.read(1)] == [
+        b"ab",
+        b"cdef",
+        b"",
+        b"ghi",
+        b"",
+    ]
+    assert reader.readable()
