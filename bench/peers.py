@@ -129,7 +129,8 @@ class Apptainer(Rendered):
         shutil.copyfile(CA, folder / "ca.pem")
         (folder / "rootfs").mkdir()
         subprocess.run(["tar", "-xf", base, "-C", folder / "rootfs", "--exclude=./dev/*"], check=True)
-        self.base = folder / "base.sif"
+        self.base, self.out = folder / "base.sif", folder / "out"
+        self.out.mkdir()
         lines = self.deffile.read_text().splitlines()
         kept = [line for line in lines if not line.startswith(("OSVersion:", "Include:", "MirrorURL:", "Bootstrap:"))]
         text = "\n".join(["Bootstrap: localimage", f"From: {self.base}", *kept])
@@ -145,9 +146,9 @@ class Apptainer(Rendered):
         # A user's own copy of the downloads: uv writes locks into its cache.
         return [base, Command(argv=["chown", "-R", f"{USER}:", str(self.folder), str(self.downloads)], cwd=self.folder)]
 
-    def build(self, out: Path, options: Sequence[str]) -> Command:
-        argv = ["apptainer", "build", "--force", "--fakeroot", *options, "--bind", f"{self.downloads}:/mnt",
-                "--bind", f"{self.folder}:/media", str(out), str(self.deffile)]  # fmt: skip
+    def build(self, name: str, options: Sequence[str]) -> Command:
+        argv = ["apptainer", "build", "--force", "--notest", "--fakeroot", *options, "--bind", f"{self.downloads}:/mnt",
+                "--bind", f"{self.folder}:/media", str(self.out / name), str(self.deffile)]  # fmt: skip
         return as_user(Command(argv=argv, cwd=self.folder, env=temporary(self.folder)))
 
     def on_parent(self, parent: Path, out: Path, options: Sequence[str]) -> Command:
@@ -157,7 +158,7 @@ class Apptainer(Rendered):
         child.write_text(
             f"Bootstrap: localimage\nFrom: {parent}\n\n%files\n    files/{self.recipe.name}{inside} {inside}\n"
         )
-        argv = ["apptainer", "build", "--force", *options, str(out), str(child)]
+        argv = ["apptainer", "build", "--force", "--notest", *options, str(out), str(child)]
         return Command(argv=argv, cwd=self.folder, env=temporary(self.folder))
 
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
+
 from clock import Command, Failed, Timing, measure
 from peers import TAG, ZSTD, Apptainer, Buildah, Docker, Recipe, docker_client, has, to_sif, versions
 from picture import draw
@@ -178,7 +179,6 @@ def scratch(bench: Bench) -> None:
     bench.facts["unpacked bytes"] = sum(
         json.loads(path.read_text())["tar_size"] for path in (bench.store / "keys").glob("*.json")
     )
-    bench.facts["SIF bytes"] = {"ekiben": bench.sif.stat().st_size}
     bench.record("load", "ekiben", [bench.image("--format", "docker")])
     base = bench.timings[0].median
     bench.plain(bench.docker.build())  # fills BuildKit's cache mount
@@ -188,13 +188,14 @@ def scratch(bench: Bench) -> None:
     layout = f"oci:{bench.buildah.state / 'oci'}"
     packed = [*bench.buildah.to_layout(), to_sif(layout, made / "buildah.sif", ZSTD, bench.scratch)]
     bench.record("scratch", "buildah + apptainer zstd", [bench.buildah.build(), *packed], base=base)
-    bench.record("scratch", "apptainer build zstd", [bench.apptainer.build(made / "def.sif", ZSTD)], base=base)
+    bench.record("scratch", "apptainer build zstd", [bench.apptainer.build("zstd.sif", ZSTD)], base=base)
     if bench.slow:
-        bench.record("scratch", "apptainer build gzip", [bench.apptainer.build(made / "gzip.sif", GZIP)], base=base)
-    sizes = {path.stem: path.stat().st_size for path in made.glob("*.sif") if path != bench.sif}
-    bench.facts["SIF bytes"] = {"ekiben": bench.sif.stat().st_size, **sizes}
-    for name in ("def.sif", "gzip.sif", "buildah.sif"):
-        (made / name).unlink(missing_ok=True)
+        bench.record("scratch", "apptainer build gzip", [bench.apptainer.build("gzip.sif", GZIP)], base=base)
+    files = [*made.glob("*.sif"), *bench.apptainer.out.glob("*.sif")]
+    bench.facts["SIF bytes"] = {path.stem: path.stat().st_size for path in files}
+    for path in files:
+        if path != bench.sif:
+            path.unlink()
 
 
 def nothing(bench: Bench) -> None:

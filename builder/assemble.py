@@ -109,13 +109,8 @@ def make_sif(image: Image, store: Store, out: Path, *, flat: bool, on_bytes: Cou
         if flat:
             store.open_for_writing()
             partitions = [_flattened(image, store, stack.enter_context(store.staging()) / "flat.squashfs")]
-        try:
-            write_sif(out, partitions, id=wanted, deffile=image.chain.deffile, arch=platform().split("/")[1],
-                      epoch=image.chain.stack.file.epoch, on_bytes=on_bytes)  # fmt: skip
-        except StoreError:
-            for layer in image.layers:  # a damaged blob is told by its name, so that it is made again
-                store.check_blob(layer.digest, again=True)
-            raise
+        write_sif(out, partitions, id=wanted, deffile=image.chain.deffile, arch=platform().split("/")[1],
+                  epoch=image.chain.stack.file.epoch, on_bytes=on_bytes)  # fmt: skip
     return Product("sif", str(out), out.stat().st_size, True)
 
 

@@ -25,8 +25,6 @@ KEY_FORMAT = 1  # a change in what the builder itself puts into layers gets a ne
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RECIPE_HOME = "/opt/ekiben/recipe"
 TESTS = "/opt/ekiben/tests"
-# Arguments whose value says where to fetch from, not what: never part of a key.
-PLACES = {"mirror"}
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 

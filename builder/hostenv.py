@@ -76,7 +76,7 @@ def _apt(mount: Path, suite: str, mirror: str | None) -> dict[str, str]:
     lines = [
         'APT::Sandbox::User "root";',
         'APT::Install-Recommends "false";',
-        f'Dir::Cache::archives "{inside}/cache/apt";',
+        f'Dir::Cache::archives "{inside}/apt";',
         'Acquire::Languages "none";',
         'Acquire::Retries "3";',
         'Dpkg::Use-Pty "false";',

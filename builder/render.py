@@ -94,8 +94,13 @@ def deffile(chain: Chain) -> str:
     assert base.stage is not None
     header = {key: value for key, value in base.stage.header.items() if value and key != "mirrorurl"}
     names = {"bootstrap": "Bootstrap", "from": "From", "osversion": "OSVersion", "include": "Include"}
-    lines = [f"# {chain.recipe.name}: {chain.recipe.file.description}",
-             f"# apptainer build --fakeroot --build-arg mirror=<URI of a Debian archive> {chain.recipe.name}.sif {chain.recipe.name}.def"]  # fmt: skip
+    bundle, name = "/etc/ssl/certs/ca-certificates.crt", chain.recipe.name
+    lines = [f"# {name}: {chain.recipe.file.description}"]
+    if base.stage.bootstrap == "debootstrap":
+        lines += [f"# With debootstrap on the machine: apptainer build --fakeroot --build-arg mirror=<URI of a Debian archive> {name}.sif {name}.def"]  # fmt: skip
+    else:
+        lines += [f"# apptainer build --fakeroot {name}.sif {name}.def"]
+    lines += [f"# Where the network has an authority of its own, add: --bind {bundle}"]
     lines += [f"{names[key]}: {value}" for key, value in header.items() if key in names]
     if base.stage.bootstrap == "debootstrap":
         lines += ["MirrorURL: {{ mirror }}", "", "%arguments", "    mirror="]

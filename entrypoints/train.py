@@ -137,10 +137,10 @@ def train(
     import record
     from world import Stop, join
 
+    world = join(settings.device)  # may wait for others for long, and must stay killable: before the handlers
     stop = Stop()
     if not dry:
         stop.listen()
-    world = join(settings.device)
     say = print if world.leads else (lambda *_, **__: None)
 
     # ---- what will be done

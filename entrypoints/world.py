@@ -50,10 +50,14 @@ def join(device: str) -> World:
 
 
 class Stop:
-    """Turns SIGTERM, SIGUSR1 (requeue) and the first ^C into a request; a second ^C ends at once."""
+    """Turns SIGTERM, SIGUSR1 (requeue) and the first ^C into a request; a second ^C ends at once.
+
+    Until ``saves`` is set there is nothing to lose, and a signal ends the process there and then.
+    """
 
     def __init__(self) -> None:
         self.exit_code: int | None = None
+        self.saves = False
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -64,4 +68,7 @@ class Stop:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.exit_code = 130 if number == signal.SIGINT else REQUEUE
         # os.write, not print: a signal may come in the middle of a print.
-        os.write(2, f"{signal.Signals(number).name}: saving and stopping\n".encode())
+        what = "saving and stopping" if self.saves else "stopping; there is nothing to save yet"
+        os.write(2, f"{signal.Signals(number).name}: {what}\n".encode())
+        if not self.saves:
+            os._exit(self.exit_code)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from own_recipe import GROUND, ROOF, WALLS, Done, Own, RunCli
 
 ROOT = Path(__file__).resolve().parent.parent

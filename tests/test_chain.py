@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_recipe import Own
 
 from builder.chain import Chain, File, platform, resolve
 from builder.errors import DefinitionError
 from builder.recipe import HOUSE, find_recipe, recipe_folders
+from own_recipe import Own
 
 
 def chain_of(own: Own, **options: str) -> Chain:

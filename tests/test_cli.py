@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 import pytest
-from own_recipe import Own, RunCli, seeded
 
 import build
 from builder.errors import EkibenError
+from own_recipe import Own, RunCli, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = sorted(build.main.commands)
@@ -121,7 +121,7 @@ def test_every_command_has_help_with_an_example_that_parses(name: str) -> None:
 
 
 def test_every_exit_code_is_of_one_kind() -> None:
-    kinds = [EkibenError, *EkibenError.__subclasses__()]
+    kinds: list[type[EkibenError]] = [EkibenError, *EkibenError.__subclasses__()]
     codes = {kind.__name__: kind.exit_code for kind in kinds if kind.__module__ == "builder.errors"}
     assert codes == {"EkibenError": 1, "UsageError": 2, "DefinitionError": 3, "EngineError": 4, "LayerError": 5, "StoreError": 6,
                      "FetchError": 7, "VerifyError": 8, "DriftError": 9}  # fmt: skip

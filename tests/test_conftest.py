@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from own_recipe import Own, RunCli
 
 from builder.errors import StoreError
 from builder.store import Store, default_root
+from own_recipe import Own, RunCli
 
 
 def test_the_default_store_cannot_be_touched(out_of_reach: Path, own: Own, run_cli: RunCli) -> None:
@@ -23,6 +23,7 @@ def test_the_default_store_cannot_be_touched(out_of_reach: Path, own: Own, run_c
     assert "--store" in said
 
 
+ROOT = Path(__file__).resolve().parent.parent
 TESTS = """\
 import pytest
 
@@ -48,7 +49,7 @@ def inner(tmp_path: Path, *words: str, ci: str) -> tuple[int, str]:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *words], cwd=tmp_path,
-        env={**os.environ, "CI": ci}, capture_output=True, text=True, check=False,
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
 

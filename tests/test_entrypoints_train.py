@@ -292,6 +292,23 @@ def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    ("saves", "code", "said"), [(False, 75, "nothing to save yet"), (True, 3, "saving and stopping")]
+)
+def test_a_signal_ends_what_has_nothing_to_save(saves: bool, code: int, said: str) -> None:
+    program = f"""
+import os, signal, sys, world
+stop = world.Stop()
+stop.saves = {saves}
+stop.listen()
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(3 if stop.exit_code == world.REQUEUE else 4)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ENTRYPOINTS)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
+    assert (done.returncode, said in done.stderr) == (code, True)
+
+
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(base: Path, tmp_path: Path) -> None:
     arguments = [

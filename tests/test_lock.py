@@ -10,9 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from own_recipe import STACK, Done, RunCli
 
 from builder.lock import _differences
+from own_recipe import STACK, Done, RunCli
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -9,7 +9,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from own_recipe import Own, seeded
 
 from builder import oci
 from builder.chain import resolve
@@ -17,6 +16,7 @@ from builder.pipeline import Image, Options, build
 from builder.progress import Progress
 from builder.recipe import find_recipe
 from builder.store import CorruptBlob, Store
+from own_recipe import Own, seeded
 
 
 @pytest.fixture

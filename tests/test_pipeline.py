@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from own_recipe import Own, seed, seeded
 
 from builder import oci
 from builder.assemble import deliver, make_archive, make_sif
@@ -25,6 +24,7 @@ from builder.recipe import find_recipe
 from builder.sif import read_sif
 from builder.squashfs import SquashfsReader
 from builder.store import Store
+from own_recipe import Own, seed, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -224,6 +224,22 @@ def test_two_builds_at_once_store_one_copy(flat: Own, tmp_path: Path) -> None:
     assert [process.returncode for process in running] == [0, 0], said
     assert (tmp_path / "one.sif").read_bytes() == (tmp_path / "two.sif").read_bytes()
     assert len(list((store.root / "blobs/sha256").iterdir())) == 5  # three layers, config, manifest
+
+
+def test_pruning_meanwhile_takes_nothing_from_a_build(flat: Own, tmp_path: Path) -> None:
+    store = seeded(flat, tmp_path / "store", "ground")
+    for path in (store.root / "blobs/sha256").iterdir():
+        os.utime(path, (1, 1))
+
+    class Prunes(io.StringIO):
+        def write(self, text: str) -> int:
+            if "layer own" in text:
+                store.prune()
+            return super().write(text)
+
+    image = build(chain_of(flat), store, Options(), Progress(Prunes()))
+    for layer in image.layers:
+        store.check_blob(layer.digest, again=True)
 
 
 def test_ctrl_c_in_a_build_ends_with_130_and_leaves_the_store_usable(flat: Own, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_recipe import Own
 
 from builder.errors import DefinitionError, EkibenError, UsageError
 from builder.recipe import HOUSE, find_recipe, recipe_folders
+from own_recipe import Own
 
 
 def refusal(own: Own) -> str:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_recipe import Own
 
 from builder.errors import DefinitionError
 from builder.recipe import HOUSE
 from builder.stack import Stack, find_stack
+from own_recipe import Own
 
 
 def find(own: Own, name: str = "tiny") -> Stack:

@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
@@ -96,6 +96,24 @@ def choose(engine: str) -> tuple[str, Executor, str]:
         reasons.append(f"{name}: {reason}")
     raise EngineError("no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
                       hint="`sh builder/bootstrap.sh --engine` installs one, or prints what to ask the administrator for")  # fmt: skip
+
+
+@contextlib.contextmanager
+def shared_packages(job: Job) -> Iterator[None]:
+    """apt locks its cache while it installs, and a second build would fail: each job has links to what was fetched before."""
+    shared, own = job.cache / "apt", job.mount / "apt"
+    (own / "partial").mkdir(parents=True, exist_ok=True)
+    _link_packages(shared, own)
+    try:
+        yield
+    finally:
+        _link_packages(own, shared)
+
+
+def _link_packages(source: Path, target: Path) -> None:
+    for package in source.glob("*.deb"):
+        with contextlib.suppress(OSError):  # it is there, or on another file system
+            os.link(package, target / package.name)
 
 
 def is_gone(process: str) -> bool:

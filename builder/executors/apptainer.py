@@ -15,7 +15,7 @@ from pathlib import Path
 
 from builder.capture import BUILD_MOUNT
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed, is_gone
+from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import Argv, piped, quoted, run, stream, which
 
 _OVERLAY_MARKS = (".wh..opq", ".wh..wh..opq")  # fuse-overlayfs's way to say opaque
@@ -95,7 +95,8 @@ def _execute(job: Job, overlay: Path) -> None:
     work = job.scratch / "work"
     work.mkdir(exist_ok=True)
     argv = _with_kernel_mounts(job, overlay) if os.geteuid() == 0 else _with_overlays(job, overlay)
-    code = stream(argv, job.log, env=_environment())
+    with shared_packages(job):
+        code = stream(argv, job.log, env=_environment())
     if code:
         raise JobFailed(code)
 

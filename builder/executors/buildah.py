@@ -17,7 +17,7 @@ from builder import oci
 from builder.capture import BUILD_MOUNT
 from builder.chain import DEFAULT_PATH, platform
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed, is_gone
+from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import ProcessError, piped, run, stream, which
 
 _TAR = ("tar", "--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
@@ -99,12 +99,13 @@ def _remove_left_behind() -> None:
 
 
 def _run(job: Job, container: str) -> None:
-    code = stream(
-        ["buildah", "run", "--isolation", "chroot", "--user", "0:0",
-         "--volume", f"{job.mount}:/{BUILD_MOUNT}", "--volume", f"{job.cache}:/{BUILD_MOUNT}/cache",
-         container, "--", "/bin/sh", f"/{BUILD_MOUNT}/run.sh"],
-        job.log, env=_environment(),
-    )  # fmt: skip
+    with shared_packages(job):
+        code = stream(
+            ["buildah", "run", "--isolation", "chroot", "--user", "0:0",
+             "--volume", f"{job.mount}:/{BUILD_MOUNT}", "--volume", f"{job.cache}:/{BUILD_MOUNT}/cache",
+             container, "--", "/bin/sh", f"/{BUILD_MOUNT}/run.sh"],
+            job.log, env=_environment(),
+        )  # fmt: skip
     if code:
         raise JobFailed(code)
 

@@ -15,7 +15,7 @@ from builder import oci
 from builder.capture import BUILD_MOUNT, is_noise
 from builder.chain import DEFAULT_PATH, platform
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed, is_gone
+from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.layer import sort_key
 from builder.squashfs import SquashfsReader, merged_entries
 from builder.store import Store, StoredLayer
@@ -146,7 +146,8 @@ def _load(archive: Iterable[bytes]) -> str:
 def execute(job: Job) -> Iterator[Changes]:
     with _container(job) as container:
         started = _now(job)
-        _run(job, container)
+        with shared_packages(job):
+            _run(job, container)
         changed, deleted = _changes(job, container, started)
         (job.mount / "paths").write_bytes(os.fsencode("".join(f"./{path}\0" for path in changed)))
         command = ["tar", "-C", "/", "--create", "--file=-", "--format=pax", "--no-recursion", "--numeric-owner",
@@ -185,7 +186,7 @@ def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[
 
 
 def try_run(job: Job) -> None:
-    with _container(job) as container:
+    with _container(job) as container, shared_packages(job):
         _run(job, container)
 
 

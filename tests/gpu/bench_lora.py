@@ -1,7 +1,8 @@
 """Speed of LoRA training on one GPU: our loop against transformers' Trainer with PEFT, the same model and rows.
 
-    python3 tests/gpu/bench_lora.py                      every variant, each in a process of its own
-    python3 tests/gpu/bench_lora.py compiled --profile   one of them, with its kernels
+    python3 tests/gpu/bench_lora.py                              every variant, each in a process of its own
+    python3 tests/gpu/bench_lora.py trainer compiled --steps 10  some of them
+    python3 tests/gpu/bench_lora.py --here compiled --profile    one, in this process, with its kernels
 
 The model has OpenCALM-3B's shape and random weights made on the GPU. "even" is 8 rows of 1024 tokens a step, all of
 them learnt; "mixed" is 32 rows a step as instruction data has them (median about 150 tokens, up to 1024), responses
@@ -31,18 +32,28 @@ LORA: dict[str, Any] = {"r": 4, "alpha": 16, "dropout": 0.05, "target_modules": 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("variant", nargs="?", choices=VARIANTS)
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
+    parser.add_argument("--here", choices=VARIANTS, help="measure one variant in this process")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--profile", action="store_true", help="print where the time on the GPU goes")
     args = parser.parse_args()
-    if args.variant:
-        print("RESULT " + json.dumps(measure(args.variant, args.steps, args.layers, args.profile)), flush=True)
+    if args.here:
+        print("RESULT " + json.dumps(measure(args.here, args.steps, args.layers, args.profile)), flush=True)
         return 0
     failed = 0
     print(f"{'variant':<16}{'tokens/s':>10}{'MFU':>8}{'peak GiB':>10}{'first loss':>12}{'start s':>9}", flush=True)
-    for variant in VARIANTS:
-        command = [sys.executable, __file__, variant, "--steps", str(args.steps), "--layers", str(args.layers)]
+    for variant in args.variants or VARIANTS:
+        command = [
+            sys.executable,
+            __file__,
+            "--here",
+            variant,
+            "--steps",
+            str(args.steps),
+            "--layers",
+            str(args.layers),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:

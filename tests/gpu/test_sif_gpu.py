@@ -41,7 +41,9 @@ def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] =
         if place.is_dir() and not place.is_symlink():
             for folder, folders, files in os.walk(place):
                 folders[:] = [item for item in folders if item != "__pycache__"]
-                paths |= {os.path.relpath(os.path.join(folder, item), top) for item in (*folders, *files)}
+                # The linker's cache names this machine's driver, which --nv puts elsewhere.
+                paths |= {os.path.relpath(os.path.join(folder, item), top)
+                          for item in (*folders, *files) if item != "ld.so.cache"}  # fmt: skip
     for path in sorted(paths | set(empty), key=sort_key):
         yield from _member(top / path, path)
 
@@ -58,12 +60,15 @@ def _member(place: Path, path: str) -> Iterator[Member]:
         yield Entry(path, "dir", 0o755, mtime=EPOCH), None
         return
     if stat.S_ISLNK(info.st_mode):
-        yield Entry(path, "symlink", 0o777, mtime=EPOCH, target=os.readlink(place)), None
+        yield Entry(path, "symlink", 0o777, mtime=EPOCH, target=str(place.readlink())), None
     elif stat.S_ISDIR(info.st_mode):
         yield Entry(path, "dir", 0o755, mtime=EPOCH), None
     elif stat.S_ISREG(info.st_mode) and os.access(place, os.R_OK):
         with place.open("rb") as stream:
-            yield Entry(path, "file", info.st_mode & 0o777, mtime=EPOCH, size=info.st_size), read_chunks(stream.read, info.st_size)
+            yield (
+                Entry(path, "file", info.st_mode & 0o777, mtime=EPOCH, size=info.st_size),
+                read_chunks(stream.read, info.st_size),
+            )
 
 
 def _small(files: dict[str, tuple[int, bytes]]) -> Iterator[Member]:
@@ -78,15 +83,24 @@ def _small(files: dict[str, tuple[int, bytes]]) -> Iterator[Member]:
 
 def _recipe_layer() -> dict[str, tuple[int, bytes]]:
     """The top layer as the builder makes it, but for the interpreter's place."""
-    files = {f"{INSIDE[1:]}/entrypoints/{path.name}": (0o644, path.read_bytes()) for path in (HOUSE / "entrypoints").glob("*.py")}
+    files = {
+        f"{INSIDE[1:]}/entrypoints/{path.name}": (0o644, path.read_bytes())
+        for path in (HOUSE / "entrypoints").glob("*.py")
+    }
     for path in RECIPE.rglob("*"):
         if path.is_file():
             files[f"{INSIDE[1:]}/{path.relative_to(RECIPE)}"] = (0o644, path.read_bytes())
     for task in ("train", "chat", "merge"):
         command = f'exec {sys.executable} {INSIDE}/entrypoints/{task}.py --config {INSIDE}/configs/{task}.yaml "$@"\n'
         files[f"usr/local/bin/{task}"] = (0o755, f"#!/bin/sh\n{command}".encode())
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHONNOUSERSITE": "1", "EKIBEN_RECIPE": INSIDE}
-    return files | runtime_files(environment, 'exec "$@"\n', "train --smoke\n", {"recipe": "lora-opencalm"}, "Bootstrap: scratch\n")
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "PYTHONNOUSERSITE": "1",
+        "EKIBEN_RECIPE": INSIDE,
+    }
+    return files | runtime_files(
+        environment, 'exec "$@"\n', "train --smoke\n", {"recipe": "lora-opencalm"}, "Bootstrap: scratch\n"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -107,7 +121,9 @@ def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pour(members, digest, SquashfsWriter(out, epoch=EPOCH))
         sha = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
         partitions.append(Partition(path, 0, path.stat().st_size, f"sha256:{sha}"))
-        print(f"layer {number}: {path.stat().st_size / 1e6:.0f} MB of {digest.size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s")
+        print(
+            f"layer {number}: {path.stat().st_size / 1e6:.0f} MB of {digest.size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s"
+        )
     out_file, began = folder / "gpu.sif", time.monotonic()
     write_sif(out_file, partitions, id=sif_id([p.digest for p in partitions], "gpu"), deffile="Bootstrap: scratch\n",
               arch="amd64", epoch=EPOCH)  # fmt: skip
@@ -165,5 +181,7 @@ def test_speed_inside_equals_outside(sif: Path, tmp_path: Path) -> None:
     inside = run_in(sif, sys.executable, "-c", program)
     outside = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     inside_rate, outside_rate = (json.loads(done.stdout.splitlines()[-1]) for done in (inside, outside))
-    print(f"bf16 matrix product: {inside_rate:.0f} TFLOP/s inside, {outside_rate:.0f} outside, ratio {inside_rate / outside_rate:.3f}")
+    print(
+        f"bf16 matrix product: {inside_rate:.0f} TFLOP/s inside, {outside_rate:.0f} outside, ratio {inside_rate / outside_rate:.3f}"
+    )
     assert inside_rate > 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, give, need, share_layers
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 USER = "builder"  # an ordinary user with subordinate ids; tests/services.sh makes it
 ME = getpass.getuser()
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from rooms import ME, Cli, Engine, NewStore, RecipeFolder, Room, home_of
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from rooms import Cli, Engine, NewStore, RecipeFolder, Room
 
 from builder.layer import tar_stream
 from builder.squashfs import SquashfsReader
+from rooms import Cli, Engine, NewStore, RecipeFolder, Room
 
 pytestmark = pytest.mark.slow
 

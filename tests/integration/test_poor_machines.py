@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from rooms import ME, ROOT, USER, Cli, Engine, NewStore, RecipeFolder, Room, give
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,10 @@ def small_disk(room: Room) -> Iterator[Path]:
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
     folder.rmdir()
+
+
+def cache_of(store: Path, engine: Engine) -> Path:
+    return store.parent / ("cache-root" if engine.user == ME else "cache")
 
 
 def copy_store(store: Path, to: Path) -> Path:
@@ -154,12 +159,15 @@ def test_two_builds_at_once(cli: Cli, room: Room, own_recipe: RecipeFolder, new_
 def test_two_recipes_with_packages_at_once(engine: Engine, room: Room, new_store: NewStore) -> None:
     """They share the cache of downloaded packages."""
     cli, store = Cli(room, engine.user), new_store(engine.user, "base")
+    meet = "touch /run/ekiben/cache/{0}; until [ -e /run/ekiben/cache/{1} ]; do sleep 0.05; done"
     both = []
-    for name in ("one", "two"):
+    for name, other in (("one", "two"), ("two", "one")):
         folder = room.folder("recipe") / name
         (folder / "images").mkdir(parents=True)
+        (cache_of(store, engine) / name).unlink(missing_ok=True)
         recipe = RecipeFolder(folder)
-        recipe.layer(f"packages-{name}", "base", "apt-get update; apt-get install -y --no-install-recommends ed less")
+        recipe.layer(f"packages-{name}", "base",
+                     f"apt-get update; {meet.format(name, other)}; apt-get install -y --no-install-recommends ed less")  # fmt: skip
         recipe.top(f"packages-{name}", "ed --version")
         out = room.folder("out", engine.user)
         both.append(cli.start("--store", store, "image", folder, "--engine", engine.name, "--format", "sif", cwd=out))

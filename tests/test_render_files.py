@@ -6,12 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from own_recipe import Own
 
 from builder.chain import Chain, resolve
 from builder.errors import StoreError
 from builder.recipe import find_recipe, recipe_folders
 from builder.render import render
+from own_recipe import Own
 
 
 @pytest.fixture
