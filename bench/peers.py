@@ -149,7 +149,8 @@ class Apptainer(Rendered):
     def build(self, name: str, options: Sequence[str]) -> Command:
         argv = ["apptainer", "build", "--force", "--notest", "--fakeroot", *options, "--bind", f"{self.downloads}:/mnt",
                 "--bind", f"{self.folder}:/media", str(self.out / name), str(self.deffile)]  # fmt: skip
-        return as_user(Command(argv=argv, cwd=self.folder, env=temporary(self.folder)))
+        cache = {"APPTAINER_CACHEDIR": str(self.folder / "cache")}
+        return as_user(Command(argv=argv, cwd=self.folder, env=temporary(self.folder) | cache))
 
     def on_parent(self, parent: Path, out: Path, options: Sequence[str]) -> Command:
         """A child definition on the finished SIF: only the entrypoint is copied in; the rest is unpacked and packed."""
@@ -167,7 +168,7 @@ def temporary(folder: Path) -> dict[str, str]:
     place = folder.parent / "apptainer-tmp"
     place.mkdir(exist_ok=True)
     place.chmod(0o1777)
-    return {"APPTAINER_TMPDIR": str(place)}
+    return {"APPTAINER_TMPDIR": str(place), "APPTAINER_CACHEDIR": str(folder.parent / "apptainer-cache")}
 
 
 def as_user(command: Command) -> Command:

@@ -97,6 +97,7 @@ def _recipe_layer() -> dict[str, tuple[int, bytes]]:
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "PYTHONNOUSERSITE": "1",
         "EKIBEN_RECIPE": INSIDE,
+        "TRITON_LIBCUDA_PATH": "/.singularity.d/libs",  # Triton asks ldconfig, and this image has no cache for it
     }
     return files | runtime_files(
         environment, 'exec "$@"\n', "train --smoke\n", {"recipe": "lora-opencalm"}, "Bootstrap: scratch\n"

@@ -32,6 +32,20 @@ def room() -> Iterator[Room]:
             shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def tidy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test's folders hold images: they go when it ends."""
+    if "room" not in request.fixturenames:
+        yield
+        return
+    room: Room = request.getfixturevalue("room")
+    before = list(room.made)
+    yield
+    for folder in [folder for folder in room.made if folder not in before]:
+        shutil.rmtree(folder, ignore_errors=True)
+        room.made.remove(folder)
+
+
 @pytest.fixture(scope="session")
 def cli(room: Room) -> Cli:
     return Cli(room)
@@ -77,9 +91,7 @@ def engine(request: pytest.FixtureRequest, room: Room) -> Engine:
 
 
 @pytest.fixture
-def own_recipe(room: Room) -> Iterator[RecipeFolder]:
-    folder = room.folder("recipe")
-    path = folder / "own"
+def own_recipe(room: Room) -> RecipeFolder:
+    path = room.folder("recipe") / "own"
     (path / "images").mkdir(parents=True)
-    yield RecipeFolder(path)
-    shutil.rmtree(folder)
+    return RecipeFolder(path)

@@ -40,6 +40,7 @@ class Room:
 
     path: Path
     checkout: Path
+    made: list[Path] = field(default_factory=list)
 
     def store(self, user: str, name: str) -> Path:
         return self.path / "stores" / user / name
@@ -49,6 +50,7 @@ class Room:
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.path))
         made.chmod(0o755)
         give(made, user)
+        self.made.append(made)
         return made
 
 
