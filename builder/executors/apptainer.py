@@ -104,7 +104,7 @@ def _execute(job: Job, overlay: Path) -> None:
 def _with_overlays(job: Job, overlay: Path) -> Argv:
     bottom, *others = [job.store.blob_path(layer.digest) for layer in job.lower]
     argv = [*_base_argv(), "--overlay", overlay]
-    for path in reversed(others):
+    for path in others:  # each one named lies on those before
         argv += ["--overlay", f"{path}:ro"]
     # With a second overlay Apptainer 1.4 mounts its own passwd and group, and no package can then add a user.
     enter = f"umount /etc/passwd /etc/group 2>/dev/null; exec /bin/sh /{BUILD_MOUNT}/run.sh"

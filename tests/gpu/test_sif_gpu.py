@@ -97,7 +97,6 @@ def _recipe_layer() -> dict[str, tuple[int, bytes]]:
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "PYTHONNOUSERSITE": "1",
         "EKIBEN_RECIPE": INSIDE,
-        "TRITON_LIBCUDA_PATH": "/.singularity.d/libs",  # Triton asks ldconfig, and this image has no cache for it
     }
     return files | runtime_files(
         environment, 'exec "$@"\n', "train --smoke\n", {"recipe": "lora-opencalm"}, "Bootstrap: scratch\n"
@@ -153,12 +152,16 @@ def test_smoke_training_on_the_gpu(sif: Path, tmp_path: Path) -> None:
     done = run_in(sif, "train", "--smoke", "--output", str(tmp_path / "smoke"), folder=tmp_path)
     print(done.stdout[-3000:], done.stderr[-3000:])
     assert done.returncode == 0
-    assert "cuda" in (done.stdout + done.stderr).lower()
+    assert "smoke       all passed" in done.stdout and "NVIDIA" in done.stdout.rpartition("all passed")[2]
 
 
+@pytest.mark.skipif(
+    "EKIBEN_SIF" not in os.environ, reason="needs a recipe's image with its compiler: EKIBEN_SIF=lora-opencalm.sif"
+)
 def test_triton_compiles_inside(sif: Path, tmp_path: Path) -> None:
     program = (
-        "import torch\n"
+        "import os, torch\n"
+        "os.environ['TRITON_CACHE_DIR'] = os.environ['TORCHINDUCTOR_CACHE_DIR'] = os.getcwd()\n"
         "f = torch.compile(lambda x: torch.nn.functional.gelu(x) * 2 + 1)\n"
         "x = torch.randn(4096, device='cuda')\n"
         "assert torch.allclose(f(x), torch.nn.functional.gelu(x) * 2 + 1, atol=1e-5)\n"

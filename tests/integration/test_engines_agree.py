@@ -70,6 +70,16 @@ rm -r /etc/skel; mkdir /etc/skel; printf 'x' >/etc/skel/.profile
 printf 'x' >/var/log/noise; printf 'x' >/tmp/noise; printf 'x' >/run/noise; printf 'x' >/root/.bash_history
 """
 
+# What the engine shows of all layers below goes into a file, and so into the comparison.
+ABOVE = r"""
+cd /opt/n
+find . -type d -printf '%p %m %U %G\n' -o -printf '%p %m %U %G %y %s %l\n' | LC_ALL=C sort >/opt/seen
+test "$(cat anew/two)" = new
+rm -r moved; mkdir -p moved/sub
+rm anew/four
+printf x >>keep
+"""
+
 # engine → layer → its diff_id and what the tar holds; filled by the tests as they run
 seen: dict[str, dict[str, tuple[str, Listing]]] = {}
 
@@ -78,9 +88,7 @@ seen: dict[str, dict[str, tuple[str, Listing]]] = {}
 def nasty(own_recipe: RecipeFolder) -> Path:
     own_recipe.layer("lower", "base", LOWER)
     own_recipe.layer("changed", "lower", CHANGES)
-    own_recipe.layer(
-        "above", "changed", "rm -r /opt/n/moved; mkdir -p /opt/n/moved/sub; rm /opt/n/anew/four; printf x >>/opt/n/keep"
-    )
+    own_recipe.layer("above", "changed", ABOVE)
     own_recipe.top("above")
     return own_recipe.path
 

@@ -105,7 +105,7 @@ def test_a_damaged_blob_is_found_and_made_again(
     use: str, cli: Cli, room: Room, own_recipe: RecipeFolder, new_store: NewStore
 ) -> None:
     store, out = new_store(ME, "base"), room.folder("out")
-    own_recipe.layer("below", "base", f"echo {use!r} >/file; head -c 200K /bin/bash >/part")
+    own_recipe.layer("below", "base", f"echo {time.time_ns()} >/file; head -c 200K /bin/bash >/part")
     own_recipe.top("below")
     words = ["--engine", "apptainer", "--no-verify", "--format", "sif" if "layer" in use else use.split()[-1]]
     words += ["--flat"] if use == "flat sif" else []
