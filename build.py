@@ -403,19 +403,28 @@ def run(recipe: str, words: tuple[str, ...], cpu: bool, sif: Path | None, dry_ru
 
 @main.command()
 @click.argument("images", nargs=-1, metavar="[IMAGE…]")
+@click.option("--engines", is_flag=True, help="Also remove the layers that docker and buildah keep for the next build.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, remove nothing.")
 @click.pass_obj
-def prune(store_path: Path | None, /, images: tuple[str, ...], dry_run: bool) -> None:
+def prune(store_path: Path | None, /, images: tuple[str, ...], engines: bool, dry_run: bool) -> None:
     """Make room: forget the named images, then remove every blob no image needs.
 
     \b
     Examples:
       build.py prune --dry-run
-      build.py prune hello
+      build.py prune hello --engines
     """
+    if engines and dry_run:
+        raise UsageError("--engines removes at once; leave out --dry-run, or --engines")
     gone = open_store(store_path).prune(forget=images, dry_run=dry_run)
     total = sum(count for _, count in gone)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(gone)} blobs, {size(total)}")
+    if engines:
+        from builder.executors import EXECUTORS, load
+
+        for name in EXECUTORS:
+            if (executor := load(name)).unavailable() is None and (count := executor.forget_images()):
+                click.echo(f"removed {count} layer images of {name}")
 
 
 @main.command()

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from builder import oci
-from builder.bases import base_members
 from builder.capture import Lower, canonical, file_members
 from builder.chain import Chain, File, Layer, platform
 from builder.errors import DriftError, LayerError
@@ -203,6 +202,8 @@ class _Build:
         """What the layer holds, by its kind."""
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
+                from builder.bases import base_members  # late: most invocations make no base
+
                 log = stack.enter_context(self.log(layer))
                 suite = self.chain.stack.file.suite
                 yield base_members(layer, staging, notes, suite=suite, mirror=self.options.mirror, log=log.line)

@@ -16,15 +16,17 @@ from array import array
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import BinaryIO, Literal
+from typing import TYPE_CHECKING, BinaryIO, Literal
 
 import zstandard
 
 from builder.errors import StoreError
 from builder.layer import Entry, Kind, Member, Sink, pour, sort_key
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Compression = Literal["zstd", "gzip"]
 Order = tuple[bytes, ...]
@@ -111,6 +113,8 @@ class _BlockWriter:
     """Compresses blocks on threads and writes them in the order they came; memory is bounded by jobs in flight."""
 
     def __init__(self, out: BinaryIO, compress: Callable[[Block], bytes], block_size: int, threads: int) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
         self._out = out
         self._compress = compress
         self._block_size = block_size
@@ -968,6 +972,8 @@ def _run(steps: list[_Step]) -> list[tuple[_Step, bytes]]:
 
 def _ahead(steps: Iterator[_Step], threads: int) -> Iterator[tuple[_Step, bytes]]:
     """Steps with what they loaded, some megabytes ahead of the caller."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(threads, thread_name_prefix="squashfs") as pool:
         jobs: deque[Future[list[tuple[_Step, bytes]]]] = deque()
         for batch in _batches(steps):

@@ -29,6 +29,11 @@ def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["EKIBEN_STORE"] = before
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The folder of GPU tests imports what only a GPU machine has; see below."""
+    return True if collection_path == ROOT / "tests" / "gpu" and not config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs a GPU runs when asked for: -m gpu."""
     if not config.option.markexpr:

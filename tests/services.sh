@@ -25,7 +25,7 @@ has() { command -v "$1" >/dev/null 2>&1; }
 packages() {
     case $1 in
         # Rootless work in general; every group gets these.
-        base) echo ca-certificates uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap curl shellcheck ;;
+        base) echo ca-certificates uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap debootstrap curl shellcheck ;;
         docker) echo docker.io iptables ;;
         apptainer) ;;                            # see install_apptainer
         buildah) echo buildah crun runc ;;

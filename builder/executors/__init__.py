@@ -64,6 +64,9 @@ class Executor(Protocol):
     def try_run(self, job: Job) -> None:
         """Run the job and forget its changes. Errors: JobFailed, EngineError."""
 
+    def forget_images(self) -> int:
+        """Remove the layers kept as images for the next build; how many images those were."""
+
 
 # In order of preference: no daemon and no root first. Loaded when asked for: docker's SDK alone takes 0.15 s.
 EXECUTORS = {name: f"builder.executors.{name}" for name in ("apptainer", "buildah", "docker")}

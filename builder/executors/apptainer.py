@@ -78,6 +78,10 @@ def execute(job: Job) -> Iterator[Changes]:
         _remove(job, overlay)
 
 
+def forget_images() -> int:
+    return 0  # it reads the store's own blobs
+
+
 def try_run(job: Job) -> None:
     overlay = job.scratch / "overlay"
     overlay.mkdir()

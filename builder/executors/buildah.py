@@ -20,6 +20,7 @@ from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import ProcessError, piped, run, stream, which
 
+LAYER_IMAGES = "localhost/ekiben/layer"
 _TAR = ("tar", "--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
         "--xattrs", "--xattrs-include=*.overlay.opaque")  # fmt: skip
 
@@ -56,6 +57,16 @@ def execute(job: Job) -> Iterator[Changes]:
             raise EngineError(f"buildah's storage is not laid out as expected: no {upper}")
         with piped(_rootful([*_TAR, "-C", str(upper), "."]), env=_environment()) as archive:
             yield Changes(archive, opaque=_marks(upper))
+
+
+def forget_images() -> int:
+    listed = _buildah(
+        "images", "--noheading", "--format", "{{.Name}}:{{.Tag}}", "--filter", f"reference={LAYER_IMAGES}"
+    )
+    names = [name for name in listed.stdout.split() if name.startswith(LAYER_IMAGES)]
+    for name in names:
+        _buildah("rmi", name)
+    return len(names)
 
 
 def try_run(job: Job) -> None:
@@ -114,7 +125,7 @@ def _image(job: Job) -> str:
     """The layers below as an image in buildah's storage. Layers it has already are not sent again."""
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     tag = oci.digest_of(config)[7:19]
-    name = f"localhost/ekiben/layer:{tag}"
+    name = f"{LAYER_IMAGES}:{tag}"
     if _buildah("inspect", "--type", "image", name, check=False).returncode == 0:
         return name
     below = {layer.diff_id for layer in job.lower[:-1]}

@@ -23,6 +23,7 @@ from builder.store import Store, StoredLayer
 if TYPE_CHECKING:
     from docker import DockerClient
 
+LAYER_IMAGES = "ekiben/layer"
 _MAKER = "org.ekiben.process"
 
 
@@ -185,6 +186,13 @@ def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[
     return sorted(changed, key=sort_key), deleted
 
 
+def forget_images() -> int:
+    names = [tag for image in client().images.list(LAYER_IMAGES) for tag in image.tags if tag.startswith(LAYER_IMAGES)]
+    for name in names:
+        client().images.remove(name)
+    return len(names)
+
+
 def try_run(job: Job) -> None:
     with _container(job) as container, shared_packages(job):
         _run(job, container)
@@ -193,7 +201,7 @@ def try_run(job: Job) -> None:
 @contextlib.contextmanager
 def _container(job: Job) -> Iterator[Any]:
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
-    image = load_image(job.store, config, job.lower, f"ekiben/layer:{oci.digest_of(config)[7:19]}")
+    image = load_image(job.store, config, job.lower, f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}")
     _remove_left_behind()
     container = client().containers.create(
         image, ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],

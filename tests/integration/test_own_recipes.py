@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, USER, Cli, NewStore, Room, copy_checkout
+from rooms import ME, USER, Cli, NewStore, RecipeFolder, Room, copy_checkout
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +86,18 @@ def test_outside_the_repository(room: Room, new_store: NewStore) -> None:
     ran = cli.run("run", recipe, "greet", cwd=home)
     assert ran.stdout == "greetings from yes A-LINE\n"
     assert "no recipe.yaml there" in cli.run("image", home / "nothing", cwd=home, code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["docker", "buildah"])
+def test_prune_takes_the_layers_an_engine_keeps(
+    name: str, own_recipe: RecipeFolder, cli: Cli, new_store: NewStore
+) -> None:
+    own_recipe.layer("kept", "base", "echo kept >/opt/kept")
+    own_recipe.top("kept")
+    store = new_store(ME, "base")
+    cli.image(store, own_recipe.path, "--engine", name, "--format", "sif", "--no-verify", cwd=own_recipe.path)
+    said = cli.run("--store", store, "prune", "--engines").stdout
+    assert f"layer images of {name}" in said
+    listed = subprocess.check_output([name, "images"], text=True)
+    assert "ekiben/layer" not in listed
+    assert cli.image(store, own_recipe.path, "--format", "sif", "--no-verify", cwd=own_recipe.path)["built"] == []
