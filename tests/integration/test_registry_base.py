@@ -1,0 +1,107 @@
+"""`Bootstrap: docker`: a base from a real registry, by digest."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from builder.chain import platform
+from builder.layer import Entry
+from builder.squashfs import SquashfsReader
+from rooms import Cli, RecipeFolder, Room, need
+
+REGISTRY = "127.0.0.1:5000"
+
+
+def tar_of(**files: str | None) -> bytes:
+    """A layer: a name with a value is a file, with None a folder; ``_`` in a name stands for a slash."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name.replace("_", "/").replace("WH", ".wh."))
+            if text is None:
+                info.type, info.mode = tarfile.DIRTYPE, 0o755
+            else:
+                info.size = len(text)
+            tar.addfile(info, io.BytesIO((text or "").encode()))
+    return buffer.getvalue()
+
+
+def blob(folder: Path, data: bytes) -> dict[str, object]:
+    digest = hashlib.sha256(data).hexdigest()
+    place = folder / "blobs" / "sha256"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / digest).write_bytes(data)
+    return {"digest": f"sha256:{digest}", "size": len(data)}
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An image of three layers in the registry; its digest."""
+    need("skopeo", "curl")
+    subprocess.run(["curl", "-sf", f"http://{REGISTRY}/v2/"], check=True)
+    folder = tmp_path_factory.mktemp("image")
+    layers = [tar_of(etc=None, etc_keep="1", etc_gone="1", opt=None, opt_old="1"), tar_of(etc_WHgone="", etc_keep="22"),
+              tar_of(opt=None, **{"opt_WH.wh..opq": ""}, opt_new="3")]  # fmt: skip
+    media = "application/vnd.oci.image"
+    system, architecture = platform().split("/")
+    config = {"os": system, "architecture": architecture, "config": {"Env": ["FROM_BASE=yes"]},
+              "rootfs": {"type": "layers", "diff_ids": ["sha256:" + "0" * 64] * 3}}  # fmt: skip
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": f"{media}.manifest.v1+json",
+        "config": {"mediaType": f"{media}.config.v1+json", **blob(folder, json.dumps(config).encode())},
+        "layers": [{"mediaType": f"{media}.layer.v1.tar+gzip", **blob(folder, layer)} for layer in layers],
+    }
+    described = blob(folder, json.dumps(manifest).encode())
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [
+        {"mediaType": f"{media}.manifest.v1+json", **described, "annotations": {"org.opencontainers.image.ref.name": "v1"}}]}))  # fmt: skip
+    (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
+    subprocess.run(["skopeo", "copy", "--quiet", "--preserve-digests", "--dest-tls-verify=false", f"oci:{folder}:v1",
+                    f"docker://{REGISTRY}/ekiben-test/tiny:v1"], check=True)  # fmt: skip
+    return str(described["digest"])
+
+
+def ground(recipe: RecipeFolder, source: str) -> None:
+    (recipe.path / "images" / "ground.def").write_text(
+        f"Bootstrap: docker\nFrom: {source}\n\n%files\n    a.txt /opt/mine\n"
+    )
+    (recipe.path / "a.txt").write_text("mine\n")
+    recipe.top("ground")
+
+
+def test_an_image_of_a_registry_is_a_base(pushed: str, own_recipe: RecipeFolder, room: Room, cli: Cli) -> None:
+    ground(own_recipe, f"{REGISTRY}/ekiben-test/tiny@{pushed}")
+    store = room.folder("store")
+    made = cli.image(store, own_recipe.path, "--format", "sif", "--no-verify", cwd=own_recipe.path)
+    assert [layer["name"] for layer in made["layers"]] == ["ground-root", "ground", "own"]
+    with (store / "blobs/sha256" / made["layers"][0]["digest"][7:]).open("rb") as stream:
+        reader = SquashfsReader(stream)
+        found = {entry.path: entry for entry in reader.entries()}
+        assert reader.read_file("etc/keep") == b"22"
+        assert reader.read_file("opt/new") == b"3"
+    assert "etc/gone" not in found and "opt/old" not in found
+    assert isinstance(found["etc/resolv.conf"], Entry)  # for runtimes to mount over
+    logs = "".join(path.read_text() for path in (store / "logs").glob("*ground-root*"))
+    assert "FROM_BASE=yes" in logs and "%environment" in logs
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (f"{REGISTRY}/ekiben-test/tiny@sha256:{'0' * 64}", "404"),
+        (f"{REGISTRY}/ekiben-test/none@sha256:{'0' * 64}", "404"),
+        ("127.0.0.1:9/ekiben-test/tiny@sha256:" + "0" * 64, "does not answer"),
+    ],
+)
+def test_a_registry_without_it(source: str, said: str, own_recipe: RecipeFolder, room: Room, cli: Cli) -> None:
+    ground(own_recipe, source)
+    done = cli.run("--store", room.folder("store"), "image", own_recipe.path, cwd=own_recipe.path, code=7)
+    assert said in done.stderr and source.partition("@")[0] in done.stderr
+    assert "Traceback" not in done.stderr
