@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 import pytest
 
 from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, give, need, share_layers
+
+
+# A shell's background job starts with Ctrl-C ignored, and hands that on; a user's terminal does not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
