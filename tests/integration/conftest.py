@@ -13,7 +13,6 @@ import pytest
 
 from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, give, need, share_layers
 
-
 # A shell's background job starts with Ctrl-C ignored, and hands that on; a user's terminal does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
