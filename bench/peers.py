@@ -83,7 +83,7 @@ class Docker(Rendered):
 
 
 class Buildah(Rendered):
-    """`bud --layers` with a storage of its own, an OCI layout with uncompressed layers; a SIF from that layout."""
+    """`bud --layers` with a storage of its own; a SIF from the mounted container."""
 
     def __init__(self, folder: Path, recipe: Recipe, base: Path, downloads: Path) -> None:
         super().__init__(folder, recipe)
@@ -109,22 +109,23 @@ class Buildah(Rendered):
         return self._buildah("bud", "--quiet", "--layers", *options, "--volume", f"{self.downloads}:/cache", "--secret",
                              f"id=ca,src={CA}", "--tag", TAG, ".")  # fmt: skip
 
-    def to_layout(self) -> list[Command]:
-        layout = str(self.state / "oci")
-        clean = Command(argv=["rm", "-rf", layout], cwd=self.folder)
-        return [clean, self._buildah("push", "--quiet", "--disable-compression", TAG, f"oci:{layout}:latest")]
+    def container(self) -> Command:
+        return self._buildah("from", "--name", TAG, TAG)
 
-    def remove(self) -> None:
-        subprocess.run(list(self._buildah("rmi", "--all", "--force").argv), capture_output=True, check=False)
-        shutil.rmtree(self.state, ignore_errors=True)
+    def to_sif(self, out: Path) -> Command:
+        """Straight from the mounted container: nothing is exported."""
+        pack = 'exec apptainer build --force "$@" "$(buildah --root "$ROOT" --runroot "$RUN" --storage-driver overlay mount "$NAME")"'
+        state = {"ROOT": str(self.state / "root"), "RUN": str(self.state / "run"), "NAME": TAG}
+        return Command(argv=["sh", "-c", pack, "sh", *ZSTD, str(out)], cwd=self.folder,
+                       env=state | temporary(self.folder))  # fmt: skip
 
 
 class Apptainer(Rendered):
     """One definition file with every %post, which knows no layers and no cache; as an ordinary user with --fakeroot."""
 
-    def __init__(self, folder: Path, recipe: Recipe, base: Path, downloads: Path) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, base: Path) -> None:
         super().__init__(folder, recipe)
-        self.downloads, self.deffile = downloads, folder / f"{recipe.name}.def"
+        self.downloads, self.deffile = folder.parent / "apptainer-downloads", folder / f"{recipe.name}.def"
         (folder / "apt.conf").write_text(_APT.format(cache="/mnt"))
         shutil.copyfile(CA, folder / "ca.pem")
         (folder / "rootfs").mkdir()
@@ -143,7 +144,6 @@ class Apptainer(Rendered):
             cwd=self.folder,
             env=temporary(self.folder),
         )
-        # A user's own copy of the downloads: uv writes locks into its cache.
         return [base, Command(argv=["chown", "-R", f"{USER}:", str(self.folder), str(self.downloads)], cwd=self.folder)]
 
     def build(self, name: str, options: Sequence[str]) -> Command:

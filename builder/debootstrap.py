@@ -59,6 +59,9 @@ def debootstrap_members(
         "-",
     ]
     argv += ["-"] if sources else []
+    if os.geteuid() == 0:
+        # It mounts /proc, /sys and device nodes below its folder: where nobody else who tidies up can meet them.
+        argv = ["unshare", "--mount", "--propagation", "private", *argv]
     environment = {**os.environ, "SOURCE_DATE_EPOCH": str(layer.epoch), "TMPDIR": str(spool.parent)}
     log(f"{suite} from {'the given mirror' if sources else 'mmdebstrap’s default mirror'}")
     source_file = spool.with_suffix(".list")

@@ -63,6 +63,15 @@ class StoredLayer:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove what can be removed; a folder in which something is mounted is left alone, for what is there is not ours."""
+    with contextlib.suppress(OSError):
+        mounts = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
+        if any(mount.startswith(f"{folder.resolve()}/") for mount in mounts):
+            return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def default_root() -> Path:
     if place := os.environ.get("EKIBEN_STORE"):
         return Path(place).expanduser().absolute()
@@ -185,7 +194,7 @@ class Store:
             host, process, *_ = [*left.name.split("__"), ""]
             if host == socket.gethostname() and process.isdigit() and not Path(f"/proc/{process}").exists():
                 if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
+                    remove_tree(left)
                 else:
                     left.unlink(missing_ok=True)
 
@@ -212,7 +221,7 @@ class Store:
             with self.translated_errors():
                 yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
 
     @contextlib.contextmanager
     def building(self, cache_keys: Iterable[str]) -> Iterator[None]:

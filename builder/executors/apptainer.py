@@ -8,7 +8,6 @@ import getpass
 import os
 import re
 import shlex
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from builder.capture import BUILD_MOUNT
 from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import Argv, piped, quoted, run, stream, which
+from builder.store import remove_tree
 
 _OVERLAY_MARKS = (".wh..opq", ".wh..wh..opq")  # fuse-overlayfs's way to say opaque
 
@@ -174,10 +174,10 @@ def _find_marks(job: Job, upper: Path) -> set[str]:
 
 def _remove(job: Job, overlay: Path) -> None:
     """Files of subordinate ids can only be removed from inside."""
-    shutil.rmtree(overlay, ignore_errors=True)
+    remove_tree(overlay)
     if overlay.exists():
-        run(_inside(job, overlay, ["find", f"/{BUILD_MOUNT}", "-mindepth", "1", "-delete"]), check=False)
-        shutil.rmtree(overlay, ignore_errors=True)
+        run(_inside(job, overlay, ["find", f"/{BUILD_MOUNT}", "-xdev", "-mindepth", "1", "-delete"]), check=False)
+        remove_tree(overlay)
 
 
 def _remove_left_behind(job: Job) -> None:

@@ -39,10 +39,10 @@ def room() -> Iterator[Room]:
 @pytest.fixture(autouse=True)
 def tidy(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test's folders hold images: they go when it ends."""
-    if "room" not in request.fixturenames:
+    room = request.getfixturevalue("room") if "room" in request.fixturenames else None
+    if not isinstance(room, Room):
         yield
         return
-    room: Room = request.getfixturevalue("room")
     before = list(room.made)
     yield
     for folder in [folder for folder in room.made if folder not in before]:

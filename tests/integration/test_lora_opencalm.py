@@ -47,7 +47,13 @@ def built(room: Room) -> Iterator[Built]:
 
 
 def make_image(checkout: Path, store: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "EKIBEN_STORE": str(store)}
+    # Not those of the make that runs the tests.
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS")) and name != "options"
+    }
+    environment = {**settings, "EKIBEN_STORE": str(store)}
     command = ["make", "image", "recipe=lora-opencalm"]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
 
