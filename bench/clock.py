@@ -59,7 +59,10 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
     if child.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
         raise Failed(f"exit code {child.returncode}: {command}\n{tail}\nthe whole log: {log}")
-    return seconds, watched.stop(), out.decode(errors="replace")
+    peak = watched.stop()
+    if watched.stopped:
+        raise Failed(f"the clock stood still for {watched.stopped:.0f} s, so this timing is worth nothing: {command}")
+    return seconds, peak, out.decode(errors="replace")
 
 
 def environment() -> dict[str, str]:
@@ -73,11 +76,15 @@ class _Watch:
 
     def __init__(self, pid: int) -> None:
         self._status, self._peak, self._end = Path(f"/proc/{pid}/status"), 0, threading.Event()
+        self.stopped = 0.0  # seconds in which we ourselves stood still (SIGSTOP, a suspended machine)
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
 
     def _look(self) -> None:
+        last = time.monotonic()
         while not self._end.wait(0.02):
+            now = time.monotonic()
+            self.stopped, last = self.stopped + (now - last if now - last > 2 else 0), now
             try:
                 lines = self._status.read_text().splitlines()
             except OSError:
