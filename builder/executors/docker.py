@@ -225,7 +225,9 @@ def _remove_left_behind() -> None:
 
 def _run(job: Job, container: Any) -> None:
     api = client().api
-    execution = api.exec_create(container.id, ["/bin/sh", f"/{BUILD_MOUNT}/run.sh"])["Id"]
+    # One stream: the daemon carries stdout and stderr apart, and then their lines arrive in any order.
+    script = f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"
+    execution = api.exec_create(container.id, ["/bin/sh", "-c", script])["Id"]
     rest = ""
     for chunk in api.exec_start(execution, stream=True):
         *lines, rest = (rest + chunk.decode("utf-8", "replace")).split("\n")
