@@ -178,7 +178,7 @@ class Store:
         """Make the folders, and remove what dead processes left in staging/."""
         with self.translated_errors():
             for folder in ("blobs/sha256", "refs", "keys", "last", "checks", "logs", "staging", "locks"):
-                (self.root / folder).mkdir(parents=True, exist_ok=True)
+                self._make_folder(self.root / folder)
             for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", VERSION + "\n"),
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
                 if not (self.root / name).exists():
@@ -197,6 +197,13 @@ class Store:
                     remove_tree(left)
                 else:
                     left.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # below /proc, say
+            raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
+                             hint="give another place with --store or EKIBEN_STORE") from error  # fmt: skip
 
     @contextlib.contextmanager
     def translated_errors(self) -> Iterator[None]:

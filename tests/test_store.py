@@ -414,3 +414,8 @@ def test_prune_does_not_stumble_over_a_damaged_manifest(store: Store) -> None:
     age(store)
     assert store.prune() == []
     assert {manifest, layer.digest} <= blobs(store)
+
+
+def test_a_store_where_no_folder_can_be() -> None:
+    with pytest.raises(StoreError, match="the store /proc/nope cannot be written"):
+        Store(Path("/proc/nope")).open_for_writing()
