@@ -1,0 +1,123 @@
+"""Site profiles: what ships reads, what a user writes is checked with the file, the key and the nearest known one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from builder.errors import DefinitionError, UsageError
+from builder.recipe import HOUSE
+from builder.site import Site, find_site, own_folder, site_paths, version_of
+
+SHIPPED = sorted(path.stem for path in (HOUSE / "sites").glob("*.yaml"))
+SMALLEST = "name: mine\ndescription: ours\nnode:\n  gpus: [{model: T4, capability: '7.5', memory_gib: 15}]\n"
+
+
+@pytest.fixture(autouse=True)
+def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config/ekiben/sites"
+
+
+def written(folder: Path, text: str = SMALLEST, name: str = "mine") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships(name: str) -> None:
+    """Its name is its file's, and each resource asks for no more than a node of it has."""
+    site = find_site(name)
+    assert site.name == name
+    assert site.path.read_text().startswith("# ")  # where the facts are from
+    assert site.file.node.gpus
+    for resource in site.file.scheduler.resources.values() if site.file.scheduler else ():
+        assert resource.gpus <= site.file.node.gpu_count
+        assert (resource.cores or 0) <= (site.file.node.cores or 10**6)
+        assert resource.exclusive or not resource.max_nodes or resource.max_nodes == 1
+
+
+def test_abci_as_its_guide_has_it() -> None:
+    old, new = find_site("abci-2.0").file.scheduler, find_site("abci-3.0").file.scheduler
+    assert old and new
+    assert (old.kind, old.group_option, old.group_in_script) == ("sge", "-g", False)
+    assert [word.format(nodes=4) for word in old.resources["rt_F"].request] == ["-l rt_F=4"]
+    assert (new.kind, new.group_option, new.group_in_script) == ("pbs", "-P", True)
+    assert [word.format(nodes=2) for word in new.resources["rt_HF"].request] == ["-q rt_HF", "-l select=2"]
+    assert new.resources["rt_HG"].gpus == 1
+
+
+def test_the_users_own_wins(own_config: Path, tmp_path: Path) -> None:
+    assert own_folder() == own_config
+    written(own_config)
+    assert find_site("mine").path == own_config / "mine.yaml"
+    assert set(site_paths()) == {*SHIPPED, "mine"}
+    written(own_config, SMALLEST.replace("mine", "abci-3.0"), "abci-3.0")
+    assert find_site("abci-3.0").path == own_config / "abci-3.0.yaml"
+    assert find_site(str(written(tmp_path))).name == "mine"
+
+
+def test_what_is_unknown_is_none(tmp_path: Path) -> None:
+    node = find_site(str(written(tmp_path))).file.node
+    assert (node.driver, node.glibc, node.user_namespaces, node.internet) == (None, None, None, None)
+    assert node.gpu_count == 1
+
+
+def test_no_such_site(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^no site 'abci3'\. Did you mean 'abci-3\.0'\?"):
+        find_site("abci3")
+    with pytest.raises(UsageError, match=r"no such site profile$"):
+        find_site(str(tmp_path / "none.yaml"))
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    with pytest.raises(DefinitionError) as caught:
+        _: Site = find_site(str(written(tmp_path, text)))
+    return str(caught.value).removeprefix(f"{tmp_path}/mine.yaml: ")
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("nodes: {}", "unknown key 'nodes'. Did you mean 'node'?"),
+        ("runtimes: [{kind: apptaner}]", "runtimes.0: kind: 'apptaner' is not known. Did you mean 'apptainer'?"),
+        ("runtimes: [{kind: apptainer, version: new}]", "runtimes.0: version: should be a version, as \"580.65.06\" (found: 'new')"),
+        ("storage: {hom: {path: /home}}", "storage: 'hom' is not known. Did you mean 'home'?"),
+        ("storage: {home: {path: /home, quota_gib: 0}}", "storage.home: quota_gib: should be at least 1 (found: 0)"),
+        ("network: {kind: infinband}", "network: kind: 'infinband' is not known. Did you mean 'infiniband'?"),
+        ("scheduler: {kind: slrum}", "scheduler: kind: 'slrum' is not known. Did you mean 'slurm'?"),
+        ("scheduler: {kind: pbs, group_required: true}", "scheduler: group_required: needs group_option, the scheduler's option for it"),
+        ("scheduler: {kind: pbs, resources: {a: {request: ['-l x={node}']}}}",
+         "scheduler.resources.a: request: '-l x={node}': only {nodes}, {gpus}, {cores} and {memory_gib} are filled in (KeyError('node'))"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(tmp_path: Path, added: str, said: str) -> None:
+    assert refused(tmp_path, f"{SMALLEST}{added}\n") == said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("'7.5'", "'7'", "node.gpus.0: capability: should be a compute capability, as \"9.0\" (found: '7')"),
+        ("'7.5'", "7.5", "node.gpus.0.capability: should be a string (found: 7.5)"),
+        ("memory_gib: 15", "memory_gib: 0", "node.gpus.0: memory_gib: should be at least 1 (found: 0)"),
+    ],
+)
+def test_what_is_refused_of_a_gpu(tmp_path: Path, old: str, new: str, said: str) -> None:
+    assert refused(tmp_path, SMALLEST.replace(old, new)) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("580.65.06", (580, 65, 6)), ("1.4.5-1", (1, 4, 5)), ("2.36", (2, 36)), ("v4", (4,)), ("3.11-5.el8", (3, 11))],
+)
+def test_versions(text: str, version: tuple[int, ...]) -> None:
+    assert version_of(text) == version
+
+
+def test_no_version() -> None:
+    with pytest.raises(ValueError, match="'none' is no version"):
+        version_of("none")
