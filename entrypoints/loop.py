@@ -93,6 +93,20 @@ class _Pending:
     rate: float
 
 
+class Watch:
+    """What a run tells while it goes on. A benchmark's log is one of these; this one lets everything pass."""
+
+    def starts(self, run: Run) -> None:
+        """Before the first step of this start; ``run.first_step`` is above 0 where it goes on from a checkpoint."""
+
+    def tests(self, run: Run) -> None:
+        """Before the test rows are read at ``run.step``."""
+
+    def tested(self, run: Run) -> bool:
+        """After them, with ``run.last_test_loss``. True: the run has what it was for and ends here."""
+        return False
+
+
 class AdapterWeights:
     """fp32 copies of the trainable weights, as one vector: one optimizer call, one reduction, one norm for all."""
 
@@ -140,7 +154,9 @@ class Run:
         fingerprint: dict[str, Any],
         world: World,
         stop: Stop,
+        watch: Watch | None = None,
     ) -> None:
+        self.watch = watch or Watch()
         self.model, self.base, self.device, self.plan, self.output = model, base, device, plan, output
         self.train, self.test, self.world, self.stop, self.fingerprint = train, test, world, stop, fingerprint
         self.body, self.head = models.body_and_head(model)
@@ -169,7 +185,9 @@ class Run:
         self.model.train()
         self.started = saved = reported = time.monotonic()
         self.meter.lap()
-        while self.step < self.steps:
+        self.watch.starts(self)
+        reached = False
+        while self.step < self.steps and not reached:
             if not self._step():
                 return self._leave()
             now = time.monotonic()
@@ -183,8 +201,8 @@ class Run:
                 self._say()
                 reported = time.monotonic()
             if evaluates:
-                self._evaluate()
-            if saves:
+                reached = self._evaluate()
+            if saves or reached:
                 self._save()
                 saved = time.monotonic()
             if saves or evaluates:
@@ -371,9 +389,11 @@ class Run:
         assert self.stop.exit_code is not None
         return self.stop.exit_code
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Whether the run has what it was for, as its watch sees it."""
         if not self.test:
-            return
+            return False
+        self.watch.tests(self)
         total = torch.zeros((), device=self.device.place)
         self.model.eval()
         # Compiled code for evaluation would take longer to make than it saves.
@@ -393,6 +413,7 @@ class Run:
             print(
                 f"step {self.step}/{self.steps}  test loss {self.last_test_loss:.4f}  perplexity {ppl:.2f}", flush=True
             )
+        return self.watch.tested(self)
 
     def _flush(self) -> None:
         """Fetch the losses of the steps since the last time, all at once. Errors: TaskError for a loss that is no number."""

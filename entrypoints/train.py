@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -121,9 +121,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(
-    settings: Settings, recipe: Path, output: Path, *, dry: bool = False, skip_bad: bool = False, fresh: bool = False
-) -> int:
-    """Train as ``settings`` say into ``output``; the exit code. Errors: TaskError."""
+    settings: Settings, recipe: Path, output: Path, *, dry: bool = False, skip_bad: bool = False, fresh: bool = False,
+    prepare: Callable[[Settings, list[Source], Any, int, bool], Prepared] | None = None,
+    watch: loop.Watch | None = None,
+) -> int:  # fmt: skip
+    """Train as ``settings`` say into ``output``; the exit code. Errors: TaskError.
+
+    prepare: in the place of prepare_data(), for rows that are tokens already. watch: told of the run's start and tests.
+    """
     # ---- what can be wrong is found before seconds of imports and minutes of downloads
     _check(settings)
     sources = parse_sources(_with_sample(settings.data, recipe), settings.test_share)
@@ -148,7 +153,7 @@ def train(
     place = locate_model(settings.model)
     tokenizer = models.load_tokenizer(place)
     skeleton = models.skeleton(place, **dataclasses.asdict(settings.lora), seed=settings.seed)
-    data = prepare_data(settings, sources, tokenizer, models.longest_context(skeleton.config), skip_bad)
+    data = (prepare or prepare_data)(settings, sources, tokenizer, models.longest_context(skeleton.config), skip_bad)
     parameters, trainable = models.count_parameters(skeleton)
     memory = models.expect_memory(skeleton.config, parameters, device.dtype)
     plan = make_plan(settings, device, memory, data)
@@ -167,7 +172,7 @@ def train(
     model = models.add_adapter(base, **dataclasses.asdict(settings.lora), seed=settings.seed)
     run = loop.Run(
         model=model, base=settings.model, device=device, train=data.train, test=data.test, plan=plan, output=output,
-        fingerprint=fingerprint, world=world, stop=stop,
+        fingerprint=fingerprint, world=world, stop=stop, watch=watch,
     )  # fmt: skip
     with loop.peak_memory(device) as peak:
         exit_code = run.fit()
