@@ -693,6 +693,14 @@ class SquashfsReader:
             return data
         return data + self._cut(inode).of(self._fragment_load(inode.fragment).run())
 
+    def open_file(self, path: str) -> SquashfsFile:
+        """A file to read here and there: of a library of gigabytes, the few blocks that are asked for."""
+        inode = self._find(path)
+        if inode is None or inode.kind != FILE:
+            raise StoreError(f"{self._name}: no file {path!r} in this image")
+        cut = None if inode.fragment == NONE else self._cut(inode).of(self._fragment_load(inode.fragment).run())
+        return SquashfsFile(inode.size, self.block_size, list(self._loads(inode)), cut or b"")
+
     def entries(self) -> Iterator[Entry]:
         """All entries in canonical order, without reading file data."""
         return (entry for entry, _ in _name_links(self.walk()))
@@ -916,6 +924,30 @@ class SquashfsReader:
     def _fragment_load(self, number: int, evict: tuple[int, int] | None = None) -> _Load:
         position, word, _ = self._fragments[number]
         return _Load(self, position, word, self.block_size, (id(self), number), evict)
+
+
+class SquashfsFile:
+    """One file of an image. ``read_at`` keeps the block it read last: reading forwards decompresses each block once."""
+
+    def __init__(self, size: int, block_size: int, loads: list[_Load], tail: bytes) -> None:
+        self.size, self._block_size, self._loads, self._tail = size, block_size, loads, tail
+        self._last: tuple[int, bytes] = (-1, b"")
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """``size`` bytes from ``offset``; fewer where the file ends."""
+        parts, end = [], min(offset + size, self.size)
+        while offset < end:
+            number, inside = divmod(offset, self._block_size)
+            parts.append(self._block(number)[inside : inside + end - offset])
+            offset += len(parts[-1])
+        return b"".join(parts)
+
+    def _block(self, number: int) -> bytes:
+        if number == len(self._loads):
+            return self._tail
+        if self._last[0] != number:
+            self._last = number, self._loads[number].run()
+        return self._last[1]
 
 
 def _entry(path: str, inode: _Stored) -> Entry:

@@ -152,6 +152,28 @@ def test_entries_and_lookup_agree_with_members(tmp_path: Path) -> None:
             image.read_file("no/such/path")
 
 
+def test_a_file_read_here_and_there(tmp_path: Path) -> None:
+    choose = random.Random(3)
+    files = {f"f{size}": choose.randbytes(size) for size in (*SIZES, 3 * 4096)}
+    write(
+        tmp_path / "image",
+        tree(*(file(name, data) for name, data in files.items()), Entry("link", "symlink", target="f0")),
+        block_size=4096,
+    )
+    with (tmp_path / "image").open("rb") as stream:
+        image = SquashfsReader(stream)
+        for name, data in files.items():
+            opened = image.open_file(name)
+            assert opened.size == len(data)
+            assert opened.read_at(0, len(data) + 1) == data
+            for _ in range(20):
+                offset, size = choose.randrange(len(data) + 2), choose.randrange(9000)
+                assert opened.read_at(offset, size) == data[offset : offset + size]
+        for absent in ("none", "link", ""):
+            with pytest.raises(StoreError, match="no file"):
+                image.open_file(absent)
+
+
 def test_an_image_at_an_offset(tmp_path: Path) -> None:
     write(tmp_path / "x", tree(file("f", b"data")))
     (tmp_path / "y").write_bytes(bytes(8192) + (tmp_path / "x").read_bytes())
