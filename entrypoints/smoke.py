@@ -9,20 +9,17 @@ import time
 from pathlib import Path
 from typing import Literal
 
-import tokenizers
 import torch
-import transformers
 
 import chat
 import merge
 import models
+import tiny
 import train
 from prompt import render_prompt
 from rows import Source, read_all
 from settings import TaskError
 from train import Lora, Settings
-
-END = "<|endoftext|>"
 
 
 def prove(settings: Settings, sample: Path, output: Path | None) -> int:
@@ -48,27 +45,10 @@ def prove(settings: Settings, sample: Path, output: Path | None) -> int:
     return 0
 
 
-def make_base(folder: Path, sample: Path, *, layers: int = 2, width: int = 64, vocabulary: int = 800) -> None:
+def make_base(folder: Path, sample: Path, **sizes: int) -> None:
     """A random GPT-NeoX with a tokenizer learnt from the sample, saved as a hub model would be."""
     rows = read_all([Source(str(sample), 0.0)], seed=0, skip_bad=False).train
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    tokenizer.train_from_iterator([render_prompt(row.instruction, row.input) + row.output for row in rows], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END).save_pretrained(
-        folder
-    )
-    torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
-        intermediate_size=4 * width, max_position_embeddings=1024, bos_token_id=0, eos_token_id=0, hidden_act="gelu",
-        attention_dropout=0.0, hidden_dropout=0.0, initializer_range=0.1,
-    )  # fmt: skip
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+    tiny.make_model(folder, [render_prompt(row.instruction, row.input) + row.output for row in rows], **sizes)
 
 
 def check_loss_fell(folder: Path) -> None:

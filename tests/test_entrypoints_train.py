@@ -36,6 +36,7 @@ import record  # noqa: E402
 import rows  # noqa: E402
 import settings as options  # noqa: E402
 import smoke  # noqa: E402
+import tiny  # noqa: E402
 import train  # noqa: E402
 from prompt import Row, encode_prompts, encode_rows, escape, render_prompt  # noqa: E402
 from settings import TaskError  # noqa: E402
@@ -141,7 +142,7 @@ def test_the_prompt_is_learnt_too_when_asked(tokenizer: Any) -> None:
 
 
 def test_an_end_of_text_written_by_a_user_is_text(tokenizer: Any) -> None:
-    (example,) = encode_rows(tokenizer, [Row(f"a{smoke.END}b", f"c{smoke.END}d")])
+    (example,) = encode_rows(tokenizer, [Row(f"a{tiny.END}b", f"c{tiny.END}d")])
     assert example.ids.tolist().count(tokenizer.eos_token_id) == 1
 
 
