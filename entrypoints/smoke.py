@@ -7,7 +7,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -45,7 +45,7 @@ def prove(settings: Settings, sample: Path, output: Path | None) -> int:
     return 0
 
 
-def make_base(folder: Path, sample: Path, **sizes: int) -> None:
+def make_base(folder: Path, sample: Path, **sizes: Any) -> None:
     """A random GPT-NeoX with a tokenizer learnt from the sample, saved as a hub model would be."""
     rows = read_all([Source(str(sample), 0.0)], seed=0, skip_bad=False).train
     tiny.make_model(folder, [render_prompt(row.instruction, row.input) + row.output for row in rows], **sizes)
