@@ -59,10 +59,9 @@ def pack(examples: Sequence[Example]) -> Pack:
     ends = np.cumsum(lengths)
     sources, targets = [], []
     for example, end in zip(examples, ends, strict=True):
-        first = max(example.learn_from, 1)
-        start = end - len(example.ids)
-        sources.append(np.arange(start + first - 1, end - 1))
-        targets.append(example.ids[first:])
+        places = example.places
+        sources.append(end - len(example.ids) + places - 1)
+        targets.append(example.ids[places])
     return Pack(
         ids=_tensor(np.concatenate([example.ids for example in examples]))[None],
         positions=_tensor(np.concatenate([np.arange(length) for length in lengths]))[None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -11,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prompt import Row
+from forms import INSTRUCTION, AnyRow, Form, check_form, read_row
 from settings import TaskError, nearest
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
-# The first name is ours, the others are what well-known data sets call the same thing.
-_COLUMNS = {"instruction": ("instruction",), "input": ("input", "context"), "output": ("output", "response")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,8 @@ class BadRow:
 class Rows:
     """What a run learns from and is tested on. ``sha256`` is of the rows read, in order, before the split."""
 
-    train: list[Row] = field(default_factory=list)
-    test: list[Row] = field(default_factory=list)
+    train: list[AnyRow] = field(default_factory=list)
+    test: list[AnyRow] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     sha256: str = ""
@@ -57,18 +56,19 @@ def check_places(sources: Sequence[Source]) -> bool:
     return any(of_hub)
 
 
-def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool) -> Rows:
+def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool, form: Form = INSTRUCTION) -> Rows:
     """Every source's rows, split. Errors: TaskError: nothing found, no rows, bad rows (unless ``skip_bad``)."""
+    check_form(form)
     rows, digest = Rows(), hashlib.sha256()
     for source in sources:
-        good, bad, correctable = _read_source(source.location)
+        good, bad, correctable = _read_source(source.location, form)
         rows.bad += bad
         if bad and correctable and not skip_bad:
             raise TaskError(_tell(bad))
         if not good:
             raise TaskError(f"{source.location}: holds no usable row" + (f"; {_tell(bad)}" if bad else ""))
         for row in good:
-            digest.update(json.dumps([row.instruction, row.input, row.output], ensure_ascii=False).encode())
+            digest.update(json.dumps(dataclasses.astuple(row), ensure_ascii=False).encode())
         rows.counts[source.location] = rows.counts.get(source.location, 0) + len(good)
         train, test = split(good, source.test_share, seed)
         rows.train += train
@@ -77,7 +77,7 @@ def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool) -> Rows:
     return rows
 
 
-def split(rows: list[Row], test_share: float, seed: int) -> tuple[list[Row], list[Row]]:
+def split(rows: list[AnyRow], test_share: float, seed: int) -> tuple[list[AnyRow], list[AnyRow]]:
     """(train, test), the same for the same seed, rows and share. At least one row stays for training."""
     count = min(round(len(rows) * test_share) or (1 if test_share > 0 else 0), len(rows) - 1)
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
@@ -102,11 +102,11 @@ def _parse_source(item: Any, test_share: float) -> Source:
     raise TaskError(f"setting data: {item!r} is no source; write a place, or {{source: PLACE, test_share: 0.01}}")
 
 
-def _read_source(location: str) -> tuple[list[Row], list[BadRow], bool]:
+def _read_source(location: str, form: Form) -> tuple[list[AnyRow], list[BadRow], bool]:
     """(rows, bad rows, whether the user can correct the bad ones: a hub data set is as its owner left it)."""
     if _is_hub(location):
-        return *_check(_read_hub(location)), False
-    return *_check(_read_path(Path(location).expanduser())), True
+        return *_check(_read_hub(location), form), False
+    return *_check(_read_path(Path(location).expanduser()), form), True
 
 
 def _is_hub(location: str) -> bool:
@@ -175,7 +175,7 @@ def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
         hint = "; one object per line is JSONL: name the file .jsonl" if error.msg == "Extra data" else ""
         raise TaskError(f"{file}: is not JSON: {error.msg} at line {error.lineno} column {error.colno}{hint}") from None
     if not isinstance(parsed, list):
-        raise TaskError(f"{file}: must be a list of objects with instruction, output and perhaps input")
+        raise TaskError(f"{file}: must be a list of objects, one per row")
     for number, item in enumerate(parsed, 1):
         yield f"{file} item {number}", item
 
@@ -206,34 +206,16 @@ def _read_hub(name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name} row {number}", item
 
 
-def _check(items: Iterator[tuple[str, Any]]) -> tuple[list[Row], list[BadRow]]:
-    good, bad = [], []
+def _check(items: Iterator[tuple[str, Any]], form: Form) -> tuple[list[AnyRow], list[BadRow]]:
+    good: list[AnyRow] = []
+    bad: list[BadRow] = []
     for where, item in items:
-        row = _row(item)
-        if isinstance(row, Row):
-            good.append(row)
-        else:
+        row = read_row(item, form)
+        if isinstance(row, str):
             bad.append(BadRow(where, row))
+        else:
+            good.append(row)
     return good, bad
-
-
-def _row(item: Any) -> Row | str:
-    """The row, or what is wrong with it."""
-    if isinstance(item, ValueError):
-        return str(item)
-    if not isinstance(item, dict):
-        return 'is not an object like {"instruction": ..., "output": ...}'
-    values = {}
-    for column, names in _COLUMNS.items():
-        present = [name for name in names if item.get(name) is not None]
-        value = item[present[0]] if present else ""
-        if not isinstance(value, str):
-            return f"{present[0]} is {value!r}, not text"
-        if column != "input" and not value.strip():
-            hint = "" if present or any(name in item for name in names) else nearest(column, map(str, item))
-            return f"{column} is {'empty' if present else 'missing'}.{hint}".removesuffix(".")
-        values[column] = value
-    return Row(values["instruction"], values["output"], values["input"] if values["input"].strip() else "")
 
 
 def _tell(bad: Sequence[BadRow]) -> str:

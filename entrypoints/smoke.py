@@ -16,7 +16,7 @@ import merge
 import models
 import tiny
 import train
-from prompt import render_prompt
+from prompt import text_of
 from rows import Source, read_all
 from settings import TaskError
 from train import Lora, Settings
@@ -48,7 +48,7 @@ def prove(settings: Settings, sample: Path, output: Path | None) -> int:
 def make_base(folder: Path, sample: Path, **sizes: Any) -> None:
     """A random GPT-NeoX with a tokenizer learnt from the sample, saved as a hub model would be."""
     rows = read_all([Source(str(sample), 0.0)], seed=0, skip_bad=False).train
-    tiny.make_model(folder, [render_prompt(row.instruction, row.input) + row.output for row in rows], **sizes)
+    tiny.make_model(folder, [text_of(row) for row in rows], **sizes)
 
 
 def check_loss_fell(folder: Path) -> None:
