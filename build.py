@@ -428,21 +428,24 @@ def prune(store_path: Path | None, /, images: tuple[str, ...], engines: bool, dr
 
 
 @main.command()
-@click.argument("stack", default="cu130")
+@click.argument("stack", default="cu130", metavar="[STACK|FOLDER]")
 @click.option(
     "--check", is_flag=True, help="Change nothing; say what is out of date and end with exit code 9 if something is."
 )
-def lock(stack: str, check: bool) -> None:
-    """Refresh a stack's lock files from its .in files.
+@click.option("--keep", is_flag=True, help="Keep every version that still fits: only what was asked for anew changes.")
+@click.option("--mirror", metavar="URI", help="A Debian archive (default: as apt has it here).")
+def lock(stack: str, check: bool, keep: bool, mirror: str | None) -> None:
+    """Resolve a stack's lock files: Python packages with hashes, Debian packages with versions.
 
     \b
     Examples:
       build.py lock
       build.py lock cu130 --check
+      build.py lock cu130 --keep                  after a line was added to an .in file
     """
     from builder.lock import refresh
 
-    for line in refresh(stack, check=check):
+    for line in refresh(stack, check=check, keep=keep, mirror=mirror):
         click.echo(line)
 
 

@@ -9,20 +9,23 @@ from typing import Any
 
 from builder.capture import Lower, unordered_members
 from builder.chain import Layer, platform
-from builder.debootstrap import apt_sources, debootstrap_members
+from builder.debootstrap import debootstrap_members
+from builder.hostenv import Supply
 from builder.layer import Member, pour
 from builder.registry import Reference, image_layers
 from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
 
 
 def base_members(
-    layer: Layer, staging: Path, notes: dict[str, Any], *, suite: str, mirror: str | None, log: Callable[[str], None]
+    layer: Layer, staging: Path, notes: dict[str, Any], *, supply: Supply, log: Callable[[str], None]
 ) -> Iterator[Member]:
     """The base's members. ``notes`` takes what is worth keeping about it. Errors: EngineError, FetchError."""
     assert layer.stage is not None
     if layer.stage.bootstrap == "debootstrap":
         notes["executor"] = "mmdebstrap"
-        yield from debootstrap_members(layer, staging / "root.tar", sources=apt_sources(suite, mirror), log=log)
+        yield from debootstrap_members(
+            layer, staging / "root.tar", sources=supply.sources, pins=supply.pins, log=log
+        )
     else:
         notes["executor"] = "registry"
         yield from _docker_members(layer, staging, notes, log)

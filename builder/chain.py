@@ -91,6 +91,7 @@ def resolve(recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str,
     """Errors: DefinitionError for anything wrong in the recipe, its stack or its definition files."""
     asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
     bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by)
+    bound.check_locks()
     definitions = _definitions(recipe, bound, arguments or {})
     layers: list[Layer] = []
     environment: dict[str, str] = {"PATH": DEFAULT_PATH}
@@ -160,6 +161,8 @@ def _layers_of(
     """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has any)."""
     stage, made = definition.final, list[Layer]()
     epoch = stack.file.epoch
+    packages = stack.apt_lock().of(definition.name, lowest=stage.parent is None)
+    locked = {"packages": packages} if packages else {}
     if len(definition.stages) > 1:
         raise DefinitionError(
             f"{definition.path}: several stages in one file are not built yet; give each layer one stage"
@@ -168,7 +171,7 @@ def _layers_of(
         source = {key: value for key, value in stage.header.items() if value and key not in ("mirrorurl", "stage")}
         if stage.bootstrap == "debootstrap":
             source["include"] = " ".join(sorted(set(source.get("include", "").replace(",", " ").split())))
-        inputs = {"kind": "bootstrap", "source": source, "epoch": epoch, "platform": platform()}
+        inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": platform()}
         made.append(_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
                            "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
     files = tuple(file for copy in stage.files for file in _copied(definition, copy))
@@ -177,6 +180,7 @@ def _layers_of(
             "kind": "post" if stage.post else "files",
             "post": stage.post,
             "files": [[file.destination, file.mode, file.sha256()] for file in files],
+            **locked,
             "environment": dict(environment),
             "epoch": epoch,
             "platform": platform(),

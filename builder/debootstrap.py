@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import ssl
 import tarfile
-from collections.abc import Callable, Iterator
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from builder.capture import Lower, unordered_members
@@ -15,6 +19,7 @@ from builder.errors import EngineError, FetchError
 from builder.layer import Member
 from builder.process import ProcessError, piped, run, which
 
+_PINS = Path("/etc/apt/preferences.d/ekiben")
 _FIELDS = "$(CREATED_BY) $(SITE) $(RELEASE) $(COMPONENT) $(REPO_URI)"
 
 
@@ -37,12 +42,52 @@ def apt_sources(suite: str, mirror: str | None) -> str | None:
     return "\n".join(ordered) + "\n" if any(line.split()[2] == suite for line in ordered) else None
 
 
+SNAPSHOT = "https://snapshot.debian.org/archive"  # EKIBEN_SNAPSHOT names another one; "" none
+
+
+def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
+    """sources.list lines of the snapshot archive as of ``moment`` (20261121T120000Z); "" when it does not answer.
+
+    They come after the mirror's own lines: what the mirror still has is fetched there, for it is the same package.
+    """
+    place = os.environ.get("EKIBEN_SNAPSHOT", SNAPSHOT).rstrip("/")
+    if not moment or not place:
+        return ""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            bundle = os.environ.get("SSL_CERT_FILE")
+            context = ssl.create_default_context(cafile=bundle if bundle and Path(bundle).is_file() else None)
+            request = urllib.request.Request(f"{place}/debian/{moment}/dists/{suite}/Release", method="HEAD")
+            with urllib.request.urlopen(request, timeout=patience, context=context) as answer:
+                answers.append(answer.status == 200)
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
+    asking.start()
+    asking.join(patience)
+    if not any(answers):
+        return ""
+    places = {suite: "debian", f"{suite}-updates": "debian", f"{suite}-security": "debian-security"}
+    return "".join(
+        f"deb [check-valid-until=no] {place}/{archive}/{moment} {name} main\n" for name, archive in places.items()
+    )
+
+
+def preferences(pins: Mapping[str, str]) -> str:
+    """apt preferences by which the locked version is taken from whichever archive has it. See apt_preferences(5)."""
+    # Above every ordinary version, and below what would replace an installed one by an older one.
+    return "".join(
+        f"Package: {name}\nPin: version {version}\nPin-Priority: 995\n\n" for name, version in sorted(pins.items())
+    )
+
+
 def unavailable() -> str | None:
     return None if which("mmdebstrap") else "mmdebstrap is not installed (package mmdebstrap)"
 
 
 def debootstrap_members(
-    layer: Layer, spool: Path, *, sources: str | None, log: Callable[[str], None]
+    layer: Layer, spool: Path, *, sources: str | None, pins: Mapping[str, str], log: Callable[[str], None]
 ) -> Iterator[Member]:
     """The members of the root file system the layer's header asks for. Errors: EngineError, FetchError."""
     if reason := unavailable():
@@ -55,6 +100,9 @@ def debootstrap_members(
         "--variant=minbase",
         "--format=tar",
         *([f"--include={include}"] if include else []),
+        # In the script itself: without root, who runs it can't read a file in somebody's closed home.
+        f"--setup-hook=mkdir -p \"$1\"{_PINS.parent} && printf %s {shlex.quote(preferences(pins))} >\"$1\"{_PINS}",
+        f"--customize-hook=rm \"$1\"{_PINS}",
         suite,
         "-",
     ]

@@ -6,14 +6,36 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from builder.capture import BUILD_MOUNT
-from builder.debootstrap import apt_sources
+from builder.debootstrap import apt_sources, preferences, snapshot_sources
+from builder.stack import Stack
 
 _PASSED = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "UV_DEFAULT_INDEX", "UV_INDEX",
            "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # fmt: skip
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """Where packages come from. ``sources``: sources.list lines, on the host and in a script (they differ for what lies
+    in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv."""
+
+    sources: str | None
+    sources_inside: str | None
+    pins: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def site_supply(stack: Stack, mirror: str | None) -> Supply:
+    """The site's own mirrors and indexes, then the snapshot archive for what the mirror no longer has."""
+    lock = stack.apt_lock()
+    sources = apt_sources(stack.file.suite, mirror)
+    if sources:
+        sources += snapshot_sources(stack.file.suite, lock.snapshot)
+    return Supply(sources, sources, lock.packages)
 
 
 def build_environment(epoch: int) -> dict[str, str]:
@@ -30,7 +52,7 @@ def build_environment(epoch: int) -> dict[str, str]:
     }
 
 
-def write_host_files(mount: Path, suite: str, mirror: str | None) -> Mapping[str, str]:
+def write_host_files(mount: Path, supply: Supply) -> Mapping[str, str]:
     """Puts the host's settings into ``mount`` and returns the environment that points at them."""
     inside = f"/{BUILD_MOUNT}"
     environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
@@ -51,8 +73,8 @@ def write_host_files(mount: Path, suite: str, mirror: str | None) -> Mapping[str
     if uv.is_file():
         shutil.copyfile(uv, mount / "uv.toml")
         environment["UV_CONFIG_FILE"] = f"{inside}/uv.toml"
-    environment |= _apt(mount, suite, mirror)
-    return environment
+    _write_apt_files(mount, supply)
+    return environment | {"APT_CONFIG": f"{inside}/apt.conf"} | dict(supply.environment)
 
 
 def _ca_bundle() -> Path | None:
@@ -70,21 +92,21 @@ def _pip_settings() -> tuple[Path, ...]:
     )
 
 
-def _apt(mount: Path, suite: str, mirror: str | None) -> dict[str, str]:
-    sources = apt_sources(suite, mirror)
+def _write_apt_files(mount: Path, supply: Supply) -> None:
     inside = f"/{BUILD_MOUNT}"
+    (mount / "preferences").write_text(preferences(supply.pins))
     lines = [
         'APT::Sandbox::User "root";',
         'APT::Install-Recommends "false";',
         f'Dir::Cache::archives "{inside}/apt";',
+        f'Dir::Etc::preferences "{inside}/preferences";',
         'Acquire::Languages "none";',
         'Acquire::Retries "3";',
         'Dpkg::Use-Pty "false";',
     ]
-    if sources:
-        (mount / "sources.list").write_text(sources)
+    if supply.sources_inside:
+        (mount / "sources.list").write_text(supply.sources_inside)
         lines += [f'Dir::Etc::sourcelist "{inside}/sources.list";', 'Dir::Etc::sourceparts "-";']
     if (mount / "ca.pem").exists():
         lines.append(f'Acquire::https::CaInfo "{inside}/ca.pem";')
     (mount / "apt.conf").write_text("\n".join(lines) + "\n")
-    return {"APT_CONFIG": f"{inside}/apt.conf"}

@@ -1,71 +1,139 @@
-"""Writes a stack's lock files: what each layer's .in asks for, resolved on top of the layers below, with hashes, by uv."""
+"""Writes a stack's lock files: what each layer asks for, resolved on top of the layers below.
+
+Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer: DATE`` in an .in file resolves as of then.
+Debian packages   a definition's Include: and its `apt-get install` lines → apt.lock, with versions, by apt; and the moment,
+                  for the snapshot archive.
+SHA256SUMS        of all of them: a lock that was edited by hand is noticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
-from builder.definition import read_definition
+from builder.debootstrap import apt_sources, preferences
+from builder.definition import Definition, read_definition
 from builder.errors import DriftError, FetchError
-from builder.process import ProcessError, run
+from builder.files import read_yaml
+from builder.process import ProcessError, run, which
 from builder.recipe import HOUSE
-from builder.stack import Stack, find_stack
+from builder.stack import SUMS, UNLOCKED, AptLock, Stack, StackFile, find_stack
 
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
+_LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==2.2.0+cu118: of an index of its own
+_DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
+_INSTALL = re.compile(r"\bapt-get\b[^;&|\n]*?\binstall\b([^;&|<>\n]*)")
+_CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
 
 
-def refresh(name: str, *, check: bool) -> Iterator[str]:
+def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = None) -> Iterator[str]:
     """Lock every layer of a stack, lowest first; yields a line per change. With ``check`` nothing is written.
 
-    Errors: FetchError when the index does not answer; DriftError (``check``) when a lock is out of date.
+    ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it fits.
+    Errors: FetchError when an index or a mirror does not answer; DriftError (``check``) when a lock is out of date.
     """
-    stack = find_stack(name, [HOUSE / "images"])
+    folder = Path(name).resolve()
+    stack = Stack(folder, read_yaml(folder / "stack.yaml", StackFile)) if "/" in name else find_stack(name, [HOUSE / "images"])
+    definitions = _definitions(stack)
+    locked: dict[Path, str] = {}
     below, changes = "", 0
-    for source in _layer_inputs(stack):
+    for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
         target = source.with_suffix(".lock")
         old = target.read_text() if target.exists() else ""
-        new = _resolve(source, below, old if check else "", stack)
-        for line in _differences(old, new):
+        locked[target] = _resolve(source, below, old if check or keep else "", stack)
+        below += locked[target]
+        for line in _differences(old, locked[target]):
             changes += 1
-            yield f"{target.relative_to(HOUSE)}: {line}"
-        if new != old and not check:
-            _replace(target, new)
-        below += new
-    if check and changes:
+            yield f"{_shown(target)}: {line}"
+    apt_lock = stack.folder / "apt.lock"
+    try:
+        before = stack.apt_lock()
+        now = _resolve_debian(stack, definitions, before if check or keep else AptLock(), mirror)
+        for line in _apt_differences(before, now):
+            changes += 1
+            yield f"{_shown(apt_lock)}: {line}"
+        if now.layers != before.layers or not before.snapshot:
+            locked[apt_lock] = _apt_text(stack, now)
+    except FileNotFoundError:
+        yield f"{_shown(apt_lock)}: left as it is: there is no apt-get here to ask"
+    edited = [line for line in _sum_problems(stack)]
+    yield from edited if check else ()
+    if check and (changes or edited):
         raise DriftError(
-            f"{changes} locked versions are not what {name}'s .in files resolve to today", hint=f"build.py lock {name}"
+            f"{changes + len(edited)} things are not as {name}'s definitions and .in files resolve today",
+            hint=f"build.py lock {name} --keep",
         )
-    if not changes:
-        yield f"{name}: up to date"
+    if not check:
+        for target, text in locked.items():
+            if not target.exists() or target.read_text() != text:
+                _replace(target, text)
+        if (text := _sums(stack)) != ((stack.folder / SUMS).read_text() if (stack.folder / SUMS).exists() else ""):
+            _replace(stack.folder / SUMS, text)
+    if not changes and not edited:
+        yield f"{stack.name}: up to date"
 
 
-def _layer_inputs(stack: Stack) -> list[Path]:
-    """The stack's .in files, each named for a layer, lowest layer first."""
-    return sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(path.stem), path.stem))
+def _shown(path: Path) -> Path:
+    return path.relative_to(HOUSE) if path.is_relative_to(HOUSE) else path
 
 
-def _depth(layer: str) -> int:
-    depth, path = 0, HOUSE / "images" / f"{layer}.def"
-    while path.exists() and (parent := read_definition(path, root=HOUSE).final.parent) and depth < 100:
-        depth, path = depth + 1, path.with_name(f"{parent}.def")
-    return depth
+def _definitions(stack: Stack) -> dict[str, Definition]:
+    """Every definition file this stack can bind, by layer."""
+    folders = dict.fromkeys([HOUSE / "images", stack.folder.parent.parent])
+    arguments = {**stack.file.arguments, "stack": str(stack.folder)}
+    return {path.stem: read_definition(path, root=folder.parent, arguments=arguments)
+            for folder in folders for path in sorted(folder.glob("*.def"))}  # fmt: skip
+
+
+def _depth(definitions: Mapping[str, Definition], layer: str) -> int:
+    return len(_below(definitions, layer))
+
+
+def _below(definitions: Mapping[str, Definition], layer: str) -> list[str]:
+    """The layers that ``layer`` stands on, nearest first."""
+    found: list[str] = []
+    while layer in definitions and (parent := definitions[layer].final.parent) and parent not in found:
+        found.append(layer := parent)
+    return found
+
+
+# -- Python packages ------------------------------------------------------------------------------------------------------
 
 
 def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
+    """``source``'s lock. A requirement with a local version, when no index here has it, is named as not locked."""
+    absent = [line.removeprefix(UNLOCKED) for line in below.splitlines() if line.startswith(UNLOCKED)]
+    try:
+        text = _compile(source, below, old, stack, absent)
+    except FetchError:
+        here = [match[0] for match in _LOCAL.finditer(source.read_text())]
+        if not here:
+            raise
+        text = "".join(f"{UNLOCKED}{line}\n" for line in here) + _compile(source, below, old, stack, [*absent, *here])
+    return text
+
+
+def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[str]) -> str:
     uv = Path(sys.executable).with_name("uv")
     with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
-        constraints, out = Path(folder) / "below.txt", Path(folder) / "out.lock"
+        constraints, overrides, out = (Path(folder) / name for name in ("below.txt", "absent.txt", "out.lock"))
         constraints.write_text(below)
+        overrides.write_text("".join(f"{line} ; python_version < '3'\n" for line in absent))  # that is: nowhere
         if old:
             out.write_text(old)  # uv keeps what is there as long as it still fits: only what must change shows
+        date = _DATE.search(source.read_text())
         try:
             run([uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
                  "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28", "--only-binary", ":all:",
+                 *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
                  "--constraints", constraints, source, "--output-file", out],
                 env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
         except ProcessError as error:
@@ -77,11 +145,114 @@ def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
 
 def _differences(old: str, new: str) -> Iterator[str]:
     before, after = ({match[1]: match[2] for match in _PIN.finditer(text)} for text in (old, new))
+    yield from _version_differences(before, after)
+    for line in sorted({*new.splitlines()} - {*old.splitlines()}):
+        if line.startswith(UNLOCKED):
+            yield f"{line.removeprefix(UNLOCKED)} is not locked: no index here has it"
+    if before == after and old != new and UNLOCKED not in old + new:
+        yield "hashes changed"
+
+
+def _version_differences(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             yield f"{name} {before.get(name, '(new)')} → {after.get(name, '(gone)')}"
-    if before == after and old != new:
-        yield "hashes changed"
+
+
+# -- Debian packages ------------------------------------------------------------------------------------------------------
+
+
+def asked_packages(definition: Definition) -> list[str]:
+    """The Debian packages that a definition names: in Include:, and in the `apt-get install` lines of its scripts."""
+    words: list[str] = []
+    for stage in definition.stages:
+        words += stage.header.get("include", "").replace(",", " ").split()
+        for match in _INSTALL.finditer(stage.post.replace("\\\n", " ")):
+            with contextlib.suppress(ValueError):
+                words += [word for word in shlex.split(match[1], comments=True) if re.fullmatch(r"[a-z0-9][a-z0-9.+-]+", word)]
+    return list(dict.fromkeys(words))
+
+
+def _resolve_debian(
+    stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None
+) -> AptLock:
+    """What apt would install today for each layer, beyond the layers below. Errors: FetchError; FileNotFoundError
+    without apt-get."""
+    if which("apt-get") is None or which("dpkg") is None:
+        raise FileNotFoundError("apt-get")
+    sources = apt_sources(stack.file.suite, mirror)
+    if sources is None:
+        raise FetchError(f"apt's configuration here has no archive of {stack.file.suite}", hint="build.py lock --mirror URI")
+    chains = {name: [name, *_below(definitions, name)] for name, definition in definitions.items()
+              if asked_packages(definition) and definitions[[name, *_below(definitions, name)][-1]].final.bootstrap == "debootstrap"}  # fmt: skip
+    found: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory(prefix="ekiben-apt-") as folder:
+        settings = _apt_settings(Path(folder), sources, preferences(pins.packages))
+        _apt(settings, "update")
+        for name, chain in sorted(chains.items(), key=lambda item: (len(item[1]), item[0])):
+            words = [word for layer in chain for word in asked_packages(definitions[layer])]
+            # What mmdebstrap's minbase is: https://manpages.debian.org/bookworm/mmdebstrap/mmdebstrap.1.en.html
+            told = _apt(settings, "install", "--simulate", "?essential", "?priority(required)", "apt", *words)
+            lower = {package for layer in chain[1:] for package in found.get(layer, {})}
+            found[name] = {package: version for package, version in sorted(_CHOSEN.findall(told)) if package not in lower}
+    return AptLock(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", found)
+
+
+def _apt_settings(folder: Path, sources: str, pins: str) -> dict[str, str]:
+    """An apt of its own in ``folder``, on a system with nothing installed; its archive keys are the host's."""
+    for path in ("lists/partial", "cache/archives/partial"):
+        (folder / path).mkdir(parents=True)
+    (folder / "status").touch()
+    (folder / "sources.list").write_text(sources)
+    (folder / "preferences").write_text(pins)
+    lines = [f'Dir::State "{folder}/";', f'Dir::State::lists "{folder}/lists";', f'Dir::State::status "{folder}/status";',
+             f'Dir::Cache "{folder}/cache";', f'Dir::Etc::sourcelist "{folder}/sources.list";',
+             f'Dir::Etc::sourceparts "{folder}/none";', f'Dir::Etc::preferences "{folder}/preferences";',
+             f'Dir::Etc::preferencesparts "{folder}/none";', 'APT::Install-Recommends "false";', 'APT::Sandbox::User "root";',
+             'APT::Architecture "amd64";', 'APT::Architectures:: "amd64";', 'Acquire::Languages "none";',
+             'Acquire::Retries "3";', 'Dir::Log "/dev";', 'APT::Get::List-Cleanup "false";']  # fmt: skip
+    (folder / "none").mkdir()
+    (folder / "apt.conf").write_text("\n".join(lines) + "\n")
+    return {**os.environ, "APT_CONFIG": str(folder / "apt.conf"), "LC_ALL": "C"}
+
+
+def _apt(settings: Mapping[str, str], *words: str) -> str:
+    done = run(["apt-get", "--quiet=2" if words[0] == "update" else "--quiet", *words], env=settings, check=False)
+    if done.returncode:
+        raise FetchError(f"apt-get {words[0]} failed:\n{(done.stderr or done.stdout).strip()}",
+                         hint="another mirror is given with --mirror URI")  # fmt: skip
+    return done.stdout
+
+
+def _apt_differences(before: AptLock, now: AptLock) -> Iterator[str]:
+    for layer in dict.fromkeys([*now.layers, *before.layers]):
+        for line in _version_differences(before.layers.get(layer, {}), now.layers.get(layer, {})):
+            yield f"[{layer}] {line}"
+
+
+def _apt_text(stack: Stack, lock: AptLock) -> str:
+    lines = [f"# Debian {stack.file.suite}, what each layer adds; written by build.py lock {stack.name}", f"snapshot: {lock.snapshot}"]
+    for layer, packages in lock.layers.items():
+        lines += ["", f"[{layer}]", *(f"{name}={version}" for name, version in packages.items())]
+    return "\n".join(lines) + "\n"
+
+
+# -- All of them ----------------------------------------------------------------------------------------------------------
+
+
+def _sums(stack: Stack) -> str:
+    files = sorted(path for pattern in ("*.in", "*.lock") for path in stack.folder.glob(pattern))
+    return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
+
+
+def _sum_problems(stack: Stack) -> Iterator[str]:
+    """Files whose content `build.py lock` did not write, or read."""
+    path = stack.folder / SUMS
+    before, now = (dict(line.split("  ")[::-1] for line in text.splitlines())
+                   for text in (path.read_text() if path.exists() else "", _sums(stack)))  # fmt: skip
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield f"{_shown(stack.folder / name)}: is not as `build.py lock` left it"
 
 
 def _replace(path: Path, text: str) -> None:

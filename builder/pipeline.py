@@ -25,7 +25,7 @@ from builder.capture import Lower, canonical, file_members
 from builder.chain import Chain, File, Layer, platform
 from builder.errors import DriftError, LayerError
 from builder.executors import Executor, Job, JobFailed, choose, write_run_script
-from builder.hostenv import build_environment, write_host_files
+from builder.hostenv import Supply, build_environment, site_supply, write_host_files
 from builder.layer import DigestSink, Member, pour
 from builder.progress import Progress
 from builder.squashfs import SquashfsReader, SquashfsWriter
@@ -104,6 +104,10 @@ def _changed(field: str, before: Any, now: Any) -> str:
         old, new = ({item[0]: item[1:] for item in files or []} for files in (before, now))
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         return "file changed: " + ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if field == "packages":
+        old, new = before or {}, now or {}
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        return "Debian packages changed: " + ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if field == "environment":
         old, new = before or {}, now or {}
         return "environment changed: " + ", ".join(
@@ -146,6 +150,13 @@ class _Build:
     def __init__(self, chain: Chain, store: Store, options: Options, progress: Progress) -> None:
         self.chain, self.store, self.options, self.progress = chain, store, options, progress
         self._executor: tuple[str, Executor] | None = None
+        self._supply: Supply | None = None
+
+    @property
+    def supply(self) -> Supply:
+        if self._supply is None:
+            self._supply = site_supply(self.chain.stack, self.options.mirror)
+        return self._supply
 
     @property
     def executor(self) -> tuple[str, Executor]:
@@ -205,8 +216,7 @@ class _Build:
                 from builder.bases import base_members  # late: most invocations make no base
 
                 log = stack.enter_context(self.log(layer))
-                suite = self.chain.stack.file.suite
-                yield base_members(layer, staging, notes, suite=suite, mirror=self.options.mirror, log=log.line)
+                yield base_members(layer, staging, notes, supply=self.supply, log=log.line)
                 return
             below = Lower([SquashfsReader(stack.enter_context(self.store.blob_path(item.digest).open("rb")))
                            for item in reversed(lower)])  # fmt: skip
@@ -219,7 +229,7 @@ class _Build:
                 self.store.check_blob(item.digest)
             assert layer.stage is not None
             (staging / "mount").mkdir()
-            lent = write_host_files(staging / "mount", self.chain.stack.file.suite, self.options.mirror)
+            lent = write_host_files(staging / "mount", self.supply)
             job = prepare_job(
                 layer.name, layer.stage.post, {**layer.environment, **build_environment(layer.epoch), **lent},
                 lower, self.store, staging, files=layer.files, log=log.line,
@@ -240,7 +250,7 @@ class _Build:
 
     def drift(self, blob: Path) -> list[str]:
         """Debian packages whose version is not the locked one. Errors: DriftError under --locked."""
-        locked = self.chain.stack.apt_lock()
+        locked = self.chain.stack.apt_lock().packages
         with blob.open("rb") as stream:
             reader = SquashfsReader(stream)
             entry = reader.lookup(_DPKG_STATUS) if locked else None

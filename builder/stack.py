@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from builder.errors import DefinitionError, nearest
 from builder.files import read_yaml
+
+SUMS = "SHA256SUMS"  # of a stack's .in and lock files as `build.py lock` left them; `sha256sum -c` reads it, too
+UNLOCKED = "# not locked: "  # in a .lock file: a requirement that no index had where it was made
+_SNAPSHOT = re.compile(r"\d{8}T\d{6}Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,23 @@ class StackFile:
 
 
 @dataclass(frozen=True, slots=True)
+class AptLock:
+    """Debian packages as locked: layer → package → version; ``snapshot`` is the moment as the snapshot archive writes
+    it, "" when there is none. A list without [layer] lines belongs to the lowest layer: it has the name ""."""
+
+    snapshot: str = ""
+    layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def packages(self) -> dict[str, str]:
+        return {name: version for packages in self.layers.values() for name, version in packages.items()}
+
+    def of(self, layer: str, *, lowest: bool) -> dict[str, str]:
+        """What is locked for one layer."""
+        return {**(self.layers.get("", {}) if lowest else {}), **self.layers.get(layer, {})}
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     folder: Path
     file: StackFile
@@ -37,14 +60,44 @@ class Stack:
     def name(self) -> str:
         return self.file.name
 
-    def apt_lock(self) -> dict[str, str]:
-        """Debian package → version, as locked; empty when the stack has no apt.lock."""
+    def apt_lock(self) -> AptLock:
+        """Errors: DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
         path = self.folder / "apt.lock"
-        lines = path.read_text().splitlines() if path.exists() else []
-        for number, line in enumerate(lines, 1):
-            if line and not line.startswith("#") and "=" not in line:
+        snapshot, layers = "", dict[str, dict[str, str]]()
+        layer = ""
+        for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+            name, equals, version = line.partition("=")
+            if not line or line.startswith("#"):
+                continue
+            if line.startswith("[") and line.endswith("]"):
+                layer = line[1:-1]
+            elif line.startswith("snapshot: ") and _SNAPSHOT.fullmatch(line[10:]):
+                snapshot = line[10:]
+            elif equals:
+                layers.setdefault(layer, {})[name] = version
+            else:
                 raise DefinitionError(f"{path}:{number}: expected package=version, found: {line}")
-        return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+        return AptLock(snapshot, layers)
+
+    def check_locks(self) -> None:
+        """Whether the .in and lock files are as `build.py lock` left them. Errors: DefinitionError."""
+        sums = self.folder / SUMS
+        problems = []
+        for line in sums.read_text().splitlines() if sums.exists() else []:
+            wanted, _, name = line.partition("  ")
+            path = self.folder / name
+            if not path.is_file():
+                problems.append(f"{path}: was locked, and is gone")
+            elif hashlib.sha256(path.read_bytes()).hexdigest() != wanted:
+                said = "was changed and not locked again" if path.suffix == ".in" else "was edited by hand"
+                problems.append(f"{path}: {said}")
+        if problems:
+            raise DefinitionError("\n".join(problems), hint="versions are asked for in the .in files; then: "
+                                  f"build.py lock {self.name} --keep (without --keep every version is today's)")  # fmt: skip
+
+    def unlocked(self, lock: Path) -> list[str]:
+        """The requirements that ``lock``, a .lock file, could not pin."""
+        return [line.removeprefix(UNLOCKED) for line in lock.read_text().splitlines() if line.startswith(UNLOCKED)]
 
 
 def find_stack(name: str, folders: Sequence[Path], *, asked_by: str = "") -> Stack:
