@@ -361,12 +361,16 @@ def verify(
     Example:
       build.py verify lora-opencalm
     """
-    from builder.inspect import prove
+    from builder.inspect import drift_of, prove
 
-    checks = prove(resolved(recipe, stack, arguments), open_store(store_path), sif)
+    proven, checks = prove(resolved(recipe, stack, arguments), open_store(store_path), sif)
     if as_json:
-        click.echo(json.dumps([{"runtime": item.runtime, "seconds": item.seconds} for item in checks], indent=1))
+        said = {"image": proven.image_id, "drift": drift_of(proven.layers),
+                "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks]}  # fmt: skip
+        click.echo(json.dumps(said, indent=1))
     else:
+        for line in drift_of(proven.layers):
+            click.echo(f"drift   {line}")
         for item in checks:
             click.echo(f"passed under {item.runtime}, {item.seconds:.0f} s")
 

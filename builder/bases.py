@@ -23,9 +23,7 @@ def base_members(
     assert layer.stage is not None
     if layer.stage.bootstrap == "debootstrap":
         notes["executor"] = "mmdebstrap"
-        yield from debootstrap_members(
-            layer, staging / "root.tar", sources=supply.sources, pins=supply.pins, log=log
-        )
+        yield from debootstrap_members(layer, staging / "root.tar", sources=supply.sources, pins=supply.pins, log=log)
     else:
         notes["executor"] = "registry"
         yield from _docker_members(layer, staging, notes, log)

@@ -101,8 +101,8 @@ def debootstrap_members(
         "--format=tar",
         *([f"--include={include}"] if include else []),
         # In the script itself: without root, who runs it can't read a file in somebody's closed home.
-        f"--setup-hook=mkdir -p \"$1\"{_PINS.parent} && printf %s {shlex.quote(preferences(pins))} >\"$1\"{_PINS}",
-        f"--customize-hook=rm \"$1\"{_PINS}",
+        f'--setup-hook=mkdir -p "$1"{_PINS.parent} && printf %s {shlex.quote(preferences(pins))} >"$1"{_PINS}',
+        f'--customize-hook=rm "$1"{_PINS}',
         suite,
         "-",
     ]

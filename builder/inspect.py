@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from builder.errors import UsageError, VerifyError, nearest
 from builder.pipeline import Image, image_name, plan
 from builder.progress import Progress
 from builder.sif import read_sif
-from builder.store import Store
+from builder.store import Store, StoredLayer
 from builder.verify import Check, verify
 
 
@@ -82,7 +82,12 @@ def text(about: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prove(chain: Chain, store: Store, sif: Path | None) -> list[Check]:
+def drift_of(layers: Sequence[StoredLayer]) -> list[str]:
+    """What could not be had as locked when the layers were built, a line each."""
+    return [f"{layer.name}: {line}" for layer in layers for line in layer.notes.get("drift", ())]
+
+
+def prove(chain: Chain, store: Store, sif: Path | None) -> tuple[Image, list[Check]]:
     """Read every blob, run every test again. Errors: VerifyError, StoreError (CorruptBlob)."""
     from builder import oci
     from builder.chain import platform
@@ -111,4 +116,4 @@ def prove(chain: Chain, store: Store, sif: Path | None) -> list[Check]:
     checks = verify(image, store, products, progress, again=True)
     if not checks:
         raise VerifyError("every digest is right, but nothing here can run the tests: no Apptainer, Docker or buildah")
-    return checks
+    return image, checks

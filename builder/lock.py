@@ -41,7 +41,11 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
     Errors: FetchError when an index or a mirror does not answer; DriftError (``check``) when a lock is out of date.
     """
     folder = Path(name).resolve()
-    stack = Stack(folder, read_yaml(folder / "stack.yaml", StackFile)) if "/" in name else find_stack(name, [HOUSE / "images"])
+    stack = (
+        Stack(folder, read_yaml(folder / "stack.yaml", StackFile))
+        if "/" in name
+        else find_stack(name, [HOUSE / "images"])
+    )
     definitions = _definitions(stack)
     locked: dict[Path, str] = {}
     below, changes = "", 0
@@ -60,15 +64,15 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
         for line in _apt_differences(before, now):
             changes += 1
             yield f"{_shown(apt_lock)}: {line}"
-        if now.layers != before.layers or not before.snapshot:
+        if now.layers != before.layers:
             locked[apt_lock] = _apt_text(stack, now)
     except FileNotFoundError:
         yield f"{_shown(apt_lock)}: left as it is: there is no apt-get here to ask"
-    edited = [line for line in _sum_problems(stack)]
-    yield from edited if check else ()
-    if check and (changes or edited):
+    edited = list(_sum_problems(stack)) if check else []
+    yield from edited
+    if changes + len(edited) and check:
         raise DriftError(
-            f"{changes + len(edited)} things are not as {name}'s definitions and .in files resolve today",
+            f"{changes + len(edited)} of {stack.name}'s locked things are not what its definitions and .in files give today",
             hint=f"build.py lock {name} --keep",
         )
     if not check:
@@ -77,7 +81,7 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
                 _replace(target, text)
         if (text := _sums(stack)) != ((stack.folder / SUMS).read_text() if (stack.folder / SUMS).exists() else ""):
             _replace(stack.folder / SUMS, text)
-    if not changes and not edited:
+    if not changes:
         yield f"{stack.name}: up to date"
 
 
@@ -169,22 +173,28 @@ def asked_packages(definition: Definition) -> list[str]:
         words += stage.header.get("include", "").replace(",", " ").split()
         for match in _INSTALL.finditer(stage.post.replace("\\\n", " ")):
             with contextlib.suppress(ValueError):
-                words += [word for word in shlex.split(match[1], comments=True) if re.fullmatch(r"[a-z0-9][a-z0-9.+-]+", word)]
+                words += [
+                    word for word in shlex.split(match[1], comments=True) if re.fullmatch(r"[a-z0-9][a-z0-9.+-]+", word)
+                ]
     return list(dict.fromkeys(words))
 
 
-def _resolve_debian(
-    stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None
-) -> AptLock:
+def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None) -> AptLock:
     """What apt would install today for each layer, beyond the layers below. Errors: FetchError; FileNotFoundError
     without apt-get."""
+    chains = {name: [name, *_below(definitions, name)] for name in definitions}
+    chains = {name: chain for name, chain in chains.items()
+              if chain[-1] in definitions and definitions[chain[-1]].final.bootstrap == "debootstrap"
+              and (len(chain) == 1 or asked_packages(definitions[name]))}  # fmt: skip
+    if not chains:
+        return AptLock()
     if which("apt-get") is None or which("dpkg") is None:
         raise FileNotFoundError("apt-get")
     sources = apt_sources(stack.file.suite, mirror)
     if sources is None:
-        raise FetchError(f"apt's configuration here has no archive of {stack.file.suite}", hint="build.py lock --mirror URI")
-    chains = {name: [name, *_below(definitions, name)] for name, definition in definitions.items()
-              if asked_packages(definition) and definitions[[name, *_below(definitions, name)][-1]].final.bootstrap == "debootstrap"}  # fmt: skip
+        raise FetchError(
+            f"apt's configuration here has no archive of {stack.file.suite}", hint="build.py lock --mirror URI"
+        )
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="ekiben-apt-") as folder:
         settings = _apt_settings(Path(folder), sources, preferences(pins.packages))
@@ -194,7 +204,9 @@ def _resolve_debian(
             # What mmdebstrap's minbase is: https://manpages.debian.org/bookworm/mmdebstrap/mmdebstrap.1.en.html
             told = _apt(settings, "install", "--simulate", "?essential", "?priority(required)", "apt", *words)
             lower = {package for layer in chain[1:] for package in found.get(layer, {})}
-            found[name] = {package: version for package, version in sorted(_CHOSEN.findall(told)) if package not in lower}
+            found[name] = {
+                package: version for package, version in sorted(_CHOSEN.findall(told)) if package not in lower
+            }
     return AptLock(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", found)
 
 
@@ -231,7 +243,10 @@ def _apt_differences(before: AptLock, now: AptLock) -> Iterator[str]:
 
 
 def _apt_text(stack: Stack, lock: AptLock) -> str:
-    lines = [f"# Debian {stack.file.suite}, what each layer adds; written by build.py lock {stack.name}", f"snapshot: {lock.snapshot}"]
+    lines = [
+        f"# Debian {stack.file.suite}, what each layer adds; written by build.py lock {stack.name}",
+        f"snapshot: {lock.snapshot}",
+    ]
     for layer, packages in lock.layers.items():
         lines += ["", f"[{layer}]", *(f"{name}={version}" for name, version in packages.items())]
     return "\n".join(lines) + "\n"

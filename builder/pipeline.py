@@ -23,7 +23,7 @@ from typing import Any
 from builder import oci
 from builder.capture import Lower, canonical, file_members
 from builder.chain import Chain, File, Layer, platform
-from builder.errors import DriftError, LayerError
+from builder.errors import DefinitionError, DriftError, LayerError
 from builder.executors import Executor, Job, JobFailed, choose, write_run_script
 from builder.hostenv import Supply, build_environment, site_supply, write_host_files
 from builder.layer import DigestSink, Member, pour
@@ -107,7 +107,11 @@ def _changed(field: str, before: Any, now: Any) -> str:
     if field == "packages":
         old, new = before or {}, now or {}
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        return "Debian packages changed: " + ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return (
+            "Debian packages changed: "
+            + ", ".join(names[:3])
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        )
     if field == "environment":
         old, new = before or {}, now or {}
         return "environment changed: " + ", ".join(
@@ -119,6 +123,8 @@ def _changed(field: str, before: Any, now: Any) -> str:
 def build(chain: Chain, store: Store, options: Options, progress: Progress) -> Image:
     """Obtain every layer, bottom first, and name the image. Errors: LayerError, EngineError, StoreError, FetchError."""
     stored = [action.stored for action in plan(chain, store) if action.stored]
+    if options.locked:
+        refuse_drift([line for layer in stored for line in layer.notes.get("drift", ())])
     if len(stored) < len(chain.layers):
         store.open_for_writing()
         with store.building(layer.cache_key for layer in chain.layers):
@@ -167,10 +173,20 @@ class _Build:
         return self._executor
 
     def obtain_all(self) -> list[StoredLayer]:
+        self.refuse_unlocked()
         done: list[StoredLayer] = []
         for layer, action in zip(self.chain.layers, plan(self.chain, self.store), strict=True):
             done.append(self.obtain(layer, done, action.reason))
         return done
+
+    def refuse_unlocked(self) -> None:
+        """Before anything is built. Errors: DefinitionError when a lock file says that it could not lock something."""
+        stack = self.chain.stack
+        locks = {file.source for layer in self.chain.layers for file in layer.files
+                 if file.source and file.source.suffix == ".lock" and not self.store.layer(layer.cache_key)}  # fmt: skip
+        if missing := [f"{lock}: {line} is not locked" for lock in sorted(locks) for line in stack.unlocked(lock)]:
+            raise DefinitionError("\n".join(missing), hint="where an index that has it can be reached: "
+                                  f"UV_EXTRA_INDEX_URL=<index> build.py lock {stack.name} --keep")  # fmt: skip
 
     def obtain(self, layer: Layer, lower: Sequence[StoredLayer], reason: str) -> StoredLayer:
         def say_waiting() -> None:
@@ -257,12 +273,18 @@ class _Build:
             status = reader.read_file(_DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
         found = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
                  if name in locked and locked[name] != version]  # fmt: skip
-        if found and self.options.locked:
-            raise DriftError("the mirror no longer has the locked versions of:\n  " + "\n  ".join(found),
-                             hint="lock today's in apt.lock, or leave --locked out: the drift is then recorded in the image")  # fmt: skip
+        if self.options.locked:
+            refuse_drift(found)
         for line in found:
             self.progress.tell(f"drift: {line}")
         return found
+
+
+def refuse_drift(found: Sequence[str]) -> None:
+    """Errors: DriftError when there is any."""
+    if found:
+        raise DriftError("other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(found),
+                         hint="`build.py lock` locks today's; without --locked the drift is recorded in the image")  # fmt: skip
 
 
 _DPKG_STATUS = "var/lib/dpkg/status"

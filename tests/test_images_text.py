@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from builder.definition import read_definition
+from builder.files import read_yaml
+from builder.stack import Stack, StackFile
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "images"
@@ -81,16 +83,33 @@ class TestStack:
     def test_it_says_what_is_locked(self, stack: Path) -> None:
         said = yaml.safe_load((stack / "stack.yaml").read_text())
         pins = dict(pin for lock in stack.glob("*.lock") for pin in PIN.findall(lock.read_text()))
-        assert pins["torch"] == said["torch"] == said["arguments"]["torch"]
+        missing = [
+            line
+            for lock in stack.glob("*.lock")
+            for line in re.findall(r"^# not locked: (.*)$", lock.read_text(), re.MULTILINE)
+        ]
+        assert (
+            pins.get("torch") == said["torch"] == said["arguments"]["torch"]
+            or f"torch=={said['torch']}+cu118" in missing
+        )
         assert said["cuda"] == said["arguments"]["cuda"]
         assert said["name"] == stack.name
         assert Path(said["arguments"]["stack"]) == stack.relative_to(ROOT)
 
     def test_debian_packages_are_sorted_and_once_each(self, stack: Path) -> None:
-        lines = (stack / "apt.lock").read_text().splitlines()
-        assert [line for line in lines if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+=\S+", line)] == []
-        names = [line.split("=")[0] for line in lines]
-        assert names == sorted(set(names))
+        text = (stack / "apt.lock").read_text()
+        assert re.match(r"# .*\nsnapshot: \d{8}T\d{6}Z\n\n\[base\]\n", text)
+        for section in text.split("\n\n")[1:]:
+            title, *lines = section.splitlines()
+            assert title[1:-1] in {path.stem for path in DEFINITIONS}
+            assert [line for line in lines if not re.fullmatch(r"[a-z0-9][a-z0-9+.-]+=\S+", line)] == []
+            names = [line.split("=")[0] for line in lines]
+            assert names == sorted(set(names))
+
+    def test_locks_are_as_they_were_written(self, stack: Path) -> None:
+        Stack(stack, read_yaml(stack / "stack.yaml", StackFile)).check_locks()
+        listed = {line.split()[1] for line in (stack / "SHA256SUMS").read_text().splitlines()}
+        assert listed == {path.name for pattern in ("*.in", "*.lock") for path in stack.glob(pattern)}
 
 
 def package(site: Path, name: str, files: dict[str, bytes], version: str = "1.0") -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+import re
 import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from builder.lock import _differences
+from builder.definition import read_definition
+from builder.lock import _differences, asked_packages
 from own_recipe import STACK, Done, RunCli
 
 ROOT = Path(__file__).resolve().parent.parent
+has_apt = pytest.mark.skipif(not shutil.which("apt-get") and "CI" not in os.environ, reason="needs apt-get")
 
 
 def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
@@ -36,6 +40,17 @@ def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
             archive.writestr(path, data)
 
 
+def archive(folder: Path, **versions: str) -> None:
+    """The index of a Debian archive with these packages; `core` is essential and needs `libcore`."""
+    needs = {"core": "Essential: yes\nDepends: libcore\n", "tool": "Depends: libtool\n"}
+    (folder / "archive").mkdir(exist_ok=True)
+    (folder / "archive/Packages").write_text("\n".join(
+        f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: nobody\nPriority: optional\n"
+        f"{needs.get(name, '')}Filename: ./{name}.deb\nSize: 1\nSHA256: {'0' * 64}\n"
+        for name, version in {"apt": "2.0", **versions}.items()
+    ))  # fmt: skip
+
+
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A repository of two layers, low and high, whose stack wants packages of its own folder of wheels."""
@@ -52,17 +67,19 @@ def house(tmp_path: Path) -> Path:
     wheels = tmp_path / "wheels"
     wheel(wheels, "one", "1.0")
     wheel(wheels, "two", "1.0", "one")
+    archive(tmp_path, core="1.0", libcore="1.0")
     return house
 
 
 def lock(run_cli: RunCli, house: Path, *words: str, code: int = 0) -> Done:
     settings = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(house.parent / "wheels"), "UV_OFFLINE": "1"}
-    return run_cli("lock", "tiny", *words, code=code, env=settings, root=house)
+    mirror = f"deb [trusted=yes] file:{house.parent}/archive ./"
+    return run_cli("lock", "tiny", *words, "--mirror", mirror, code=code, env=settings, root=house)
 
 
 def test_each_layer_gets_what_the_layers_below_lack(run_cli: RunCli, house: Path) -> None:
     said = lock(run_cli, house).stdout.splitlines()
-    assert said == ["images/stacks/tiny/low.lock: one (new) → 1.0", "images/stacks/tiny/high.lock: two (new) → 1.0"]
+    assert said[:2] == ["images/stacks/tiny/low.lock: one (new) → 1.0", "images/stacks/tiny/high.lock: two (new) → 1.0"]
     low, high = ((house / f"images/stacks/tiny/{name}.lock").read_text() for name in ("low", "high"))
     assert low.startswith("one==1.0 \\\n    --hash=sha256:")
     assert high.startswith("two==1.0 \\\n    --hash=sha256:")
@@ -71,14 +88,82 @@ def test_each_layer_gets_what_the_layers_below_lack(run_cli: RunCli, house: Path
     assert lock(run_cli, house, "--check").stdout == "tiny: up to date\n"
 
 
+@has_apt
+def test_debian_packages_by_layer(run_cli: RunCli, house: Path) -> None:
+    (house / "images/high.def").write_text(
+        "Bootstrap: localimage\nFrom: low.sif\n\n%post\n    apt-get update\n    apt-get install -y \\\n        tool\n"
+    )
+    archive(house.parent, core="1.0", libcore="1.0", tool="3.0", libtool="3.1")
+    said = lock(run_cli, house).stdout.splitlines()
+    assert "images/stacks/tiny/apt.lock: [high] libtool (new) → 3.1" in said
+    path = house / "images/stacks/tiny/apt.lock"
+    text = path.read_text()
+    assert re.search(r"^snapshot: \d{8}T\d{6}Z$", text, re.MULTILINE)
+    assert text.partition("\n\n")[2] == "[low]\napt=2.0\ncore=1.0\nlibcore=1.0\n\n[high]\nlibtool=3.1\ntool=3.0\n"
+
+    archive(house.parent, core="1.0", libcore="1.0", tool="3.0", libtool="4.0")
+    done = lock(run_cli, house, "--check", code=9)
+    assert done.stdout == "images/stacks/tiny/apt.lock: [high] libtool 3.1 → 4.0\n"
+    assert path.read_text() == text
+    lock(run_cli, house)
+    assert "libtool=4.0" in path.read_text()
+
+    archive(house.parent, core="1.0", libcore="1.0", tool="3.0", libtool="3.1")
+    with (house.parent / "archive/Packages").open("a") as stream:  # an archive that has both
+        stream.write("\n" + re.search(r"Package: libtool.*", stream_text(house), re.DOTALL)[0].replace("3.1", "4.0"))  # type: ignore[index]
+    assert lock(run_cli, house, "--check").stdout == "tiny: up to date\n"
+
+    archive(house.parent, core="1.0", libcore="1.0")
+    assert "nable to locate package tool" in lock(run_cli, house, code=7).stderr
+
+
+def stream_text(house: Path) -> str:
+    return (house.parent / "archive/Packages").read_text()
+
+
+def test_which_packages_a_definition_asks_for(tmp_path: Path) -> None:
+    (tmp_path / "a.def").write_text(
+        "Bootstrap: debootstrap\nOSVersion: bookworm\nInclude: ca-certificates,tini\n\n%post\n"
+        "    apt-get update && apt-get install -y --no-install-recommends g++ \\\n        libc6-dev $MORE # why\n"
+        "    apt-get -qq install one two; echo three\n    apt-get purge -y four\n    pip install five\n"
+    )
+    asked = asked_packages(read_definition(tmp_path / "a.def", root=tmp_path))
+    assert asked == ["ca-certificates", "tini", "g++", "libc6-dev", "one", "two"]
+
+
+def test_a_lock_edited_by_hand_is_out_of_date(run_cli: RunCli, house: Path) -> None:
+    lock(run_cli, house)
+    path = house / "images/stacks/tiny/high.lock"
+    path.write_text(path.read_text() + "# mine\n")
+    done = lock(run_cli, house, "--check", code=9)
+    assert done.stdout.splitlines()[-1] == "images/stacks/tiny/high.lock: is not as `build.py lock` left it"
+    lock(run_cli, house)
+    assert lock(run_cli, house, "--check").stdout == "tiny: up to date\n"
+
+
+def test_what_no_index_here_has_is_named_and_not_built(run_cli: RunCli, house: Path) -> None:
+    (house / "images/stacks/tiny/low.in").write_text("one\nspecial==1.0+cu118\n")
+    wheel(house.parent / "wheels", "two", "1.0", "special")
+    said = lock(run_cli, house).stdout
+    assert "low.lock: special==1.0+cu118 is not locked: no index here has it" in said
+    text = (house / "images/stacks/tiny/low.lock").read_text()
+    assert text.startswith("# not locked: special==1.0+cu118\none==1.0")
+    assert (house / "images/stacks/tiny/high.lock").read_text().startswith("two==1.0")
+    wheel(house.parent / "wheels", "special", "1.0+cu118")
+    lock(run_cli, house)
+    text = (house / "images/stacks/tiny/low.lock").read_text()
+    assert "not locked" not in text
+    assert "special==1.0+cu118 \\\n    --hash=sha256:" in text
+
+
 def test_check_changes_nothing_and_ends_with_9(run_cli: RunCli, house: Path) -> None:
     lock(run_cli, house)
     (house / "images/stacks/tiny/low.in").write_text("one>=1\nthree\n")
     wheel(house.parent / "wheels", "three", "3.0")
     done = lock(run_cli, house, "--check", code=9)
-    assert done.stdout == "images/stacks/tiny/low.lock: three (new) → 3.0\n"
-    assert "1 locked versions are not what tiny's .in files resolve to today" in done.stderr
-    assert "hint: build.py lock tiny" in done.stderr
+    assert done.stdout.splitlines()[0] == "images/stacks/tiny/low.lock: three (new) → 3.0"
+    assert "of tiny's locked things are not what its definitions and .in files give today" in done.stderr
+    assert "hint: build.py lock tiny --keep" in done.stderr
     assert "three" not in (house / "images/stacks/tiny/low.lock").read_text()
 
 
@@ -86,6 +171,7 @@ def test_a_newer_version_alone_is_no_reason_to_fail_a_check(run_cli: RunCli, hou
     lock(run_cli, house)
     wheel(house.parent / "wheels", "one", "2.0")
     assert lock(run_cli, house, "--check").stdout == "tiny: up to date\n"
+    assert lock(run_cli, house, "--keep").stdout == "tiny: up to date\n"
     assert "one 1.0 → 2.0" in lock(run_cli, house).stdout
 
 

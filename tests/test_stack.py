@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from builder.chain import resolve
 from builder.errors import DefinitionError
-from builder.recipe import HOUSE
+from builder.recipe import HOUSE, find_recipe
 from builder.stack import Stack, find_stack
 from own_recipe import Own
 
@@ -49,9 +51,51 @@ def test_what_is_refused(own: Own, change: dict[str, Any], said: str) -> None:
 
 
 def test_apt_lock(own: Own) -> None:
-    assert find(own).apt_lock() == {}
+    assert find(own).apt_lock().packages == {}
     lock: Path = own.write("images/stacks/tiny/apt.lock", "# a remark\nb=1:2.0-3\n\na=1=2\n")
-    assert find(own).apt_lock() == {"b": "1:2.0-3", "a": "1=2"}
+    assert find(own).apt_lock().packages == {"b": "1:2.0-3", "a": "1=2"}
     lock.write_text("a=1\nb 2\n")
     with pytest.raises(DefinitionError, match=r"apt.lock:2: expected package=version, found: b 2"):
         find(own).apt_lock()
+
+
+def test_apt_lock_by_layer(own: Own) -> None:
+    own.write("images/stacks/tiny/apt.lock", "snapshot: 20260102T030405Z\n[ground]\na=1\n\n[walls]\nb=2\n")
+    lock = find(own).apt_lock()
+    assert lock.snapshot == "20260102T030405Z"
+    assert lock.packages == {"a": "1", "b": "2"}
+    assert lock.of("ground", lowest=True) == {"a": "1"}
+    assert lock.of("walls", lowest=False) == {"b": "2"}
+    assert lock.of("roof", lowest=False) == {}
+    own.write("images/stacks/tiny/apt.lock", "snapshot: yesterday\n")
+    with pytest.raises(DefinitionError, match=r"apt.lock:1: expected package=version, found: snapshot: yesterday"):
+        find(own).apt_lock()
+
+
+def test_a_list_without_layers_is_the_lowest_ones(own: Own) -> None:
+    own.write("images/stacks/tiny/apt.lock", "a=1\n")
+    lock = find(own).apt_lock()
+    assert lock.of("ground", lowest=True) == {"a": "1"}
+    assert lock.of("walls", lowest=False) == {}
+
+
+def test_what_was_edited_by_hand_is_named(own: Own) -> None:
+    files = {"walls.in": "one\n", "walls.lock": "one==1 \\\n    --hash=sha256:0\n", "apt.lock": "a=1\n"}
+    for name, text in files.items():
+        own.write(f"images/stacks/tiny/{name}", text)
+    find(own).check_locks()  # nobody has said what they should be
+    sums = [f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in files.items()]
+    own.write("images/stacks/tiny/SHA256SUMS", "".join(sums))
+    find(own).check_locks()
+    own.write("images/stacks/tiny/walls.in", "two\n")
+    own.write("images/stacks/tiny/walls.lock", "one==2\n")
+    (own.path / "images/stacks/tiny/apt.lock").unlink()
+    with pytest.raises(DefinitionError) as caught:
+        resolve(find_recipe(str(own.path)))
+    folder = own.path / "images/stacks/tiny"
+    assert str(caught.value).splitlines() == [
+        f"{folder}/walls.in: was changed and not locked again",
+        f"{folder}/walls.lock: was edited by hand",
+        f"{folder}/apt.lock: was locked, and is gone",
+    ]
+    assert "build.py lock tiny --keep" in str(caught.value.hint)

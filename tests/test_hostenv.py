@@ -1,0 +1,78 @@
+"""What a build borrows from the host: where Debian packages come from, and which versions."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from builder.debootstrap import apt_sources, preferences, snapshot_sources
+from builder.hostenv import Supply, write_host_files
+
+MOMENT = "20260102T030405Z"
+
+
+class Snapshots(http.server.BaseHTTPRequestHandler):
+    """An archive of snapshots that knows one moment, and takes its time over another."""
+
+    def do_HEAD(self) -> None:
+        if "20269999" in self.path:
+            time.sleep(5)
+        self.send_response(200 if self.path == f"/debian/{MOMENT}/dists/bookworm/Release" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def archive(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Snapshots) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("EKIBEN_SNAPSHOT", place)
+        yield place
+        server.shutdown()
+
+
+def test_the_snapshot_archive_is_asked_for_the_locked_moment(archive: str) -> None:
+    lines = snapshot_sources("bookworm", MOMENT).splitlines()
+    assert lines[0] == f"deb [check-valid-until=no] {archive}/debian/{MOMENT} bookworm main"
+    assert lines[2] == f"deb [check-valid-until=no] {archive}/debian-security/{MOMENT} bookworm-security main"
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("moment", ["", "20200101T000000Z", "20269999T000000Z"])
+def test_without_an_answer_there_are_no_lines(archive: str, moment: str) -> None:
+    assert snapshot_sources("bookworm", moment, patience=0.5) == ""
+
+
+def test_no_archive_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EKIBEN_SNAPSHOT", "")
+    assert snapshot_sources("bookworm", MOMENT) == ""
+    monkeypatch.setenv("EKIBEN_SNAPSHOT", "http://127.0.0.1:9")
+    assert snapshot_sources("bookworm", MOMENT, patience=0.5) == ""
+
+
+def test_a_given_mirror() -> None:
+    assert apt_sources("bookworm", "http://mirror/debian") == "deb http://mirror/debian bookworm main\n"
+    assert apt_sources("bookworm", "deb [trusted=yes] file:/a ./") == "deb [trusted=yes] file:/a ./"
+
+
+def test_pins_and_sources_reach_apt(tmp_path: Path) -> None:
+    given = write_host_files(
+        tmp_path, Supply("deb outside\n", "deb inside\n", {"b": "1:2.0-3", "a": "1"}, {"UV_OFFLINE": "1"})
+    )
+    assert given["APT_CONFIG"] == "/run/ekiben/apt.conf"
+    assert given["UV_OFFLINE"] == "1"
+    assert (tmp_path / "sources.list").read_text() == "deb inside\n"
+    assert (tmp_path / "preferences").read_text() == preferences({"a": "1", "b": "1:2.0-3"})
+    assert "Package: b\nPin: version 1:2.0-3\nPin-Priority: 995\n" in preferences({"b": "1:2.0-3"})
+    assert 'Dir::Etc::preferences "/run/ekiben/preferences";' in (tmp_path / "apt.conf").read_text()
