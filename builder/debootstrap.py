@@ -107,10 +107,12 @@ def debootstrap_members(
         "-",
     ]
     argv += ["-"] if sources else []
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(layer.epoch)}
     if os.geteuid() == 0:
         # It mounts /proc, /sys and device nodes below its folder: where nobody else who tidies up can meet them.
+        # (Without root it works under a subordinate id, to which a folder in somebody's home is closed.)
         argv = ["unshare", "--mount", "--propagation", "private", *argv]
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(layer.epoch), "TMPDIR": str(spool.parent)}
+        environment["TMPDIR"] = str(spool.parent)
     log(f"{suite} from {'the given mirror' if sources else 'mmdebstrap’s default mirror'}")
     source_file = spool.with_suffix(".list")
     source_file.write_text(sources or "")
