@@ -110,16 +110,8 @@ def _read_context(file: Path) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path)
-    config = first.parse_known_args(arguments)[0].config
-    parser = argparse.ArgumentParser(
-        prog="chat", allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(__doc__ or "").strip(), epilog=options.help_table(options.load(Settings, config)),
-    )  # fmt: skip
+    parser = options.command("chat", __doc__, Settings, arguments)
     parser.add_argument("question", nargs="?", help="one question; without it, a conversation")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change one setting")
     parser.add_argument("--adapter", metavar="DIR", help="folder train wrote (default: result/adapter)")
     parser.add_argument("--base", metavar="DIR", help="the base model's folder, if it is not where the adapter says")
     parser.add_argument("--context", type=Path, metavar="FILE", help="a text to answer from")

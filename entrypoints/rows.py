@@ -52,7 +52,7 @@ def parse_sources(data: Any, test_share: float) -> list[Source]:
 
 def check_places(sources: Sequence[Source]) -> bool:
     """Whether any source is of the hub. Errors: TaskError for a file or folder that is not there."""
-    of_hub = [_is_hub(source.location) for source in sources]  # all of them: each may be a typo
+    of_hub = [is_hub(source.location) for source in sources]  # all of them: each may be a typo
     return any(of_hub)
 
 
@@ -64,9 +64,9 @@ def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool, form: Form
         good, bad, correctable = _read_source(source.location, form)
         rows.bad += bad
         if bad and correctable and not skip_bad:
-            raise TaskError(_tell(bad))
+            raise TaskError(tell_bad(bad))
         if not good:
-            raise TaskError(f"{source.location}: holds no usable row" + (f"; {_tell(bad)}" if bad else ""))
+            raise TaskError(f"{source.location}: holds no usable row" + (f"; {tell_bad(bad)}" if bad else ""))
         for row in good:
             digest.update(json.dumps(dataclasses.astuple(row), ensure_ascii=False).encode())
         rows.counts[source.location] = rows.counts.get(source.location, 0) + len(good)
@@ -75,6 +75,17 @@ def read_all(sources: Sequence[Source], *, seed: int, skip_bad: bool, form: Form
         rows.test += test
     rows.sha256 = digest.hexdigest()
     return rows
+
+
+def read_questions(location: str, form: Form, *, skip_bad: bool) -> tuple[list[AnyRow], list[BadRow]]:
+    """The rows of one place, of which only what is asked has to be there. Errors: as ``read_all``."""
+    check_form(form)
+    good, bad, correctable = _read_source(location, form, asked=True)
+    if bad and correctable and not skip_bad:
+        raise TaskError(tell_bad(bad))
+    if not good:
+        raise TaskError(f"{location}: holds no usable row" + (f"; {tell_bad(bad)}" if bad else ""))
+    return good, bad
 
 
 def split(rows: list[AnyRow], test_share: float, seed: int) -> tuple[list[AnyRow], list[AnyRow]]:
@@ -102,14 +113,15 @@ def _parse_source(item: Any, test_share: float) -> Source:
     raise TaskError(f"setting data: {item!r} is no source; write a place, or {{source: PLACE, test_share: 0.01}}")
 
 
-def _read_source(location: str, form: Form) -> tuple[list[AnyRow], list[BadRow], bool]:
+def _read_source(location: str, form: Form, *, asked: bool = False) -> tuple[list[AnyRow], list[BadRow], bool]:
     """(rows, bad rows, whether the user can correct the bad ones: a hub data set is as its owner left it)."""
-    if _is_hub(location):
-        return *_check(_read_hub(location), form), False
-    return *_check(_read_path(Path(location).expanduser()), form), True
+    if is_hub(location):
+        return *_check(_read_hub(location), form, asked), False
+    return *_check(_read_path(Path(location).expanduser()), form, asked), True
 
 
-def _is_hub(location: str) -> bool:
+def is_hub(location: str) -> bool:
+    """Whether ``location`` is an id of the hub. Errors: TaskError for a file or folder that is not there."""
     path = Path(location).expanduser()
     if path.exists():
         return False
@@ -206,11 +218,11 @@ def _read_hub(name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name} row {number}", item
 
 
-def _check(items: Iterator[tuple[str, Any]], form: Form) -> tuple[list[AnyRow], list[BadRow]]:
+def _check(items: Iterator[tuple[str, Any]], form: Form, asked: bool) -> tuple[list[AnyRow], list[BadRow]]:
     good: list[AnyRow] = []
     bad: list[BadRow] = []
     for where, item in items:
-        row = read_row(item, form)
+        row = read_row(item, form, asked=asked)
         if isinstance(row, str):
             bad.append(BadRow(where, row))
         else:
@@ -218,7 +230,8 @@ def _check(items: Iterator[tuple[str, Any]], form: Form) -> tuple[list[AnyRow], 
     return good, bad
 
 
-def _tell(bad: Sequence[BadRow]) -> str:
+def tell_bad(bad: Sequence[BadRow]) -> str:
+    """How many, the first five of them, and what to do."""
     shown = "\n".join(f"  {row.where}: {row.problem}" for row in bad[:5])
     more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
     return f"{len(bad)} bad row{'s' * (len(bad) > 1)}; correct them, or leave them out with --skip-bad\n{shown}{more}"

@@ -6,9 +6,11 @@ together, each with where it was written and the nearest name.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
+import os
 import sys
 import types
 import typing
@@ -68,6 +70,28 @@ def help_table(settings: Any) -> str:
     for name, value, help in rows:
         lines.append(f"  {name:<{width}}  {value}\n  {'':<{width}}    {help}")
     return "\n".join(lines)
+
+
+def command(
+    prog: str, doc: str | None, settings: type[Any], arguments: Sequence[str] | None
+) -> argparse.ArgumentParser:
+    """A task's parser with what every task takes, --config and --set, and its settings in --help."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    config = first.parse_known_args(arguments)[0].config
+    parser = argparse.ArgumentParser(
+        prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(doc or "").strip(), epilog=help_table(load(settings, config)),
+    )  # fmt: skip
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change one setting")
+    return parser
+
+
+def recipe_folder(config: Path | None, script: str) -> Path:
+    """Where the recipe's data lies: in an image, beside a config file, or above the recipe's own entrypoints."""
+    given = os.environ.get("EKIBEN_RECIPE")
+    return Path(given) if given else (config or Path(script)).resolve().parent.parent
 
 
 def fail(error: TaskError) -> NoReturn:
