@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from builder import oci
+from builder import daemon, oci
 from builder.chain import Chain, platform
 from builder.errors import StoreError
-from builder.layer import pour
 from builder.pipeline import Image, Options, build, plan
 from builder.progress import Progress
 from builder.sif import Partition, read_sif, sif_id, write_sif
-from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
 from builder.store import CorruptBlob, Store
 
 Count = Callable[[int], None]
@@ -73,11 +71,9 @@ def make(
     flat: bool = False,
 ) -> list[Product]:
     """By default a SIF, and the Docker image when a daemon answers. Asked for docker without one, an archive instead."""
-    from builder.executors import docker
-
     if not formats:
-        formats = ("sif",) if docker.unavailable() else ("sif", "docker")
-    elif "docker" in formats and (reason := docker.unavailable()):
+        formats = ("sif",) if daemon.unavailable() else ("sif", "docker")
+    elif "docker" in formats and (reason := daemon.unavailable()):
         progress.tell(f"{reason}: the Docker image is written as an archive for `docker load -i`")
         formats = ["oci" if name == "docker" else name for name in formats]
     products = []
@@ -116,6 +112,9 @@ def make_sif(image: Image, store: Store, out: Path, *, flat: bool, on_bytes: Cou
 
 def _flattened(image: Image, store: Store, path: Path) -> Partition:
     """All layers as one partition, for tools that read only the first."""
+    from builder.layer import pour
+    from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
+
     with contextlib.ExitStack() as stack:
         for layer in image.layers:
             store.check_blob(layer.digest)
@@ -131,11 +130,9 @@ def _flattened(image: Image, store: Store, path: Path) -> Partition:
 
 def load_docker(image: Image, store: Store) -> Product:
     """The image in the Docker daemon, its id the digest of its config. Layers the daemon has are not sent."""
-    from builder.executors.docker import has_image, load_image
-
-    if has_image(image.tag, image.image_id):
+    if daemon.has_image(image.tag, image.image_id):
         return Product("docker", image.tag, image.size, False)
-    load_image(store, image.config, image.layers, image.tag)
+    daemon.load_image(store, image.config, image.layers, image.tag)
     return Product("docker", image.tag, image.size, True)
 
 

@@ -21,7 +21,6 @@ from builder.errors import LayerError
 from builder.layer import CHUNK, WHITEOUT_PREFIX, Entry, Kind, Member, read_chunks, sort_key
 
 COMPARED = 64 << 20  # bytes: a larger file that was copied up is taken as changed
-BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
 
 # Contents differ from run to run or from machine to machine, and no image needs them.
 NOISE_BELOW = (

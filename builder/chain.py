@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform as machine
+import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +25,13 @@ KEY_FORMAT = 1  # a change in what the builder itself puts into layers gets a ne
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RECIPE_HOME = "/opt/ekiben/recipe"
 TESTS = "/opt/ekiben/tests"
+BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def platform() -> str:
-    return "linux/" + ARCHITECTURES.get(machine.machine(), machine.machine())
+    machine = os.uname().machine
+    return "linux/" + ARCHITECTURES.get(machine, machine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from builder.capture import BUILD_MOUNT
+from builder.chain import BUILD_MOUNT
 from builder.debootstrap import apt_sources, preferences, snapshot_sources
 from builder.stack import Stack
 

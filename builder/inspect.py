@@ -89,9 +89,8 @@ def drift_of(layers: Sequence[StoredLayer]) -> list[str]:
 
 def prove(chain: Chain, store: Store, sif: Path | None) -> tuple[Image, list[Check]]:
     """Read every blob, run every test again. Errors: VerifyError, StoreError (CorruptBlob)."""
-    from builder import oci
+    from builder import daemon, oci
     from builder.chain import platform
-    from builder.executors import docker
 
     actions = plan(chain, store)
     stored = tuple(action.stored for action in actions if action.stored)
@@ -111,7 +110,7 @@ def prove(chain: Chain, store: Store, sif: Path | None) -> tuple[Image, list[Che
     image = Image(name=image_name(chain), image_id=oci.digest_of(config), config=config, chain=chain, layers=stored)
     sif = sif or Path(f"{image.name}.sif")
     products = [Product("sif", str(sif), 0, False)] if sif.is_file() else []
-    if docker.unavailable() is None and docker.has_image(image.tag, image.image_id):
+    if daemon.unavailable() is None and daemon.has_image(image.tag, image.image_id):
         products.append(Product("docker", image.tag, 0, False))
     checks = verify(image, store, products, progress, again=True)
     if not checks:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from builder.errors import StoreError
-from builder.layer import tar_stream
-from builder.squashfs import SquashfsReader
 from builder.store import MEDIA_CONFIG, MEDIA_INDEX, MEDIA_LAYER, MEDIA_MANIFEST, CorruptBlob, Store, StoredLayer
 
 MEDIA_TAR = "application/vnd.oci.image.layer.v1.tar"
@@ -75,6 +72,9 @@ def digest_of(data: bytes) -> str:
 
 def layer_tar(store: Store, layer: StoredLayer) -> Iterator[bytes]:
     """The layer's tar, checked against its diff_id while it passes. Errors: CorruptBlob."""
+    from builder.layer import tar_stream
+    from builder.squashfs import SquashfsReader
+
     path, sha = store.blob_path(layer.digest), hashlib.sha256()
     try:
         with path.open("rb") as blob:
@@ -126,6 +126,8 @@ def archive(
 
     ``leave_out``: diff_ids whose data the reader has already (a Docker daemon doesn't open what it knows).
     """
+    import tarfile
+
     for path, size, chunks in _parts(store, config, layers, name, leave_out):
         info = tarfile.TarInfo(path)
         info.size = size

@@ -5,6 +5,8 @@ plan      which of them the store has, and why not           pure, printable
 build     obtain each layer, bottom first; name the image
 assemble  SIF and Docker image out of the store              (builder.assemble)
 verify    every %test in the finished image                  (builder.verify)
+
+What makes layers is imported by the functions that make them: most invocations find everything stored.
 """
 
 from __future__ import annotations
@@ -13,23 +15,22 @@ import contextlib
 import hashlib
 import io
 import os
-import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from builder import oci
-from builder.capture import Lower, canonical, file_members
 from builder.chain import Chain, File, Layer, platform
 from builder.errors import DefinitionError, DriftError, LayerError
-from builder.executors import Executor, Job, JobFailed, choose, write_run_script
-from builder.hostenv import Supply, build_environment, site_supply, write_host_files
-from builder.layer import DigestSink, Member, pour
 from builder.progress import Progress
-from builder.squashfs import SquashfsReader, SquashfsWriter
 from builder.store import Store, StoredLayer
+
+if TYPE_CHECKING:
+    from builder.executors import Executor, Job
+    from builder.hostenv import Supply
+    from builder.layer import Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +162,16 @@ class _Build:
     @property
     def supply(self) -> Supply:
         if self._supply is None:
+            from builder.hostenv import site_supply
+
             self._supply = site_supply(self.chain.stack, self.options.mirror)
         return self._supply
 
     @property
     def executor(self) -> tuple[str, Executor]:
         if self._executor is None:
+            from builder.executors import choose
+
             name, executor, why = choose(self.options.engine)
             self.progress.tell(f"engine {name}: {why}")
             self._executor = name, executor
@@ -201,6 +206,9 @@ class _Build:
                 return self.make(layer, lower)
 
     def make(self, layer: Layer, lower: Sequence[StoredLayer]) -> StoredLayer:
+        from builder.layer import DigestSink, pour
+        from builder.squashfs import SquashfsWriter
+
         began = time.monotonic()
         with self.store.staging() as staging:
             blob, digest = staging / "layer.squashfs", DigestSink()
@@ -227,6 +235,11 @@ class _Build:
         self, layer: Layer, lower: Sequence[StoredLayer], staging: Path, notes: dict[str, Any]
     ) -> Iterator[Iterator[Member]]:
         """What the layer holds, by its kind."""
+        from builder.capture import Lower, canonical, file_members
+        from builder.executors import JobFailed
+        from builder.hostenv import build_environment, write_host_files
+        from builder.squashfs import SquashfsReader
+
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
                 from builder.bases import base_members  # late: most invocations make no base
@@ -266,6 +279,8 @@ class _Build:
 
     def drift(self, blob: Path) -> list[str]:
         """Debian packages whose version is not the locked one. Errors: DriftError under --locked."""
+        from builder.squashfs import SquashfsReader
+
         locked = self.chain.stack.apt_lock().packages
         with blob.open("rb") as stream:
             reader = SquashfsReader(stream)
@@ -302,6 +317,8 @@ def prepare_job(
     files: Sequence[File] = (), log: Callable[[str], None],
 ) -> Job:  # fmt: skip
     """The folders a job needs, with its run.sh; the caller adds what the host lends."""
+    from builder.executors import Job, write_run_script
+
     mount, scratch = staging / "mount", staging / "scratch"
     mount.mkdir(exist_ok=True)
     scratch.mkdir()
@@ -316,6 +333,8 @@ def prepare_job(
 
 def _files_tar(files: Sequence[File]) -> bytes:
     """What %files brings, for the executor to unpack before %post. Lock files and scripts: small."""
+    import tarfile
+
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for file in files:

@@ -14,6 +14,7 @@ the old or the new, and a killed writer leaves nothing but a staging folder that
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -21,7 +22,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,6 +70,13 @@ def remove_tree(folder: Path) -> None:
         if any(mount.startswith(f"{folder.resolve()}/") for mount in mounts):
             return
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(left: Path) -> None:
+    if left.is_dir():
+        remove_tree(left)
+    else:
+        left.unlink(missing_ok=True)
 
 
 def default_root() -> Path:
@@ -187,16 +194,21 @@ class Store:
             os.close(probe)
             os.unlink(where)
         self._sweep()
+        atexit.register(self._sweep_own)  # ^C may come between making a folder and the block that removes it
 
     def _sweep(self) -> None:
         """Remove what dead processes of this host left in staging/."""
         for left in (self.root / "staging").iterdir():
             host, process, *_ = [*left.name.split("__"), ""]
-            if host == socket.gethostname() and process.isdigit() and not Path(f"/proc/{process}").exists():
-                if left.is_dir():
-                    remove_tree(left)
-                else:
-                    left.unlink(missing_ok=True)
+            if host == os.uname().nodename and process.isdigit() and not Path(f"/proc/{process}").exists():
+                _remove(left)
+
+    def _sweep_own(self) -> None:
+        """Remove what this process, at its end, has left in staging/."""
+        with contextlib.suppress(OSError):
+            for left in (self.root / "staging").iterdir():
+                if left.name.startswith(_own_prefix()):
+                    _remove(left)
 
     def _make_folder(self, folder: Path) -> None:
         try:
@@ -402,7 +414,7 @@ class _Without(Store):
 
 def _own_prefix() -> str:
     """Says whose a name in staging/ is, for telling what dead processes left."""
-    return f"{socket.gethostname()}__{os.getpid()}__"
+    return f"{os.uname().nodename}__{os.getpid()}__"
 
 
 def _dump(data: Mapping[str, Any]) -> bytes:

@@ -74,13 +74,13 @@ def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool =
 
 def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
     """The tests in a container of the Docker image, without a network. None when no daemon answers. Errors: VerifyError."""
-    from builder.executors import docker
+    from builder import daemon
 
-    if docker.unavailable():
+    if daemon.unavailable():
         return None
 
     def run(lines: list[str]) -> int:
-        container = docker.client().containers.run(
+        container = daemon.client().containers.run(
             image.image_id, ["/bin/sh", TEST], detach=True, network_mode="none", shm_size="1g"
         )
         try:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Protocol, cast
 
-from builder.capture import BUILD_MOUNT
+from builder.chain import BUILD_MOUNT
 from builder.errors import EngineError, UsageError, nearest
 from builder.store import Store, StoredLayer
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from builder.capture import BUILD_MOUNT
+from builder.chain import BUILD_MOUNT
 from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import Argv, piped, quoted, run, stream, which

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from builder import oci
-from builder.capture import BUILD_MOUNT
-from builder.chain import DEFAULT_PATH, platform
+from builder.chain import BUILD_MOUNT, DEFAULT_PATH, platform
 from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import ProcessError, piped, run, stream, which

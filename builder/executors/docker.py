@@ -4,143 +4,23 @@ what changed is read back."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import IO, TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, cast
 
 from builder import oci
-from builder.capture import BUILD_MOUNT, is_noise
-from builder.chain import DEFAULT_PATH, platform
+from builder.capture import is_noise
+from builder.chain import BUILD_MOUNT, DEFAULT_PATH, platform
+from builder.daemon import client, load_image, unavailable
 from builder.errors import EngineError
 from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
 from builder.layer import sort_key
 from builder.squashfs import SquashfsReader, merged_entries
-from builder.store import Store, StoredLayer
 
-if TYPE_CHECKING:
-    from docker import DockerClient
-
+__all__ = ["execute", "forget_images", "try_run", "unavailable"]
 LAYER_IMAGES = "ekiben/layer"
 _MAKER = "org.ekiben.process"
-
-
-@cache
-def client() -> DockerClient:
-    """Errors: EngineError with what to do when no daemon answers."""
-    import docker
-    from docker.errors import DockerException
-
-    try:
-        connected = docker.from_env(timeout=600)
-        connected.ping()
-    except DockerException as error:
-        said = str(error)
-        if "Permission" in said:
-            raise EngineError(
-                "the Docker daemon refuses this user; ask for membership of the group 'docker'"
-            ) from error
-        where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
-        raise EngineError(f"no Docker daemon answers at {where}") from error
-    return connected
-
-
-def unavailable() -> str | None:
-    if (answer := _ask("/_ping")) and answer[0] == 200:
-        return None
-    try:
-        client()
-    except EngineError as error:
-        return str(error)
-    return None
-
-
-def _socket() -> str | None:
-    """The daemon's Unix socket, unless DOCKER_HOST names something else, which is the SDK's business."""
-    scheme, _, place = (os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock").partition("://")
-    return place if scheme == "unix" else None
-
-
-def _ask(path: str, *, send: Iterable[bytes] | None = None) -> tuple[int, bytes] | None:
-    """Status and body of a GET (of a POST of ``send``) at the daemon's Unix socket; None when nothing answers there.
-
-    For what an invocation with little to do needs: importing the SDK takes longer than all of it.
-    """
-    if (place := _socket()) is None:
-        return None
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10 if send is None else 3600)
-            connection.connect(place)
-            if send is None:
-                connection.sendall(f"GET {path} HTTP/1.0\r\nHost: docker\r\n\r\n".encode())
-            else:
-                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\n"
-                                   "Content-Type: application/x-tar\r\nTransfer-Encoding: chunked\r\n\r\n".encode())  # fmt: skip
-                for chunk in filter(None, send):
-                    connection.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
-                connection.sendall(b"0\r\n\r\n")
-            head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
-        return int(head.split()[1]), body
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _layers_of(name: str) -> list[str]:
-    answer = _ask(f"/images/{name}/json")
-    return json.loads(answer[1])["RootFS"].get("Layers") or [] if answer and answer[0] == 200 else []
-
-
-def known_layers() -> set[str]:
-    """diff_ids the daemon has as the bottom of some image, in that order, so that they need not be sent again."""
-    chains = [image.attrs["RootFS"].get("Layers") or [] for image in client().images.list(all=True)]
-    return {",".join(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
-
-
-def has_image(name: str, image_id: str) -> bool:
-    if answer := _ask(f"/images/{name}/json"):
-        return answer[0] == 200 and bool(json.loads(answer[1])["Id"] == image_id)
-    from docker.errors import APIError
-
-    try:
-        return bool(client().api.inspect_image(name)["Id"] == image_id)
-    except APIError:
-        return False
-
-
-def load_image(store: Store, config: bytes, layers: Sequence[StoredLayer], name: str) -> str:
-    """Bring an image into the daemon under ``name``; layers it has are not sent. Returns the image id."""
-    wanted = oci.digest_of(config)
-    if has_image(name, wanted):
-        return wanted
-    if has_image(wanted, wanted):
-        repository, _, tag = name.rpartition(":")
-        client().api.tag(wanted, repository, tag)
-        return wanted
-    present = _present([layer.diff_id for layer in layers], name)
-    for leave_out in ([present] if present else []) + [set[str]()]:
-        said = _load(oci.archive(store, config, layers, name, leave_out=leave_out))
-        if has_image(name, wanted):
-            return wanted
-    raise EngineError(f"the Docker daemon did not take {name} as {wanted}: {said[-500:]}")
-
-
-def _present(diff_ids: list[str], name: str) -> set[str]:
-    """Which of the layers the daemon has. The image that had ``name`` before, most often, has all but the last."""
-    if _layers_of(name)[: len(diff_ids) - 1] == diff_ids[:-1]:
-        return set(diff_ids[:-1])
-    known = known_layers()
-    return {diff_ids[index] for index in range(len(diff_ids)) if ",".join(diff_ids[: index + 1]) in known}
-
-
-def _load(archive: Iterable[bytes]) -> str:
-    """What the daemon says to an archive."""
-    if _socket() is None:
-        return " ".join(str(line) for line in client().api.load_image(archive) or ())
-    answer = _ask("/images/load", send=archive)
-    return answer[1].decode(errors="replace") if answer else "it closed the connection"
 
 
 @contextlib.contextmanager
