@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from builder.errors import EkibenError, UsageError
+from builder.errors import EkibenError, UnfitError, UsageError
 
 if TYPE_CHECKING:
     from builder.assemble import Product
@@ -384,29 +384,152 @@ def verify(
 @click.argument("words", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
 @click.option("--cpu", is_flag=True, help="Without GPUs, even when there are some.")
 @click.option("--sif", type=click.Path(path_type=Path), help="The file to run (default: ./<recipe>.sif).")
+@click.option(
+    "--bind",
+    "binds",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A folder to see inside, at its own path; may repeat. This one, caches and what ARGS name are seen anyway.",
+)
+@click.option("--stage", is_flag=True, help="Copy the SIF to the node's own disk first, once for all jobs there.")
+@click.option("--force", is_flag=True, help="Even where doctor says that it will fail.")
 @click.option("--dry-run", is_flag=True, help="Print the command, run nothing.")
-def run(recipe: str, words: tuple[str, ...], cpu: bool, sif: Path | None, dry_run: bool) -> None:
+@click.pass_obj
+def run(
+    store_path: Path | None,
+    /,
+    recipe: str,
+    words: tuple[str, ...],
+    cpu: bool,
+    sif: Path | None,
+    binds: tuple[Path, ...],
+    stage: bool,
+    force: bool,
+    dry_run: bool,
+) -> None:
     """Run a task of a recipe's image: Apptainer or SingularityCE with the SIF, else Docker.
+
+    Of your environment the image sees what a job needs: its scheduler's variables, NCCL's, proxies, HF_TOKEN; not
+    LD_LIBRARY_PATH or PYTHONPATH.
 
     \b
     Examples:
       build.py run lora-opencalm train -- --smoke
+      build.py run lora-opencalm train --stage -- --data=/groups/mine/talk.jsonl --output=/scratch/me/run
       build.py run hello --cpu
-    """
+    """  # fmt: skip
     import shlex
 
-    from builder.launch import command, gpus_here
+    from builder import launch
+    from builder.machine import has_gpu
     from builder.recipe import find_recipe
 
     found = find_recipe(recipe)
     if words:
         found.task(words[0])
-    argv = command(found.name, sif or Path(f"{found.name}.sif"), f"ekiben/{found.name}:latest", words,
-                   gpu=not cpu and gpus_here(), environment=os.environ)  # fmt: skip
-    click.echo(f"+ {shlex.join(argv)}", err=not dry_run)
+    sif = sif or Path(f"{found.name}.sif")
+    wish = launch.Wish(
+        words=words, gpu=not cpu and has_gpu(), binds=binds, terminal=sys.stdin.isatty() and sys.stdout.isatty()
+    )
+    program = launch.choose_runtime(found.name, sif)
+    if not dry_run:
+        if not force:
+            warn_or_refuse(open_store(store_path), program, sif, found.name, gpu=wish.gpu)
+        if stage and Path(program).name != "docker":
+            sif = launch.stage(sif, os.environ, lambda line: click.echo(line, err=True))
+    ready = launch.launch(program, sif, f"ekiben/{found.name}:latest", wish, os.environ)
+    click.echo(f"+ {shlex.join(ready.argv)}", err=not dry_run)
+    for name in ready.kept_out:
+        click.echo(f"{name} is not passed on: the image has its own", err=True)
     if not dry_run:
         sys.stdout.flush()
-        os.execvp(argv[0], argv)
+        os.execvpe(ready.argv[0], ready.argv, ready.environment)
+
+
+def warn_or_refuse(store: Store, program: str, sif: Path, name: str, *, gpu: bool) -> None:
+    """What doctor says about running it here, before it is run. Errors: UnfitError when it will fail."""
+    from builder.doctor import check_here, refuse
+
+    findings = check_here(store, program, sif, name, gpu=gpu, tell=lambda line: click.echo(line, err=True))
+    refuse(findings)
+    for finding in findings:
+        if finding.level == "but":
+            click.echo(f"{finding.topic}: {finding.said}" + (f" ({finding.do})" if finding.do else ""), err=True)
+
+
+@main.command()
+@click.argument("image", required=False, metavar="[RECIPE|FILE.sif]")
+@click.option(
+    "--site", help="A site of sites/, one of your own, or a path to a profile: its compute nodes, not this machine."
+)
+@click.option(
+    "--record", is_flag=True, help="Write this machine as a site profile; best in a batch job on a compute node."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="With --record: the file (default: stdout). Else: where the image would be written.",
+)
+@chain_options
+@json_option
+@click.pass_obj
+def doctor(
+    store_path: Path | None,
+    /,
+    image: str | None,
+    site: str | None,
+    record: bool,
+    output: Path | None,
+    stack: str | None,
+    arguments: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Say whether it will run, and why: on this machine, or on a site's compute nodes from a login node without GPU.
+
+    Exit code 10 when it will fail. Facts of an image are read from its layers; nothing is run.
+
+    \b
+    Examples:
+      build.py doctor                              can one build here, which stacks run on these GPUs
+      build.py doctor lora-opencalm                this image on this machine
+      build.py doctor --site abci-3.0 lora-opencalm
+      build.py doctor --record -o ~/.config/ekiben/sites/mine.yaml
+    """  # fmt: skip
+    from builder.doctor import consult, report, text, worst
+    from builder.site import find_site
+
+    if record:
+        if image or site or as_json:
+            raise UsageError("--record describes this machine; leave out the image, --site and --json")
+        record_machine(output)
+        return
+    place = find_site(site).file if site else None
+    sections = consult(open_store(store_path), image, place, output or Path(), stack=stack, arguments=bound(arguments),
+                       tell=lambda line: click.echo(line, err=True))  # fmt: skip
+    click.echo(json.dumps(report(sections), indent=1) if as_json else text(sections))
+    if any(worst(section.findings) == "fail" for section in sections if section.does != "suit"):
+        sys.exit(UnfitError.exit_code)
+
+
+def record_machine(output: Path | None) -> None:
+    import socket
+    from datetime import UTC, datetime
+
+    from builder.files import write_whole
+    from builder.machine import profile_text, record_site
+    from builder.site import SiteFile
+
+    host = socket.gethostname()
+    name = output.stem if output else host.split(".")[0]
+    made: SiteFile = record_site(name, os.environ)
+    said = f"Recorded by `build.py doctor --record` on {host}, {datetime.now(UTC):%Y-%m-%d}. What could not be seen is left out."
+    text = profile_text(made, said)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    write_whole(output, text)
+    click.echo(output)
 
 
 @main.command()

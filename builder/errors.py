@@ -8,7 +8,8 @@ EkibenError                  1   something expected went wrong
 ├── StoreError               6   the store cannot be read or written
 ├── FetchError               7   a mirror, index or registry does not answer, or answers with other bytes
 ├── VerifyError              8   an image is not what it should be
-└── DriftError               9   --locked, and something could not be had as locked
+├── DriftError               9   --locked, and something could not be had as locked
+└── UnfitError              10   an image will not run where it is wanted
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class VerifyError(EkibenError):
 
 class DriftError(EkibenError):
     exit_code = 9
+
+
+class UnfitError(EkibenError):
+    exit_code = 10
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,10 +1,12 @@
-"""YAML files read into frozen dataclasses, with errors that name the file, the key and the nearest known key.
+"""YAML files read into frozen dataclasses, with errors that name the file, the key and the nearest known key; text written whole.
 
 A library for this exists, and importing it took a third of the time of an invocation that has nothing to do.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -12,7 +14,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
-from builder.errors import DefinitionError, nearest
+from builder.errors import DefinitionError, UsageError, nearest
 
 Model = TypeVar("Model")
 
@@ -77,3 +79,21 @@ def _read_fields(value: dict[str, Any], kind: Any, place: str, problems: list[st
 
 def _below(place: str, key: str) -> str:
     return f"{place}.{key}" if place else key
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A text file, there only when it is whole. Errors: UsageError."""
+    import tempfile
+
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    try:
+        with open(handle, "w") as stream:
+            stream.write(text)
+        os.chmod(temporary, 0o644)
+        os.rename(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)

@@ -22,7 +22,7 @@ from pathlib import Path
 from builder.debootstrap import apt_sources, preferences
 from builder.definition import Definition, read_definition
 from builder.errors import DriftError, FetchError
-from builder.files import read_yaml
+from builder.files import read_yaml, write_whole
 from builder.process import ProcessError, run, which
 from builder.recipe import HOUSE
 from builder.stack import SUMS, UNLOCKED, AptLock, Stack, StackFile, find_stack
@@ -78,9 +78,9 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
     if not check:
         for target, text in locked.items():
             if not target.exists() or target.read_text() != text:
-                _replace(target, text)
+                write_whole(target, text)
         if (text := _sums(stack)) != ((stack.folder / SUMS).read_text() if (stack.folder / SUMS).exists() else ""):
-            _replace(stack.folder / SUMS, text)
+            write_whole(stack.folder / SUMS, text)
     if not changes:
         yield f"{stack.name}: up to date"
 
@@ -268,15 +268,3 @@ def _sum_problems(stack: Stack) -> Iterator[str]:
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             yield f"{_shown(stack.folder / name)}: is not as `build.py lock` left it"
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w") as stream:
-            stream.write(text)
-        os.chmod(temporary, 0o644)
-        os.rename(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

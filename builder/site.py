@@ -70,7 +70,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A compute node. ``cores`` as its scheduler counts them; ``driver`` is NVIDIA's; ``internet``: can it reach out."""
+    """A compute node. ``cores`` as its scheduler counts them; ``driver`` is NVIDIA's; ``internet``: can it reach out;
+    ``squashfs_zstd``: can its kernel mount squashfs compressed with zstd, as SIF files of Ekiben are."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -80,6 +81,7 @@ class Node:
     system: str | None = None
     kernel: str | None = None
     glibc: str | None = None
+    squashfs_zstd: bool | None = None
     user_namespaces: bool | None = None
     internet: bool | None = None
 

@@ -330,6 +330,7 @@ class Store:
         with self.translated_errors():
             self.blob_path(digest).unlink(missing_ok=True)
             (self.root / "checks" / digest[7:]).unlink(missing_ok=True)
+            (self.root / "checks" / f"facts-{digest[7:]}.json").unlink(missing_ok=True)
 
     def reachable(self) -> set[str]:
         """Digests of every blob an image needs."""

@@ -124,7 +124,7 @@ def test_every_exit_code_is_of_one_kind() -> None:
     kinds: list[type[EkibenError]] = [EkibenError, *EkibenError.__subclasses__()]
     codes = {kind.__name__: kind.exit_code for kind in kinds if kind.__module__ == "builder.errors"}
     assert codes == {"EkibenError": 1, "UsageError": 2, "DefinitionError": 3, "EngineError": 4, "LayerError": 5, "StoreError": 6,
-                     "FetchError": 7, "VerifyError": 8, "DriftError": 9}  # fmt: skip
+                     "FetchError": 7, "VerifyError": 8, "DriftError": 9, "UnfitError": 10}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- wrong words
@@ -334,7 +334,5 @@ def test_run_shows_its_command_or_says_what_is_missing(run_cli: RunCli, tmp_path
     (tmp_path / "x.sif").touch()
     (tools / "apptainer").write_text("#!/bin/sh\n")
     (tools / "apptainer").chmod(0o755)
-    assert (
-        run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--sif", "x.sif", env=env).stdout
-        == f"+ {tools}/apptainer run x.sif hello\n"
-    )
+    shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--sif", "x.sif", env=env).stdout
+    assert shown == f"+ {tools}/apptainer run --cleanenv --pwd {tmp_path} --bind {tmp_path} x.sif hello\n"

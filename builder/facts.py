@@ -1,0 +1,216 @@
+"""What an image is made of, as far as it decides where it runs: device code, CUDA, torch, glibc. Read from its layers.
+
+Nothing is run. A layer is read once (some seconds for one with torch), and what was found is kept in the store under the
+layer's digest, or under a SIF's id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from builder.cubins import DeviceCode, read_device_code
+from builder.errors import StoreError
+from builder.layer import Entry
+from builder.sif import SifInfo, read_sif
+from builder.squashfs import SquashfsReader
+from builder.store import Store, StoredLayer
+
+FORMAT = 1  # of what is kept in the store; raise it when more is read
+_LIBRARY = re.compile(r"\.so(\.\d+)*$")
+_DIST_INFO = re.compile(r"/site-packages/([^/]+)-([^/-]+)\.dist-info$")
+_COMPAT = re.compile(r"^usr/local/cuda[^/]*/compat/libcuda\.so\.(\d[\d.]*)$")
+_GLIBC = re.compile(rb"GNU C Library [^\n]* release version (\d+\.\d+)")
+_TORCH_CUDA = re.compile(rb"^cuda(?::[^=]*)? = '([\d.]+)'", re.MULTILINE)
+_SMALL = 8192  # a library this small has no device code
+_NVIDIA = re.compile(r"/site-packages/nvidia/|/lib(cu|nv|nccl)[^/]*$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """``libraries`` with device code by path; ``packages``: Python's, name → version; ``gone``: what it removes below."""
+
+    libraries: dict[str, DeviceCode] = field(default_factory=dict)
+    packages: dict[str, str] = field(default_factory=dict)
+    glibc: str | None = None
+    torch_cuda: str | None = None
+    compat: str | None = None
+    damaged: dict[str, str] = field(default_factory=dict)
+    gone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """An image as a whole. ``cuda`` is what its torch was built for, else its CUDA runtime's version; ``compat`` the driver
+    version of NVIDIA's forward compatibility package when it has one; ``partitions`` how many its SIF has."""
+
+    name: str
+    size: int
+    partitions: int
+    arch: str
+    cuda: str | None
+    torch: str | None
+    glibc: str | None
+    compat: str | None
+    libraries: dict[str, DeviceCode]
+    packages: dict[str, str]
+    damaged: dict[str, str]
+
+    @property
+    def judged(self) -> dict[str, DeviceCode]:
+        """The libraries whose device code says where they run: torch's and extensions'. NVIDIA's own go with their CUDA
+        version, and some of them (cuFFT) keep their code where only they find it."""
+        return {path: code for path, code in self.libraries.items() if not _NVIDIA.search(path)}
+
+
+def facts_of_layers(
+    name: str, layers: Sequence[StoredLayer], store: Store, arch: str, tell: Callable[[str], None]
+) -> ImageFacts:
+    """Errors: StoreError."""
+    found = []
+    for layer in layers:
+        key = f"facts-{layer.digest[7:]}"
+        found.append(_kept(store, key) or _keep(store, key, _of_blob(store, layer, tell)))
+    return _stacked(name, found, size=sum(layer.size for layer in layers), partitions=len(layers), arch=arch)
+
+
+def facts_of_sif(path: Path, store: Store, tell: Callable[[str], None]) -> ImageFacts:
+    """Errors: StoreError when it is no whole SIF."""
+    info, size = read_sif(path), path.stat().st_size
+    key = f"facts-{info.id}-{size}"
+    whole = _kept(store, key) or _keep(store, key, _of_sif(path, info, tell))
+    return _stacked(str(path), [whole], size=size, partitions=len(info.layers), arch=info.arch)
+
+
+def _of_blob(store: Store, layer: StoredLayer, tell: Callable[[str], None]) -> LayerFacts:
+    if layer.size > 100e6:
+        tell(f"reading what layer {layer.name} has device code for (once)")
+    try:
+        with store.blob_path(layer.digest).open("rb") as file:
+            return read_layer(SquashfsReader(file))
+    except OSError as error:
+        raise StoreError(f"blob {layer.digest} cannot be read: {error.strerror}") from error
+
+
+def _of_sif(path: Path, info: SifInfo, tell: Callable[[str], None]) -> LayerFacts:
+    tell(f"reading what {path} has device code for (once)")
+    try:
+        with path.open("rb") as file:
+            return _merged([read_layer(SquashfsReader(file, part.offset)) for part in info.layers])
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def read_layer(image: SquashfsReader) -> LayerFacts:
+    """Everything of one layer. Errors: StoreError when the squashfs is damaged."""
+    libraries, packages, damaged, gone = dict[str, DeviceCode](), dict[str, str](), dict[str, str](), list[str]()
+    glibc = torch_cuda = compat = None
+    for entry in image.entries():
+        if entry.kind == "whiteout":
+            gone.append(entry.path)
+        elif entry.kind == "dir" and (match := _DIST_INFO.search(entry.path)):
+            packages[match[1].lower().replace("_", "-")] = match[2]
+        elif entry.kind == "file":
+            compat = match[1] if (match := _COMPAT.match(entry.path)) else compat
+            if entry.path.endswith("/libc.so.6"):
+                glibc = _said(image, entry.path, _GLIBC) or glibc
+            elif entry.path.endswith("/torch/version.py"):
+                torch_cuda = _said(image, entry.path, _TORCH_CUDA) or torch_cuda
+            elif _may_hold_device_code(entry):
+                _read_library(image, entry.path, libraries, damaged)
+    return LayerFacts(libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat,
+                      damaged=damaged, gone=tuple(gone))  # fmt: skip
+
+
+def _said(image: SquashfsReader, path: str, pattern: re.Pattern[bytes]) -> str | None:
+    match = pattern.search(image.read_file(path))
+    return match[1].decode() if match else None
+
+
+def _may_hold_device_code(entry: Entry) -> bool:
+    return entry.size > _SMALL and bool(_LIBRARY.search(entry.path))
+
+
+def _read_library(image: SquashfsReader, path: str, libraries: dict[str, DeviceCode], damaged: dict[str, str]) -> None:
+    try:
+        if code := read_device_code(image.open_file(path).read_at):
+            libraries[path] = code
+    except ValueError as error:
+        damaged[path] = str(error)
+
+
+# ------------------------------------------------------------------------------------------------------------ stacking
+
+
+def _merged(layers: Iterable[LayerFacts]) -> LayerFacts:
+    """As an overlay shows them, bottom first: what a layer removed is gone, what it has again replaces what was there."""
+    libraries, packages, damaged = dict[str, DeviceCode](), dict[str, str](), dict[str, str]()
+    glibc = torch_cuda = compat = None
+    for layer in layers:
+        for mapping in (libraries, damaged):
+            for path in [path for path in mapping if _is_below(path, layer.gone)]:
+                del mapping[path]
+        for path in layer.gone:
+            if (match := _DIST_INFO.search(path)) and packages.get(match[1].lower().replace("_", "-")) == match[2]:
+                del packages[match[1].lower().replace("_", "-")]
+        libraries |= layer.libraries
+        packages |= layer.packages
+        damaged |= layer.damaged
+        glibc, compat = layer.glibc or glibc, layer.compat or compat
+        torch_cuda = layer.torch_cuda or torch_cuda
+    return LayerFacts(
+        libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat, damaged=damaged
+    )
+
+
+def _is_below(path: str, gone: Iterable[str]) -> bool:
+    return any(path == removed or path.startswith(removed + "/") for removed in gone)
+
+
+def _stacked(name: str, layers: Sequence[LayerFacts], *, size: int, partitions: int, arch: str) -> ImageFacts:
+    whole = _merged(layers)
+    return ImageFacts(
+        name=name, size=size, partitions=partitions, arch=arch,
+        cuda=whole.torch_cuda or _cuda_runtime(whole.packages), torch=whole.packages.get("torch"), glibc=whole.glibc,
+        compat=whole.compat, libraries=whole.libraries, packages=whole.packages, damaged=whole.damaged,
+    )  # fmt: skip
+
+
+def _cuda_runtime(packages: dict[str, str]) -> str | None:
+    versions = [version for name, version in packages.items() if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name)]
+    return ".".join(versions[0].split(".")[:2]) if versions else None
+
+
+# ------------------------------------------------------------------------------------------------------------- keeping
+
+
+def _kept(store: Store, key: str) -> LayerFacts | None:
+    record = store.check(key)
+    if not record or record.get("format") != FORMAT:
+        return None
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        fields: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
+        fields["libraries"] = {path: DeviceCode({tuple(held): count for held, count in fatbins})
+                               for path, fatbins in record["libraries"].items()}  # fmt: skip
+        fields["gone"] = tuple(record["gone"])
+        return LayerFacts(**fields)
+    return None
+
+
+def _keep(store: Store, key: str, facts: LayerFacts) -> LayerFacts:
+    record = {
+        "format": FORMAT,
+        **{name: getattr(facts, name) for name in ("packages", "glibc", "torch_cuda", "compat", "damaged", "gone")},
+        "libraries": {path: [[list(held), count] for held, count in code.fatbins.items()] for path, code in facts.libraries.items()},
+    }  # fmt: skip
+    if os.access(store.root / "checks", os.W_OK):
+        store.put_check(key, record)
+    return facts

@@ -1,0 +1,145 @@
+"""This machine as a site profile, and as a place to build on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import pytest
+
+from builder.machine import (
+    GIB,
+    build_host,
+    gpus_listed,
+    left_of_lustre,
+    left_of_quota,
+    node_here,
+    place_of,
+    profile_text,
+    record_site,
+    runtime_of,
+)
+from builder.site import Gpu, find_site
+
+
+def test_the_node_it_runs_on() -> None:
+    node = node_here()
+    assert node.cores == os.cpu_count()
+    assert node.kernel == platform.release()
+    assert node.memory_gib == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // GIB
+    assert node.glibc is not None
+    assert bool(node.gpus) <= Path("/dev/nvidiactl").exists()
+
+
+def test_what_nvidia_smi_lists() -> None:
+    said = "580.95.05, NVIDIA H200, 143771, 9.0\n" * 2 + "580.95.05, NVIDIA L4, 23034, 8.9\n"
+    assert gpus_listed(said) == (
+        (
+            Gpu(model="NVIDIA H200", memory_gib=140, capability="9.0", count=2),
+            Gpu(model="NVIDIA L4", memory_gib=22, capability="8.9"),
+        ),
+        "580.95.05",
+    )
+
+
+def test_an_nvidia_smi_that_does_not_know_compute_capabilities() -> None:
+    gpus, driver = gpus_listed("470.57.02, Tesla V100-SXM2-16GB, 16160\n470.57.02, Tesla K20, 4743\n")
+    assert (gpus, driver) == ((Gpu(model="Tesla V100-SXM2-16GB", memory_gib=15, capability="7.0"),), "470.57.02")
+    assert gpus_listed("No devices were found\n") == ((), None)
+
+
+def test_what_is_recorded_reads_back(tmp_path: Path) -> None:
+    """Also from inside a job of each scheduler, by its variables."""
+    (tmp_path / "local").mkdir()
+    slurm = {"SLURM_JOB_PARTITION": "gpu", "SLURM_TMPDIR": str(tmp_path / "local"), "https_proxy": "http://p:1"}
+    path = tmp_path / "here.yaml"
+    path.write_text(profile_text(record_site("here", slurm), "seen on\nthat day"))
+    assert path.read_text().startswith("# seen on\n# that day\nname: here\n")
+    site = find_site(str(path)).file
+    assert site.node == record_site("here", slurm).node
+    assert site.node.internet is True
+    assert site.storage["local"].path == "$SLURM_TMPDIR"
+    assert site.scheduler is not None
+    assert site.scheduler.resources["gpu"].request[:2] == ("--partition=gpu", "--nodes={nodes}")
+    assert site.scheduler.resources["gpu"].cores == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("variables", "kind"),
+    [
+        ({"PBS_JOBID": "1.pbs1", "PBS_QUEUE": "rt_HF"}, "pbs"),
+        ({"SGE_ROOT": "/opt/sge", "JOB_ID": "7"}, "sge"),
+        ({}, None),
+        ({"PBS_JOBID": "1.pbs1"}, None),
+    ],
+)
+def test_the_scheduler_of_the_job(variables: dict[str, str], kind: str | None) -> None:
+    scheduler = record_site("x", {**variables, "https_proxy": "x"}).scheduler
+    assert (scheduler.kind if scheduler else None) == kind
+    if kind == "pbs":
+        assert scheduler is not None
+        assert scheduler.resources["rt_HF"].request == ("-q rt_HF", "-l select={nodes}")
+
+
+def test_a_place_that_is_not_there_yet(tmp_path: Path) -> None:
+    place = place_of(tmp_path / "a/b/c")
+    assert place.path == tmp_path / "a/b/c"
+    assert place.free > 0
+    assert place.writable
+    assert place.type == place_of(tmp_path).type != ""
+    assert place_of(Path("/proc")).type == "proc"
+    assert not place_of(Path("/proc")).shared
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("/home 1048576 0 209715200 - 12 0 0 -\n", (200 - 1) * GIB),
+        ("/home 209715201* 0 209715200 - 12 0 0 -\n", 0),
+        ("/home 5 1048576 2097152 - 1 0 0 -\n", GIB - 5 * 1024),
+        ("/home 5 0 0 - 1 0 0 -\n", None),
+        ("Unexpected quotactl error: Operation not supported\n", None),
+        ("", None),
+    ],
+)
+def test_what_lustre_leaves(said: str, left: int | None) -> None:
+    assert left_of_lustre(said) == left
+
+
+QUOTA = """Disk quotas for user me (uid 1001):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+      /dev/vdb1{0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "left"),
+    [
+        ("   1048576  2097152 4194304       0      5       0       0       0", GIB),
+        ("   1048576        0 2097152       0      5       0       0       0", GIB),
+        ("   3145728* 2097152 4194304       6      5       0       0       0", 0),
+        ("   1048576        0       0       0      5       0       0       0", None),
+    ],
+)
+def test_what_a_quota_leaves(numbers: str, left: int | None) -> None:
+    assert left_of_quota(QUOTA.format(numbers)) == left
+    assert left_of_quota("Disk quotas for user me (uid 1001): none\n") is None
+
+
+def test_what_is_no_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in {"singularity": "singularity is somewhere else", "docker": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{said}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runtime_of("singularity") is None
+    assert runtime_of("docker") is None
+
+
+def test_this_machine_to_build_on(tmp_path: Path) -> None:
+    host = build_host(tmp_path / "store", tmp_path)
+    assert host.uid == os.getuid()
+    assert set(host.engines) == {"apptainer", "buildah", "docker"}
+    assert host.store.path == tmp_path / "store"
+    assert host.output.writable
+    assert host.output.group == tmp_path.stat().st_gid
