@@ -93,6 +93,12 @@ def list_blocks(model: Any) -> Sequence[Any]:
     return blocks
 
 
+def plain_attention(config: Any) -> str | None:
+    """``attn_implementation`` of transformers' and torch's own; None for an unknown architecture: transformers chooses."""
+    known = ARCHITECTURES.get(config.model_type)
+    return None if known is None else "sdpa" if "sdpa" in known.implementations else "eager"
+
+
 def attention_windows(config: Any) -> list[int | None]:
     """Per layer how many tokens back attention looks; None: to the start."""
     if config.model_type == "gpt_neo":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 import packing
+from architectures import plain_attention
 from hub import explain, locate_model
 from loss import CHUNK
 from settings import TaskError
@@ -96,15 +98,20 @@ def load_tokenizer(name: str) -> Any:
     return tokenizer
 
 
-def load_base(name: str, device: Device, attention: str) -> Any:
-    """The frozen base model on ``device``. Errors: TaskError."""
+def load_base(name: str, device: Device, attention: str | None = None, bits: int = 16) -> Any:
+    """The frozen base model on ``device``, its products' weights in 8 or 4 bits if asked. Errors: TaskError.
+
+    ``attention`` None: for answering, the best that torch brings along.
+    """
     place = locate_model(name)
+    attention = attention or plain_attention(read_config(place))
     packing.register()
     quieten()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.place}
-        )
+            place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.place},
+            quantization_config=_quantisation(device, bits),
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise TaskError(f"model {name}: does not fit the memory of {device.name}; take a smaller one") from error
     except Exception as error:
@@ -124,8 +131,18 @@ def skeleton(place: str, **lora: Any) -> Any:
     return add_adapter(model.requires_grad_(False), **lora)
 
 
+def read_config(place: str) -> Any:
+    """Errors: TaskError."""
+    quieten()
+    try:
+        return transformers.AutoConfig.from_pretrained(place)
+    except Exception as error:
+        raise TaskError(explain(error, place, "model")) from error
+
+
 def longest_context(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    names = ("max_position_embeddings", "max_seq_len")  # the second is MPT's
+    return next((int(found) for name in names if (found := getattr(config, name, None))), 1 << 30)
 
 
 def stored_dtype(name: str) -> torch.dtype:
@@ -151,7 +168,7 @@ def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_module
         ) from error
 
 
-def load_adapter(folder: Path, device: Device, *, base: str | None = None, attention: str = "sdpa") -> tuple[Any, str]:
+def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, str]:
     """(base with the adapter of ``folder`` on it, name of the base). Errors: TaskError."""
     file = folder / "adapter_config.json"
     if not file.is_file():
@@ -161,7 +178,7 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, atten
         hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
         raise TaskError(f"{folder.absolute()}: no adapter_config.json there, so it is no adapter{hint}")
     name = base or str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    model = load_base(name, device, attention)
+    model = load_base(name, device, bits=bits)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     except Exception as error:
@@ -247,6 +264,34 @@ def expect_memory(config: Any, parameters: int, dtype: torch.dtype) -> Memory:
     layer = (12 * width + inner) * size
     loss = CHUNK * config.vocab_size * (2 * size + 8)
     return Memory(parameters * size, loss, layer * layers, width * layers * size + 2 * layer)
+
+
+def quantising_missing(device: Device, bits: int) -> str | None:
+    """Why weights cannot be held in 8 or 4 bits here, or None."""
+    if not device.is_gpu:
+        return "needs a GPU: there is no such arithmetic for CPUs here"
+    # The integer products of LLM.int8() came with Turing; on a V100 they give gradients of 0.
+    if bits == 8 and torch.cuda.get_device_capability(device.place) < (7, 5):
+        return f"needs a GPU of Turing or later, and this is a {device.name}; 4 bits work there"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "needs the package bitsandbytes, which this image does not have"
+    return None
+
+
+def _quantisation(device: Device, bits: int) -> Any:
+    if bits == 16:
+        return None
+    reason = quantising_missing(device, bits)
+    if reason:
+        raise TaskError(f"setting bits={bits}: {reason}; take --set bits=16")
+    if bits == 8:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=device.dtype,
+        bnb_4bit_use_double_quant=True,
+    )
 
 
 def compiler_missing() -> str | None:
