@@ -53,9 +53,14 @@ class Errors(click.Group):
     type=click.Path(path_type=Path),
     help="The store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).",
 )
+@click.option(
+    "--shared",
+    type=click.Path(path_type=Path),
+    help="Where colleagues publish; layers there are not built (default: $EKIBEN_SHARED, else `shared:` in config.yaml).",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print every program that is started, as a command to paste.")
 @click.pass_context
-def main(ctx: click.Context, store_path: Path | None, verbose: bool) -> None:
+def main(ctx: click.Context, store_path: Path | None, shared: Path | None, verbose: bool) -> None:
     """Container images for LLM training: layered definition files become a SIF and a Docker image.
 
     \b
@@ -229,9 +234,17 @@ def size(count: float) -> str:
 
 
 def open_store(path: Path | None) -> Store:
+    """The user's own store, before the one that colleagues publish to when there is one."""
+    from builder.config import read_config
     from builder.store import Store, default_root
 
-    return Store(path.expanduser().absolute() if path else default_root())
+    root = path.expanduser().absolute() if path else default_root()
+    shared = click.get_current_context().find_root().params.get("shared") or read_config().shared
+    if shared is None:
+        return Store(root)
+    from builder.shared import open_shared
+
+    return Store(root, open_shared(Path(shared).expanduser().absolute()))
 
 
 def bound(arguments: tuple[str, ...]) -> dict[str, str]:
@@ -533,18 +546,94 @@ def record_machine(output: Path | None) -> None:
 
 
 @main.command()
+@click.argument("recipe")
+@click.option("--to", "place", type=click.Path(path_type=Path), required=True, help="The folder colleagues read.")
+@click.option("--version", metavar="VERSION", help="Default: the date, as 2026.11.21.")
+@click.option(
+    "--tag", "tags", multiple=True, help="A further link beside `current`; may repeat. Its image is never pruned."
+)
+@click.option("--pin", is_flag=True, help="Never prune this version.")
+@click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
+@click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the SIF before it is seen.")
+@click.option(
+    "--engine", default="auto", show_default=True, metavar="auto|apptainer|buildah|docker", help="What builds."
+)
+@chain_options
+@json_option
+@click.pass_obj
+def publish(
+    store_path: Path | None, /, recipe: str, place: Path, version: str | None, tags: tuple[str, ...], pin: bool,
+    no_current: bool, no_verify: bool, engine: str, stack: str | None, arguments: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """Put an image and its layers where others run it and build on it; what is not built yet is built.
+
+    \b
+    Examples:
+      build.py publish lora-opencalm --to /groups/lab/ekiben
+      build.py publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable
+    """
+    from builder.executors import check_name
+    from builder.pipeline import Options, build
+    from builder.progress import Progress
+    from builder.publish import publish as put
+
+    check_name(engine)
+    chain, store, progress = resolved(recipe, stack, arguments), open_store(store_path), Progress()
+    image = build(chain, store, Options(engine=engine, mirror=bound(arguments).get("mirror")), progress)
+    done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
+               current=not no_current, check=not no_verify)  # fmt: skip
+    if as_json:
+        click.echo(json.dumps({**done.record, "path": str(done.sif), "moved": done.moved}, indent=1))
+        return
+    task = next(iter(chain.recipe.file.tasks), "")
+    shown = done.sif if no_current else done.sif.with_name("current")
+    click.echo(f"published  {done.sif}  {size(done.record['size'])}"
+               + (f", {size(done.moved)} new there" if done.made else "  (was there)"))  # fmt: skip
+    click.echo(f"run        singularity exec --nv {shown} {task}")
+    click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
+
+
+@main.command()
 @click.argument("images", nargs=-1, metavar="[IMAGE…]")
+@click.option(
+    "--in", "place", type=click.Path(path_type=Path), help="A folder that was published to, instead of the store."
+)
+@click.option(
+    "--unused-for",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    metavar="DAYS",
+    help="With --in: keep what was used in the last DAYS.",
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    default=7.0,
+    show_default=True,
+    metavar="DAYS",
+    help="With --in: what goes is moved aside, and removed DAYS later: longer than the longest job.",
+)
 @click.option("--engines", is_flag=True, help="Also remove the layers that docker and buildah keep for the next build.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, remove nothing.")
 @click.pass_obj
-def prune(store_path: Path | None, /, images: tuple[str, ...], engines: bool, dry_run: bool) -> None:
+def prune(
+    store_path: Path | None, /, images: tuple[str, ...], place: Path | None, unused_for: float, grace: float,
+    engines: bool, dry_run: bool,
+) -> None:  # fmt: skip
     """Make room: forget the named images, then remove every blob no image needs.
+
+    With --in, in a shared folder: versions that are pinned, tagged (`current` is a tag) or were used lately stay.
 
     \b
     Examples:
       build.py prune --dry-run
       build.py prune hello --engines
+      build.py prune --in /groups/lab/ekiben --unused-for 60
     """
+    if place:
+        prune_place(place.expanduser().absolute(), images, unused_for, grace, dry_run)
+        return
     if engines and dry_run:
         raise UsageError("--engines removes at once; leave out --dry-run, or --engines")
     gone = open_store(store_path).prune(forget=images, dry_run=dry_run)
@@ -556,6 +645,18 @@ def prune(store_path: Path | None, /, images: tuple[str, ...], engines: bool, dr
         for name in EXECUTORS:
             if (executor := load(name)).unavailable() is None and (count := executor.forget_images()):
                 click.echo(f"removed {count} layer images of {name}")
+
+
+def prune_place(place: Path, names: tuple[str, ...], unused_for: float, grace: float, dry_run: bool) -> None:
+    from builder.publish import prune as prune_published
+
+    fates, aside, removed = prune_published(place, names=names, unused_for=unused_for, grace=grace, dry_run=dry_run)
+    would = "would be " if dry_run else ""
+    for fate in fates:
+        click.echo(f"{'keep  ' if fate.kept else 'remove'}  {fate.file}  {size(fate.size)}  {fate.why}")
+    click.echo(
+        f"{size(aside)} {would}moved aside, to be removed in {grace:g} days; {size(removed)} of before {would}removed"
+    )
 
 
 @main.command()

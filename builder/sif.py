@@ -103,9 +103,11 @@ def write_sif(
     arch: str,
     epoch: int,
     on_bytes: Callable[[int], None] = lambda _: None,
+    whole: hashlib._Hash | None = None,
 ) -> None:
     """A SIF at ``out``, there only when it is whole; ``on_bytes`` hears how many bytes each step copied.
 
+    ``whole`` takes all bytes of the file, in order, as they are read back while the rest is copied.
     Errors: StoreError for a partition whose bytes are not its digest's, and for a full disk.
     """
     if not 0 < len(partitions) < DESCRIPTOR_COUNT:
@@ -119,12 +121,18 @@ def write_sif(
         file.write(_head(descriptors, uuid.UUID(id), _arch_code(arch), epoch))
         file.seek(descriptors[0].offset)
         file.write(definition)
-        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
-
-        with ThreadPoolExecutor(1, thread_name_prefix="sha256") as hasher:
+        with contextlib.ExitStack() as stack:
+            hashers = [stack.enter_context(_Hasher(file.fileno()))]
+            if whole is not None:
+                hashers.append(stack.enter_context(_Hasher(file.fileno(), whole)))
+            end = 0
             for partition, descriptor in zip(partitions, descriptors[1:], strict=True):
                 file.seek(descriptor.offset)
-                _copy(partition, file, hasher, on_bytes)
+                file.truncate(descriptor.offset)  # what lies between is there to be read
+                for hasher in hashers[1:]:
+                    hasher.take(end, descriptor.offset)
+                copy_partition(partition, file, on_bytes, hashers)
+                end = descriptor.offset + descriptor.size
 
 
 def _arch_code(arch: str) -> bytes:
@@ -193,22 +201,61 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def _copy(partition: Partition, out: BinaryIO, hasher: ThreadPoolExecutor, on_bytes: Callable[[int], None]) -> None:
-    """Copy, while a second thread hashes what has arrived in ``out``: a bad copy is found as surely as a bad source."""
-    digest, buffer, start = hashlib.sha256(), memoryview(bytearray(COPY)), out.tell()
-    hashed: Future[None] | None = None
+class _Hasher:
+    """A thread that hashes what has arrived in ``file``: a bad copy is found as surely as a bad source."""
+
+    def __init__(self, file: int, digest: hashlib._Hash | None = None) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
+        self._file, self._digest, self._buffer = file, digest or hashlib.sha256(), memoryview(bytearray(COPY))
+        self._pool: ThreadPoolExecutor = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        self._last: Future[None] | None = None
+
+    def __enter__(self) -> _Hasher:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pool.shutdown()
+        if self._last and failure[0] is None:
+            self._last.result()
+
+    def take(self, start: int, end: int) -> None:
+        """These bytes come next. Waits for those before."""
+        for at in range(start, end, COPY):
+            if self._last:
+                self._last.result()
+            self._last = self._pool.submit(self._hash, at, min(COPY, end - at))
+
+    def digest(self) -> str:
+        """Of what was taken since the last time."""
+        if self._last:
+            self._last.result()
+        found, self._digest = "sha256:" + self._digest.hexdigest(), hashlib.sha256()
+        return found
+
+    def _hash(self, start: int, count: int) -> None:
+        buffer = self._buffer[:count]
+        while buffer:
+            got = os.preadv(self._file, [buffer], start)
+            if not got:
+                raise OSError(errno.EIO, "what was written cannot be read back")
+            self._digest.update(buffer[:got])
+            buffer, start = buffer[got:], start + got
+
+
+def copy_partition(
+    partition: Partition, out: BinaryIO, on_bytes: Callable[[int], None], hashers: Sequence[_Hasher] = ()
+) -> None:
+    """Copy to where ``out`` stands, while the hashers follow; the first one's digest is to be the partition's."""
+    start = out.tell()
     with _opened(partition.path) as source:
         for done in range(0, partition.size, COPY):
             count = min(COPY, partition.size - done)
             _copy_range(partition, source, out.fileno(), done, start + done, count)
-            if hashed:
-                hashed.result()
-            hashed = hasher.submit(_hash_range, digest, buffer[:count], out.fileno(), start + done)
+            for hasher in hashers:
+                hasher.take(start + done, start + done + count)
             on_bytes(count)
-    if hashed:
-        hashed.result()
-    found = "sha256:" + digest.hexdigest()
-    if found != partition.digest:
+    if hashers and (found := hashers[0].digest()) != partition.digest:
         raise StoreError(f"{partition.path}: should be {partition.digest}, is {found}", hint=_HINT)
 
 
@@ -243,15 +290,6 @@ def _copy_some(partition: Partition, source: BinaryIO, out: int, offset: int, st
     except OSError as error:
         raise StoreError(f"{partition.path}: cannot be read: {error.strerror}") from error
     return os.pwrite(out, data, start)
-
-
-def _hash_range(digest: hashlib._Hash, buffer: memoryview, file: int, start: int) -> None:
-    while buffer:
-        count = os.preadv(file, [buffer], start)
-        if not count:
-            raise OSError(errno.EIO, "what was written cannot be read back")
-        digest.update(buffer[:count])
-        buffer, start = buffer[count:], start + count
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

@@ -8,6 +8,9 @@
     checks/              what was verified, by image and runtime
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
+A store may stand before another one, a cluster's say (builder/shared.py): what is not here is read there. Only this one is
+written.
+
 Nothing above this module opens a file under blobs/. Everything is written to staging/ and renamed, so a reader sees
 the old or the new, and a killed writer leaves nothing but a staging folder that the next one removes.
 """
@@ -27,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from builder.errors import StoreError, UsageError, nearest
@@ -87,10 +91,14 @@ def default_root() -> Path:
 
 
 class Store:
-    """``Store(root)`` touches nothing; folders are made by the first write. Errors: StoreError everywhere."""
+    """``Store(root)`` touches nothing; folders are made by the first write. Errors: StoreError everywhere.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    ``behind`` is looked into for layers that are not here, and never written.
+    """
+
+    def __init__(self, root: Path, behind: Store | None = None) -> None:
+        self.root, self.behind = root, behind
+        self._refused: set[str] = set()  # damaged blobs of ``behind``: made again here
         try:
             found = (root / "version").read_text(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -105,15 +113,20 @@ class Store:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def blob_path(self, digest: str) -> Path:
+        """Where its bytes are: here, or behind."""
+        own = self.own_path(digest)
+        if self.behind is None or own.exists():
+            return own
+        there = self.behind.blob_path(digest)
+        return there if there.exists() and digest not in self._refused else own
+
+    def own_path(self, digest: str) -> Path:
         algorithm, _, value = digest.partition(":")
         return self.root / "blobs" / algorithm / value
 
     def has_blob(self, digest: str, size: int) -> bool:
         """Whether a whole blob lies there: a cheap look. The bytes are checked when they are used."""
-        try:
-            return self.blob_path(digest).stat().st_size == size
-        except OSError:
-            return False
+        return _has_size(self.blob_path(digest), size)
 
     def get_blob(self, digest: str) -> bytes:
         """A small blob, checked."""
@@ -146,10 +159,14 @@ class Store:
 
     def layer(self, cache_key: str) -> StoredLayer | None:
         record = self._read(f"keys/{cache_key}.json")
-        if record is None:
+        if record is not None:
+            layer = StoredLayer(**record)
+            if self.has_blob(layer.digest, layer.size):
+                return layer
+        found = self.behind.layer(cache_key) if self.behind else None
+        if found is None or found.digest in self._refused:
             return None
-        layer = StoredLayer(**record)
-        return layer if self.has_blob(layer.digest, layer.size) else None
+        return found if self.has_blob(found.digest, found.size) else None  # an own blob that is short comes first
 
     def last_inputs(self, name: str) -> Mapping[str, Any] | None:
         """The inputs this layer had when it was last built, if it ever was."""
@@ -199,8 +216,7 @@ class Store:
     def _sweep(self) -> None:
         """Remove what dead processes of this host left in staging/."""
         for left in (self.root / "staging").iterdir():
-            host, process, *_ = [*left.name.split("__"), ""]
-            if host == os.uname().nodename and process.isdigit() and not Path(f"/proc/{process}").exists():
+            if self._is_dead(left.name):
                 _remove(left)
 
     def _sweep_own(self) -> None:
@@ -209,6 +225,12 @@ class Store:
             for left in (self.root / "staging").iterdir():
                 if left.name.startswith(_own_prefix()):
                     _remove(left)
+
+    @staticmethod
+    def _is_dead(name: str) -> bool:
+        """Whether the process that made this name in staging/ was one of this host and is gone."""
+        host, process, *_ = [*name.split("__"), ""]
+        return host == os.uname().nodename and process.isdigit() and not Path(f"/proc/{process}").exists()
 
     def _make_folder(self, folder: Path) -> None:
         try:
@@ -236,6 +258,7 @@ class Store:
         """A folder of this process's own inside the store; gone afterwards, whatever happened."""
         with self.translated_errors():
             folder = Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=self.root / "staging"))
+            self.settle(folder, 0o700)
         try:
             with self.translated_errors():
                 yield folder
@@ -247,6 +270,7 @@ class Store:
         """Until the block ends, prune() keeps these layers and all that is made meanwhile."""
         with self.staging() as folder:
             (folder / _NEEDED).write_text("\n".join(cache_keys))
+            self.settle(folder / _NEEDED, 0o644)
             yield
 
     def put_file(self, path: Path, digest: str) -> None:
@@ -254,12 +278,12 @@ class Store:
         with self.translated_errors():
             with path.open("rb") as stream:
                 os.fsync(stream.fileno())
-            path.chmod(0o444)
-            path.rename(self.blob_path(digest))
+            self.settle(path, 0o444)
+            path.rename(self.own_path(digest))
 
     def put_blob(self, data: bytes) -> str:
         digest = "sha256:" + hashlib.sha256(data).hexdigest()
-        if not self.has_blob(digest, len(data)):
+        if not _has_size(self.own_path(digest), len(data)):
             self._write(f"blobs/sha256/{digest[7:]}", data)
         return digest
 
@@ -285,12 +309,16 @@ class Store:
         self._write(f"checks/{name}.json", _dump(dict(result)))
 
     def _write_index(self) -> None:
-        manifests = [
-            {"mediaType": MEDIA_MANIFEST, "digest": image["manifest"], "size": image["size"],
-             "annotations": {"org.opencontainers.image.ref.name": name}}
-            for name, image in self.images().items()
-        ]  # fmt: skip
-        self._write("index.json", _dump({"schemaVersion": 2, "mediaType": MEDIA_INDEX, "manifests": manifests}))
+        """What it shows is what refs/ holds when it is done: another process may name an image meanwhile."""
+        images, seen = self.images(), None
+        while images != seen:
+            manifests = [
+                {"mediaType": MEDIA_MANIFEST, "digest": image["manifest"], "size": image["size"],
+                 "annotations": {"org.opencontainers.image.ref.name": name}}
+                for name, image in images.items()
+            ]  # fmt: skip
+            self._write("index.json", _dump({"schemaVersion": 2, "mediaType": MEDIA_INDEX, "manifests": manifests}))
+            images, seen = self.images(), images
 
     def _write(self, relative: str, data: bytes) -> None:
         with self.translated_errors():
@@ -298,12 +326,16 @@ class Store:
             try:
                 with open(handle, "wb") as stream:
                     stream.write(data)  # no fsync: a record that a power failure leaves empty is no record
-                os.chmod(temporary, 0o644)
+                self.settle(Path(temporary), 0o644)
                 os.rename(temporary, self.root / relative)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
                 raise
+
+    def settle(self, path: Path, mode: int) -> None:
+        """Give a new file or folder the mode it is to have, whatever the umask."""
+        path.chmod(mode)
 
     @contextlib.contextmanager
     def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -328,7 +360,10 @@ class Store:
     def drop_blob(self, digest: str) -> None:
         """Forget a damaged blob, so that what needs it is made again."""
         with self.translated_errors():
-            self.blob_path(digest).unlink(missing_ok=True)
+            if self.behind and self.blob_path(digest) != self.own_path(digest):
+                self._refused.add(digest)
+                return
+            self.own_path(digest).unlink(missing_ok=True)
             (self.root / "checks" / digest[7:]).unlink(missing_ok=True)
             (self.root / "checks" / f"facts-{digest[7:]}.json").unlink(missing_ok=True)
 
@@ -367,26 +402,36 @@ class Store:
             keep = self.reachable() if not dry_run else self._reachable_without(set(forget))
             keep |= self._being_built()
             since = self._oldest_live_staging()
-            blobs = [(path, path.stat()) for path in sorted((self.root / "blobs/sha256").iterdir())]
+            blobs = [(path, _stat(path)) for path in sorted((self.root / "blobs/sha256").iterdir())]
             gone = [("sha256:" + path.name, stat.st_size) for path, stat in blobs
-                    if "sha256:" + path.name not in keep and stat.st_mtime < since]  # fmt: skip
+                    if "sha256:" + path.name not in keep and stat and self._is_unused(stat, since)]  # fmt: skip
             if not dry_run:
                 for digest, _ in gone:
                     self.drop_blob(digest)
+                gone = self._kept_after_all(gone)
                 self._drop_dangling()
                 self._write_index()
         return gone
 
+    def _is_unused(self, stat: os.stat_result, since: float) -> bool:
+        return stat.st_mtime < since
+
+    def _kept_after_all(self, gone: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Where others may have begun to need a blob meanwhile, it is put back; what is gone is returned."""
+        return gone
+
     def _oldest_live_staging(self) -> float:
         """Blobs younger than a running build may be about to be named by its image."""
-        return min(
-            (left.stat().st_mtime for left in (self.root / "staging").iterdir() if left.is_dir()), default=time.time()
-        )
+        found = [_stat(left) for left in (self.root / "staging").iterdir()]
+        return min((stat.st_mtime for stat in found if stat and S_ISDIR(stat.st_mode)), default=time.time())
 
     def _being_built(self) -> set[str]:
         """Digests of the layers that running builds stand on, though no image names them yet."""
-        keys = [key for needed in (self.root / "staging").glob(f"*/{_NEEDED}") for key in needed.read_text().split()]
-        return {layer.digest for key in keys if (layer := self.layer(key))}
+        keys: list[str] = []
+        for needed in (self.root / "staging").glob(f"*/{_NEEDED}"):
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                keys += needed.read_text().split()
+        return {record["digest"] for key in keys if (record := self._read(f"keys/{key}.json"))}
 
     def _reachable_without(self, names: set[str]) -> set[str]:
         hidden = _Without(self, names)
@@ -407,10 +452,22 @@ class _Without(Store):
     """A view of a store in which some images are already forgotten."""
 
     def __init__(self, store: Store, names: set[str]) -> None:
-        self.root, self._names = store.root, names
+        self.root, self.behind, self._refused, self._names = store.root, store.behind, set(), names
 
     def images(self) -> dict[str, dict[str, Any]]:
         return {name: image for name, image in super().images().items() if name not in self._names}
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _has_size(path: Path, size: int) -> bool:
+    stat = _stat(path)
+    return stat is not None and stat.st_size == size
 
 
 def _own_prefix() -> str:

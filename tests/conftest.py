@@ -21,12 +21,14 @@ def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """$EKIBEN_STORE lies below a file, so that a test that forgets to name a store fails and leaves the user's alone."""
     wall = tmp_path_factory.mktemp("no-store") / "file"
     wall.write_text("a test must name its store\n")
-    before = os.environ.get("EKIBEN_STORE")
-    os.environ["EKIBEN_STORE"] = str(wall / "store")
+    settings = {"EKIBEN_STORE": str(wall / "store"), "EKIBEN_SHARED": "", "EKIBEN_REGISTRY": ""}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ |= settings
     yield wall / "store"
-    del os.environ["EKIBEN_STORE"]
-    if before is not None:
-        os.environ["EKIBEN_STORE"] = before
+    for name, value in before.items():
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

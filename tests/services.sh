@@ -10,6 +10,7 @@ umask 022                                        # what is installed here is for
 # shellcheck source=/dev/null
 RELEASE=$(. /etc/os-release && echo "${VERSION_CODENAME:-} $PRETTY_NAME")
 readonly USER_NAME=builder                       # the ordinary user of the rootless tests
+readonly COLLEAGUE=colleague LAB=ekiben-lab      # a second one, and the group of both
 readonly LIBS=/opt/apptainer-libs                # a newer glibc that only apptainer sees
 readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
 readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
@@ -84,6 +85,10 @@ quietly() {
 
 make_user() {
     id "$USER_NAME" >/dev/null 2>&1 || { say "adding the user $USER_NAME"; useradd -m -s /bin/bash "$USER_NAME"; }
+    id "$COLLEAGUE" >/dev/null 2>&1 || useradd -m -s /bin/bash "$COLLEAGUE"
+    groupadd --force "$LAB"
+    usermod -aG "$LAB" "$USER_NAME"
+    usermod -aG "$LAB" "$COLLEAGUE"
     # useradd gives ranges only where the files exist already.
     grep -q "^$USER_NAME:" /etc/subuid 2>/dev/null || usermod --add-subuids "$(free_range /etc/subuid)" "$USER_NAME"
     grep -q "^$USER_NAME:" /etc/subgid 2>/dev/null || usermod --add-subgids "$(free_range /etc/subgid)" "$USER_NAME"
@@ -237,7 +242,7 @@ start_slurm() {
     done
     write_slurm_conf
     command install -d -o munge -g munge -m 755 /run/munge
-    munge -n >/dev/null 2>&1 || runuser -u munge -- /usr/sbin/munged
+    munge -n >/dev/null 2>&1 || runuser -u munge -- /usr/sbin/munged 9>&-
     say "starting slurmctld and two slurmd (logs: $LOGS/ekiben-slurm*.log)"
     slurmctld 9>&-
     for node in c1 c2; do slurmd -N "$node" 9>&-; done

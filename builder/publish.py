@@ -1,0 +1,370 @@
+"""Puts an image where others find it: one folder, its *place*, on a file system that many machines see.
+
+    DIR/
+        README                                    for those who find the folder
+        images/<name>/                            what people run
+            <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins its sha256
+            <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c`
+            <name>-<version>-<digest12>.json          its record, see below
+            <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+            current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
+        store/                                    the layers by key (builder/store.py, builder/shared.py); an image of it
+                                                  for each record, under the same name
+        trash/                                    what prune moved aside, until nobody can have it open
+
+A version of an image is there when its record is: the record is written last, and removed first. Whatever else belongs to
+one version lies beside it, as <name>-<version>-<digest12>.<something>, and goes with it. Links are replaced by rename.
+
+The record, one JSON object:
+
+    format       1
+    name, version, stack, description
+    file         the SIF's name in this folder
+    sha256, size the SIF's (bytes)
+    sif          its UUID; equal ones promise equal files
+    image        the digest of its config: the image id in a Docker daemon
+    manifest     the digest of its manifest in store/
+    layers       bottom first: name, cache_key, diff_id, digest, size, tar_size, notes (drift, for one)
+    tasks        name → what it does
+    labels, environment
+    checks       runtime and seconds of every test that passed before it was published
+    published    when (UTC, ISO 8601); by: the login name
+    previous     the file that `current` named before; null at first
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from builder import oci
+from builder.assemble import Product
+from builder.chain import platform
+from builder.errors import StoreError, UsageError, nearest
+from builder.pipeline import Image
+from builder.progress import Progress
+from builder.shared import IMAGES, SharedStore, open_shared
+from builder.sif import Partition, copy_partition, sif_id, write_sif
+from builder.store import Store
+from builder.verify import verify
+
+RECORD_FORMAT = 1
+CURRENT = "current"
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
+_ENDINGS = (".sif", ".sha256", ".json", ".pin")
+_DAY = 86400
+_README = """\
+Container images, published with Ekiben. To run one, no Ekiben is needed:
+
+    singularity exec --nv images/NAME/current TASK          (or apptainer exec)
+    sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
+
+An image's .json says what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
+An empty file NAME-….pin beside an image, or a link to it, keeps it from `build.py prune --in <this folder>`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What publish() did. ``moved``: bytes that were not in the place before; ``made`` is False when all was there."""
+
+    sif: Path
+    record: dict[str, Any]
+    moved: int
+    made: bool
+
+
+def publish(
+    image: Image, store: Store, place: Path, progress: Progress, *,
+    version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
+) -> Published:  # fmt: skip
+    """Layers and SIF into ``place``, tested before anyone sees them. Errors: StoreError, VerifyError, UsageError."""
+    if version is not None and not _VERSION.fullmatch(version):
+        raise UsageError(f"--version {version}: letters, digits, '.', '_' and '+', at most 64")
+    for tag in tags:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", tag, re.ASCII) or tag.endswith(_ENDINGS):
+            raise UsageError(f"--tag {tag}: letters, digits, '.', '_' and '-', and no ending of a file of the place")
+    shared = SharedStore(place)
+    shared.open_for_writing()
+    with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
+        _write_readme(shared)
+        folder = place / IMAGES / image.name
+        shared.policy.make_folder(folder)
+        found, moved = _whole(shared, folder, image, version), 0
+        if found is None:
+            moved = _put(image, store, shared, folder, progress, version, check)
+            found = _whole(shared, folder, image, version)
+        if found is None:
+            raise StoreError(f"{image.name} was removed from {folder} while it was published", hint="publish it again")
+        if pin:
+            _write(shared, (folder / found["file"]).with_suffix(".pin"), b"")
+        for tag in (*([CURRENT] if current else []), *tags):
+            _link(folder, tag, found["file"])
+        if _whole(shared, folder, image, version) is None:
+            raise StoreError(f"{folder / found['file']} was removed while it was published", hint="publish it again")
+    return Published(folder / found["file"], found, moved, moved > 0)
+
+
+def _whole(shared: SharedStore, folder: Path, image: Image, version: str | None) -> dict[str, Any] | None:
+    """The record of this very image, when it and all its layers are there."""
+    wanted = _sif_id(image)
+    if any(shared.layer(layer.cache_key) is None for layer in image.layers):
+        return None
+    return next(
+        (item for item in records(folder) if item["sif"] == wanted and version in (None, item["version"])), None
+    )
+
+
+def _sif_id(image: Image) -> str:
+    return sif_id([layer.digest for layer in image.layers], image.chain.deffile)
+
+
+def _put(
+    image: Image, store: Store, shared: SharedStore, folder: Path, progress: Progress, version: str | None, check: bool
+) -> int:
+    """Whole files only: everything lies in staging/ until it is proven, and takes its name then. Returns bytes moved."""
+    missing = {layer.digest: layer for layer in image.layers if shared.layer(layer.cache_key) is None}
+    sif_size = sum(layer.size for layer in image.layers)
+    moved = sum(layer.size for layer in missing.values())
+    room = os.statvfs(shared.place)
+    if room.f_bavail * room.f_frsize < moved + sif_size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with shared.staging() as staging:
+        with progress.step(f"copy {len(missing)} of {len(image.layers)} layers", total=moved):
+            for digest, layer in missing.items():
+                _copy_blob(
+                    Partition(store.blob_path(digest), 0, layer.size, digest), shared, staging / digest[7:], progress
+                )
+        places = {layer.digest: staging / layer.digest[7:] if layer.digest in missing else shared.own_path(layer.digest)
+                  for layer in image.layers}  # fmt: skip
+        made, sha = staging / "image.sif", hashlib.sha256()
+        with progress.step(f"write the SIF in {folder}", total=sif_size):
+            # Every byte of every layer is read back out of the SIF and compared, so the copies it is made of are right, too.
+            partitions = [Partition(places[layer.digest], 0, layer.size, layer.digest) for layer in image.layers]
+            try:
+                write_sif(made, partitions, id=_sif_id(image), deffile=image.chain.deffile, arch=platform().split("/")[1],
+                          epoch=image.chain.stack.file.epoch, on_bytes=progress.count, whole=sha)  # fmt: skip
+            except StoreError as error:
+                raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
+        checks = verify(image, store, [Product("sif", str(made), 0, True)], progress) if check else []
+        for digest in missing:
+            shared.put_file(places[digest], digest)
+        for layer in image.layers:
+            if layer.digest in missing or shared.layer(layer.cache_key) is None:
+                shared.put_layer(layer)
+        version = version or datetime.now(UTC).strftime("%Y.%m.%d")
+        stem = f"{image.name}-{version}-{sha.hexdigest()[:12]}"
+        size = _put_sif(shared, made, folder / f"{stem}.sif")
+        _write(shared, folder / f"{stem}.sif.sha256", f"{sha.hexdigest()}  {stem}.sif\n".encode())
+    manifest = _put_manifest(image, shared, stem)
+    record = {
+        "format": RECORD_FORMAT, "name": image.name, "version": version, "stack": image.chain.stack.name,
+        "description": image.chain.recipe.file.description, "file": f"{stem}.sif", "sha256": sha.hexdigest(), "size": size,
+        "sif": _sif_id(image), "image": image.image_id, "manifest": manifest,
+        "layers": [{"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "digest": layer.digest,
+                    "size": layer.size, "tar_size": layer.tar_size, "notes": dict(layer.notes)} for layer in image.layers],
+        "tasks": {name: task.help for name, task in image.chain.recipe.file.tasks.items()},
+        "labels": dict(image.chain.labels), "environment": dict(image.chain.environment),
+        "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
+        "published": datetime.now(UTC).isoformat(timespec="milliseconds"), "by": getpass.getuser(), "previous": _target(folder, CURRENT),
+    }  # fmt: skip
+    _write(shared, folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
+    return moved + size
+
+
+def _copy_blob(source: Partition, shared: SharedStore, to: Path, progress: Progress) -> None:
+    with to.open("xb", buffering=0) as out:
+        shared.settle(to, 0o600)  # before there is anything in it: a quota may be the group's
+        copy_partition(source, out, progress.count)
+
+
+def _put_sif(shared: SharedStore, made: Path, to: Path) -> int:
+    """Never over a file that is whole: a job may have it open, which NFS does not forgive. Returns its size."""
+    size = made.stat().st_size
+    shared.settle(made, 0o555)
+    with made.open("rb") as stream:
+        os.fsync(stream.fileno())
+    with contextlib.suppress(FileNotFoundError):
+        if to.stat().st_size == size:
+            return size
+        shared.discard(to)
+    made.rename(to)
+    return size
+
+
+def _put_manifest(image: Image, shared: SharedStore, stem: str) -> str:
+    shared.put_blob(image.config)
+    about = {"config": image.image_id, "recipe": image.chain.recipe.name, "stack": image.chain.stack.name,
+             "tasks": {name: task.help for name, task in image.chain.recipe.file.tasks.items()},
+             "keys": [layer.cache_key for layer in image.layers]}  # fmt: skip
+    return str(shared.put_image(stem, oci.store_manifest(image.config, image.layers), about)["manifest"])
+
+
+def _write_readme(shared: SharedStore) -> None:
+    if not (shared.place / "README").exists():
+        _write(shared, shared.place / "README", _README.encode())
+
+
+def _write(shared: SharedStore, path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(data)
+        shared.settle(temporary, 0o444)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link(folder: Path, name: str, target: str) -> None:
+    """``name`` leads to ``target`` afterwards; to what it did before until then, whoever looks."""
+    if _target(folder, name) == target:
+        return
+    temporary = folder / f".{name}.{secrets.token_hex(4)}"
+    temporary.symlink_to(target)
+    try:
+        temporary.rename(folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _target(folder: Path, name: str) -> str | None:
+    try:
+        return str((folder / name).readlink())
+    except OSError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The versions of the image in ``folder``, oldest first: those whose record can be read and whose file is whole."""
+    found = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_bytes())
+            if record["format"] == RECORD_FORMAT and (folder / record["file"]).stat().st_size == record["size"]:
+                found.append(record)
+    return sorted(found, key=lambda record: (record["published"], record["file"]))
+
+
+def published(place: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every image of the place: name → its versions, oldest first. Errors: StoreError."""
+    open_shared(place)
+    return {folder.name: records(folder) for folder in sorted((place / IMAGES).iterdir()) if folder.is_dir()}
+
+
+def tags(folder: Path) -> dict[str, str]:
+    """The links in an image's folder: name → the file it names."""
+    return {path.name: target for path in folder.iterdir() if not path.name.startswith(".") and (target := _target(folder, path.name))}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ removing
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What prune does with one version, and why. ``size`` in bytes."""
+
+    file: str
+    size: int
+    kept: bool
+    why: str
+
+
+def prune(
+    place: Path, *, names: Sequence[str] = (), unused_for: float = 30, grace: float = 7, dry_run: bool = False
+) -> tuple[list[Fate], int, int]:
+    """Remove versions that nobody used for ``unused_for`` days, then layers of no image.
+
+    What is pinned or tagged stays. ``names`` are files, or images whose every other version goes at once. What goes is
+    moved to trash/ and removed ``grace`` days later: until then, a job that began with it goes on.
+    Returns the fates, and the bytes moved aside and removed for good. Errors: StoreError, UsageError.
+    """
+    shared = open_shared(place)
+    shared.unused_for = unused_for * _DAY
+    known = published(place)
+    _refuse_unknown(names, known)
+    fates = [_fate(shared, record, names, unused_for) for versions in known.values() for record in versions]
+    going = [fate.file.removesuffix(".sif") for fate in fates if not fate.kept]
+    with shared.translated_errors():
+        if not dry_run:
+            shared.open_for_writing()
+            for name, versions in known.items():
+                for record in versions:
+                    if (stem := record["file"].removesuffix(".sif")) in going:
+                        _discard_version(shared, place / IMAGES / name, stem)
+                _discard_strays(shared, place / IMAGES / name)
+        going += _nameless(shared, known)
+        gone = shared.prune(forget=[stem for stem in going if shared.image(stem)], dry_run=dry_run)
+        removed = shared.empty_trash(grace * _DAY, dry_run=dry_run)
+    aside = sum(fate.size for fate in fates if not fate.kept) + sum(size for _, size in gone)
+    return fates, aside, removed
+
+
+def _refuse_unknown(names: Sequence[str], known: dict[str, list[dict[str, Any]]]) -> None:
+    files = [record["file"] for versions in known.values() for record in versions]
+    for name in names:
+        if name not in known and name not in files:
+            raise UsageError(f"nothing named '{name}' was published there." + nearest(name, [*known, *files]))
+
+
+def _fate(shared: SharedStore, record: dict[str, Any], names: Sequence[str], unused_for: float) -> Fate:
+    folder = shared.place / IMAGES / record["name"]
+    path = folder / record["file"]
+    named = [tag for tag, target in sorted(tags(folder).items()) if target == record["file"]]
+    days = (time.time() - shared.last_use(path.stat())) / _DAY
+    if path.with_suffix(".pin").exists():
+        kept, why = True, "pinned"
+    elif named:
+        kept, why = True, f"tagged {', '.join(named)}"
+    elif record["name"] in names or record["file"] in names:
+        kept, why = False, "asked for"
+    elif not shared.knows_last_use():
+        kept, why = True, "its last use is not known here (noatime): name it to remove it"
+    else:
+        kept, why = days < unused_for, f"last used {days:.0f} days ago"
+    return Fate(record["file"], record["size"], kept, why)
+
+
+def _nameless(shared: SharedStore, known: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Images of the store, a day old, whose record was never written: their publisher was killed."""
+    stems = {record["file"].removesuffix(".sif") for versions in known.values() for record in versions}
+    return [name for name in shared.images() if name not in stems and shared.ref_time(name) < time.time() - _DAY]
+
+
+def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:
+    """The record first: without it the version is not there."""
+    beside = sorted(folder.glob(f"{stem}.*"), key=lambda path: path.suffix != ".json")
+    for path in beside:
+        with contextlib.suppress(FileNotFoundError):
+            shared.discard(path)
+    if f"{stem}.sif" in tags(folder).values():  # a publisher links, then looks whether the file is there
+        for path in beside[::-1]:
+            shared.restore(path)
+
+
+def _discard_strays(shared: SharedStore, folder: Path) -> None:
+    """What a killed publisher left: files without a record, and names that were not taken, both a day old."""
+    kept = {path.stem for path in folder.glob("*.json")}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            stray = path.name.startswith(".") or (
+                path.name.endswith((".sif", ".sif.sha256")) and not path.is_symlink()
+                and path.name.removesuffix(".sha256").removesuffix(".sif") not in kept
+            )  # fmt: skip
+            if stray and path.lstat().st_mtime < time.time() - _DAY:
+                shared.discard(path)

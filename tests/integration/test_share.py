@@ -1,0 +1,183 @@
+"""A folder that a group publishes to, with the users, groups, full disks and kills of a real one."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from builder.publish import records
+from rooms import ME, ROOT, USER, Cli, Room, home_of
+
+pytestmark = pytest.mark.slow
+
+COLLEAGUE, LAB = "colleague", "ekiben-lab"  # tests/services.sh makes them
+
+
+def login(user: str) -> list[str]:
+    """As after a new login: with all groups of the user's."""
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "env", f"HOME={home_of(user)}", f"USER={user}",
+            f"LOGNAME={user}"]  # fmt: skip
+
+
+@pytest.fixture
+def lab(room: Room) -> Path:
+    """A folder of the group's, to which its members publish."""
+    place = room.folder("lab")
+    os.chown(place, -1, grp.getgrnam(LAB).gr_gid)
+    place.chmod(0o2775)
+    return place
+
+
+def publish(cli: Cli, store: Path, place: Path, *words: str | Path, code: int = 0, prefix: list[str] | None = None,
+            recipe: str | Path = "hello") -> subprocess.CompletedProcess[str]:  # fmt: skip
+    return cli.run("--store", store, "publish", recipe, "--to", place, *words, code=code, prefix=prefix or [])
+
+
+def test_a_colleague_runs_it_and_builds_nothing(cli: Cli, user_cli: Cli, room: Room, hello: Path, lab: Path) -> None:
+    done = publish(cli, hello, lab, "--version", "1", prefix=["sh", "-c", 'umask 077; exec "$@"', "sh"])
+    assert f"singularity exec --nv {lab}/images/hello/current hello" in done.stdout
+    (record,) = records(lab / "images/hello")
+    assert [check["runtime"] for check in record["checks"]] == ["apptainer"]
+    assert (lab / "images/hello" / record["file"]).read_bytes() == (room.path / "hello.sif").read_bytes()
+
+    out, mine = room.folder("out", USER), room.store(USER, "of-a-colleague")
+    current = lab / "images/hello/current"
+    ran = subprocess.run([*login(COLLEAGUE), "apptainer", "exec", "--nv", current, "hello"], capture_output=True, text=True,
+                         cwd="/", check=False)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    made = user_cli.image(
+        mine, "hello", "--format", "sif", "-o", out / "hello.sif", cwd=out, env={"EKIBEN_SHARED": str(lab)}
+    )
+    assert made["built"] == []
+    assert (out / "hello.sif").read_bytes() == current.read_bytes()
+    assert sum(path.stat().st_size for path in (mine / "blobs/sha256").iterdir()) < 10_000
+    shutil.rmtree(mine)
+
+
+def test_a_colleague_builds_on_it(user_cli: Cli, cli: Cli, room: Room, hello: Path, lab: Path) -> None:
+    """A layer of one's own on layers that lie in the other store."""
+    publish(cli, hello, lab)
+    recipe = room.folder("recipe", USER) / "own"
+    (recipe / "images").mkdir(parents=True)
+    (recipe / "images/more.def").write_text(
+        "Bootstrap: localimage\nFrom: python.sif\n\n%post\n    python3 --version >/more\n"
+    )
+    about = {
+        "name": "own",
+        "description": "x",
+        "stack": "cu130",
+        "layer": "more",
+        "tasks": {},
+        "test": "grep Python /more",
+    }
+    (recipe / "recipe.yaml").write_text(json.dumps(about))
+    mine = room.store(USER, "on-top")
+    made = user_cli.image(
+        mine, recipe, "--engine", "apptainer", "--format", "sif", cwd=recipe.parent, env={"EKIBEN_SHARED": str(lab)}
+    )
+    assert made["built"] == ["more", "own"]
+    # And it is published beside what it stands on, by another member of the group, adding only its own bytes.
+    before = set((lab / "store/blobs/sha256").iterdir())
+    words = ("--store", mine, "--shared", lab, "publish", recipe, "--to", lab, "--json")
+    record = json.loads(cli.run(*words, prefix=login(USER)).stdout)
+    added = sum(path.stat().st_size for path in set((lab / "store/blobs/sha256").iterdir()) - before)
+    assert record["by"] == USER
+    assert added < 0.01 * record["size"]
+    group = grp.getgrnam(LAB).gr_gid
+    assert {path.lstat().st_gid for path in lab.rglob("*")} == {group}
+    shutil.rmtree(mine)
+
+
+def test_no_permission_is_said_with_what_to_do(user_cli: Cli, cli: Cli, room: Room, hello: Path, lab: Path) -> None:
+    alone = room.folder("alone")
+    done = publish(user_cli, hello, alone, code=6)
+    assert f"no permission to publish in {alone}: it is {ME}'s" in done.stderr
+    assert f"ask {ME}: chmod 2775" in done.stderr
+    # A login that began before the user came into the group (rooms.as_user gives no groups but the first).
+    done = publish(user_cli, hello, lab, code=6)
+    assert f"no permission to publish in {lab}" in done.stderr
+    assert f"`newgrp {LAB}`, and again" in done.stderr
+    assert list(lab.iterdir()) == []
+    publish(cli, hello, lab, "--no-verify", prefix=login(COLLEAGUE))
+
+
+def test_a_folder_of_a_group_that_this_login_is_not_in(user_cli: Cli, room: Room, hello: Path) -> None:
+    """One's own folder, without setgid: what is written there would be of another group."""
+    place = room.folder("mine", USER)
+    os.chown(place, -1, grp.getgrnam(LAB).gr_gid)
+    place.chmod(0o755)
+    done = publish(user_cli, hello, place, code=6)
+    assert f"{place} belongs to the group {LAB}, and this login may not give files to it" in done.stderr
+    assert f"`newgrp {LAB}`" in done.stderr
+
+
+@pytest.fixture
+def small_disk(room: Room) -> Iterator[Path]:
+    folder = room.folder("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=150m,mode=755", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+    folder.rmdir()
+
+
+def test_a_full_disk(cli: Cli, hello: Path, small_disk: Path) -> None:
+    place = small_disk / "lab"
+    done = publish(cli, hello, place, code=6)  # layers would fit, the SIF with them does not
+    assert f"no room in {place}: No space left on device; 0." in done.stderr
+    assert f"prune --in {place}" in done.stderr
+    assert [path for path in place.rglob("*") if path.suffix in (".sif", ".json") or path.parent.name == "sha256"
+            if path.name != "index.json"] == []  # fmt: skip
+    subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
+    publish(cli, hello, place)
+    assert len(records(place / "images/hello")) == 1
+
+
+def test_killed_at_any_moment_and_the_next_one_goes_on(cli: Cli, room: Room, hello: Path, lab: Path) -> None:
+    words = ("--store", hello, "publish", "hello", "--to", lab, "--no-verify")
+    began = time.monotonic()
+    cli.run(*words)
+    whole = time.monotonic() - began
+    shutil.rmtree(lab / "images")
+    shutil.rmtree(lab / "store")
+    killed = 0
+    while killed < 6:
+        with cli.start(*words, cwd=room.path) as process:
+            time.sleep(random.uniform(0.1, 1) * whole)
+            process.send_signal(signal.SIGKILL)
+        killed += 1
+        for record in records(lab / "images/hello"):
+            subprocess.run(
+                ["sha256sum", "-c", "--quiet", record["file"] + ".sha256"], cwd=lab / "images/hello", check=True
+            )
+    cli.run(*words)
+    (record,) = records(lab / "images/hello")
+    subprocess.run(["sha256sum", "-c", "--quiet", record["file"] + ".sha256"], cwd=lab / "images/hello", check=True)
+    assert list((lab / "store/staging").iterdir()) == []
+
+
+def test_sixteen_writers_and_sixty_four_readers(room: Room) -> None:
+    """Killed at random all the while: nothing lost, nothing damaged, nothing half ever seen."""
+    folder = room.folder("load")
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/integration/share_load.py", folder, "15"], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["failed"] == []
+    assert (result["lost"], result["damaged"], result["without layers"]) == ([], [], [])
+    assert result["current"]
+    assert result["modes"] == ["0o444", "0o555"]
+    for what, least in (("kills", 5), ("published", 5), ("pinned", 1), ("read", 50), ("looked", 20)):
+        assert result[what] >= least, result
