@@ -411,19 +411,18 @@ def _rootless(host: BuildHost, level: str) -> list[Finding]:
 
 
 def _temporary(host: BuildHost) -> list[Finding]:
+    """Ekiben builds in its store; plain `apptainer build` and `singularity pull` use this."""
     place = host.temporary
-    do = "point TMPDIR (and APPTAINER_TMPDIR) at a folder on the node's own disk"
-    if place.shared and host.uid:
-        return [
-            Finding(
-                "fail", "TMPDIR", f"{_where(place)}: a file system of other machines, where fakeroot builds fail", do
-            )
-        ]
-    if place.noexec:
-        return [Finding("but", "TMPDIR", f"{_where(place)} is mounted noexec: programs there do not start", do)]
-    if place.free < GIB:
-        return [Finding("but", "TMPDIR", f"{_where(place)}, {_free(place)}", do)]
-    return [Finding("fine", "TMPDIR", f"{_where(place)}, {_free(place)}")]
+    why = (
+        "is a file system of other machines, where `apptainer build --fakeroot` fails" if place.shared and host.uid
+        else "is mounted noexec, and programs there do not start" if place.noexec
+        else f"has {_free(place)}, and images of gigabytes are unpacked there" if place.free < TORCH_BUILD
+        else ""
+    )  # fmt: skip
+    if not why:
+        return [Finding("fine", "TMPDIR", f"{_where(place)}, {_free(place)}")]
+    said = f"{_where(place)} {why}: Ekiben builds in its store, plain `apptainer build` would not"
+    return [Finding("note", "TMPDIR", said, "for those set APPTAINER_TMPDIR to a folder on the node's own disk")]
 
 
 def _store(host: BuildHost, needed: int) -> list[Finding]:
@@ -431,8 +430,8 @@ def _store(host: BuildHost, needed: int) -> list[Finding]:
     if not place.writable:
         return [Finding("fail", "store", f"{place.path} cannot be written", do)]
     if place.shared and host.uid:
-        said = f"{_where(place)}: layers are built in it, and fakeroot builds fail on file systems of other machines"
-        return [Finding("fail", "store", said, do)]
+        said = f"{_where(place)}: layers are built in it, and on file systems of other machines builds without root may fail"
+        return [Finding("but", "store", said, do)]
     if place.free < needed:
         quota = " left of the quota" if place.quota is not None else ""
         said = f"{_where(place)}, {_free(place)}{quota}; up to {needed / GIB:.0f} GiB are on the way while it is built"
@@ -482,7 +481,8 @@ def check_here(
         return []
     node = node_here()
     site = SiteFile(name="this machine", description="", node=node, runtimes=(runtime,))
-    findings = check_image(site, facts, known_stacks()) if gpu else check_runtimes(site.runtimes, node, facts)
+    without = [*_architecture(node, facts), *check_runtimes(site.runtimes, node, facts)]
+    findings = check_image(site, facts, known_stacks()) if gpu else without
     return [finding for finding in findings if finding.level != "fine"]
 
 

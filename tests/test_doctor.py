@@ -369,16 +369,17 @@ def test_what_building_without_root_needs(change: dict[str, Any], topic: str, do
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "lustre", "gpfs", "beegfs"])
 def test_file_systems_of_other_machines(kind: str) -> None:
-    assert [found[:2] for found in worse(temporary=place("/tmp", kind))] == [("fail", "TMPDIR")]
-    assert [found[:2] for found in worse(store=place("/home/me/s", kind))] == [("fail", "store")]
+    assert [found[:2] for found in worse(temporary=place("/tmp", kind))] == [("note", "TMPDIR")]
+    assert [found[:2] for found in worse(store=place("/home/me/s", kind))] == [("but", "store")]
     assert worse(temporary=place("/tmp", kind), store=place("/home/me/s", kind), uid=0) == []
 
 
 def test_space() -> None:
     assert worse(store=place("/s", free=8 * GIB)) == []
     assert [found[:2] for found in worse(store=place("/s", free=8 * GIB - 1))] == [("fail", "store")]
-    assert [found[:2] for found in worse(temporary=place("/tmp", free=GIB - 1))] == [("but", "TMPDIR")]
-    assert [found[:2] for found in worse(temporary=place("/tmp", noexec=True))] == [("but", "TMPDIR")]
+    assert worse(temporary=place("/tmp", free=8 * GIB)) == []
+    assert [found[:2] for found in worse(temporary=place("/tmp", free=8 * GIB - 1))] == [("note", "TMPDIR")]
+    assert [found[:2] for found in worse(temporary=place("/tmp", noexec=True))] == [("note", "TMPDIR")]
     assert check_build(host(store=place("/s", free=5)), needed=5)[-2].level == "fine"
 
 

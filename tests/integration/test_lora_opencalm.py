@@ -111,6 +111,28 @@ def test_list_inspect_and_verify(built: Built, room: Room) -> None:
     assert "passed under docker" in said
 
 
+def test_doctor_finds_the_device_code_that_is_in_it(built: Built, room: Room) -> None:
+    """Of the layers and of the SIF the same; torch's libraries hold what the stack says, and so a V100 cannot run them."""
+    cli = built.cli(room)
+    stack = (built.checkout / "images/stacks/cu130/stack.yaml").read_text()
+    declared = re.findall(r'"([\d.]+)"', re.search(r"compute_capabilities: (.*)", stack)[1])  # type: ignore[index]
+    code: dict[str, str] = {}
+    for image in ("lora-opencalm", built.sif):
+        words = ("--store", built.store, "doctor", "--site", "abci-2.0", image, "--json")
+        [about] = json.loads(cli.run(*words, cwd=built.checkout, code=10).stdout)
+        assert about["verdict"].startswith(
+            "will fail because Tesla V100-SXM2-16GB (7.0) is not among what libtorch_cuda.so"
+        )
+        assert about["verdict"].endswith("; use --stack cu124")
+        code[str(image)] = next(row["said"] for row in about["findings"] if row["topic"] == "GPU code")
+        [about] = json.loads(cli.run(*words[:4], "abci-3.0", *words[5:], cwd=built.checkout).stdout)
+        assert [row["level"] for row in about["findings"] if row["topic"] == "GPU code"] == ["fine"]
+    assert len(set(code.values())) == 1
+    assert {f"sm_{name.replace('.', '')}" for name in declared} <= set(
+        re.findall(r"sm_\d+a?", next(iter(code.values())))
+    )
+
+
 @pytest.mark.parametrize("user", [ME, USER])
 def test_the_sif_trains(user: str, built: Built, room: Room) -> None:
     out = room.folder("out", user)

@@ -1,0 +1,200 @@
+"""`build.py run` with the real runtimes: what gets in, what is seen, what stays off every command line; the copy on local disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rooms import ME, USER, Cli, Room, give
+
+pytestmark = pytest.mark.slow
+
+# Says what it sees, and where it is told to wait, waits until it may end.
+LOOK = """\
+import json, os, sys, time
+from pathlib import Path
+wait = Path("wait")
+if wait.exists():
+    Path("ready").touch()
+    for _ in range(600):
+        if not wait.exists():
+            break
+        time.sleep(0.1)
+out = next((word.split("=")[1] for word in sys.argv if word.startswith("--output=")), None)
+if out:
+    Path(out).mkdir(parents=True)
+    (Path(out) / "made").touch()
+data = next((Path(word.split("=")[1]).read_text() for word in sys.argv if word.startswith("--data=")), None)
+shm = os.statvfs("/dev/shm")
+print(json.dumps({"environment": dict(os.environ), "cwd": os.getcwd(), "data": data, "shm": shm.f_blocks * shm.f_frsize,
+                  "uid": os.getuid(), "argv": sys.argv[1:]}))
+"""
+SECRET = "hf_" + "s3cr3t" * 5
+ENVIRONMENT = {
+    "HF_TOKEN": SECRET, "NCCL_DEBUG": "INFO", "SLURM_PROCID": "0", "https_proxy": "http://127.0.0.1:9", "MASTER_ADDR": "127.0.0.1",
+    "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64", "PYTHONPATH": "/apps/python/lib", "CUDA_HOME": "/apps/cuda",
+    "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/hpcx/lib", "APPTAINERENV_PYTHONPATH": "/apps/more", "MY_OWN": "1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Looker:
+    store: Path
+    recipe: Path
+    sif: Path
+
+
+@pytest.fixture(scope="module")
+def looker(room: Room, cli: Cli, hello: Path) -> Iterator[Looker]:
+    """A recipe whose task says what it sees, as a SIF and in the Docker daemon."""
+    recipe = room.folder("looker") / "look"
+    (recipe / "entrypoints").mkdir(parents=True)
+    (recipe / "entrypoints/look.py").write_text(LOOK)
+    (recipe / "recipe.yaml").write_text(json.dumps({
+        "name": "look", "description": "a test", "stack": "cu130", "layer": "python",
+        "tasks": {"look": {"entrypoint": "look.py", "help": "say what is seen"}},
+    }))  # fmt: skip
+    sif = recipe / "look.sif"
+    cli.image(hello, recipe, "--format", "sif", "--format", "docker", "--no-verify", cwd=recipe)
+    assert sif.is_file()
+    yield Looker(hello, recipe, sif)
+    subprocess.run(["docker", "rmi", "--force", "ekiben/look:latest"], capture_output=True, check=True)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def command_lines() -> list[str]:
+    """Of every process on this machine, as `ps` shows them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("user", "runtime"), [(USER, "apptainer"), (ME, "apptainer"), (ME, "docker")])
+def test_what_gets_in(user: str, runtime: str, looker: Looker, room: Room) -> None:
+    """An ordinary cluster's environment around it: host libraries stay out, what a job needs is there, a token is not shown."""
+    home = room.folder("job", user)
+    here = home / "here"
+    for folder in (here, home / "data", home / "models"):
+        folder.mkdir()
+        give(folder, user)
+    (home / "data/talk.jsonl").write_text("rows")
+    wait = here / "wait"
+    wait.touch()
+    words = ["--store", looker.store, "run", looker.recipe, "--cpu"]
+    words += ["--sif", looker.sif if runtime == "apptainer" else "none.sif"]
+    words += ["look", "--", "--data=../data/talk.jsonl", f"--output={home}/models/../out/1", "word"]
+    (home / "out").mkdir()
+    give(home / "out", user)
+    cli = Cli(room, user)
+    running = cli.start(*words, cwd=here, env={**ENVIRONMENT, "HF_HOME": f"{home}/models/hf"})
+    deadline = time.monotonic() + 60
+    while not (here / "ready").exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    lines = command_lines()
+    wait.unlink()
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0, err
+    assert any("look" in line and "--data=../data/talk.jsonl" in line for line in lines)
+    assert [line for line in lines if SECRET in line] == []
+    assert SECRET not in err
+    seen = json.loads(out)
+    inside = seen["environment"]
+    for name in ("HF_TOKEN", "NCCL_DEBUG", "SLURM_PROCID", "https_proxy", "MASTER_ADDR"):
+        assert inside[name] == ENVIRONMENT[name]
+    assert inside["HF_HOME"] == f"{home}/models/hf"
+    assert "/apps" not in " ".join(inside.values())
+    assert not {"MY_OWN", "PYTHONPATH", "CUDA_HOME"} & inside.keys()
+    assert (seen["cwd"], seen["data"], seen["argv"][-1]) == (str(here), "rows", "word")
+    assert (home / "out/1/made").is_file()
+    assert (home / "out/1/made").stat().st_uid == seen["uid"] == home.stat().st_uid
+    assert seen["shm"] > 1 << 30 or runtime == "apptainer"  # there it is the host's
+    if runtime == "apptainer":
+        assert "SINGULARITYENV_LD_LIBRARY_PATH is not passed on" in err
+    else:
+        assert inside["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+def test_staged_once_for_jobs_that_start_together(looker: Looker, room: Room) -> None:
+    disk = Path("/dev/shm") / f"ekiben-run-{os.getpid()}"
+    disk.mkdir()
+    give(disk, USER)
+    try:
+        if disk.stat().st_dev == looker.sif.stat().st_dev:
+            pytest.skip("/dev/shm and the tests' folder are on one file system")
+        here, cli = room.folder("job", USER), Cli(room, USER)
+        words = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", looker.sif, "--stage", "look")
+        jobs = [cli.start(*words, cwd=here, env={"TMPDIR": str(disk)}) for _ in range(3)]
+        ends = [job.communicate(timeout=120) for job in jobs]
+        assert [job.returncode for job in jobs] == [0, 0, 0], ends
+        told = "".join(err for _, err in ends)
+        assert told.count("copying") == 1
+        [staged] = disk.glob("ekiben-*/look-*.sif")
+        assert staged.read_bytes() == looker.sif.read_bytes()
+        assert told.count(f"{staged} look") == 3
+    finally:
+        shutil.rmtree(disk)
+
+
+def test_what_cannot_run_is_refused_before_it_starts(looker: Looker, room: Room, cli: Cli) -> None:
+    """A SIF for another machine: the word of doctor, and with --force the runtime's own."""
+    here = room.folder("job")
+    other = here / "arm.sif"
+    shutil.copy(looker.sif, other)
+    with other.open("r+b") as file:
+        file.seek(45)
+        file.write(b"04")
+    words = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", other)
+    refused = cli.run(*words, "look", cwd=here, code=10)
+    assert "error: will fail because the image is for arm64, the nodes are amd64" in refused.stderr
+    assert "hint: --force" in refused.stderr
+    forced = cli.run(*words, "--force", "look", cwd=here, code=None)
+    assert "apptainer run" in forced.stderr
+    assert forced.returncode != 10
+
+
+def test_doctor_here(looker: Looker, room: Room, cli: Cli) -> None:
+    """Of the recipe in the store, and of the file, the same facts; both users' words."""
+    for user in (ME, USER):
+        for image in (looker.recipe, looker.sif):
+            rows = json.loads(
+                Cli(room, user).run("--store", looker.store, "doctor", image, "--json", cwd=room.path, code=None).stdout
+            )
+            about = {row["does"]: row for row in rows}
+            assert about["run"]["verdict"] == "will run", about
+            [runtime] = [row for row in about["run"]["findings"] if row["topic"] == "runtime"]
+            assert runtime["said"].startswith("apptainer 1.")
+            assert runtime["said"].endswith("3 layers in the SIF")
+            assert about["build"]["findings"][0]["topic"] == "engine"
+            written = [row["level"] for row in about["build"]["findings"] if row["topic"] == "store"]
+            assert written == (["fine"] if user == ME else ["fail"])  # root's store
+
+
+def test_doctor_where_user_namespaces_are_off(room: Room, cli: Cli) -> None:
+    """The limit holds in a user namespace made for it, and below: as on a node whose administrator turned them off."""
+    forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
+    prefix = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups", "unshare", "--user", "--map-current-user",
+              "--keep-caps", "sh", "-c", forbid, "sh", "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
+    here = room.folder("job", USER)
+    words = ("--store", here / "store", "doctor", "--json")
+    [about] = json.loads(cli.run(*words, cwd=here, prefix=prefix, code=10).stdout)
+    assert about["verdict"].startswith("will fail because apptainer: user namespaces are switched off")
+    assert {row["topic"] for row in about["findings"] if row["level"] == "but"} == {"namespaces"}
+    assert not (here / "store").exists()
