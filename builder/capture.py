@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 from builder.chain import File
 from builder.errors import LayerError
@@ -121,7 +121,7 @@ class _Canon:
             heapq.heappush(self.gone, (sort_key(path), path))
 
     def members(self, archive: IO[bytes]) -> Iterator[Member]:
-        with tarfile.open(fileobj=archive, mode="r|", bufsize=CHUNK) as tar:
+        with tarfile.open(fileobj=cast(IO[bytes], _Forward(archive)), mode="r:") as tar:
             yield from self.ordered(tar, ((info.name.removeprefix("./").strip("/"), info) for info in tar))
 
     def ordered(self, tar: tarfile.TarFile, infos: Iterable[tuple[str, tarfile.TarInfo]]) -> Iterator[Member]:
@@ -185,9 +185,9 @@ class _Canon:
     def data(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Iterator[bytes] | None:
         if not info.isfile() or not info.size:
             return None
-        stream = tar.extractfile(info)
-        assert stream is not None
-        return read_chunks(stream.read, info.size)
+        assert tar.fileobj is not None
+        tar.fileobj.seek(info.offset_data)  # what extractfile() does, but for two copies of every byte
+        return read_chunks(tar.fileobj.read, info.size)
 
     def directory(self, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
         entry = Entry(path, "dir", info.mode & 0o7777, info.uid, info.gid, self.epoch)
@@ -223,6 +223,26 @@ class _Canon:
             if key != until:
                 yield from self.descend(path)
                 yield Entry(path, "whiteout", 0, mtime=self.epoch), None
+
+
+class _Forward:
+    """A pipe as something to seek in, forward only: tarfile's own way with pipes copies every byte thrice."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._position = stream, 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> int:
+        while self._position < position and self.read(min(CHUNK, position - self._position)):
+            pass
+        return self._position
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._position += len(data)
+        return data
 
 
 def _says_opaque(info: tarfile.TarInfo) -> bool:

@@ -17,6 +17,7 @@ from builder.errors import EkibenError
 
 Argv = Sequence[str | os.PathLike[str]]
 Trace = Callable[[str], None]
+PIPE = 1 << 20  # bytes a pipe holds, where the system allows it: gigabytes go through one
 
 _trace: Trace = lambda line: None  # noqa: E731
 
@@ -101,6 +102,7 @@ def piped(argv: Argv, *, stdin: IO[bytes] | None = None, env: Mapping[str, str] 
             child = subprocess.Popen(
                 [os.fspath(word) for word in argv],
                 env=env, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                pipesize=PIPE,
             )  # fmt: skip
         except OSError as error:
             raise ProcessError(argv, 127, f"{os.fspath(argv[0])}: {error.strerror}") from error
