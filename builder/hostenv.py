@@ -102,6 +102,7 @@ def _write_apt_files(mount: Path, supply: Supply) -> None:
         f'Dir::Etc::preferences "{inside}/preferences";',
         'Acquire::Languages "none";',
         'Acquire::Retries "3";',
+        'DPkg::Options { "--force-unsafe-io"; };',  # a layer that is not finished is thrown away, not recovered
         'Dpkg::Use-Pty "false";',
     ]
     if supply.sources_inside:

@@ -31,9 +31,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from builder.errors import StoreError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 VERSION = "1"
 _NEEDED = "needed"  # in a staging folder: the cache keys of the layers a running build stands on
@@ -99,6 +102,9 @@ class Store:
     def __init__(self, root: Path, behind: Store | None = None) -> None:
         self.root, self.behind = root, behind
         self._refused: set[str] = set()  # damaged blobs of ``behind``: made again here
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: list[Future[None]] = []
+        self._written: set[str] = set()  # by the build at hand
         try:
             found = (root / "version").read_text(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -142,9 +148,10 @@ class Store:
     def check_blob(self, digest: str, *, again: bool = False) -> None:
         """Read the whole blob and compare. A blob unchanged on disk since the last check is read only if ``again``."""
         path = self.blob_path(digest)
+        if digest in self._written and not again:
+            return
         try:
-            stat = path.stat()
-            seen = f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+            seen = _identity(path)
             memo = self.root / "checks" / path.name
             if not again and memo.exists() and memo.read_text() == seen:
                 return
@@ -263,23 +270,52 @@ class Store:
             with self.translated_errors():
                 yield folder
         finally:
-            remove_tree(folder)
+            self._beside(remove_tree, folder)
 
     @contextlib.contextmanager
     def building(self, cache_keys: Iterable[str]) -> Iterator[None]:
-        """Until the block ends, prune() keeps these layers and all that is made meanwhile."""
+        """Until the block ends, prune() keeps these layers and all that is made meanwhile.
+
+        In the block, removing and syncing gigabytes goes on beside the next layer's work; its end waits for them.
+        """
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
         with self.staging() as folder:
             (folder / _NEEDED).write_text("\n".join(cache_keys))
             self.settle(folder / _NEEDED, 0o644)
-            yield
+            with ThreadPoolExecutor(2, thread_name_prefix="beside") as self._pool:
+                try:
+                    yield
+                finally:
+                    waiting, self._pool = self._waiting, None
+                    self._waiting, self._written = [], set()
+            for work in waiting:
+                work.result()
+
+    def _beside(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Beside what follows in a build, at once elsewhere."""
+        if self._pool is None:
+            work(*arguments)
+        else:
+            self._waiting.append(self._pool.submit(work, *arguments))
 
     def put_file(self, path: Path, digest: str) -> None:
-        """Take a finished file from staging as a blob. Idempotent: afterwards the content is at ``digest``."""
+        """Take a finished file from staging as a blob, its digest just computed. Idempotent."""
+        self.settle(path, 0o444)
         with self.translated_errors():
-            with path.open("rb") as stream:
-                os.fsync(stream.fileno())
-            self.settle(path, 0o444)
+            if self._pool is None:
+                _sync(path)
             path.rename(self.own_path(digest))
+        if self._pool is not None:
+            self._written.add(digest)
+            self._beside(self._sync_blob, digest)
+
+    def _sync_blob(self, digest: str) -> None:
+        """Onto the disk, and only then noted as checked: what a power failure cuts short is read again, and found."""
+        path = self.own_path(digest)
+        with self.translated_errors():
+            _sync(path)
+            self._write(f"checks/{path.name}", _identity(path).encode())
 
     def put_blob(self, data: bytes) -> str:
         digest = "sha256:" + hashlib.sha256(data).hexdigest()
@@ -452,7 +488,8 @@ class _Without(Store):
     """A view of a store in which some images are already forgotten."""
 
     def __init__(self, store: Store, names: set[str]) -> None:
-        self.root, self.behind, self._refused, self._names = store.root, store.behind, set(), names
+        super().__init__(store.root, store.behind)
+        self._names = names
 
     def images(self) -> dict[str, dict[str, Any]]:
         return {name: image for name, image in super().images().items() if name not in self._names}
@@ -473,6 +510,17 @@ def _has_size(path: Path, size: int) -> bool:
 def _own_prefix() -> str:
     """Says whose a name in staging/ is, for telling what dead processes left."""
     return f"{os.uname().nodename}__{os.getpid()}__"
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _identity(path: Path) -> str:
+    """Changes when the file does."""
+    stat = path.stat()
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
 
 
 def _dump(data: Mapping[str, Any]) -> bytes:

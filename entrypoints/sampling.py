@@ -74,7 +74,9 @@ class _Chance(transformers.LogitsProcessor):  # type: ignore[misc]  # untyped
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.float()
         if self.said is None and not scores.isfinite().all():
-            raise TaskError("the model's logits are no numbers (NaN or infinite): its weights are broken, or fp16 is too narrow")
+            raise TaskError(
+                "the model's logits are no numbers (NaN or infinite): its weights are broken, or fp16 is too narrow"
+            )
         scores = self._penalise(input_ids, scores)
         if self.how.temperature <= 0:
             return scores
