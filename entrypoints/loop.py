@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, progress. One GPU, or several under torchrun."""
+"""The training loop: steps, evaluation, checkpoints, progress. What learns, and on how many GPUs, is parallel.py's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import checkpoint
-import loss as losses
+import flops
 import models
 import packing
 import record
+from learner import find_blocks
+from parallel import Trained
 from prompt import Example
 from settings import TaskError
 from world import REQUEUE, Stop, World
@@ -31,9 +33,10 @@ class Plan:
     batch_size: int
     max_rows: int
     max_tokens: int
-    checkpointing: bool
+    checkpointed: int  # blocks whose activations are computed twice
     compile: bool
     learning_rate: float
+    schedule: Literal["linear", "cosine", "constant"]
     warmup_steps: int
     weight_decay: float
     max_grad_norm: float
@@ -50,11 +53,13 @@ class Plan:
         return math.ceil(rows / self.batch_size)
 
     def rate(self, step: int, steps: int) -> float:
-        """Learning rate of ``step``: up linearly over the warm-up, then down linearly to nothing."""
+        """Learning rate of ``step``: up linearly over the warm-up, then as the schedule says, to nothing or constant."""
         warmup = min(self.warmup_steps, steps // 10)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
-        return self.learning_rate * (steps - step) / max(steps - warmup, 1)
+        left = (steps - step) / max(steps - warmup, 1)
+        shares = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2, "constant": 1.0}
+        return self.learning_rate * shares[self.schedule]
 
 
 class Meter:
@@ -107,44 +112,11 @@ class Watch:
         return False
 
 
-class AdapterWeights:
-    """fp32 copies of the trainable weights, as one vector: one optimizer call, one reduction, one norm for all."""
-
-    def __init__(self, model: Any) -> None:
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters: list[torch.Tensor] = [parameter for _, parameter in named]
-        self.vector = torch.cat([parameter.detach().float().flatten() for parameter in self.parameters])
-        self.vector.grad = torch.zeros_like(self.vector)
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.views = [
-            part.view_as(parameter) for part, parameter in zip(self.vector.split(sizes), self.parameters, strict=True)
-        ]
-
-    def gather(self) -> None:
-        """Add the parameters' gradients to the vector's, in fp32, and clear them."""
-        assert self.vector.grad is not None
-        self.vector.grad += torch.cat([p.grad.flatten() for p in self.parameters if p.grad is not None])
-        self.clear()
-
-    def clear(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def spread(self) -> None:
-        """Copy the vector back into the model."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.views)
-
-    def named(self) -> dict[str, torch.Tensor]:
-        return {name: view.detach().clone() for name, view in zip(self.names, self.views, strict=True)}
-
-
 class Run:
     def __init__(
         self,
         *,
-        model: Any,
+        trained: Trained,
         base: str,
         device: models.Device,
         train: Sequence[Example],
@@ -154,27 +126,20 @@ class Run:
         fingerprint: dict[str, Any],
         world: World,
         stop: Stop,
+        costs: flops.Costs,
         watch: Watch | None = None,
     ) -> None:
         self.watch = watch or Watch()
-        self.model, self.base, self.device, self.plan, self.output = model, base, device, plan, output
+        self.trained, self.base, self.device, self.plan, self.output = trained, base, device, plan, output
         self.train, self.test, self.world, self.stop, self.fingerprint = train, test, world, stop, fingerprint
-        self.body, self.head = models.body_and_head(model)
-        self.weights = AdapterWeights(model)
-        self.optimizer = torch.optim.AdamW(
-            [self.weights.vector], lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.is_gpu
-        )
-        # fp16 gradients underflow without it; a no-op elsewhere.
-        self.scaler = torch.GradScaler(device.place.type, enabled=device.dtype == torch.float16)
+        self.learner, self.costs = trained.learner, costs
         self.steps = plan.steps(len(train))
         self.step, self.first_step, self.max_tokens = 0, 0, plan.max_tokens
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
-        self.checkpointing = False
+        self.checkpointed = plan.checkpointed
         self.pending: list[_Pending] = []
         self.last_loss, self.last_test_loss = math.nan, math.nan
-        self.chunk_loss = losses.softmax_loss
-        self.shape = models.shape(model)
-        self.peak = record.peak_flops(device.name)
+        self.peak = flops.peak_flops(device.name)
 
     # ------------------------------------------------------------------ the story
 
@@ -182,7 +147,7 @@ class Run:
         """Train to the end, or until a signal: then the exit code to leave with."""
         self._prepare()
         self.stop.saves = True
-        self.model.train()
+        self.learner.train()
         self.started = saved = reported = time.monotonic()
         self.meter.lap()
         self.watch.starts(self)
@@ -218,9 +183,9 @@ class Run:
         """(tokens per second, MFU or None) of all GPUs together."""
         if not self.meter.tokens:
             return 0.0, None
-        flops = self.meter.flops / self.meter.seconds
-        mfu = flops / (self.peak * self.world.size) if self.peak else None
-        return self.meter.tokens / self.meter.seconds, mfu
+        meter = self.meter
+        mfu = flops.utilisation(meter.flops, meter.seconds, self.world.size, self.peak) if self.peak else None
+        return meter.tokens / meter.seconds, mfu
 
     # ------------------------------------------------------------------ one step
 
@@ -233,25 +198,16 @@ class Run:
         total = self._gradients(rows, learnt)
         if total is None:
             return False
-        vector = self.weights.vector
-        assert vector.grad is not None
         if self.world.size > 1:
-            self.world.sum(vector.grad)
             votes = torch.stack([total, torch.tensor(float(self.stop.exit_code or 0), device=total.device)])
             self.world.sum(votes)
             total = votes[0]
             if votes[1].item() > 0:
                 self.stop.exit_code = self.stop.exit_code or REQUEUE
+                self.trained.forget()
                 return False
-        self.scaler.unscale_(self.optimizer)
-        norm = vector.grad.norm()
-        vector.grad.mul_((self.plan.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         rate = self.plan.rate(self.step, self.steps)
-        self.optimizer.param_groups[0]["lr"] = rate
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.weights.spread()
-        vector.grad.zero_()
+        norm = self.trained.step(rate)
         self.step += 1
         self._count(rows, learnt)
         self.pending.append(_Pending(self.step, total, norm, learnt, rate))
@@ -262,55 +218,61 @@ class Run:
 
         Out of memory: smaller packs, then checkpointing; the packs done so far are done again.
         """
-        share = sorted(rows, key=lambda row: len(row.ids), reverse=True)[self.world.rank :: self.world.size]
         while True:
             try:
-                return self._packs(packing.cut(share, self.plan.max_rows, self.max_tokens), learnt)
+                return self._packs(self._share(rows, self.plan.max_rows, self.max_tokens), learnt)
             except torch.OutOfMemoryError:
-                self._make_room(max((len(row.ids) for row in share), default=0))
+                self._make_room(max(len(row.ids) for row in rows))
+
+    def _share(self, rows: Sequence[Example], max_rows: int, max_tokens: int) -> list[list[Example]]:
+        """This process's packs of ``rows``; where all have to run the model equally often, empty ones at the end."""
+        ordered = sorted(rows, key=lambda row: len(row.ids), reverse=True)
+
+        def packs(rank: int) -> list[list[Example]]:
+            return packing.cut(ordered[rank :: self.world.size], max_rows, max_tokens, self.learner.layout)
+
+        own = packs(self.world.rank)
+        if self.trained.collective:
+            most = max(len(packs(rank)) for rank in range(self.world.size))
+            own += [[] for _ in range(most - len(own))]
+        return own
+
+    def _pack(self, rows: Sequence[Example]) -> packing.Pack:
+        """An empty pack is played by the shortest row; its loss does not count."""
+        played = rows or [min(self.train, key=lambda row: len(row.ids))]
+        return packing.pack(played, self.learner.layout).to(self.device.place)
 
     def _packs(self, packs: list[list[Example]], learnt: int) -> torch.Tensor | None:
         total = torch.zeros((), device=self.device.place)
-        factor = self.scaler.scale(torch.tensor(1.0 / max(learnt, 1), device=self.device.place))
-        for rows in packs:
+        for index, rows in enumerate(packs):
             if self.stop.exit_code is not None and self.world.size == 1:
-                self._forget_gradients()
+                self.trained.forget()
                 return None
-            pack = packing.pack(rows).to(self.device.place)
-            hidden = packing.forward(self.body, pack).index_select(0, pack.sources)
-            with torch.no_grad():
-                part, slope = losses.head_loss(hidden, self.head, pack.targets, factor, self.chunk_loss)
-            hidden.backward(slope)
-            self.weights.gather()
-            total += part
+            part = self.trained.loss(self._pack(rows))
+            self.trained.backward(part, 1.0 / max(learnt, 1) if rows else 0.0, last=index == len(packs) - 1)
+            if rows:
+                total += part.detach()
         return total
 
     def _make_room(self, longest: int) -> None:
-        self._forget_gradients()
+        self.trained.forget()
         torch.cuda.empty_cache()
-        if self.max_tokens > 2 * longest:
+        layers = len(find_blocks(self.learner.body))
+        if not self.trained.collective and self.max_tokens > 2 * longest:
             self.max_tokens = min(self.max_tokens, self.plan.batch_size * longest) // 2
             print(f"out of GPU memory: going on with packs of at most {self.max_tokens:,} tokens", flush=True)
-        elif not self.checkpointing:
-            self._checkpoint_activations()
+        elif not self.trained.collective and self.checkpointed < layers:
+            self.checkpointed = layers
+            self.learner.checkpoint_activations(layers)
             print("out of GPU memory: going on with gradient checkpointing", flush=True)
         else:
+            # Processes that wait for each other cannot change their plans one by one.
             raise TaskError(
-                f"out of GPU memory with one row of {longest} tokens and gradient checkpointing on {self.device.name}; "
-                f"try --set max_length={longest // 2}, a smaller model, or a GPU nobody else is using"
+                f"out of GPU memory with packs of {self.max_tokens:,} tokens, the longest row {longest:,}, "
+                f"{self.checkpointed} of {layers} blocks checkpointed, on {self.device.name}; try "
+                f"--set gradient_checkpointing=true --set micro_batch=1, --set max_length={longest // 2}, "
+                "more GPUs, or GPUs nobody else is using"
             )
-
-    def _checkpoint_activations(self) -> None:
-        causal = self.model.get_base_model()
-        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the blocks.
-        enable = getattr(causal, "activation_checkpointing_enable", None) or causal.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        self.checkpointing = True
-
-    def _forget_gradients(self) -> None:
-        self.weights.clear()
-        assert self.weights.vector.grad is not None
-        self.weights.vector.grad.zero_()
 
     def _rows_of(self, step: int) -> list[Example]:
         per_epoch = self.plan.steps_per_epoch(len(self.train))
@@ -321,18 +283,12 @@ class Run:
         return [self.train[index] for index in chosen.tolist()]
 
     def _count(self, rows: Sequence[Example], learnt: int) -> None:
-        tokens = sum(len(row.ids) for row in rows)
-        squares = float(sum(len(row.ids) ** 2 for row in rows))
-        self.meter.count(tokens, record.training_flops(**self.shape, tokens=tokens, learnt=learnt, squares=squares))
+        lengths = [len(row.ids) for row in rows]
+        self.meter.count(sum(lengths), self.costs.of_rows(lengths, learnt))
 
     # ------------------------------------------------------------------ around the steps
 
     def _prepare(self) -> None:
-        if self.plan.checkpointing:
-            self._checkpoint_activations()
-        if self.plan.compile:
-            compile_blocks(self.body)
-            self.chunk_loss = torch.compile(losses.softmax_loss, dynamic=True)
         self._resume()
         self.first_step = self.step
         if self.world.leads:
@@ -353,32 +309,26 @@ class Run:
                 f"{path.parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
                 "or start again in this one with --fresh"
             )
-        with torch.no_grad():
-            self.weights.vector.copy_(state["weights"])
-        self.weights.spread()
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        self.trained.load(path, state)
         self.step, self.meter, self.wall_before = state["step"], Meter(**state["meter"]), state["wall"]
         self.last_loss, self.last_test_loss = state["last_loss"], state["last_test_loss"]
         if self.world.leads:
             print(f"resumed     {path} (step {self.step} of {self.steps})", flush=True)
 
     def _save(self) -> None:
-        if not self.world.leads:
-            return
         state = {
             "step": self.step,
-            "weights": self.weights.vector.detach().cpu(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
             "meter": self.meter.state(),
             "wall": self.wall,
             "last_loss": self.last_loss,
             "last_test_loss": self.last_test_loss,
             "fingerprint": self.fingerprint,
         }
-        checkpoint.save(self.output / "checkpoints", self.step, state)
-        models.save_adapter(self.model, self.output / "adapter", self.weights.named(), self.base)
+        checkpoint.save(self.output / "checkpoints", self.step, state, self.trained.save, self.world)
+        if hasattr(self.learner.model, "peft_config"):
+            weights = self.trained.weights()
+            if self.world.leads:
+                models.save_adapter(self.learner.model, self.output / "adapter", weights, self.base)
 
     def _leave(self) -> int:
         self._flush()
@@ -395,16 +345,13 @@ class Run:
             return False
         self.watch.tests(self)
         total = torch.zeros((), device=self.device.place)
-        self.model.eval()
+        self.learner.eval()
         # Compiled code for evaluation would take longer to make than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            for rows in packing.cut(
-                self.test[self.world.rank :: self.world.size], len(self.test), self.plan.max_tokens
-            ):
-                pack = packing.pack(rows).to(self.device.place)
-                hidden = packing.forward(self.body, pack).index_select(0, pack.sources)
-                total += losses.summed_loss(hidden, self.head, pack.targets)
-        self.model.train()
+            for rows in self._share(self.test, len(self.test), self.plan.max_tokens):
+                part = self.trained.loss(self._pack(rows))
+                total += part if rows else 0.0
+        self.learner.train()
         self.world.sum(total)
         self.last_test_loss = total.item() / sum(row.learnt for row in self.test)
         if self.world.leads:
@@ -459,18 +406,6 @@ class Run:
             f"{_duration(left)} left",
         ]
         print("  ".join(part for part in parts if part), flush=True)
-
-
-def compile_blocks(body: Any) -> None:
-    """Compile each block of the decoder in place: alike blocks share one compilation, where a whole model takes minutes."""
-    for block in find_blocks(body):
-        block.compile(dynamic=True)
-
-
-def find_blocks(body: Any) -> list[Any]:
-    """The repeated blocks of a decoder: its longest ModuleList."""
-    lists = [list(part) for part in body.modules() if isinstance(part, torch.nn.ModuleList)]
-    return max(lists, key=len)
 
 
 @contextlib.contextmanager

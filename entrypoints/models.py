@@ -18,11 +18,11 @@ from typing import Any
 import peft
 import torch
 import transformers
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 import packing
 from architectures import plain_attention
 from hub import explain, locate_model
-from loss import CHUNK
 from settings import TaskError
 
 GIB = 1 << 30
@@ -44,16 +44,6 @@ class Device:
     def has_bf16(self) -> bool:
         """Ampere and later: these have the variable-length flash kernel, too."""
         return bool(self.is_gpu and self.dtype == torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Expected bytes: what is there whatever the batch, and what each token of a pack adds."""
-
-    weights: int
-    loss: int
-    per_token: int
-    per_token_checkpointed: int
 
 
 def choose_device(wanted: str, index: int = 0) -> Device:
@@ -109,7 +99,9 @@ def load_base(name: str, device: Device, attention: str | None = None, bits: int
     quieten()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            place, dtype=device.dtype, attn_implementation=attention, device_map={"": device.place},
+            place, dtype=device.dtype, attn_implementation=attention,
+            # DeepSpeed gives the weights away as they are read.
+            device_map=None if is_deepspeed_zero3_enabled() else {"": device.place},
             quantization_config=_quantisation(device, bits),
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
@@ -119,16 +111,16 @@ def load_base(name: str, device: Device, attention: str | None = None, bits: int
     return model.requires_grad_(False)
 
 
-def skeleton(place: str, **lora: Any) -> Any:
-    """The model with its adapter, all shapes and no weights: enough to count with. Errors: TaskError."""
-    quieten()
+def load_shape(place: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
+    """The model, all shapes and no weights: enough to count with, or to be filled by another process. Errors: TaskError."""
+    packing.register()
+    config = read_config(place)
     try:
-        config = transformers.AutoConfig.from_pretrained(place)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except Exception as error:
         raise TaskError(explain(error, place, "model")) from error
-    return add_adapter(model.requires_grad_(False), **lora)
+    return model.requires_grad_(False)
 
 
 def read_config(place: str) -> Any:
@@ -195,12 +187,16 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
     config.base_model_name_or_path = base
     with _without_model_card(model):
         model.save_pretrained(str(staged), state_dict=weights)
-    # safetensors writes through a private temporary file, and colleagues want to read adapters.
+    make_readable(staged)
+    replace_folder(staged, folder)
+
+
+def make_readable(folder: Path) -> None:
+    """safetensors writes through a private temporary file, and colleagues want to read what was trained."""
     umask = os.umask(0)
     os.umask(umask)
-    for file in staged.iterdir():
+    for file in folder.iterdir():
         file.chmod(0o666 & ~umask)
-    replace_folder(staged, folder)
 
 
 def replace_folder(staged: Path, folder: Path) -> None:
@@ -212,58 +208,10 @@ def replace_folder(staged: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def body_and_head(model: Any) -> tuple[Any, torch.Tensor]:
-    """(the model without its head, the head's weights). Errors: TaskError where logits are more than their product."""
-    causal: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    body = getattr(causal, causal.base_model_prefix)
-    head = causal.get_output_embeddings()
-    ids = torch.arange(8, device=head.weight.device)[None] % causal.config.vocab_size
-    was_training = causal.training
-    causal.eval()
-    with torch.no_grad():
-        own = causal(input_ids=ids, use_cache=False).logits[0].float()
-        ours = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
-    causal.train(was_training)
-    if (own - ours).abs().max() > 1e-3 * own.abs().max() + 1e-4:
-        raise TaskError(
-            f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here"
-        )
-    return body, head.weight
-
-
 def count_parameters(model: Any) -> tuple[int, int]:
     """(all, trainable)."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-
-
-def shape(model: Any) -> dict[str, int]:
-    """What record.training_flops() asks of an adapted model: its body, its head, its width and its layers."""
-    causal = model.get_base_model()
-    head = causal.get_output_embeddings().weight
-    tables = {id(weight): weight.numel() for weight in (causal.get_input_embeddings().weight, head)}
-    parameters, trainable = count_parameters(model)
-    return {
-        "body": parameters - trainable - sum(tables.values()),
-        "head": head.numel(),
-        "width": causal.config.hidden_size,
-        "layers": causal.config.num_hidden_layers,
-    }
-
-
-def expect_memory(config: Any, parameters: int, dtype: torch.dtype) -> Memory:
-    """An upper estimate for a decoder of ``config``, its base frozen.
-
-    Without checkpointing a layer keeps, per token, about 16 widths: its input, two normalised copies, the adapter's
-    dropped-out input, query, key and value twice (before and after rotation), attention's output, and four for the
-    feed-forward's activation. Frozen weights keep no inputs. With checkpointing: one width per layer, and one layer whole.
-    """
-    size = torch.finfo(dtype).bits // 8
-    width, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    layer = (12 * width + inner) * size
-    loss = CHUNK * config.vocab_size * (2 * size + 8)
-    return Memory(parameters * size, loss, layer * layers, width * layers * size + 2 * layer)
 
 
 def quantising_missing(device: Device, bits: int) -> str | None:

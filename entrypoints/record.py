@@ -7,48 +7,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-# Dense bf16 (fp16 where there is no bf16) tensor-core peaks in TFLOP/s, from NVIDIA's data sheets, without sparsity.
-# The longer name first: "H100 PCIe" before "H100".
-PEAKS = {
-    "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L4": 121,
-    "V100": 125, "T4": 65, "RTX 6000 Ada": 364, "RTX A6000": 155, "RTX 4090": 165, "RTX 3090": 71,
-}  # fmt: skip
-
-
 COLOURS = ("#1f6fb4", "#d1491b", "#3b8f3b")
-
-
-def peak_flops(device_name: str) -> float | None:
-    """FLOP/s, or None for a device that is not in the table."""
-    for name, teraflops in PEAKS.items():
-        if name in device_name:
-            return teraflops * 1e12
-    return None
-
-
-def training_flops(
-    *, body: int, head: int, width: int, layers: int, tokens: float, learnt: float, squares: float
-) -> float:
-    """FLOPs that LoRA training of a frozen decoder needs.
-
-    body: weights every token is multiplied by (no embedding table, no head). head: the head's weights. tokens: all
-    tokens; learnt: those whose loss is taken; squares: the sum over rows of (row length)^2.
-
-        4 * body * tokens + 4 * head * learnt + 6 * layers * width * squares
-
-    A weight costs 2 FLOPs per token forward and 2 backward, for the gradient of its input; the usual third pair (6N) is
-    the gradient of the weight, which frozen weights do not need, and the adapter's own 6 per weight are left out as too
-    small. Attention's two products cost 4 * width * length^2 forward and twice that backward; half is above the diagonal
-    and not needed. After Chowdhery et al. 2022 (PaLM), appendix B, which counts 6N and the full square, so divide with
-    care when comparing.
-    """
-    return 4 * body * tokens + 4 * head * learnt + 6 * layers * width * squares
 
 
 def versions() -> dict[str, str]:
@@ -65,6 +30,21 @@ def image() -> Any:
         return json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def site() -> dict[str, str]:
+    """Where this runs, as far as the scheduler says so."""
+    names = {
+        "cluster": ("SLURM_CLUSTER_NAME", "SGE_CLUSTER_NAME", "PBS_SERVER"),
+        "job": ("SLURM_JOB_ID", "JOB_ID", "PBS_JOBID"),
+        "nodes": ("SLURM_JOB_NODELIST", "SGE_JOB_HOSTLIST", "PBS_NODEFILE"),
+    }
+    found = {"host": socket.gethostname()}
+    for name, variables in names.items():
+        value = next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
+        if value:
+            found[name] = value
+    return found
 
 
 def write_json(file: Path, content: Any) -> None:

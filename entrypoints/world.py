@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 
 import torch
+
+from settings import TaskError
 
 REQUEUE = 75  # EX_TEMPFAIL: saved, not finished; schedulers requeue on it
 
@@ -33,20 +37,47 @@ class World:
             torch.distributed.barrier()
 
     def leave(self) -> None:
-        if self.size > 1:
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
-def join(device: str) -> World:
-    """This process's place, as torchrun wrote it into the environment."""
+def join(device: str, *, alone: bool = True) -> World:
+    """This process's place, as torchrun wrote it into the environment. Errors: TaskError.
+
+    alone: a single process needs no group; DeepSpeed wants one all the same.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if size == 1 and alone:
         return World()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    world = World(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]))
     if device != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(local)
-    torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl")
-    return World(int(os.environ["RANK"]), size, local)
+        found = torch.cuda.device_count()
+        if world.local_rank >= found:
+            raise TaskError(
+                f"process {world.local_rank + 1} of this node has no GPU: {found} visible here; start as many processes "
+                f"as there are GPUs (torchrun --nproc-per-node={found}), or ask the scheduler for more"
+            )
+        torch.cuda.set_device(world.local_rank)
+    try:
+        # While the first process reads a large model from a slow disk, the others wait in a broadcast.
+        torch.distributed.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timedelta(hours=1))
+    except (RuntimeError, ValueError) as error:
+        meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TaskError(
+            f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where the port is "
+            "in use, give torchrun another --master-port (or --standalone on one node); where nothing answers, look at "
+            "MASTER_ADDR and the firewall"
+        ) from error
+    return world
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 class Stop:

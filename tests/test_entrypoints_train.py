@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ import loss as losses  # noqa: E402
 import merge  # noqa: E402
 import models  # noqa: E402
 import packing  # noqa: E402
-import record  # noqa: E402
 import rows  # noqa: E402
 import settings as options  # noqa: E402
 import smoke  # noqa: E402
 import tiny  # noqa: E402
+import together  # noqa: E402
 import train  # noqa: E402
-from prompt import Row, encode_prompts, encode_rows, escape, render_prompt  # noqa: E402
+from learner import Learner, dress  # noqa: E402
+from prompt import Example, Row, encode_prompts, encode_rows, escape, render_prompt  # noqa: E402
 from settings import TaskError  # noqa: E402
 from world import REQUEUE  # noqa: E402
 
@@ -166,62 +168,99 @@ def test_packs_hold_every_row_once_and_keep_to_the_limits(tokenizer: Any) -> Non
         assert len(chosen) == 1 or sum(len(row.ids) for row in chosen) <= 300
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_packed_loss_and_its_gradient_are_those_of_single_rows(
-    base: Path, tokenizer: Any, device: models.Device
+    method: str, base: Path, tokenizer: Any, device: models.Device
 ) -> None:
     """Against transformers' own loss, one row at a time, without any packing."""
     three = [Row("日本の首都はどこですか。", "東京です。"), Row("7かける8は?", "56です。", "計算"), Row("色は?", "青")]
     examples = encode_rows(tokenizer, three)
-    adapter: dict[str, Any] = {
-        "r": 4,
-        "alpha": 16,
-        "dropout": 0.0,
-        "target_modules": ["query_key_value", "dense_h_to_4h"],
-        "seed": 1,
-    }
-    plain = models.add_adapter(models.load_base(str(base), device, "eager"), **adapter)
-    packed = models.add_adapter(models.load_base(str(base), device, models.PACKED), **adapter)
-    for model in (plain, packed):  # the second matrix starts at 0, and so would the first one's gradient
+    adapter = train.Lora(dropout=0.0, target_modules=("query_key_value", "dense_h_to_4h"))
+    settings = small(base, method=method, lora=adapter)
+    plain = dress(models.load_base(str(base), device, "eager"), settings)
+    packed = dress(models.load_base(str(base), device, packing.ATTENTION), settings)
+    for model in (plain, packed):  # an adapter's second matrix starts at 0, and so would the first one's gradient
         torch.manual_seed(3)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.data = torch.randn_like(parameter) * 0.05
+                parameter.data += torch.randn_like(parameter) * 0.05
     learnt = sum(example.learnt for example in examples)
-    expected = torch.zeros(())
-    for example in examples:
-        ids = torch.tensor(example.ids, dtype=torch.long)[None]
-        labels = ids.clone()
-        labels[:, : example.learn_from] = -100
-        expected = expected + plain(input_ids=ids, labels=labels).loss * example.learnt
+    expected = single_losses(plain, examples)
     (expected / learnt).backward()
 
-    body, head = models.body_and_head(packed)
-    pack = packing.pack(examples)
-    hidden = packing.forward(body, pack).index_select(0, pack.sources)
-    with torch.no_grad():
-        total, slope = losses.head_loss(hidden, head, pack.targets, 1 / learnt)
-    hidden.backward(slope)
+    learner = Learner(packed, torch.float32)
+    total = learner(packing.pack(examples))
+    (total / learnt).backward()
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = [
         (a.grad, b.grad) for a, b in zip(plain.parameters(), packed.parameters(), strict=True) if a.requires_grad
     ]
-    assert len(gradients) == 8
+    assert len(gradients) == (8 if method == "lora" else 28)
     for ours, theirs in gradients:
         assert ours is not None and theirs is not None and theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
-    assert losses.summed_loss(hidden.detach(), head, pack.targets).item() == pytest.approx(total.item(), rel=1e-5)
+    with torch.no_grad():
+        assert learner(packing.pack(examples)).item() == pytest.approx(total.item(), rel=1e-5)
+
+
+def single_losses(model: Any, examples: list[Any]) -> torch.Tensor:
+    """Summed loss by transformers' own forward, row by row."""
+    total = torch.zeros(())
+    for example in examples:
+        ids = torch.tensor(example.ids, dtype=torch.long)[None]
+        labels = ids.clone()
+        labels[:, : example.learn_from] = -100
+        total = total + model(input_ids=ids, labels=labels).loss * example.learnt
+    return total
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "gpt_neox", "falcon", "mpt", "llama"])
+def test_rows_of_a_pack_do_not_see_each_other(kind: str, tokenizer: Any) -> None:
+    """Every architecture: one pack of four rows has the loss of the four alone, in whatever order they lie."""
+    texts = [Row("長い問い" * 9, "答え"), Row("問い", "とても長い答え" * 6), Row("a", "b"), Row("空は?", "青い" * 20)]
+    examples = encode_rows(tokenizer, texts)
+    model = tiny.random_model(kind, len(tokenizer)).eval()
+    packing.register()
+    with torch.no_grad():
+        expected = single_losses(model, examples).item()
+        model.set_attn_implementation(packing.choose_attention(model.config))
+        learner = Learner(model, torch.float32)
+        assert learner.layout == ("packed" if kind in ("gpt2", "gpt_neox", "llama") else "padded")
+        for order in (examples, examples[::-1]):
+            assert learner(packing.pack(order, learner.layout)).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_rows_of_one_length_take_another_way_to_the_same_loss(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 300, (128,), generator=generator).numpy() for _ in range(3)]
+    pack = packing.pack([Example(row, 5) for row in ids])
+    assert pack.is_even
+    model = tiny.random_model(kind, 300).eval()
+    packing.register()
+    model.set_attn_implementation(packing.ATTENTION)
+    learner = Learner(model, torch.float32)
+    with torch.no_grad():
+        alone = sum(learner(packing.pack([Example(row, 5)])).item() for row in ids)
+        assert learner(pack).item() == pytest.approx(alone, rel=1e-5)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, head, targets = torch.randn(50, 16), torch.randn(30, 16), torch.randint(0, 30, (50,))
-    whole = losses.head_loss(hidden, head, targets, 0.1)
+
+    def found(work: Any) -> tuple[torch.Tensor, ...]:
+        inputs = (hidden.clone().requires_grad_(), head.clone().requires_grad_())
+        loss = work(*inputs)
+        (loss * 0.1).backward()
+        return loss.detach(), inputs[0].grad, inputs[1].grad  # type: ignore[return-value]
+
+    whole = found(lambda hidden, head: losses.head_loss(hidden, head, targets))
     monkeypatch.setattr(losses, "CHUNK", 7)
-    chunked = losses.head_loss(hidden, head, targets, 0.1)
+    chunked = found(lambda hidden, head: losses.head_loss(hidden, head, targets))
+    theirs = found(lambda hidden, head: torch.nn.functional.cross_entropy(hidden @ head.T, targets, reduction="sum"))
     torch.testing.assert_close(chunked, whole)
-    learnable = hidden.clone().requires_grad_()
-    (torch.nn.functional.cross_entropy(learnable @ head.T, targets, reduction="sum") * 0.1).backward()
-    torch.testing.assert_close(chunked[1], learnable.grad)
+    torch.testing.assert_close(chunked, theirs)
 
 
 # ---------------------------------------------------------------------- a run
@@ -258,32 +297,18 @@ def test_checkpointed_activations_change_nothing(base: Path, tmp_path: Path) -> 
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.slow
 def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_path: Path) -> None:
     """Stopped by SIGTERM in the middle of an epoch, and started again with the same command."""
-    command = [
-        sys.executable, str(ENTRYPOINTS / "train.py"), "--output", str(tmp_path / "run"), "--data", str(SAMPLE),
-        *(f"--set={name}={value}" for name, value in {
-            "model": base, "test_share": 0.1, "max_length": 512, "batch_size": 32, "learning_rate": 1e-2,
-            "log_seconds": 0, "eval_every": 0, "device": CPU, "epochs": 2,
-        }.items()),
-    ]  # fmt: skip
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 3/"):
-                process.send_signal(signal.SIGTERM)
-                break
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == REQUEUE == 75, err
-    assert "SIGTERM: saving and stopping" in err
+    settings, log = small(base, epochs=2), tmp_path / "log"
+    code, said = stop_at(3, signal.SIGTERM, log, settings, tmp_path / "run")
+    assert code == REQUEUE == 75, said
+    assert "SIGTERM: saving and stopping" in said
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
     stopped_at = max(line["step"] for line in metrics(tmp_path / "run"))
     assert 3 <= stopped_at < 12
 
-    again = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
-    assert f"step {stopped_at} of 12" in again.stdout
+    again = together.run(1, log, fit, settings, tmp_path / "run")
+    assert f"step {stopped_at} of 12" in again
     ours = [(line["step"], line["loss"]) for line in metrics(tmp_path / "run") if "loss" in line]
     theirs = [(line["step"], line["loss"]) for line in metrics(trained) if "loss" in line]
     assert ours == theirs
@@ -291,6 +316,20 @@ def test_a_run_in_two_halves_has_the_same_losses(base: Path, trained: Path, tmp_
     second = load_file(str(trained / "adapter" / "adapter_model.safetensors"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def stop_at(step: int, number: int, log: Path, *args: Any) -> tuple[int, str]:
+    """(exit code, output) of a run that gets the signal when it says that ``step`` is done."""
+    (process,) = together.start(1, log, fit, *args)
+    output = Path(f"{log}-0")
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and process.is_alive():
+        if output.is_file() and f"step {step}/" in output.read_text():
+            os.kill(process.pid, number)
+            break
+        time.sleep(0.01)
+    (code,) = together.wait([process])
+    return code, output.read_text()
 
 
 @pytest.mark.parametrize(
@@ -308,25 +347,6 @@ sys.exit(3 if stop.exit_code == world.REQUEUE else 4)
     env = {**os.environ, "PYTHONPATH": str(ENTRYPOINTS)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=60)
     assert (done.returncode, said in done.stderr) == (code, True)
-
-
-@pytest.mark.slow
-def test_two_processes_learn_what_one_does(base: Path, tmp_path: Path) -> None:
-    arguments = [
-        str(ENTRYPOINTS / "train.py"), "--output", str(tmp_path / "two"), "--data", str(SAMPLE),
-        *(f"--set={name}={value}" for name, value in {
-            "model": base, "test_share": 0.1, "max_length": 512, "learning_rate": 1e-2, "lora.dropout": 0,
-            "device": CPU,
-        }.items()),
-    ]  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "EKIBEN_CACHE": str(tmp_path)}
-    done = subprocess.run([*launcher, *arguments], capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert fit(small(base, lora=train.Lora(dropout=0.0), eval_every=500, log_seconds=5), tmp_path / "one") == 0
-    for ours, theirs in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["device"]["count"] == 2
 
 
 def test_a_checkpoint_of_another_run_is_not_continued(base: Path, trained: Path, tmp_path: Path) -> None:
@@ -580,32 +600,7 @@ def test_explain_falls_back_to_what_was_raised() -> None:
     assert "ValueError: odd" in hub.explain(ValueError("odd"), "a/b", "model")
 
 
-# ---------------------------------------------------------------------- arithmetic
-
-
-def test_flops_of_a_model_small_enough_to_count_by_hand() -> None:
-    # One row of 3 tokens, 2 learnt; body 10 weights, head 5, width 4, 2 layers.
-    found = record.training_flops(body=10, head=5, width=4, layers=2, tokens=3, learnt=2, squares=9)
-    assert found == 4 * 10 * 3 + 4 * 5 * 2 + 6 * 2 * 4 * 9
-
-
-def test_peaks_are_found_by_the_longest_name() -> None:
-    assert record.peak_flops("NVIDIA H200") == 989e12
-    assert record.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert record.peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert record.peak_flops("Tesla V100S-PCIE-32GB") == 125e12
-    assert record.peak_flops("NVIDIA L40S") == 362e12
-    assert record.peak_flops("CPU") is None
-
-
-def test_the_body_is_what_tokens_are_multiplied_by(base: Path, trained: Path) -> None:
-    """The two tables of the tiny model are 2 x vocabulary x width; all else is body."""
-    config = json.loads((base / "config.json").read_text())
-    total = json.loads((trained / "run.json").read_text())["model"]["parameters"]
-    skeleton = models.skeleton(str(base), r=4, alpha=16, dropout=0.0, target_modules=("query_key_value",), seed=0)
-    trainable = models.count_parameters(skeleton)[1]
-    assert trainable == config["num_hidden_layers"] * 4 * (config["hidden_size"] + 3 * config["hidden_size"])
-    assert models.count_parameters(skeleton)[0] - trainable == total
+# ---------------------------------------------------------------------- the proof
 
 
 def test_the_smoke_proves_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
