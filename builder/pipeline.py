@@ -128,7 +128,7 @@ def build(chain: Chain, store: Store, options: Options, progress: Progress) -> I
         refuse_drift([line for layer in stored for line in layer.notes.get("drift", ())])
     if len(stored) < len(chain.layers):
         store.open_for_writing()
-        with store.building(layer.cache_key for layer in chain.layers):
+        with store.building((layer.cache_key for layer in chain.layers), beside=True):
             return _named(chain, store, _Build(chain, store, options, progress).obtain_all())
     return _named(chain, store, stored)
 

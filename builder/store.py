@@ -273,24 +273,31 @@ class Store:
             self._beside(remove_tree, folder)
 
     @contextlib.contextmanager
-    def building(self, cache_keys: Iterable[str]) -> Iterator[None]:
+    def building(self, cache_keys: Iterable[str], *, beside: bool = False) -> Iterator[None]:
         """Until the block ends, prune() keeps these layers and all that is made meanwhile.
 
-        In the block, removing and syncing gigabytes goes on beside the next layer's work; its end waits for them.
+        ``beside``: in the block, removing and syncing gigabytes goes on beside the next layer's work; its end waits
+        for them. Not for a store with other readers, who see a blob only when it is on the disk.
         """
-        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
-
-        with self.staging() as folder:
+        with self.staging() as folder, contextlib.ExitStack() as stack:
             (folder / _NEEDED).write_text("\n".join(cache_keys))
             self.settle(folder / _NEEDED, 0o644)
-            with ThreadPoolExecutor(2, thread_name_prefix="beside") as self._pool:
-                try:
-                    yield
-                finally:
-                    waiting, self._pool = self._waiting, None
-                    self._waiting, self._written = [], set()
-            for work in waiting:
-                work.result()
+            if beside:
+                stack.enter_context(self._work_beside())
+            yield
+
+    @contextlib.contextmanager
+    def _work_beside(self) -> Iterator[None]:
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
+        with ThreadPoolExecutor(2, thread_name_prefix="beside") as self._pool:
+            try:
+                yield
+            finally:
+                waiting, self._pool = self._waiting, None
+                self._waiting, self._written = [], set()
+        for work in waiting:
+            work.result()
 
     def _beside(self, work: Callable[..., None], *arguments: Any) -> None:
         """Beside what follows in a build, at once elsewhere."""
