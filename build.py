@@ -84,6 +84,11 @@ def chain_options(command: Command) -> Command:
         metavar="NAME=VALUE",
         help="Bind an argument of the definition files; may repeat.",
     )(command)
+    command = click.option(
+        "--gpu-arch",
+        metavar="8.0,9.0|native",
+        help="Compile extensions for these GPUs only (compute capabilities), or for those of this machine.",
+    )(command)
     return click.option("--stack", help="Another stack of images/stacks/ than the recipe's own.")(command)
 
 
@@ -124,6 +129,7 @@ def image(
     no_verify: bool,
     as_json: bool,
     stack: str | None,
+    gpu_arch: str | None,
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -134,6 +140,7 @@ def image(
       build.py image lora-opencalm
       build.py image hello --format sif -o /tmp/hello.sif
       build.py image ../my-recipes/chatbot --engine apptainer
+      build.py image mine --gpu-arch 9.0
     """
     if options["engine"] != "auto":
         from builder.executors import check_name
@@ -143,7 +150,8 @@ def image(
         raise UsageError(f"-o {output}: there is no folder {output.absolute().parent}; make it first")
     if output and len(recipes) * max(1, len(set(formats) - {"docker"})) > 1:
         raise UsageError("-o names one file; build one recipe in one format, or leave -o out")
-    chains = [resolved(recipe, stack, arguments) for recipe in recipes]  # what is wrong in any is said before the first
+    # What is wrong in any is said before the first.
+    chains = [resolved(recipe, stack, arguments, gpu_arch) for recipe in recipes]
     results = [make_image(store_path, chain, formats, output, flat, not no_verify, bound(arguments).get("mirror"), **options)
                for chain in chains]  # fmt: skip
     if as_json:
@@ -255,11 +263,11 @@ def bound(arguments: tuple[str, ...]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def resolved(recipe: str, stack: str | None, arguments: tuple[str, ...]) -> Chain:
+def resolved(recipe: str, stack: str | None, arguments: tuple[str, ...], gpu_arch: str | None = None) -> Chain:
     from builder.chain import resolve
     from builder.recipe import find_recipe
 
-    return resolve(find_recipe(recipe), stack=stack, arguments=bound(arguments))
+    return resolve(find_recipe(recipe), stack=stack, arguments=bound(arguments), gpu_arch=gpu_arch)
 
 
 @main.command()
@@ -267,25 +275,51 @@ def resolved(recipe: str, stack: str | None, arguments: tuple[str, ...]) -> Chai
 @chain_options
 @json_option
 @click.pass_obj
-def plan(store_path: Path | None, /, recipe: str, stack: str | None, arguments: tuple[str, ...], as_json: bool) -> None:
+def plan(
+    store_path: Path | None,
+    /,
+    recipe: str,
+    stack: str | None,
+    gpu_arch: str | None,
+    arguments: tuple[str, ...],
+    as_json: bool,
+) -> None:
     """Say what would run and why, layer by layer. Nothing is run or written.
 
     \b
-    Example:
+    Examples:
       build.py plan lora-opencalm
+      build.py plan mine --gpu-arch 8.0,9.0
     """
     from builder.pipeline import plan as make_plan
 
-    actions = make_plan(resolved(recipe, stack, arguments), open_store(store_path))
+    chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
+    actions = make_plan(chain, store)
     if as_json:
         rows = [{"layer": a.layer.name, "kind": a.layer.kind, "cache_key": a.layer.cache_key, "stored": a.stored is not None,
-                 "reason": a.reason, "inputs": a.layer.inputs} for a in actions]  # fmt: skip
+                 "reason": a.reason, "inputs": a.layer.inputs,
+                 **({"needs": [{"step": need.step.name, "cache_key": need.step.cache_key, "stored": need.is_stored,
+                                "reason": need.reason, "inputs": need.step.inputs} for need in a.needs]} if a.needs else {})}
+                for a in actions]  # fmt: skip
         click.echo(json.dumps(rows, indent=1))
         return
-    width = max(len(action.layer.name) for action in actions)
-    for action in actions:
-        word = "keep " if action.stored else "build"
-        click.echo(f"{word}  {action.layer.name:<{width}}  {action.layer.cache_key[:12]}  {action.reason}")
+    rows_of_text = [
+        row
+        for action in actions
+        for row in (
+            *((need.is_stored, f"{need.step.name} *", need.step.cache_key, need.reason) for need in action.needs),
+            (action.stored is not None, action.layer.name, action.layer.cache_key, action.reason),
+        )
+    ]
+    width = max(len(name) for _, name, _, _ in rows_of_text)
+    for is_stored, name, key, reason in rows_of_text:
+        click.echo(f"{'keep ' if is_stored else 'build'}  {name:<{width}}  {key[:12]}  {reason}")
+    if any(action.needs for action in actions):
+        click.echo("* for a build stage: nothing of it ships but what it hands over")
+    if gpu_arch:
+        from builder.wheels import savings
+
+        click.echo(savings(chain, store))
 
 
 @main.command()
@@ -295,7 +329,9 @@ def plan(store_path: Path | None, /, recipe: str, stack: str | None, arguments: 
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="An empty folder (default: ./<recipe>-<kind>).")
 @chain_options
-def render(recipe: str, target: str, output: Path | None, stack: str | None, arguments: tuple[str, ...]) -> None:
+def render(
+    recipe: str, target: str, output: Path | None, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...]
+) -> None:
     """Write the chain as one plain Dockerfile or definition file, in a folder with the files it copies.
 
     \b
@@ -305,7 +341,9 @@ def render(recipe: str, target: str, output: Path | None, stack: str | None, arg
     """
     from builder.render import render as write
 
-    click.echo(write(resolved(recipe, stack, arguments), target, output or Path(f"{Path(recipe).name}-{target}")))
+    click.echo(
+        write(resolved(recipe, stack, arguments, gpu_arch), target, output or Path(f"{Path(recipe).name}-{target}"))
+    )
 
 
 @main.command(name="list")
@@ -369,6 +407,7 @@ def verify(
     recipe: str,
     sif: Path | None,
     stack: str | None,
+    gpu_arch: str | None,
     arguments: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -380,7 +419,7 @@ def verify(
     """
     from builder.inspect import drift_of, prove
 
-    proven, checks = prove(resolved(recipe, stack, arguments), open_store(store_path), sif)
+    proven, checks = prove(resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), sif)
     if as_json:
         said = {"image": proven.image_id, "drift": drift_of(proven.layers),
                 "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks]}  # fmt: skip
@@ -563,7 +602,8 @@ def record_machine(output: Path | None) -> None:
 @click.pass_obj
 def publish(
     store_path: Path | None, /, recipe: str, place: Path, version: str | None, tags: tuple[str, ...], pin: bool,
-    no_current: bool, no_verify: bool, engine: str, stack: str | None, arguments: tuple[str, ...], as_json: bool,
+    no_current: bool, no_verify: bool, engine: str, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...],
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Put an image and its layers where others run it and build on it; what is not built yet is built.
 
@@ -578,7 +618,7 @@ def publish(
     from builder.publish import publish as put
 
     check_name(engine)
-    chain, store, progress = resolved(recipe, stack, arguments), open_store(store_path), Progress()
+    chain, store, progress = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), Progress()
     image = build(chain, store, Options(engine=engine, mirror=bound(arguments).get("mirror")), progress)
     done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
                current=not no_current, check=not no_verify)  # fmt: skip
@@ -615,13 +655,16 @@ def publish(
     help="With --in: what goes is moved aside, and removed DAYS later: longer than the longest job.",
 )
 @click.option("--engines", is_flag=True, help="Also remove the layers that docker and buildah keep for the next build.")
+@click.option(
+    "--wheels", is_flag=True, help="Also remove compiled wheels that no image was made with (imported ones stay)."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would go, remove nothing.")
 @click.pass_obj
 def prune(
     store_path: Path | None, /, images: tuple[str, ...], place: Path | None, unused_for: float, grace: float,
-    engines: bool, dry_run: bool,
+    engines: bool, wheels: bool, dry_run: bool,
 ) -> None:  # fmt: skip
-    """Make room: forget the named images, then remove every blob no image needs.
+    """Make room: forget the named images, then remove every blob no image needs. Compiled wheels stay.
 
     With --in, in a shared folder: versions that are pinned, tagged (`current` is a tag) or were used lately stay.
 
@@ -636,7 +679,7 @@ def prune(
         return
     if engines and dry_run:
         raise UsageError("--engines removes at once; leave out --dry-run, or --engines")
-    gone = open_store(store_path).prune(forget=images, dry_run=dry_run)
+    gone = open_store(store_path).prune(forget=images, wheels=wheels, dry_run=dry_run)
     total = sum(count for _, count in gone)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(gone)} blobs, {size(total)}")
     if engines:
@@ -679,6 +722,97 @@ def lock(stack: str, check: bool, keep: bool, mirror: str | None) -> None:
 
     for line in refresh(stack, check=check, keep=keep, mirror=mirror):
         click.echo(line)
+
+
+@main.group()
+def wheels() -> None:
+    """Compiled wheels in the store: list them, take one elsewhere, bring one in.
+
+    \b
+    Examples:
+      build.py wheels list
+      build.py wheels export flash-attn -o /media/stick
+      build.py wheels import mine /media/stick/flash_attn-2.8.3-cp311-cp311-linux_x86_64.whl
+    """
+
+
+@wheels.command(name="list")
+@json_option
+@click.pass_obj
+def list_wheels(store_path: Path | None, /, as_json: bool) -> None:
+    """List the wheels: package, what they are compiled for, size, and what compiling took.
+
+    \b
+    Example:
+      build.py wheels list
+    """
+    from dataclasses import asdict
+
+    kept = [item for item in open_store(store_path).results() if item.wheel]
+    if as_json:
+        click.echo(json.dumps([asdict(item) for item in kept], indent=1))
+        return
+    for item in kept:
+        about = item.inputs
+        click.echo(f"{item.wheel:<12}  {item.key[:12]}  torch {about['torch']}  CUDA {about['cuda']}  Python {about['python']}  "
+                   f"for {' '.join(about['capabilities'])}  {size(item.size)}  {item.origin}"
+                   + (f" in {item.seconds:.0f} s" if item.seconds else ""))  # fmt: skip
+    if not kept:
+        click.echo("no compiled wheels here; `build.py image` compiles what a recipe needs", err=True)
+
+
+@wheels.command(name="export")
+@click.argument("name", metavar="PACKAGE|KEY")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path(), help="A folder (default: this one).")
+@click.pass_obj
+def export_wheel(store_path: Path | None, /, name: str, output: Path) -> None:
+    """Write a wheel and its record (<wheel>.json), for a machine that cannot compile. Keep the two together.
+
+    \b
+    Example:
+      build.py wheels export deepspeed -o /media/stick
+    """
+    from builder.wheels import export_wheel as write
+    from builder.wheels import find_wheel
+
+    store = open_store(store_path)
+    click.echo(write(store, find_wheel(store, name), output))
+
+
+@wheels.command(name="import")
+@click.argument("recipe")
+@click.argument("wheel", metavar="FILE.whl", type=click.Path(path_type=Path))
+@click.option("--sha256", metavar="HASH", help="Refuse a file with another hash.")
+@click.option("--engine", default="auto", show_default=True, metavar="auto|apptainer|buildah|docker", help="What runs the layer's %test.")  # fmt: skip
+@chain_options
+@click.pass_obj
+def import_wheel(
+    store_path: Path | None,
+    /,
+    recipe: str,
+    wheel: Path,
+    sha256: str | None,
+    engine: str,
+    stack: str | None,
+    gpu_arch: str | None,
+    arguments: tuple[str, ...],
+) -> None:
+    """Take a wheel compiled elsewhere for the layer of RECIPE that would compile it, once it is proven there.
+
+    \b
+    Examples:
+      build.py wheels import mine /media/stick/deepspeed-0.19.8-cp311-cp311-linux_x86_64.whl
+      build.py wheels import mine apex-0.1-cp311-cp311-linux_x86_64.whl --sha256 4f2a…
+    """
+    from builder.executors import check_name
+    from builder.pipeline import Options, adopt_wheel
+    from builder.progress import Progress
+
+    check_name(engine)
+    chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
+    options = Options(engine=engine, mirror=bound(arguments).get("mirror"))
+    taken = adopt_wheel(chain, store, options, Progress(), wheel, sha256)
+    click.echo(f"{taken.wheel} {taken.key[:12]}: proven and kept; the next build of {chain.recipe.name} uses it")
 
 
 if __name__ == "__main__":

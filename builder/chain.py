@@ -10,22 +10,26 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from builder.arch import check_torch, has_cxx11_abi, narrowed, served
 from builder.definition import Copy, Definition, Stage, declared_arguments, expand, read_definition
 from builder.errors import DefinitionError, nearest
 from builder.recipe import Recipe
 from builder.sif import runtime_files
 from builder.stack import Stack, find_stack
+from builder.unrelated import unrelated
 
 KEY_FORMAT = 1  # a change in what the builder itself puts into layers gets a new number
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RECIPE_HOME = "/opt/ekiben/recipe"
 TESTS = "/opt/ekiben/tests"
 BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
+WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
+LEAST_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -59,6 +63,7 @@ class Layer:
     """One step of a chain. ``kind`` says what makes it: the header's bootstrap, a %post, or files alone.
 
     ``environment`` is what the step below leaves behind and what runs with; ``inputs`` is the readable form of the key.
+    ``taken`` is what it takes from build stages.
     """
 
     name: str
@@ -69,6 +74,37 @@ class Layer:
     epoch: int
     inputs: Mapping[str, Any]
     cache_key: str
+    taken: tuple[Taken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildStage:
+    """A stage that hands files to a later one and never ships. ``name`` is <layer>.<stage>.
+
+    ``layers`` is what it stands on, bottom first; ``hands_over`` the paths later stages take. A stage with a ``wheel``
+    compiles that package: its key names what decides about compiled code, and not the layers below.
+    """
+
+    name: str
+    stage: Stage
+    layers: tuple[Layer, ...]
+    files: tuple[File, ...]
+    taken: tuple[Taken, ...]
+    environment: Mapping[str, str]
+    epoch: int
+    hands_over: tuple[str, ...]
+    wheel: str | None
+    inputs: Mapping[str, Any]
+    cache_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One line of ``%files from``: the file or folder ``source`` of a stage, as ``destination``."""
+
+    stage: BuildStage
+    source: str
+    destination: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +125,23 @@ class Chain:
         return self.layers[-1]
 
 
-def resolve(recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None) -> Chain:
-    """Errors: DefinitionError for anything wrong in the recipe, its stack or its definition files."""
+def resolve(
+    recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None
+) -> Chain:
+    """``gpu_arch``: see builder.arch. Errors: DefinitionError for anything wrong in the recipe, its stack or its
+    definition files; UsageError for a ``gpu_arch`` that is none."""
     asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
     bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by)
     bound.check_locks()
-    definitions = _definitions(recipe, bound, arguments or {})
-    layers: list[Layer] = []
-    environment: dict[str, str] = {"PATH": DEFAULT_PATH}
+    if gpu_arch:
+        bound = narrowed(bound, gpu_arch, recipe.image_folders)
+    images = _Images(recipe, bound, arguments or {})
+    definitions = images.chain_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))
+    layers, environment = images.layers_of(definitions)
+    images.check_arguments()
     labels: dict[str, str] = {}
     tests: list[tuple[str, str]] = []
     for definition in definitions:
-        layers += _layers_of(definition, layers, environment, bound)
-        environment = expand(definition.final.environment, environment)
         labels |= definition.final.labels
         if definition.final.test:
             tests.append((definition.name, definition.final.test))
@@ -122,90 +162,207 @@ def resolve(recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str,
     return _with_recipe_layer(chain)
 
 
-def _definitions(recipe: Recipe, stack: Stack, arguments: Mapping[str, str]) -> list[Definition]:
-    """The recipe's layer and all below it, bottom first."""
-    known = {path.stem: path for folder in reversed(recipe.image_folders) for path in folder.glob("*.def")}
-    given = {**stack.file.arguments, **arguments}
-    found: list[Definition] = []
-    declared: set[str] = set()
-    name, asked_by = recipe.file.layer, str(recipe.folder / "recipe.yaml")
-    while True:
-        if name not in known:
-            raise DefinitionError(f"{asked_by}: no layer '{name}'." + nearest(name, known))
-        if name in (names := [item.name for item in found]):
-            raise DefinitionError(f"{known[name]}: From: goes round in a circle: {' → '.join([*names, name])}")
-        root = known[name].parent.parent
-        place = stack.folder.relative_to(root) if stack.folder.is_relative_to(root) else stack.folder
-        definition = read_definition(known[name], root=root, arguments={**given, "stack": str(place)})
-        declared |= declared_arguments(known[name])
-        found.append(definition)
-        parent = definition.final.parent
-        if parent is None:
-            break
-        name, asked_by = parent, str(definition.path)
-    anywhere = declared.union(*(declared_arguments(path) for path in known.values()))
-    unused = [("--arg", name, declared, f"no layer of '{recipe.name}'") for name in sorted(set(arguments) - declared)]
-    unused += [(str(stack.folder / "stack.yaml"), name, anywhere, "no definition file")
-               for name in sorted(set(stack.file.arguments) - anywhere)]  # fmt: skip
-    if unused:
-        raise DefinitionError(
-            "\n".join(
-                f"{where}: argument '{name}' is bound but {who} declares it." + nearest(name, names)
-                for where, name, names, who in unused
-            )
-        )
-    return found[::-1]
+class _Images:
+    """The definition files a recipe sees, bound to its stack's arguments."""
 
+    def __init__(self, recipe: Recipe, stack: Stack, arguments: Mapping[str, str]) -> None:
+        self.recipe, self.stack, self.arguments = recipe, stack, arguments
+        self.known = {path.stem: path for folder in reversed(recipe.image_folders) for path in folder.glob("*.def")}
+        self.read: dict[str, Definition] = {}
 
-def _layers_of(
-    definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], stack: Stack
-) -> list[Layer]:
-    """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has any)."""
-    stage, made = definition.final, list[Layer]()
-    epoch = stack.file.epoch
-    packages = stack.apt_lock().of(definition.name, lowest=stage.parent is None)
-    locked = {"packages": packages} if packages else {}
-    if len(definition.stages) > 1:
-        raise DefinitionError(
-            f"{definition.path}: several stages in one file are not built yet; give each layer one stage"
-        )
-    if stage.parent is None:
-        source = {key: value for key, value in stage.header.items() if value and key not in ("mirrorurl", "stage")}
-        if stage.bootstrap == "debootstrap":
-            source["include"] = " ".join(sorted(set(source.get("include", "").replace(",", " ").split())))
-        inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": platform()}
-        made.append(_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
-                           "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
-    files = tuple(file for copy in stage.files for file in _copied(definition, copy))
-    if stage.post or files:
-        inputs = {
-            "kind": "post" if stage.post else "files",
+    def definition(self, name: str, asked_by: str) -> Definition:
+        if name not in self.known:
+            raise DefinitionError(f"{asked_by}: no layer '{name}'." + nearest(name, self.known))
+        if name not in self.read:
+            path, folder = self.known[name], self.stack.folder
+            root = path.parent.parent
+            own = {"stack": str(folder.relative_to(root) if folder.is_relative_to(root) else folder),
+                   "capabilities": " ".join(self.stack.file.compute_capabilities)}  # fmt: skip
+            given = {**self.stack.file.arguments, **self.arguments, **own}
+            self.read[name] = read_definition(path, root=root, arguments=given)
+        return self.read[name]
+
+    def chain_of(self, name: str, asked_by: str) -> list[Definition]:
+        """A layer's definition and all below it, bottom first."""
+        found: list[Definition] = []
+        parent: str | None = name
+        while parent is not None:
+            if parent in (names := [item.name for item in found]):
+                raise DefinitionError(
+                    f"{self.known[parent]}: From: goes round in a circle: {' → '.join([*names, parent])}"
+                )
+            found.append(definition := self.definition(parent, asked_by))
+            parent, asked_by = definition.final.parent, str(definition.path)
+        return found[::-1]
+
+    def layers_of(
+        self, definitions: Sequence[Definition], circle: Sequence[str] = ()
+    ) -> tuple[list[Layer], dict[str, str]]:
+        """The layers of a chain of definitions, bottom first, and the environment they leave."""
+        layers: list[Layer] = []
+        environment: dict[str, str] = {"PATH": DEFAULT_PATH}
+        for definition in definitions:
+            if definition.name in circle:
+                raise DefinitionError(
+                    f"{definition.path}: a stage of it stands on itself: {' → '.join([*circle, definition.name])}"
+                )
+            layers += self._own_layers(definition, layers, environment, [*circle, definition.name])
+            environment = expand(definition.final.environment, environment)
+        return layers, environment
+
+    def _own_layers(
+        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
+    ) -> list[Layer]:
+        """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has any)."""
+        stage, epoch, made = definition.final, self.stack.file.epoch, list[Layer]()
+        packages = self.stack.apt_lock().of(definition.name, lowest=stage.parent is None)
+        locked = {"packages": packages} if packages else {}
+        if stage.parent is None:
+            source = {key: value for key, value in stage.header.items() if value and key not in ("mirrorurl", "stage")}
+            if stage.bootstrap == "debootstrap":
+                source["include"] = " ".join(sorted(set(source.get("include", "").replace(",", " ").split())))
+            inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": platform()}
+            made.append(_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
+                               "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
+        taken = self._stages(definition, [*below, *made], environment, circle)
+        files = tuple(file for copy in stage.files if copy.stage is None for file in _copied(definition, copy))
+        if stage.post or files or taken:
+            kind: Literal["post", "files"] = "post" if stage.post else "files"
+            inputs = {
+                "kind": kind,
+                "post": stage.post,
+                "files": [[file.destination, file.mode, file.sha256()] for file in files],
+                **_from(taken),
+                **locked,
+                "environment": dict(environment),
+                "epoch": epoch,
+                "platform": platform(),
+            }
+            made.append(_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *made], taken))
+        return made
+
+    def _stages(
+        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
+    ) -> tuple[Taken, ...]:
+        """What the last stage takes of those before it, each resolved with all it stands on."""
+        if len(definition.stages) > 1:
+            check_torch(self.stack)
+        made: dict[str, BuildStage] = {}
+        for stage in definition.stages[:-1]:
+            if stage.parent is None or stage.name is None:
+                said = "needs a name (Stage: build)" if stage.parent else "stands on a layer (Bootstrap: localimage)"
+                raise DefinitionError(f"{definition.path}: a build stage {said}")
+            hands_over = tuple(dict.fromkeys(copy.source for later in definition.stages for copy in later.files
+                                             if copy.stage == stage.name))  # fmt: skip
+            if not hands_over:
+                raise DefinitionError(f"{definition.path}: no later stage takes anything of '{stage.name}'; "
+                                      f"write '%files from {stage.name}', or remove the stage")  # fmt: skip
+            layers, own = self.layers_of(self.chain_of(stage.parent, str(definition.path)), circle)
+            made[stage.name] = self._stage(definition, stage, layers, own, hands_over, made, below, environment)
+        return _taken(definition.final, made)
+
+    def _stage(
+        self, definition: Definition, stage: Stage, layers: Sequence[Layer], environment: Mapping[str, str],
+        hands_over: tuple[str, ...], earlier: Mapping[str, BuildStage], runtime: Sequence[Layer],
+        runtime_environment: Mapping[str, str],
+    ) -> BuildStage:  # fmt: skip
+        about, wheel, taken = self.stack.file, stage.labels.get(WHEEL_LABEL), _taken(stage, earlier)
+        files = tuple(file for copy in stage.files if copy.stage is None for file in _copied(definition, copy))
+        inputs: dict[str, Any] = {
+            "format": KEY_FORMAT,
+            "kind": "wheel" if wheel else "stage",
             "post": stage.post,
             "files": [[file.destination, file.mode, file.sha256()] for file in files],
-            **locked,
-            "environment": dict(environment),
-            "epoch": epoch,
+            **_from(taken),
+            "hands over": sorted(hands_over),
+            "epoch": about.epoch,
             "platform": platform(),
         }
-        kind: Literal["post", "files"] = "post" if stage.post else "files"
-        made.append(_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *made]))
-    return made
+        if wheel:
+            # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
+            # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.
+            shipped = {layer.cache_key for layer in runtime}
+            inputs |= {
+                "wheel": wheel,
+                "tools": [[layer.name, _hash({key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")})]
+                          for layer in layers if layer.cache_key not in shipped],
+                "environment": {key: value for key, value in environment.items() if runtime_environment.get(key) != value},
+                "suite": about.suite, "python": about.python, "torch": about.torch, "cuda": about.cuda,
+                "cxx11_abi": has_cxx11_abi(about.torch, about.cuda),
+                "capabilities": served(about.compute_capabilities, stage.labels.get(LEAST_LABEL), definition.path),
+            }  # fmt: skip
+        else:
+            inputs |= {"parent": layers[-1].cache_key, "environment": dict(environment)}
+        return BuildStage(
+            name=f"{definition.name}.{stage.name}", stage=stage, layers=tuple(layers), files=files, taken=taken,
+            environment=dict(environment), epoch=about.epoch, hands_over=hands_over, wheel=wheel, inputs=inputs,
+            cache_key=_hash(inputs),
+        )  # fmt: skip
+
+    def check_arguments(self) -> None:
+        """Errors: DefinitionError for what is bound and declared nowhere."""
+        declared = set[str]().union(*(declared_arguments(item.path) for item in self.read.values()))
+        anywhere = declared.union(*(declared_arguments(path) for path in self.known.values()))
+        unused = [
+            ("--arg", name, declared, f"no layer of '{self.recipe.name}'")
+            for name in sorted(set(self.arguments) - declared)
+        ]
+        unused += [(str(self.stack.folder / "stack.yaml"), name, anywhere, "no definition file")
+                   for name in sorted(set(self.stack.file.arguments) - anywhere)]  # fmt: skip
+        if unused:
+            raise DefinitionError(
+                "\n".join(
+                    f"{where}: argument '{name}' is bound but {who} declares it." + nearest(name, names)
+                    for where, name, names, who in unused
+                )
+            )
+
+
+def stages_of(taken: Iterable[Taken]) -> list[BuildStage]:
+    """Each stage once."""
+    return list({item.stage.cache_key: item.stage for item in taken}.values())
+
+
+def _taken(stage: Stage, made: Mapping[str, BuildStage]) -> tuple[Taken, ...]:
+    return tuple(Taken(made[copy.stage], copy.source, copy.destination) for copy in stage.files if copy.stage)
+
+
+def _from(taken: Sequence[Taken]) -> dict[str, Any]:
+    """What a key says of build stages; nothing where there are none."""
+    return {"from": [[item.stage.cache_key, item.source, item.destination] for item in taken]} if taken else {}
+
+
+def _hash(inputs: Mapping[str, Any]) -> str:
+    canonical = json.dumps(inputs, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _layer(
     name: str, kind: Literal["bootstrap", "post", "files"], stage: Stage | None, files: tuple[File, ...],
     environment: Mapping[str, str], epoch: int, inputs: dict[str, Any], below: Sequence[Layer],
+    taken: tuple[Taken, ...] = (),
 ) -> Layer:  # fmt: skip
     inputs = {"format": KEY_FORMAT, "parent": below[-1].cache_key if below else None, **inputs}
-    canonical = json.dumps(inputs, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return Layer(
         name=name, kind=kind, stage=stage, files=files, environment=dict(environment), epoch=epoch, inputs=inputs,
-        cache_key=hashlib.sha256(canonical.encode()).hexdigest(),
+        cache_key=_hash(inputs), taken=taken,
     )  # fmt: skip
 
 
 def _copied(definition: Definition, copy: Copy) -> list[File]:
     """The files one %files line stands for. A folder is copied as the destination; links are followed."""
+    files = _found(definition, copy)
+    for file in files:
+        if (
+            file.source
+            and file.source.suffix in (".lock", ".in")
+            and (why := unrelated(file.source.read_text(errors="replace")))
+        ):
+            raise DefinitionError(f"{file.source}: {why}")
+    return files
+
+
+def _found(definition: Definition, copy: Copy) -> list[File]:
     source = definition.root / copy.source
     where = f"{definition.path}:{copy.line}: %files {copy.source}"
     if not source.exists():

@@ -1,6 +1,7 @@
 """Writes a stack's lock files: what each layer asks for, resolved on top of the layers below.
 
 Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer: DATE`` in an .in file resolves as of then.
+Sources           NAME-source.in → NAME-source.lock: what a build stage compiles, one source distribution with its hash.
 Debian packages   a definition's Include: and its `apt-get install` lines → apt.lock, with versions, by apt; and the moment,
                   for the snapshot archive.
 SHA256SUMS        of all of them: a lock that was edited by hand is noticed.
@@ -29,6 +30,9 @@ from builder.stack import SUMS, UNLOCKED, AptLock, Stack, StackFile, find_stack
 
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
 _LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==2.2.0+cu118: of an index of its own
+_SOURCE = (
+    "-source"  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
+)
 _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _INSTALL = re.compile(r"\bapt-get\b[^;&|\n]*?\binstall\b([^;&|<>\n]*)")
 _CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
@@ -48,12 +52,13 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
     )
     definitions = _definitions(stack)
     locked: dict[Path, str] = {}
-    below, changes = "", 0
+    changes = 0
     for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
         target = source.with_suffix(".lock")
         old = target.read_text() if target.exists() else ""
+        under = [stack.folder / f"{layer}.lock" for layer in reversed(_below(definitions, source.stem))]
+        below = "".join(locked[lock] for lock in under if lock in locked)
         locked[target] = _resolve(source, below, old if check or keep else "", stack)
-        below += locked[target]
         for line in _differences(old, locked[target]):
             changes += 1
             yield f"{_shown(target)}: {line}"
@@ -136,7 +141,8 @@ def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[
         date = _DATE.search(source.read_text())
         try:
             run([uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
-                 "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28", "--only-binary", ":all:",
+                 "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28",
+                 *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
                  *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
                  "--constraints", constraints, source, "--output-file", out],
                 env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip

@@ -3,6 +3,8 @@
 resolve   recipe → chain of layers with cache keys          (builder.chain)
 plan      which of them the store has, and why not           pure, printable
 build     obtain each layer, bottom first; name the image
+          (for one with build stages: what they hand over,
+          compiled first, kept when the layer passes its test) (builder.stages)
 assemble  SIF and Docker image out of the store              (builder.assemble)
 verify    every %test in the finished image                  (builder.verify)
 
@@ -22,23 +24,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from builder import oci
-from builder.chain import Chain, File, Layer, platform
-from builder.errors import DefinitionError, DriftError, LayerError
+from builder.chain import BuildStage, Chain, File, Layer, Taken, platform, stages_of
+from builder.definition import expand
+from builder.errors import DefinitionError, DriftError, LayerError, VerifyError
 from builder.progress import Progress
-from builder.store import Store, StoredLayer
+from builder.store import Store, StoredLayer, StoredResult
 
 if TYPE_CHECKING:
+    from builder.capture import Lower
     from builder.executors import Executor, Job
     from builder.hostenv import Supply
     from builder.layer import Member
+    from builder.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What is to be done for one layer, and why. ``stored`` is the layer when there is nothing to do."""
+    """What is to be done for one layer, and why. ``stored`` is the layer when there is nothing to do; ``needs`` is what
+    the build stages it takes from come to, in order."""
 
     layer: Layer
     stored: StoredLayer | None
+    reason: str
+    needs: tuple[Need, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A build stage, or a layer that only build stages stand on."""
+
+    step: Layer | BuildStage
+    is_stored: bool
     reason: str
 
 
@@ -75,16 +91,34 @@ def image_name(chain: Chain) -> str:
 
 
 def plan(chain: Chain, store: Store) -> list[Action]:
-    """Nothing is written and nothing is run. Every skip and every run carries its reason."""
+    """An action for each layer, bottom first. Nothing is written and nothing is run. Every skip and every run carries its
+    reason."""
+    return _plan_layers(chain.layers, store)
+
+
+def _plan_layers(layers: Sequence[Layer], store: Store) -> list[Action]:
     actions: list[Action] = []
-    for layer in chain.layers:
+    for layer in layers:
         stored = store.layer(layer.cache_key)
         rebuilt = any(action.stored is None for action in actions)
-        actions.append(Action(layer, stored, "stored" if stored else _why(layer, store, parent_is_rebuilt=rebuilt)))
+        reason = "stored" if stored else _why(layer, store, parent_is_rebuilt=rebuilt)
+        actions.append(Action(layer, stored, reason, () if stored else tuple(_plan_stages(layer.taken, layers, store))))
     return actions
 
 
-def _why(layer: Layer, store: Store, *, parent_is_rebuilt: bool) -> str:
+def _plan_stages(taken: Sequence[Taken], shipped: Sequence[Layer], store: Store) -> Iterator[Need]:
+    own = {layer.cache_key for layer in shipped}
+    for stage in stages_of(taken):
+        if stored := store.result(stage.cache_key):
+            yield Need(stage, True, f"stored, {stored.origin}")
+            continue
+        yield from _plan_stages(stage.taken, shipped, store)
+        yield from (Need(action.layer, False, action.reason) for action in _plan_layers(stage.layers, store)
+                    if not action.stored and action.layer.cache_key not in own)  # fmt: skip
+        yield Need(stage, False, _why(stage, store, parent_is_rebuilt=False))
+
+
+def _why(layer: Layer | BuildStage, store: Store, *, parent_is_rebuilt: bool) -> str:
     last = store.last_inputs(layer.name)
     if last is None:
         return "parent is rebuilt" if parent_is_rebuilt else "never built in this store"
@@ -101,6 +135,10 @@ def _changed(field: str, before: Any, now: Any) -> str:
         return "parent changed"
     if field == "post":
         return "%post changed"
+    if field == "from":
+        return "what a build stage hands over changed"
+    if field == "capabilities":
+        return f"compute capabilities changed: {' '.join(before or ())} → {' '.join(now)}"
     if field == "files":
         old, new = ({item[0]: item[1:] for item in files or []} for files in (before, now))
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
@@ -128,9 +166,17 @@ def build(chain: Chain, store: Store, options: Options, progress: Progress) -> I
         refuse_drift([line for layer in stored for line in layer.notes.get("drift", ())])
     if len(stored) < len(chain.layers):
         store.open_for_writing()
-        with store.building((layer.cache_key for layer in chain.layers), beside=True):
+        with store.building((layer.cache_key for layer in _all_layers(chain.layers)), beside=True):
             return _named(chain, store, _Build(chain, store, options, progress).obtain_all())
     return _named(chain, store, stored)
+
+
+def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
+    """With those that build stages stand on."""
+    for layer in layers:
+        yield layer
+        for item in layer.taken:
+            yield from _all_layers(item.stage.layers)
 
 
 def _named(chain: Chain, store: Store, layers: Sequence[StoredLayer]) -> Image:
@@ -151,6 +197,34 @@ def _named(chain: Chain, store: Store, layers: Sequence[StoredLayer]) -> Image:
     return Image(name=name, image_id=image_id, config=config, chain=chain, layers=tuple(layers))
 
 
+def adopt_wheel(
+    chain: Chain, store: Store, options: Options, progress: Progress, wheel: Path, sha256: str | None = None
+) -> StoredResult:
+    """Take a wheel compiled elsewhere: prove it, make the layer it is for, run that layer's %test, keep both.
+
+    Errors: UsageError when the chain compiles no such package; VerifyError when the wheel is not for it.
+    """
+    from builder import wheels
+
+    digest = wheels.digest_of(wheel)
+    if sha256 and digest != f"sha256:{sha256.lower().removeprefix('sha256:')}":
+        raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one asked for; it is not taken")
+    stage = wheels.stage_for(chain, wheel)
+    record = wheels.read_record(wheel, stage)
+    if (there := store.result(stage.cache_key)) is not None:
+        if digest in [file.digest for file in there.files]:
+            return there
+        raise VerifyError(f"there is a wheel for {stage.name} already ({there.origin}), with other bytes; two of one key "
+                          "would make two images of one key", hint="build.py prune --wheels removes one that no image needs")  # fmt: skip
+    store.open_for_writing()
+    with store.building(layer.cache_key for layer in _all_layers(chain.layers)):
+        build = _Build(chain, store, options, progress)
+        taken = build.stages.adopt(stage, wheel, record)
+        at = next(number for number, layer in enumerate(chain.layers, 1) if stage in stages_of(layer.taken))
+        build.obtain_layers(chain.layers[:at])
+    return taken
+
+
 class _Build:
     """One run of build(): the executor is chosen when the first %post needs it, and then kept."""
 
@@ -158,6 +232,15 @@ class _Build:
         self.chain, self.store, self.options, self.progress = chain, store, options, progress
         self._executor: tuple[str, Executor] | None = None
         self._supply: Supply | None = None
+        self._stages: Stages | None = None
+
+    @property
+    def stages(self) -> Stages:
+        if self._stages is None:
+            from builder.stages import Stages
+
+            self._stages = Stages(self)
+        return self._stages
 
     @property
     def supply(self) -> Supply:
@@ -179,8 +262,11 @@ class _Build:
 
     def obtain_all(self) -> list[StoredLayer]:
         self.refuse_unlocked()
+        return self.obtain_layers(self.chain.layers)
+
+    def obtain_layers(self, layers: Sequence[Layer]) -> list[StoredLayer]:
         done: list[StoredLayer] = []
-        for layer, action in zip(self.chain.layers, plan(self.chain, self.store), strict=True):
+        for layer, action in zip(layers, _plan_layers(layers, self.store), strict=True):
             done.append(self.obtain(layer, done, action.reason))
         return done
 
@@ -202,10 +288,26 @@ class _Build:
         with self.store.lock(layer.cache_key, say_waiting):
             if stored := self.store.layer(layer.cache_key):  # that other process did it
                 return stored
-            with self.progress.step(f"layer {layer.name} ({reason})"):
-                return self.make(layer, lower)
+            if not layer.taken:
+                with self.progress.step(f"layer {layer.name} ({reason})"):
+                    made = self.make(layer, lower)
+            else:
+                made = self.make_with_stages(layer, lower, reason)
+            self.store.put_layer(made)
+            return made
 
-    def make(self, layer: Layer, lower: Sequence[StoredLayer]) -> StoredLayer:
+    def make_with_stages(self, layer: Layer, lower: Sequence[StoredLayer], reason: str) -> StoredLayer:
+        """What is compiled for the layer is kept when the layer that holds it has passed its %test."""
+        with self.stages.results(layer.taken) as results:
+            with self.progress.step(f"layer {layer.name} ({reason})"):
+                made = self.make(layer, lower, self.stages.handed_files(layer.taken, results))
+                if self.stages.are_new(results):
+                    self.run_test(layer, [*lower, made])
+            self.stages.keep(results)
+        return made
+
+    def make(self, layer: Layer, lower: Sequence[StoredLayer], handed: Sequence[File] = ()) -> StoredLayer:
+        """The layer, its blob in the store and its record not yet."""
         from builder.layer import DigestSink, pour
         from builder.squashfs import SquashfsWriter
 
@@ -213,32 +315,33 @@ class _Build:
         with self.store.staging() as staging:
             blob, digest = staging / "layer.squashfs", DigestSink()
             notes: dict[str, Any] = {}
-            with self.members(layer, lower, staging, notes) as members, blob.open("w+b") as out:
+            with (
+                self.members(layer, lower, staging, notes, handed) as members,
+                blob.open("w+b") as out,
+            ):
                 pour(members, digest, SquashfsWriter(out, epoch=layer.epoch))
             known = {line for item in lower for line in item.notes.get("drift", ())}
             if drift := [line for line in self.drift(blob) if line not in known]:
                 notes["drift"] = drift
+            if handed:
+                notes["handed over"] = {file.destination: file.sha256() for file in handed}
             with blob.open("rb") as stream:
                 blob_digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
             size = blob.stat().st_size
             self.store.put_file(blob, blob_digest)
-        made = StoredLayer(
+        return StoredLayer(
             name=layer.name, cache_key=layer.cache_key, diff_id=digest.diff_id, tar_size=digest.size,
             digest=blob_digest, size=size, executor=notes.pop("executor", "none"),
             seconds=round(time.monotonic() - began, 2), inputs=layer.inputs, notes=notes,
         )  # fmt: skip
-        self.store.put_layer(made)
-        return made
 
     @contextlib.contextmanager
     def members(
-        self, layer: Layer, lower: Sequence[StoredLayer], staging: Path, notes: dict[str, Any]
+        self, layer: Layer, lower: Sequence[StoredLayer], staging: Path, notes: dict[str, Any], handed: Sequence[File]
     ) -> Iterator[Iterator[Member]]:
         """What the layer holds, by its kind."""
-        from builder.capture import Lower, canonical, file_members
+        from builder.capture import file_members
         from builder.executors import JobFailed
-        from builder.hostenv import build_environment, write_host_files
-        from builder.squashfs import SquashfsReader
 
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
@@ -247,35 +350,75 @@ class _Build:
                 log = stack.enter_context(self.log(layer))
                 yield base_members(layer, staging, notes, supply=self.supply, log=log.line)
                 return
-            below = Lower([SquashfsReader(stack.enter_context(self.store.blob_path(item.digest).open("rb")))
-                           for item in reversed(lower)])  # fmt: skip
+            files = (*layer.files, *handed)
             if layer.kind == "files":
-                yield file_members(layer.files, below, epoch=layer.epoch)
+                yield file_members(files, stack.enter_context(self.below(lower)), epoch=layer.epoch)
                 return
             log = stack.enter_context(self.log(layer))
-            notes["executor"], executor = self.executor
-            for item in lower:
-                self.store.check_blob(item.digest)
-            assert layer.stage is not None
-            (staging / "mount").mkdir()
-            lent = write_host_files(staging / "mount", self.supply)
-            job = prepare_job(
-                layer.name, layer.stage.post, {**layer.environment, **build_environment(layer.epoch), **lent},
-                lower, self.store, staging, files=layer.files, log=log.line,
-            )  # fmt: skip
             try:
-                changes = stack.enter_context(executor.execute(job))
+                yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line, notes))
             except JobFailed as error:
                 raise LayerError(log.failure(layer, error.returncode)) from error
-            yield canonical(changes.archive, below, epoch=layer.epoch, deleted=changes.deleted, opaque=changes.opaque)
 
     @contextlib.contextmanager
-    def log(self, layer: Layer) -> Iterator[_Log]:
-        path = (
-            self.store.root / "logs" / f"{self.chain.recipe.name}-{layer.name}-{layer.cache_key[:8]}-{os.getpid()}.log"
-        )
+    def run_post(
+        self, step: Layer | BuildStage, lower: Sequence[StoredLayer], staging: Path, files: Sequence[File],
+        log: Callable[[str], None], notes: dict[str, Any], settings: Mapping[str, str] | None = None,
+    ) -> Iterator[Iterator[Member]]:  # fmt: skip
+        """Run a step's %post on the layers below; inside the context what it changed can be read, once. ``settings`` are
+        variables that are no input. Errors: JobFailed."""
+        from builder.capture import canonical
+        from builder.hostenv import build_environment, write_host_files
+        from builder.sources import lend_repositories
+
+        notes["executor"], executor = self.executor
+        for item in lower:
+            self.store.check_blob(item.digest)
+        assert step.stage is not None
+        (staging / "mount").mkdir()
+        lent = write_host_files(staging / "mount", self.supply)
+        lent = {**lent, **lend_repositories(step.stage.arguments, staging / "mount")}
+        job = prepare_job(
+            step.name, step.stage.post, {**step.environment, **build_environment(step.epoch), **lent, **(settings or {})},
+            lower, self.store, staging, files=files, log=log,
+        )  # fmt: skip
+        with self.below(lower) as below, executor.execute(job) as changes:
+            yield canonical(changes.archive, below, epoch=step.epoch, deleted=changes.deleted, opaque=changes.opaque)
+
+    @contextlib.contextmanager
+    def below(self, lower: Sequence[StoredLayer]) -> Iterator[Lower]:
+        from builder.capture import Lower
+        from builder.squashfs import SquashfsReader
+
+        with contextlib.ExitStack() as stack:
+            yield Lower([SquashfsReader(stack.enter_context(self.store.blob_path(item.digest).open("rb")))
+                         for item in reversed(lower)])  # fmt: skip
+
+    def run_test(self, layer: Layer, layers: Sequence[StoredLayer]) -> None:
+        """A layer's own %test on ``layers``, of which it is the last. Errors: VerifyError."""
+        from builder.executors import JobFailed
+        from builder.hostenv import build_environment
+
+        assert layer.stage is not None
+        lines: list[str] = []
+        with self.store.staging() as staging:
+            settings = {**expand(layer.stage.environment, layer.environment), **build_environment(layer.epoch)}
+            job = prepare_job(
+                f"{layer.name}-test", layer.stage.test, settings, layers, self.store, staging, log=lines.append
+            )
+            try:
+                self.executor[1].try_run(job)
+            except JobFailed as error:
+                tail = "\n".join(f"  {line}" for line in lines[-20:])
+                raise VerifyError(
+                    f"%test of {layer.name} failed with exit code {error.returncode}. Its last lines:\n{tail}"
+                ) from error
+
+    @contextlib.contextmanager
+    def log(self, step: Layer | BuildStage) -> Iterator[Log]:
+        path = self.store.root / "logs" / f"{self.chain.recipe.name}-{step.name}-{step.cache_key[:8]}-{os.getpid()}.log"
         with path.open("w", encoding="utf-8", errors="replace") as stream:
-            yield _Log(path, stream, self.progress)
+            yield Log(path, stream, self.progress)
 
     def drift(self, blob: Path) -> list[str]:
         """Debian packages whose version is not the locked one. Errors: DriftError under --locked."""
@@ -322,7 +465,7 @@ def prepare_job(
     mount, scratch = staging / "mount", staging / "scratch"
     mount.mkdir(exist_ok=True)
     scratch.mkdir()
-    cache = store.root.parent / ("cache" if os.geteuid() else "cache-root")  # a daemon's root and a user don't mix
+    cache = store.cache
     for folder in ("uv", "apt/partial"):
         (cache / folder).mkdir(parents=True, exist_ok=True)
     if files:
@@ -345,23 +488,26 @@ def _files_tar(files: Sequence[File]) -> bytes:
     return buffer.getvalue()
 
 
-class _Log:
-    """A layer's log: every line is kept in a file, the last ones in memory for the error message."""
+class Log:
+    """A step's log: every line is kept in a file, the last ones in memory for the error message. ``read_state`` may make
+    something better to show of a line than the line."""
 
     def __init__(self, path: Path, stream: io.TextIOWrapper, progress: Progress) -> None:
         self.path, self._stream, self._progress = path, stream, progress
         self._last: list[str] = []
+        self.read_state: Callable[[str], str | None] = lambda line: line
 
     def line(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
         self._last = [*self._last[-19:], line]
-        self._progress.note(line)
+        if (state := self.read_state(line)) is not None:
+            self._progress.note(state)
 
-    def failure(self, layer: Layer, returncode: int) -> str:
-        where = f"%post of {layer.name}" + (f" ({layer.stage and layer.name}.def)" if layer.stage else "")
+    def tail(self) -> str:
+        return "\n".join(f"  {line}" for line in self._last) + f"\nthe whole log: {self.path}"
+
+    def failure(self, step: Layer | BuildStage, returncode: int) -> str:
+        where = f"%post of {step.name}" + (f" ({step.stage and step.name.split('.')[0]}.def)" if step.stage else "")
         killed = " (killed: out of memory?)" if returncode in (137, -9) else ""
-        tail = "\n".join(f"  {line}" for line in self._last)
-        return (
-            f"{where} failed with exit code {returncode}{killed}. Its last lines:\n{tail}\nthe whole log: {self.path}"
-        )
+        return f"{where} failed with exit code {returncode}{killed}. Its last lines:\n{self.tail()}"

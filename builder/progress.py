@@ -26,6 +26,11 @@ class Progress:
         if not self._quiet:
             print(line, file=self._stream, flush=True)
 
+    def mark(self, line: str) -> None:
+        """Where nothing is live, a line about the step that takes long."""
+        if not self._live:
+            self.tell(f"{self._title}: {line}")
+
     def note(self, detail: str) -> None:
         now = time.monotonic()
         if self._status is not None and now - self._noted > 0.1:

@@ -100,6 +100,12 @@ class Stack:
         return [line.removeprefix(UNLOCKED) for line in lock.read_text().splitlines() if line.startswith(UNLOCKED)]
 
 
+def stacks(folders: Sequence[Path]) -> list[Stack]:
+    """Every stack of ``folders``, by name."""
+    known = {path.parent.name: path for folder in reversed(folders) for path in folder.glob("stacks/*/stack.yaml")}
+    return [Stack(path.parent, read_yaml(path, StackFile)) for _, path in sorted(known.items())]
+
+
 def find_stack(name: str, folders: Sequence[Path], *, asked_by: str = "") -> Stack:
     """``name`` in the first of ``folders`` (each an images/ folder) that has it. Errors: DefinitionError."""
     known = {path.parent.name: path for folder in reversed(folders) for path in folder.glob("stacks/*/stack.yaml")}

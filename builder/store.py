@@ -5,6 +5,8 @@
     refs/<name>.json     name → manifest
     keys/<key>.json      cache key → layer: diff_id, blob, and the readable inputs of the key
     last/<name>.json     layer name → the key it had last, for saying why a layer is rebuilt
+    results/<key>.json   what a build stage handed over: files, each a blob (compiled wheels above all)
+    learnt/<name>.json   what compiling a package takes: memory, files, time
     checks/              what was verified, by image and runtime
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
@@ -70,6 +72,36 @@ class StoredLayer:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """One file of a build stage; ``path`` is where it stands there, ``digest`` the blob."""
+
+    path: str
+    mode: int
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResult:
+    """What a build stage handed over. ``wheel``: the package it compiled, if that is what it does; ``origin`` says
+    whether it was compiled here or imported; ``notes``: what was proven of it."""
+
+    name: str
+    key: str
+    wheel: str | None
+    files: tuple[Handed, ...]
+    inputs: Mapping[str, Any]
+    origin: str
+    executor: str
+    seconds: float
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+
 def remove_tree(folder: Path) -> None:
     """Remove what can be removed; a folder in which something is mounted is left alone, for what is there is not ours."""
     with contextlib.suppress(OSError):
@@ -115,6 +147,11 @@ class Store:
         if found != VERSION:
             raise StoreError(f"{root} is a store of version {found}; this Ekiben reads version {VERSION}",
                              hint="give another folder with --store")  # fmt: skip
+
+    @property
+    def cache(self) -> Path:
+        """Downloads, and what compilers left unfinished, beside the store. A daemon's root and a user don't mix."""
+        return self.root.parent / ("cache" if os.geteuid() else "cache-root")
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -178,8 +215,24 @@ class Store:
     def last_inputs(self, name: str) -> Mapping[str, Any] | None:
         """The inputs this layer had when it was last built, if it ever was."""
         last = self._read(f"last/{name}.json")
-        record = self._read(f"keys/{last['cache_key']}.json") if last else None
-        return record["inputs"] if record else None
+        records = (self._read(f"{folder}/{last['cache_key']}.json") for folder in ("keys", "results")) if last else ()
+        return next((record["inputs"] for record in records if record), None)
+
+    def result(self, key: str) -> StoredResult | None:
+        record = self._read(f"results/{key}.json")
+        if record is None:
+            found = self.behind.result(key) if self.behind else None
+        else:
+            found = StoredResult(**{**record, "files": tuple(Handed(**item) for item in record["files"])})
+        return found if found and all(self.has_blob(file.digest, file.size) for file in found.files) else None
+
+    def results(self) -> list[StoredResult]:
+        found = (self.result(path.name.removesuffix(".json")) for path in self._list("results"))
+        return sorted((item for item in found if item), key=lambda item: (item.name, item.key))
+
+    def learnt(self, name: str) -> dict[str, Any]:
+        """What was seen of a package's compiling before; empty when nothing was."""
+        return self._read(f"learnt/{name}.json") or {}
 
     def image(self, name: str) -> dict[str, Any] | None:
         return self._read(f"refs/{name}.json")
@@ -208,7 +261,18 @@ class Store:
     def open_for_writing(self) -> None:
         """Make the folders, and remove what dead processes left in staging/."""
         with self.translated_errors():
-            for folder in ("blobs/sha256", "refs", "keys", "last", "checks", "logs", "staging", "locks"):
+            for folder in (
+                "blobs/sha256",
+                "refs",
+                "keys",
+                "last",
+                "results",
+                "learnt",
+                "checks",
+                "logs",
+                "staging",
+                "locks",
+            ):
                 self._make_folder(self.root / folder)
             for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", VERSION + "\n"),
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
@@ -334,6 +398,13 @@ class Store:
         self._write(f"keys/{layer.cache_key}.json", _dump(asdict(layer)))
         self.note_last(layer.name, layer.cache_key)
 
+    def put_result(self, result: StoredResult) -> None:
+        self._write(f"results/{result.key}.json", _dump(asdict(result)))
+        self.note_last(result.name, result.key)
+
+    def put_learnt(self, name: str, seen: Mapping[str, Any]) -> None:
+        self._write(f"learnt/{name}.json", _dump(dict(seen)))
+
     def note_last(self, name: str, cache_key: str) -> None:
         if (self._read(f"last/{name}.json") or {}).get("cache_key") != cache_key:
             self._write(f"last/{name}.json", _dump({"cache_key": cache_key}))
@@ -421,8 +492,19 @@ class Store:
                 keep |= {manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])}
         return keep
 
-    def prune(self, *, forget: Iterable[str] = (), dry_run: bool = False) -> list[tuple[str, int]]:
-        """Remove every blob no image reaches, after forgetting the named images. Returns (digest, bytes) removed.
+    def _handed_over(self, *, all: bool) -> set[str]:
+        """Blobs of build stages: what took an hour to compile stays until it is asked for (not ``all``). Then stays what
+        an image here was made with, and what was imported, for that may not be had again here."""
+        layers = [layer for image in self.images().values() for key in image["keys"] if (layer := self.layer(key))]
+        used = {key for layer in layers for key, *_ in layer.inputs.get("from", ())}
+        kept = [result for result in self.results() if all or result.key in used or result.origin == "imported"]
+        return {file.digest for result in kept for file in result.files}
+
+    def prune(
+        self, *, forget: Iterable[str] = (), wheels: bool = False, dry_run: bool = False
+    ) -> list[tuple[str, int]]:
+        """Remove every blob no image reaches, after forgetting the named images; compiled wheels only with ``wheels``.
+        Returns (digest, bytes) removed.
 
         Errors: StoreError when the folder is not a store: nothing is ever removed from a folder without our tag;
         UsageError for a name no image has.
@@ -442,8 +524,8 @@ class Store:
                 self._sweep()
             for name in forget if not dry_run else ():
                 (self.root / "refs" / f"{name}.json").unlink(missing_ok=True)
-            keep = self.reachable() if not dry_run else self._reachable_without(set(forget))
-            keep |= self._being_built()
+            view = self if not dry_run else _Without(self, set(forget))
+            keep = view.reachable() | view._handed_over(all=not wheels) | self._being_built()
             since = self._oldest_live_staging()
             blobs = [(path, _stat(path)) for path in sorted((self.root / "blobs/sha256").iterdir())]
             gone = [("sha256:" + path.name, stat.st_size) for path, stat in blobs
@@ -476,14 +558,13 @@ class Store:
                 keys += needed.read_text().split()
         return {record["digest"] for key in keys if (record := self._read(f"keys/{key}.json"))}
 
-    def _reachable_without(self, names: set[str]) -> set[str]:
-        hidden = _Without(self, names)
-        return Store.reachable(hidden)
-
     def _drop_dangling(self) -> None:
         for path in self._list("keys"):
             record = self._read(f"keys/{path.name}")
             if record and not self.blob_path(record["digest"]).exists():
+                path.unlink(missing_ok=True)
+        for path in self._list("results"):
+            if self.result(path.name.removesuffix(".json")) is None:
                 path.unlink(missing_ok=True)
         month_ago = time.time() - 30 * 86400
         for log in (self.root / "logs").glob("*.log"):

@@ -206,12 +206,24 @@ class TestRefused:
         own.recipe(stack="tny")
         assert refusal(own) == "own/recipe.yaml: no stack 'tny'. Did you mean 'tiny'?"
 
-    def test_several_stages_are_not_built_yet(self, own: Own) -> None:
-        own.write(
-            "images/roof.def",
-            "Bootstrap: localimage\nFrom: walls.sif\nStage: a\n\nBootstrap: localimage\nFrom: walls.sif\n",
-        )
-        assert "several stages" in refusal(own)
+    @pytest.mark.parametrize(
+        ("first", "then", "said"),
+        [
+            ("Bootstrap: localimage\nFrom: walls.sif\nStage: a\n", "", "no later stage takes anything of 'a'"),
+            ("Bootstrap: localimage\nFrom: walls.sif\n", "", "a build stage needs a name"),
+            ("Bootstrap: debootstrap\nOSVersion: bookworm\nStage: a\n", "%files from a\n    /x\n", "a build stage stands on a layer"),
+            ("Bootstrap: localimage\nFrom: roof.sif\nStage: a\n", "%files from a\n    /x\n", "a stage of it stands on itself: roof → roof"),
+            ("Bootstrap: localimage\nFrom: wals.sif\nStage: a\n", "%files from a\n    /x\n", "no layer 'wals'. Did you mean 'walls'?"),
+        ],
+    )  # fmt: skip
+    def test_stages_that_cannot_be_built(self, own: Own, first: str, then: str, said: str) -> None:
+        own.write("images/roof.def", f"{first}\nBootstrap: localimage\nFrom: walls.sif\nStage: b\n\n{then}")
+        assert said in refusal(own)
+
+    def test_a_package_of_another_meaning(self, own: Own) -> None:
+        own.write("files/mine.lock", "apex==0.9.10.dev0 \\\n    --hash=sha256:0\n")
+        own.replace("images/roof.def", "files/data.txt /opt/data/", "files/mine.lock /opt/mine.lock")
+        assert "the package index's apex is a toolkit for websites, not NVIDIA's" in refusal(own)
 
 
 def test_a_files_digest_is_of_its_content(tmp_path: Path) -> None:

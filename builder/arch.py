@@ -1,0 +1,121 @@
+"""GPU architectures: which compute capabilities a CUDA version compiles for, and which of a stack's are wanted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from builder.cubins import runs_on
+from builder.errors import DefinitionError, UsageError
+from builder.stack import Stack, stacks
+
+# `nvcc --list-gpu-code` of each release that changed it, and NVIDIA's table of toolkits and architectures:
+# https://docs.nvidia.com/datacenter/tesla/drivers/cuda-toolkit-driver-and-architecture-matrix.html
+_MAXWELL_TO_TURING = ("5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5")
+_AMPERE_TO_HOPPER = ("8.0", "8.6", "8.7", "8.9", "9.0")
+KNOWN = {
+    (11, 8): ("3.5", "3.7", *_MAXWELL_TO_TURING, *_AMPERE_TO_HOPPER),
+    (12, 0): (*_MAXWELL_TO_TURING, *_AMPERE_TO_HOPPER),
+    (12, 8): (*_MAXWELL_TO_TURING, *_AMPERE_TO_HOPPER, "10.0", "10.1", "12.0"),
+    (12, 9): (*_MAXWELL_TO_TURING, *_AMPERE_TO_HOPPER, "10.0", "10.1", "10.3", "12.0", "12.1"),
+    (13, 0): ("7.5", "8.0", "8.6", "8.7", "8.8", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"),
+}
+_CAPABILITY = re.compile(r"[1-9]\d?\.\d")
+_PIN = re.compile(r"^(torch|nvidia-cuda-runtime(?:-cu\d+)?|nvidia-cuda-nvcc(?:-cu\d+)?)==([^\s;]+)", re.MULTILINE)
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text.split("+")[0]))
+
+
+def known_capabilities(cuda: str) -> tuple[str, ...]:
+    """What the compiler of a CUDA version makes code for. Errors: DefinitionError before 11.8."""
+    fitting = [release for release in KNOWN if release <= version(cuda)[:2]]
+    if not fitting:
+        raise DefinitionError(f"CUDA {cuda}: nothing is known of a CUDA before {min(KNOWN)[0]}.{min(KNOWN)[1]}")
+    return KNOWN[max(fitting)]
+
+
+def narrowed(stack: Stack, wanted: str, folders: Sequence[Path]) -> Stack:
+    """The stack for fewer or other GPUs: ``wanted`` is "8.0,9.0", or "native" for the GPUs of this machine.
+
+    Errors: UsageError for what the stack's CUDA does not know, with the stacks that do.
+    """
+    asked = native() if wanted == "native" else tuple(dict.fromkeys(re.split(r"[,; ]+", wanted.strip())))
+    odd = [item for item in asked if not _CAPABILITY.fullmatch(item)]
+    if odd:
+        raise UsageError(
+            f"--gpu-arch {wanted}: '{odd[0]}' is no compute capability", hint="write it as 8.0,9.0 or native"
+        )
+    known = known_capabilities(stack.file.cuda)
+    for item in asked:
+        if item not in known:
+            others = [other.name for other in stacks(folders) if item in known_capabilities(other.file.cuda)]
+            raise UsageError(
+                f"--gpu-arch {item}: CUDA {stack.file.cuda} of stack {stack.name} does not know it; it knows {', '.join(known)}",
+                hint=f"a stack that does: {', '.join(others)}" if others else "no stack here does",
+            )
+    return replace(stack, file=replace(stack.file, compute_capabilities=tuple(sorted(asked, key=version))))
+
+
+def native() -> tuple[str, ...]:
+    """The capabilities of the GPUs here. Errors: UsageError without one."""
+    from builder.process import run
+
+    asked = run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], check=False)
+    found = tuple(
+        sorted({line.strip() for line in asked.stdout.splitlines() if _CAPABILITY.fullmatch(line.strip())}, key=version)
+    )
+    if asked.returncode or not found:
+        raise UsageError(
+            "--gpu-arch native: nvidia-smi finds no GPU on this machine",
+            hint="write the capabilities: --gpu-arch 8.0,9.0",
+        )
+    return found
+
+
+def served(capabilities: Iterable[str], least: str | None, where: Path) -> list[str]:
+    """Those of a stack's capabilities that a package is written for. Errors: UsageError when there is none."""
+    found = [item for item in capabilities if least is None or version(item) >= version(least)]
+    if not found:
+        raise UsageError(f"{where}: what it compiles needs compute capability {least} or later; "
+                         f"wanted are only {', '.join(capabilities)}")  # fmt: skip
+    return found
+
+
+def coverage_problem(wanted: Sequence[str], code: Iterable[str]) -> str | None:
+    """What is wrong with device code (``code``: sm_80 …, see builder.cubins) for GPUs of the ``wanted`` capabilities.
+
+    All of them run it as it is, and none of it is for other GPUs only. sm_80 is all that an 8.6 needs, too.
+    """
+    made = sorted(name for name in code if name.startswith("sm_"))
+    missing = [item for item in wanted if runs_on(made, item) != "sass"]
+    extra = [name for name in made if not any(runs_on([name], item) for item in wanted)]
+    if missing:
+        return f"no device code for compute capability {', '.join(missing)} (there is: {', '.join(made) or 'none'})"
+    return f"device code that is not wanted: {', '.join(extra)} (wanted: {', '.join(wanted)})" if extra else None
+
+
+def has_cxx11_abi(torch: str, cuda: str) -> bool:
+    """Which of libstdc++'s two ABIs the wheels of torch on PyPI use: the new one since 2.7, and in 2.6 from CUDA 12.6 on."""
+    return version(torch)[:2] >= (2, 7) or (version(torch)[:2] == (2, 6) and version(cuda)[:2] >= (12, 6))
+
+
+def check_torch(stack: Stack) -> None:
+    """Errors: DefinitionError when the locked torch, its CUDA and the locked compiler are not what the stack says."""
+    about = stack.file
+    for lock in ("pytorch.lock", "toolkit.lock"):
+        path = stack.folder / lock
+        for name, locked in _PIN.findall(path.read_text()) if path.exists() else ():
+            if name == "torch":
+                if locked.split("+")[0] != about.torch:
+                    raise DefinitionError(
+                        f"{stack.folder / 'stack.yaml'}: torch {about.torch}, but {path} has torch {locked}"
+                    )
+            elif version(locked)[:2] != version(about.cuda)[:2]:
+                what = "the compiler" if "nvcc" in name else f"torch {about.torch}"
+                raise DefinitionError(f"{stack.folder / 'stack.yaml'}: cuda {about.cuda}, but in {path} {what} is of CUDA "
+                                      f"{'.'.join(locked.split('.')[:2])} ({name}=={locked}); an extension compiled "
+                                      "against another CUDA than torch's does not load")  # fmt: skip
