@@ -511,6 +511,7 @@ def warn_or_refuse(store: Store, program: str, sif: Path, name: str, *, gpu: boo
 
 @main.command()
 @click.argument("image", required=False, metavar="[RECIPE|FILE.sif]")
+@click.argument("words", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
 @click.option(
     "--site", help="A site of sites/, one of your own, or a path to a profile: its compute nodes, not this machine."
 )
@@ -530,6 +531,7 @@ def doctor(
     store_path: Path | None,
     /,
     image: str | None,
+    words: tuple[str, ...],
     site: str | None,
     record: bool,
     output: Path | None,
@@ -539,13 +541,15 @@ def doctor(
 ) -> None:
     """Say whether it will run, and why: on this machine, or on a site's compute nodes from a login node without GPU.
 
-    Exit code 10 when it will fail. Facts of an image are read from its layers; nothing is run.
+    Exit code 10 when it will fail. Facts of an image are read from its layers; only with TASK something is run: its
+    --dry-run, without a GPU, for the memory it expects.
 
     \b
     Examples:
       build.py doctor                              can one build here, which stacks run on these GPUs
       build.py doctor lora-opencalm                this image on this machine
       build.py doctor --site abci-3.0 lora-opencalm
+      build.py doctor --site abci-2.0 lora-opencalm train -- --data=talk.jsonl
       build.py doctor --record -o ~/.config/ekiben/sites/mine.yaml
     """  # fmt: skip
     from builder.doctor import consult, report, text, worst
@@ -557,8 +561,8 @@ def doctor(
         record_machine(output)
         return
     place = find_site(site).file if site else None
-    sections = consult(open_store(store_path), image, place, output or Path(), stack=stack, arguments=bound(arguments),
-                       tell=lambda line: click.echo(line, err=True))  # fmt: skip
+    sections = consult(open_store(store_path), image, place, output or Path(), words=words, stack=stack,
+                       arguments=bound(arguments), tell=lambda line: click.echo(line, err=True))  # fmt: skip
     click.echo(json.dumps(report(sections), indent=1) if as_json else text(sections))
     if any(worst(section.findings) == "fail" for section in sections if section.does != "suit"):
         sys.exit(UnfitError.exit_code)

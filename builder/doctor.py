@@ -12,18 +12,20 @@ Each rule says what it saw; a fact nobody stated is said to be unknown and never
 from __future__ import annotations
 
 import grp
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from builder.chain import platform, resolve
 from builder.cubins import DeviceCode, runs_on
 from builder.errors import UnfitError
 from builder.facts import ImageFacts, facts_of_layers, facts_of_sif
 from builder.files import read_yaml
+from builder.launch import Wish, choose_runtime, launch
 from builder.machine import GIB, BuildHost, Place, build_host, node_here, runtime_of, runtimes_here
+from builder.process import run
 from builder.recipe import HOUSE, find_recipe
 from builder.site import Gpu, Node, Runtime, SiteFile, version_of
 from builder.stack import StackFile
@@ -38,6 +40,8 @@ TOOLKIT_DRIVERS = {
 }  # fmt: skip
 _DATA_CENTRE = re.compile(r"\b(Tesla|[ABHLPTV]\d{1,3}[SX]?|GH200|GB200)\b")  # forward compatibility is for these only
 _VARIANT = re.compile(r"\d+(?=\.so)|(?<=cuda)\d+")  # libbitsandbytes_cuda118.so, …_cuda130.so: one of them is loaded
+
+_EXPECTED = re.compile(r"^memory\s+([\d.]+) GiB expected", re.MULTILINE)  # as the tasks announce it
 
 TORCH_BUILD = 8 * GIB  # what the store holds at most while a recipe with torch is built: 2.7 GB kept, 4.8 GB on the way
 
@@ -374,6 +378,40 @@ def _network(node: Node) -> list[Finding]:
     return [Finding("note", "network", "no internet there: models and data must be in HF_HOME before the job starts")]
 
 
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def check_memory(site: SiteFile, task: str, expected: float) -> list[Finding]:
+    """``expected`` GiB on one GPU, as the task's own --dry-run reckons without a limit, against each GPU of the site."""
+    found = []
+    for gpu in site.node.gpus:
+        said = f"{task} --dry-run expects {expected:.1f} GiB, {gpu.model} has {gpu.memory_gib} GiB"
+        if expected <= 0.9 * gpu.memory_gib:  # what the tasks themselves allow
+            found.append(Finding("fine", "memory", said))
+        else:
+            found.append(Finding("but", "memory", said, f"see what {task} does on a smaller GPU: shorter rows, smaller batches, "
+                                                        "a smaller model"))  # fmt: skip
+    return found
+
+
+def ask_task(recipe: str, words: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
+    """GiB that ``task --dry-run ARGS`` expects, run in the image here, without a GPU. Errors: EngineError, UsageError."""
+    task, *arguments = words
+    found = find_recipe(recipe)
+    found.task(task)
+    sif = Path(f"{found.name}.sif")
+    program = choose_runtime(found.name, sif)
+    wish = Wish(words=[task, "--dry-run", *arguments], gpu=False)
+    ready = launch(program, sif, f"ekiben/{found.name}:latest", wish, environment)
+    done = run(ready.argv, env=ready.environment, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        return Finding("but", "memory", f"{task} --dry-run ended with exit code {done.returncode}: {''.join(last)}")
+    if not (match := _EXPECTED.search(done.stdout)):
+        return Finding("note", "memory", f"{task} --dry-run says nothing of memory")
+    return float(match[1])
+
+
 # ------------------------------------------------------------------------------------------------- building on a machine
 
 
@@ -488,11 +526,11 @@ def check_here(
 
 def consult(
     store: Store, image: str | None, site: SiteFile | None, output: Path, *,
-    stack: str | None, arguments: Mapping[str, str], tell: Callable[[str], None],
+    words: Sequence[str], stack: str | None, arguments: Mapping[str, str], tell: Callable[[str], None],
 ) -> list[Section]:  # fmt: skip
     """Everything that can be said about an image, on a site's nodes or here, and about building here.
 
-    Errors: UsageError, DefinitionError, StoreError.
+    ``words``: a task and its arguments, whose memory is asked for, too. Errors: UsageError, DefinitionError, StoreError.
     """
     node = site or SiteFile(name="this machine", description="", node=node_here(), runtimes=runtimes_here())
     sections = []
@@ -501,7 +539,12 @@ def consult(
         facts, missing = _facts_of(image, store, node.node.architecture, stack, arguments, tell)
         title = f"{image} on {described(node)}"
         notes = [Finding("note", "image", f"not built yet: by what {facts.name} declares")] if missing else []
-        sections.append(Section("run", title, [*notes, *check_image(node, facts, known_stacks())]))
+        findings = [*notes, *check_image(node, facts, known_stacks())]
+        if words:
+            tell(f"asking {words[0]} --dry-run for the memory it expects")
+            asked = ask_task(image, words, os.environ)
+            findings += [asked] if isinstance(asked, Finding) else check_memory(node, words[0], asked)
+        sections.append(Section("run", title, findings))
         needed = TORCH_BUILD if missing else facts.size
     else:
         for found in known_stacks() if node.node.gpus else ():
@@ -523,6 +566,8 @@ def _facts_of(
     """An image's facts, and whether they are only declared because it is not built."""
     if image.endswith(".sif"):
         return facts_of_sif(Path(image), store, tell), False
+    from builder.chain import platform, resolve  # late: `run` asks about files and images, and has no need of it
+
     chain = resolve(find_recipe(image), stack=stack, arguments=arguments)
     stored = [layer for step in chain.layers if (layer := store.layer(step.cache_key))]
     if len(stored) == len(chain.layers):
@@ -537,6 +582,8 @@ def _facts_in_store(name: str, store: Store, tell: Callable[[str], None]) -> Ima
     layers = [layer for key in ref["keys"] if (layer := store.layer(key))] if ref else []
     if not ref or len(layers) < len(ref["keys"]):
         return None
+    from builder.chain import platform
+
     return facts_of_layers(name, layers, store, platform().split("/")[1], tell)
 
 

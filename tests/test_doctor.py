@@ -15,6 +15,7 @@ from builder.doctor import (
     Finding,
     check_build,
     check_image,
+    check_memory,
     check_stack,
     refuse,
     report,
@@ -293,6 +294,13 @@ def test_local_storage_for_staging() -> None:
         place = site(storage={"local": Storage(path="$TMPDIR", size_gib=gib)})
         levels = [finding.level for finding in check_image(place, image(size=3 * GIB)) if finding.topic == "storage"]
         assert levels == ([level] if level else [])
+
+
+@pytest.mark.parametrize(("expected", "level"), [(14.4, "fine"), (14.5, "but"), (20.0, "but")])
+def test_memory_against_each_gpu(expected: float, level: str) -> None:
+    findings = check_memory(site(H200, V100), "train", expected)
+    assert [finding.level for finding in findings] == ["fine", level]
+    assert findings[1].said == f"train --dry-run expects {expected:.1f} GiB, Tesla V100-SXM2-16GB has 16 GiB"
 
 
 def test_no_internet_is_a_note() -> None:

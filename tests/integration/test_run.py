@@ -22,6 +22,9 @@ pytestmark = pytest.mark.slow
 LOOK = """\
 import json, os, sys, time
 from pathlib import Path
+if "--dry-run" in sys.argv:
+    print("memory      20.5 GiB expected")
+    sys.exit("--fail" in sys.argv)
 wait = Path("wait")
 if wait.exists():
     Path("ready").touch()
@@ -185,6 +188,22 @@ def test_doctor_here(looker: Looker, room: Room, cli: Cli) -> None:
             assert about["build"]["findings"][0]["topic"] == "engine"
             written = [row["level"] for row in about["build"]["findings"] if row["topic"] == "store"]
             assert written == (["fine"] if user == ME else ["fail"])  # root's store
+
+
+@pytest.mark.parametrize("sif", [True, False], ids=["sif", "docker"])
+def test_doctor_asks_the_task_for_its_memory(sif: bool, looker: Looker, room: Room, cli: Cli) -> None:
+    here = looker.recipe if sif else room.folder("job")
+
+    def memory(site: str, *words: str) -> tuple[str, str]:
+        done = cli.run(
+            "--store", looker.store, "doctor", "--site", site, looker.recipe, "look", "--json", *words, cwd=here
+        )
+        [row] = [row for row in json.loads(done.stdout)[0]["findings"] if row["topic"] == "memory"]
+        return row["level"], row["said"]
+
+    assert memory("slurm-l4") == ("but", "look --dry-run expects 20.5 GiB, NVIDIA L4 has 22 GiB")
+    assert memory("abci-3.0") == ("fine", "look --dry-run expects 20.5 GiB, NVIDIA H200 has 140 GiB")
+    assert memory("abci-3.0", "--", "--fail")[1].startswith("look --dry-run ended with exit code 1")
 
 
 def test_doctor_where_user_namespaces_are_off(room: Room, cli: Cli) -> None:
