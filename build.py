@@ -435,6 +435,7 @@ def verify(
 @click.argument("recipe")
 @click.argument("words", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
 @click.option("--cpu", is_flag=True, help="Without GPUs, even when there are some.")
+@click.option("--stack", help="The image of another stack than the recipe's own.")
 @click.option("--sif", type=click.Path(path_type=Path), help="The file to run (default: ./<recipe>.sif).")
 @click.option(
     "--bind",
@@ -453,6 +454,7 @@ def run(
     recipe: str,
     words: tuple[str, ...],
     cpu: bool,
+    stack: str | None,
     sif: Path | None,
     binds: tuple[Path, ...],
     stage: bool,
@@ -479,20 +481,21 @@ def run(
     found = find_recipe(recipe)
     if words:
         found.task(words[0])
-    sif = sif or Path(f"{found.name}.sif")
+    name = found.image_name(stack)
+    sif = sif or Path(f"{name}.sif")
     wish = launch.Wish(
         words=words, gpu=not cpu and has_gpu(), binds=binds, terminal=sys.stdin.isatty() and sys.stdout.isatty()
     )
-    program = launch.choose_runtime(found.name, sif)
+    program = launch.choose_runtime(name, sif)
     if not dry_run:
         if not force:
-            warn_or_refuse(open_store(store_path), program, sif, found.name, gpu=wish.gpu)
+            warn_or_refuse(open_store(store_path), program, sif, name, gpu=wish.gpu)
         if stage and Path(program).name != "docker":
             sif = launch.stage(sif, os.environ, lambda line: click.echo(line, err=True))
-    ready = launch.launch(program, sif, f"ekiben/{found.name}:latest", wish, os.environ)
+    ready = launch.launch(program, sif, f"ekiben/{name}:latest", wish, os.environ)
     click.echo(f"+ {shlex.join(ready.argv)}", err=not dry_run)
-    for name in ready.kept_out:
-        click.echo(f"{name} is not passed on: the image has its own", err=True)
+    for variable in ready.kept_out:
+        click.echo(f"{variable} is not passed on: the image has its own", err=True)
     if not dry_run:
         sys.stdout.flush()
         os.execvpe(ready.argv[0], ready.argv, ready.environment)
@@ -536,6 +539,7 @@ def doctor(
     record: bool,
     output: Path | None,
     stack: str | None,
+    gpu_arch: str | None,
     arguments: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -562,7 +566,8 @@ def doctor(
         return
     place = find_site(site).file if site else None
     sections = consult(open_store(store_path), image, place, output or Path(), words=words, stack=stack,
-                       arguments=bound(arguments), tell=lambda line: click.echo(line, err=True))  # fmt: skip
+                       resolved=lambda name: resolved(name, stack, arguments, gpu_arch),
+                       tell=lambda line: click.echo(line, err=True))  # fmt: skip
     click.echo(json.dumps(report(sections), indent=1) if as_json else text(sections))
     if any(worst(section.findings) == "fail" for section in sections if section.does != "suit"):
         sys.exit(UnfitError.exit_code)

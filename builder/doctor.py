@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from builder.cubins import DeviceCode, runs_on
 from builder.errors import UnfitError
@@ -30,6 +30,9 @@ from builder.recipe import HOUSE, find_recipe
 from builder.site import Gpu, Node, Runtime, SiteFile, version_of
 from builder.stack import StackFile
 from builder.store import Store
+
+if TYPE_CHECKING:
+    from builder.chain import Chain
 
 LEVELS = ("fine", "note", "but", "fail")
 
@@ -394,15 +397,16 @@ def check_memory(site: SiteFile, task: str, expected: float) -> list[Finding]:
     return found
 
 
-def ask_task(recipe: str, words: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
+def ask_task(recipe: str, stack: str | None, words: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
     """GiB that ``task --dry-run ARGS`` expects, run in the image here, without a GPU. Errors: EngineError, UsageError."""
     task, *arguments = words
     found = find_recipe(recipe)
     found.task(task)
-    sif = Path(f"{found.name}.sif")
-    program = choose_runtime(found.name, sif)
+    name = found.image_name(stack)
+    sif = Path(f"{name}.sif")
+    program = choose_runtime(name, sif)
     wish = Wish(words=[task, "--dry-run", *arguments], gpu=False)
-    ready = launch(program, sif, f"ekiben/{found.name}:latest", wish, environment)
+    ready = launch(program, sif, f"ekiben/{name}:latest", wish, environment)
     done = run(ready.argv, env=ready.environment, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
@@ -526,23 +530,23 @@ def check_here(
 
 def consult(
     store: Store, image: str | None, site: SiteFile | None, output: Path, *,
-    words: Sequence[str], stack: str | None, arguments: Mapping[str, str], tell: Callable[[str], None],
+    words: Sequence[str], stack: str | None, resolved: Callable[[str], Chain], tell: Callable[[str], None],
 ) -> list[Section]:  # fmt: skip
     """Everything that can be said about an image, on a site's nodes or here, and about building here.
 
-    ``words``: a task and its arguments, whose memory is asked for, too. Errors: UsageError, DefinitionError, StoreError.
+    ``words``: a task and its arguments, whose memory is asked for, too; ``resolved`` finds a recipe's chain. Errors: UsageError, DefinitionError, StoreError.
     """
     node = site or SiteFile(name="this machine", description="", node=node_here(), runtimes=runtimes_here())
     sections = []
     needed = TORCH_BUILD
     if image is not None:
-        facts, missing = _facts_of(image, store, node.node.architecture, stack, arguments, tell)
+        facts, missing = _facts_of(image, store, node.node.architecture, resolved, tell)
         title = f"{image} on {described(node)}"
         notes = [Finding("note", "image", f"not built yet: by what {facts.name} declares")] if missing else []
         findings = [*notes, *check_image(node, facts, known_stacks())]
         if words:
             tell(f"asking {words[0]} --dry-run for the memory it expects")
-            asked = ask_task(image, words, os.environ)
+            asked = ask_task(image, stack, words, os.environ)
             findings += [asked] if isinstance(asked, Finding) else check_memory(node, words[0], asked)
         sections.append(Section("run", title, findings))
         needed = TORCH_BUILD if missing else facts.size
@@ -561,14 +565,14 @@ _NOTHING = ImageFacts(name="", size=0, partitions=1, arch="", cuda=None, torch=N
 
 
 def _facts_of(
-    image: str, store: Store, arch: str, stack: str | None, arguments: Mapping[str, str], tell: Callable[[str], None]
+    image: str, store: Store, arch: str, resolved: Callable[[str], Chain], tell: Callable[[str], None]
 ) -> tuple[ImageFacts, bool]:
     """An image's facts, and whether they are only declared because it is not built."""
     if image.endswith(".sif"):
         return facts_of_sif(Path(image), store, tell), False
-    from builder.chain import platform, resolve  # late: `run` asks about files and images, and has no need of it
+    from builder.chain import platform  # late: `run` asks about files, and has no need of it
 
-    chain = resolve(find_recipe(image), stack=stack, arguments=arguments)
+    chain = resolved(image)
     stored = [layer for step in chain.layers if (layer := store.layer(step.cache_key))]
     if len(stored) == len(chain.layers):
         return facts_of_layers(image, stored, store, platform().split("/")[1], tell), False

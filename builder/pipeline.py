@@ -86,8 +86,7 @@ class Options:
 
 
 def image_name(chain: Chain) -> str:
-    own = chain.stack.name == chain.recipe.file.stack
-    return chain.recipe.name if own else f"{chain.recipe.name}-{chain.stack.name}"
+    return chain.recipe.image_name(chain.stack.name)
 
 
 def plan(chain: Chain, store: Store) -> list[Action]:

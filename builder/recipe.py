@@ -58,6 +58,10 @@ class Recipe:
     def name(self) -> str:
         return self.file.name
 
+    def image_name(self, stack: str | None = None) -> str:
+        """What its image is called, in the store, as a file and as a Docker tag; another stack's own name comes behind."""
+        return self.name if stack in (None, self.file.stack) else f"{self.name}-{stack}"
+
     @property
     def image_folders(self) -> tuple[Path, ...]:
         """Where definitions and stacks are looked for, nearest first."""

@@ -331,6 +331,8 @@ def test_run_shows_its_command_or_says_what_is_missing(run_cli: RunCli, tmp_path
     shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--", "--json", env=env).stdout
     assert shown.startswith("+ docker run --rm ")
     assert shown.endswith("ekiben/hello:latest hello --json\n")
+    other = run_cli("run", "hello", "--cpu", "--dry-run", "--stack", "cu124", "hello", env=env).stdout
+    assert other.endswith("ekiben/hello-cu124:latest hello\n")
     (tmp_path / "x.sif").touch()
     (tools / "apptainer").write_text("#!/bin/sh\n")
     (tools / "apptainer").chmod(0o755)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from builder.cubins import DeviceCode
 from builder.doctor import (
+    _EXPECTED,
     BuildHost,
     Finding,
     check_build,
@@ -27,6 +29,7 @@ from builder.doctor import Section as Consulted
 from builder.errors import UnfitError
 from builder.facts import ImageFacts
 from builder.machine import GIB, Place
+from builder.recipe import HOUSE
 from builder.site import Gpu, Node, Runtime, SiteFile, Storage
 from builder.stack import StackFile
 from own_recipe import RunCli
@@ -301,6 +304,14 @@ def test_memory_against_each_gpu(expected: float, level: str) -> None:
     findings = check_memory(site(H200, V100), "train", expected)
     assert [finding.level for finding in findings] == ["fine", level]
     assert findings[1].said == f"train --dry-run expects {expected:.1f} GiB, Tesla V100-SXM2-16GB has 16 GiB"
+
+
+def test_the_line_it_reads_is_the_one_that_tasks_announce() -> None:
+    """Entrypoints import nothing of the builder's: the text between them is all there is."""
+    sources = "".join(path.read_text() for path in (HOUSE / "entrypoints").glob("*.py"))
+    assert re.search(r'f"memory {6}\{expected', sources)
+    assert re.search(r"\.1f\} GiB expected", sources)
+    assert _EXPECTED.search("model       x\nmemory      20.5 GiB expected of 22.0 GiB free\n")[1] == "20.5"  # type: ignore[index]
 
 
 def test_no_internet_is_a_note() -> None:
