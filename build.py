@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +17,8 @@ from builder.errors import EkibenError, UnfitError, UsageError
 if TYPE_CHECKING:
     from builder.assemble import Product
     from builder.chain import Chain
+    from builder.doctor import Finding
+    from builder.site import SiteFile
     from builder.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -507,6 +509,21 @@ def warn_or_refuse(store: Store, program: str, sif: Path, name: str, *, gpu: boo
 
     findings = check_here(store, program, sif, name, gpu=gpu, tell=lambda line: click.echo(line, err=True))
     refuse(findings)
+    warn(findings)
+
+
+def warn_or_refuse_there(store: Store, site: SiteFile, sif: Path, *, gpu: bool) -> None:
+    """The same for a site's compute nodes, before a job waits for them."""
+    from builder.doctor import check_image, check_runtimes, known_stacks, refuse
+    from builder.facts import facts_of_sif
+
+    facts = facts_of_sif(sif, store, lambda line: click.echo(line, err=True))
+    findings = check_image(site, facts, known_stacks()) if gpu else check_runtimes(site.runtimes, site.node, facts)
+    refuse(findings)
+    warn(findings)
+
+
+def warn(findings: Iterable[Finding]) -> None:
     for finding in findings:
         if finding.level == "but":
             click.echo(f"{finding.topic}: {finding.said}" + (f" ({finding.do})" if finding.do else ""), err=True)
@@ -579,7 +596,6 @@ def record_machine(output: Path | None) -> None:
 
     from builder.files import write_whole
     from builder.machine import profile_text, record_site
-    from builder.site import SiteFile
 
     host = socket.gethostname()
     name = output.stem if output else host.split(".")[0]
@@ -822,6 +838,160 @@ def import_wheel(
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"))
     taken = adopt_wheel(chain, store, options, Progress(), wheel, sha256)
     click.echo(f"{taken.wheel} {taken.key[:12]}: proven and kept; the next build of {chain.recipe.name} uses it")
+
+
+def runs_option(command: Command) -> Command:
+    return click.option(
+        "--runs", type=click.Path(path_type=Path), envvar="EKIBEN_RUNS", default=Path("ekiben-runs"), show_default=True,
+        help="The folder of runs; it must be on a file system that the compute nodes share. Or $EKIBEN_RUNS.",
+    )(command)  # fmt: skip
+
+
+@main.command()
+@click.argument("recipe")
+@click.argument("words", nargs=-1, required=True, metavar="TASK [-- ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
+@click.option("--scheduler", metavar="slurm|sge|pbs", help="Default: the site's, else the one that is here.")
+@click.option("--site", help="A profile of sites/ or of your own: what the cluster's nodes are, and how it is asked.")
+@click.option("--resource", metavar="NAME", help="One of the site's kinds of nodes. Default: the smallest that does.")
+@click.option("--group", metavar="NAME", help="Which group or account pays, where the site wants to know.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="For tasks that run on several.")
+@click.option(
+    "--gpus-per-node", "gpus", type=click.IntRange(0), help="Default: what the site's kind of node has, else 0."
+)
+@click.option("--cpus-per-node", "cpus", type=click.IntRange(1), help="CPUs, where the kind of node leaves a choice.")
+@click.option("--processes-per-node", "processes", type=click.IntRange(1), help="Default: one for each GPU.")
+@click.option("--time", "walltime", metavar="H:MM:SS", help="Walltime of one job; also 90m, 2h, 1-12:00:00.")
+@click.option("--notice", default="5m", show_default=True, help="How long before its end a job is told to save.")
+@click.option("--max-resubmits", type=click.IntRange(0), default=20, show_default=True,
+              help="How often a job that saved goes back into the queue.")  # fmt: skip
+@click.option("--seeds", metavar="1,2,3", help="A job for each; {seed} in ARGS is replaced.")
+@click.option(
+    "--option", "options", multiple=True, metavar="WORDS", help="An option of the scheduler's own; may repeat."
+)
+@click.option("--sif", type=click.Path(path_type=Path), help="The file to run (default: ./<recipe>.sif).")
+@click.option("--stage", is_flag=True, help="Copy the SIF to each node's own disk first, once for all jobs there.")
+@click.option("--force", is_flag=True, help="Even where doctor says that it will fail.")
+@click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
+@click.option("--dry-run", is_flag=True, help="Print the job scripts, submit nothing.")
+@runs_option
+@json_option
+@click.pass_obj
+def submit(
+    store_path: Path | None, /, recipe: str, words: tuple[str, ...], scheduler: str | None, site: str | None, runs: Path, sif: Path | None,
+    walltime: str | None, notice: str, seeds: str | None, force: bool, wait: bool, dry_run: bool, as_json: bool, **wanted: Any,
+) -> None:  # fmt: skip
+    """Submit a task to Slurm, Grid Engine or PBS, on one node or several; it goes back into the queue until it is done.
+
+    \b
+    Examples:
+      build.py submit lora-opencalm train --nodes 2 --gpus-per-node 4 --time 2:00:00 -- --data rows.jsonl
+      build.py submit lora-opencalm train --site abci-3.0 --group gaa00000 --resource rt_HF --dry-run
+      build.py submit lora-opencalm train --gpus-per-node 1 --seeds 1,2,3
+      build.py submit lora-opencalm --gpus-per-node 1 -- train --data rows.jsonl + merge --adapter result/adapter
+    """
+    from builder import submit as jobs
+    from builder.recipe import find_recipe
+    from builder.schedulers import choose, load, seconds_of
+    from builder.site import find_site
+
+    found = find_recipe(recipe)
+    profile = find_site(site) if site else None
+    if scheduler is None:
+        if profile and profile.file.scheduler is None:
+            raise UsageError(f"{profile.name} names no scheduler; say --scheduler")
+        scheduler = profile.file.scheduler.kind if profile and profile.file.scheduler else choose()
+    load(scheduler)
+    asked = jobs.Wanted(
+        seconds=seconds_of(walltime) if walltime else None, notice=seconds_of(notice),
+        seeds=tuple(seeds.split(",")) if seeds else (), **wanted,
+    )  # fmt: skip
+    run = jobs.plan(
+        found, words, asked, scheduler=scheduler, site=profile, sif=sif or Path(f"{found.name}.sif"), runs=runs
+    )
+    if dry_run:
+        click.echo("\n".join(jobs.script(run, step) for step in run.steps))
+        return
+    if profile and run.sif.is_file() and not force:
+        warn_or_refuse_there(open_store(store_path), profile.file, run.sif, gpu=any(step.gpus for step in run.steps))
+    ids = jobs.submit(run)
+    if as_json:
+        click.echo(json.dumps({"run": str(run.folder), "jobs": ids}, indent=1))
+    else:
+        click.echo(f"run     {run.folder}")
+        for step, id in ids.items():
+            click.echo(f"job     {id}  {step}")
+        click.echo(f"watch   build.py logs -f {run.folder.name}")
+    if wait:
+        (submitted,) = jobs.find_runs([str(run.folder)], runs)
+        rows = jobs.wait(submitted, lambda line: click.echo(line, err=True))
+        if any(row.state != "done" for row in rows):
+            raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[RUN…]")
+@runs_option
+@json_option
+def status(names: tuple[str, ...], runs: Path, as_json: bool) -> None:
+    """Say how the jobs of runs are. A run is named by its folder, its name, or a job's id.
+
+    \b
+    Examples:
+      build.py status
+      build.py status 1234 --json
+    """
+    import dataclasses
+
+    from builder.submit import find_runs
+    from builder.submit import status as ask
+
+    rows = ask(find_runs(names, runs))
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        return
+    for row in rows:
+        again = f"  (start {row.resubmitted + 1})" if row.resubmitted else ""
+        click.echo(f"{row.run}  {row.job:<12}  {row.id:<8}  {row.state:<9}  {row.detail}{again}".rstrip())
+
+
+@main.command()
+@click.argument("name", required=False, metavar="[RUN]")
+@click.argument("job", required=False, metavar="[JOB]")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
+@runs_option
+def logs(name: str | None, job: str | None, follow: bool, runs: Path) -> None:
+    """Print what a job of a run wrote: by default the newest run, and the job that began last.
+
+    \b
+    Examples:
+      build.py logs -f
+      build.py logs 1234 2-merge
+    """
+    from builder.submit import find_runs, log_lines
+
+    found = find_runs([name] if name else [], runs)
+    if not found:
+        raise UsageError(f"there is no run in {runs}", hint="--runs DIR")
+    for line in log_lines(found[-1], job, follow=follow):
+        click.echo(line, nl=False)
+
+
+@main.command()
+@click.argument("names", nargs=-1, required=True, metavar="RUN…")
+@runs_option
+def cancel(names: tuple[str, ...], runs: Path) -> None:
+    """Take the jobs of runs out of the queue, running ones as well; none goes back into it.
+
+    \b
+    Example:
+      build.py cancel 1234
+    """
+    from builder.submit import cancel as end
+    from builder.submit import find_runs
+
+    for run in find_runs(names, runs):
+        ids = end(run)
+        click.echo(f"{run.folder.name}: {' '.join(['cancelled', *ids]) if ids else 'nothing to cancel, all is over'}")
 
 
 if __name__ == "__main__":

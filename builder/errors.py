@@ -9,7 +9,8 @@ EkibenError                  1   something expected went wrong
 ├── FetchError               7   a mirror, index or registry does not answer, or answers with other bytes
 ├── VerifyError              8   an image is not what it should be
 ├── DriftError               9   --locked, and something could not be had as locked
-└── UnfitError              10   an image will not run where it is wanted
+├── UnfitError              10   an image will not run where it is wanted
+└── SchedulerError          11   a scheduler refuses a job, or does not answer
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class DriftError(EkibenError):
 
 class UnfitError(EkibenError):
     exit_code = 10
+
+
+class SchedulerError(EkibenError):
+    exit_code = 11
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -39,7 +39,7 @@ _FOLDERS = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
 )
-_LOCAL = ("SLURM_TMPDIR", "SGE_LOCALDIR", "PBS_LOCALDIR", "TMPDIR")  # a job's own folder on the node, best first
+LOCAL = ("SLURM_TMPDIR", "SGE_LOCALDIR", "PBS_LOCALDIR", "TMPDIR")  # a job's own folder on the node, best first
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 # What a site's modules may have set for every container, and what breaks ours.
 _LEAKS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH")
@@ -78,7 +78,7 @@ def choose_runtime(name: str, sif: Path) -> str:
 
 def launch(program: str, sif: Path, tag: str, wish: Wish, environment: Mapping[str, str]) -> Launch:
     """The command that does ``wish`` in the image. Folders that caches are to go to are made. Errors: UsageError."""
-    folders = _folders(wish, environment)
+    folders = folders_to_bind(wish, environment)
     if Path(program).name == "docker":
         return _docker(tag, wish, environment, folders)
     return _sif(program, sif, wish, environment, folders)
@@ -130,16 +130,30 @@ def _shared_memory() -> int:
     return max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
+def passes() -> str:
+    """Which names get in, as a pattern for `grep -Ex` in a job script."""
+    return "|".join(
+        [*(f"{prefix}.*" for prefix in _PREFIXES), *sorted({*_LET_THROUGH, *_CERTIFICATES, *LOCAL, "USER"})]
+    )
+
+
+def staged_name(sif: Path) -> str:
+    """What a copy of this very file is called on a node's own disk."""
+    about = sif.stat()
+    key = hashlib.sha256(f"{read_sif(sif).id} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
+    return f"{sif.stem}-{key}.sif"
+
+
 def _passed(environment: Mapping[str, str]) -> list[str]:
     """Names only: a token's value never stands on a command line."""
-    wanted = {*_LET_THROUGH, *_CERTIFICATES, *_LOCAL, "USER"}
+    wanted = {*_LET_THROUGH, *_CERTIFICATES, *LOCAL, "USER"}
     return sorted(key for key in environment if key in wanted or key.startswith(_PREFIXES))
 
 
 # -------------------------------------------------------------------------------------------------------------- folders
 
 
-def _folders(wish: Wish, environment: Mapping[str, str]) -> list[str]:
+def folders_to_bind(wish: Wish, environment: Mapping[str, str]) -> list[str]:
     """What is bound at its own path: this folder, caches, the job's local disk, certificates, what the arguments name."""
     here = Path.cwd()
     for name in ("HF_HOME", "EKIBEN_CACHE"):
@@ -148,7 +162,7 @@ def _folders(wish: Wish, environment: Mapping[str, str]) -> list[str]:
     for folder in wish.binds:
         if not folder.exists():
             raise UsageError(f"--bind {folder}: is not there")
-    places = [environment.get(name) for name in (*_FOLDERS, *_LOCAL)]
+    places = [environment.get(name) for name in (*_FOLDERS, *LOCAL)]
     wanted = [here, *(Path(place) for place in places if place and Path(place).is_dir()),
               *(Path(file) for name in _CERTIFICATES if (file := environment.get(name)) and Path(file).is_file()),
               *_named(wish.words, here), *wish.binds]  # fmt: skip
@@ -195,7 +209,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 
 def local_folder(environment: Mapping[str, str]) -> Path:
     """This user's folder on the node's own disk, made. Errors: StoreError."""
-    places = [place for name in _LOCAL if (place := environment.get(name)) and os.access(place, os.W_OK)]
+    places = [place for name in LOCAL if (place := environment.get(name)) and os.access(place, os.W_OK)]
     folder = Path(places[0] if places else "/tmp") / f"ekiben-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -217,8 +231,7 @@ def stage(sif: Path, environment: Mapping[str, str], tell: Callable[[str], None]
     folder, about = local_folder(environment), sif.stat()
     if about.st_dev == folder.stat().st_dev:
         return sif
-    key = hashlib.sha256(f"{read_sif(sif).id} {about.st_size} {about.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = folder / f"{sif.stem}-{key}.sif"
+    target = folder / staged_name(sif)
     with (folder / f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,9 +18,17 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFile:
+    """``runs_on``, in a job of a cluster: ``gpus``: a process for every GPU of every node; ``gpu``: one process; ``cpu``: one
+    process, and no GPU is asked for."""
+
     entrypoint: str
     config: str | None = None
     help: str
+    runs_on: str = "gpu"
+
+    def __post_init__(self) -> None:
+        if self.runs_on not in ("gpus", "gpu", "cpu"):
+            raise ValueError(f"runs_on: gpus, gpu or cpu is wanted, not '{self.runs_on}'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

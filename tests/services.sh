@@ -26,7 +26,7 @@ has() { command -v "$1" >/dev/null 2>&1; }
 packages() {
     case $1 in
         # Rootless work in general; every group gets these.
-        base) echo ca-certificates uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap debootstrap curl shellcheck ;;
+        base) echo ca-certificates uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap debootstrap curl shellcheck iproute2 ;;
         docker) echo docker.io iptables ;;
         apptainer) ;;                            # see install_apptainer
         buildah) echo buildah crun runc ;;
@@ -241,6 +241,7 @@ start_slurm() {
         [ -e "$SLURM_HOME/dev/gpu$gpu" ] || mknod -m 666 "$SLURM_HOME/dev/gpu$gpu" c 1 3
     done
     write_slurm_conf
+    grep -qw c2 /etc/hosts || echo '127.0.0.1 c1 c2' >>/etc/hosts
     command install -d -o munge -g munge -m 755 /run/munge
     munge -n >/dev/null 2>&1 || runuser -u munge -- /usr/sbin/munged 9>&-
     say "starting slurmctld and two slurmd (logs: $LOGS/ekiben-slurm*.log)"
@@ -258,6 +259,7 @@ write_slurm_conf() {
 	NodeName=c1,c2 Name=gpu Type=h200 File=$SLURM_HOME/dev/gpu[0-3]
 	EOF
     # config_overrides: the nodes may claim more cores than there are. EnforcePartLimits: what cannot run is refused.
+    # pgid: signals reach a task and its group, as with proctrack/cgroup; linuxproc would also end what serves a SIF's files.
     cat >/etc/slurm/slurm.conf <<-EOF
 	ClusterName=ekiben
 	SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -270,7 +272,7 @@ write_slurm_conf() {
 	SlurmdPidFile=$SLURM_HOME/slurmd-%n.pid
 	SlurmctldLogFile=$LOGS/ekiben-slurmctld.log
 	SlurmdLogFile=$LOGS/ekiben-slurmd-%n.log
-	ProctrackType=proctrack/linuxproc
+	ProctrackType=proctrack/pgid
 	TaskPlugin=task/none
 	JobAcctGatherType=jobacct_gather/linux
 	AccountingStorageType=accounting_storage/none
@@ -284,7 +286,10 @@ write_slurm_conf() {
 	GresTypes=gpu
 	NodeName=c1 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=17001 CPUs=8 RealMemory=8000 Gres=gpu:h200:4
 	NodeName=c2 NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=17002 CPUs=8 RealMemory=8000 Gres=gpu:h200:4
-	PartitionName=gpu Nodes=c1,c2 Default=YES MaxTime=24:00:00 State=UP
+	PreemptType=preempt/partition_prio
+	PreemptMode=REQUEUE
+	PartitionName=gpu Nodes=c1,c2 Default=YES MaxTime=24:00:00 State=UP PriorityTier=1 GraceTime=60
+	PartitionName=urgent Nodes=c1,c2 MaxTime=1:00:00 State=UP PriorityTier=10 PreemptMode=OFF
 	EOF
 }
 

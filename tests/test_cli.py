@@ -124,7 +124,7 @@ def test_every_exit_code_is_of_one_kind() -> None:
     kinds: list[type[EkibenError]] = [EkibenError, *EkibenError.__subclasses__()]
     codes = {kind.__name__: kind.exit_code for kind in kinds if kind.__module__ == "builder.errors"}
     assert codes == {"EkibenError": 1, "UsageError": 2, "DefinitionError": 3, "EngineError": 4, "LayerError": 5, "StoreError": 6,
-                     "FetchError": 7, "VerifyError": 8, "DriftError": 9, "UnfitError": 10}  # fmt: skip
+                     "FetchError": 7, "VerifyError": 8, "DriftError": 9, "UnfitError": 10, "SchedulerError": 11}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- wrong words

@@ -1,0 +1,479 @@
+"""Starts a task's processes on one node of a job, and stands by them: one launcher in the container of every node.
+
+launch_node.py --node 1 --nodes c1,c2 --processes 4 --port 23456 --key FILE -- train --data rows.jsonl
+
+Every process finds its place in the environment, as torchrun would write it (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, …).
+The launchers keep a line to the one on the first node: a signal that one of them gets reaches every process of the job, and when
+a process fails or a node dies, all end, and say which it was. Exit code 75: saved, not finished, start the job again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REQUEUE = 75  # EX_TEMPFAIL
+ENDINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
+BEAT = 5.0  # seconds between signs of life
+GRACE = 15.0  # seconds from SIGTERM to SIGKILL for the others, when one has failed
+SIOCGIFCONF, PR_SET_PDEATHSIG = 0x8912, 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among the nodes of the job; ``processes`` on each."""
+
+    node: int
+    nodes: tuple[str, ...]
+    processes: int
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes) * self.processes
+
+    @property
+    def name(self) -> str:
+        return self.nodes[self.node]
+
+    def ranks(self, node: int) -> str:
+        first, last = node * self.processes, (node + 1) * self.processes - 1
+        return f"{self.nodes[node]} ({f'rank {first}' if first == last else f'ranks {first} to {last}'})"
+
+    def environment(self, local: int, address: str, port: int) -> dict[str, str]:
+        rank = self.node * self.processes + local
+        return {
+            "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.processes), "NODE_RANK": str(self.node), "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": address, "MASTER_PORT": str(port),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    why: str = ""
+
+
+class Lost(Exception):
+    """A node cannot be reached, or not any more."""
+
+
+# ------------------------------------------------------------------------------------------------------------ the story
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parse(arguments)
+    place = Place(args.node, tuple(args.nodes.split(",")), args.processes)
+    if not 0 <= place.node < len(place.nodes):
+        say(f"error: node {place.node} of {len(place.nodes)}: {args.nodes}")
+        return 2
+    launcher = Launcher(place, args.command, port=args.port, key=args.key.read_text().strip() if args.key else "",
+                        notice=args.notice, patience=args.patience, start_patience=args.start_patience)  # fmt: skip
+    return asyncio.run(launcher.run())
+
+
+class Launcher:
+    def __init__(
+        self, place: Place, command: Sequence[str], *, port: int, key: str, notice: Path | None = None,
+        patience: float, start_patience: float,
+    ) -> None:  # fmt: skip
+        self.place, self.command, self.port, self.key = place, command, port, key
+        self.notice, self.patience, self.start_patience = notice, patience, start_patience
+        self.workers: list[asyncio.subprocess.Process] = []
+        self.stopping = False
+        self.reports: dict[int, Outcome] = {}  # of the nodes, at the first one
+        self.peers: dict[int, asyncio.StreamWriter] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.scratch: Path | None = None  # for NCCL's log; it stays when it has something to tell
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self.decided: asyncio.Future[Outcome] = loop.create_future()
+        for number in ENDINGS:
+            loop.add_signal_handler(number, self._signalled, number)
+        beginning = loop.create_task(self._begin())
+        if self.notice and self.place.node == 0:
+            self._keep(self._watch_notice(self.notice))
+        outcome = await self.decided
+        beginning.cancel()
+        if outcome.why:
+            say(f"error: {outcome.why}")
+        await self._end_workers()
+        await self._hang_up(outcome)
+        return outcome.code
+
+    async def _begin(self) -> None:
+        try:
+            await self._start(*await self._meet())
+        except Lost as lost:
+            self._decide(Outcome(1, str(lost)))
+
+    # -------------------------------------------------------------------------------------------------- the other nodes
+
+    async def _meet(self) -> tuple[str, int]:
+        """Wait for the launchers of all nodes; MASTER_ADDR and MASTER_PORT. Errors: Lost."""
+        if len(self.place.nodes) == 1:
+            return "127.0.0.1", free_port()
+        return await (self._gather_nodes() if self.place.node == 0 else self._join_first())
+
+    async def _gather_nodes(self) -> tuple[str, int]:
+        everyone = asyncio.Event()
+        addresses: list[str] = []
+
+        async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """A launcher of this job knows the key; whoever else finds the port is not listened to."""
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError):
+                hello = json.loads(await asyncio.wait_for(reader.readline(), self.patience))
+                node = int(hello["node"])
+                if secrets.compare_digest(str(hello["key"]), self.key) and 0 < node < len(self.place.nodes):
+                    addresses.append(writer.get_extra_info("sockname")[0])
+                    self.peers[node] = writer
+                    if len(self.peers) == len(self.place.nodes) - 1:
+                        everyone.set()
+                    await self._listen(reader, node)
+                    return
+            writer.close()
+
+        try:
+            self.server = await asyncio.start_server(lambda *ends: self._keep(receive(*ends)), None, self.port)
+        except OSError as error:
+            raise Lost(f"{self.place.name}: port {self.port}, where the nodes meet: {error.strerror}") from error
+        try:
+            await asyncio.wait_for(everyone.wait(), self.start_patience)
+        except TimeoutError:
+            missing = [self.place.ranks(node) for node in range(1, len(self.place.nodes)) if node not in self.peers]
+            raise Lost(f"no launcher on {', '.join(missing)} within {self.start_patience:.0f} s") from None
+        port = free_port()
+        for node in self.peers:
+            self._send(node, {"start": port})
+        self._keep(self._beat())
+        return addresses[0], port
+
+    async def _join_first(self) -> tuple[str, int]:
+        first = self.place.nodes[0]
+        deadline = asyncio.get_running_loop().time() + self.start_patience
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection(first, self.port)
+                break
+            except OSError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise Lost(
+                        f"{self.place.name} does not reach {first}, port {self.port}: {error.strerror or error}"
+                    ) from None
+                await asyncio.sleep(0.5)
+        self.peers[0] = writer
+        self._send(0, {"node": self.place.node, "key": self.key})
+        with contextlib.suppress(TimeoutError, OSError, ValueError):
+            # The first node waits for the slowest.
+            if line := await asyncio.wait_for(reader.readline(), self.start_patience + self.patience):
+                message = json.loads(line)
+                if "finish" in message:
+                    raise Lost(message["why"])
+                self._keep(self._listen(reader, 0))
+                self._keep(self._beat())
+                return writer.get_extra_info("peername")[0], int(message["start"])
+        raise Lost(f"{self.place.ranks(0)} is gone before the start")
+
+    async def _listen(self, reader: asyncio.StreamReader, node: int) -> None:
+        """What another node says, until it hangs up or says nothing for too long."""
+        try:
+            while line := await asyncio.wait_for(reader.readline(), self.patience):
+                message = json.loads(line)
+                if "stop" in message:
+                    self._stop(message["stop"], source=node)
+                elif "ended" in message:
+                    self._report(node, Outcome(message["ended"], message["why"]))
+                elif "finish" in message:
+                    self._decide(Outcome(message["finish"], message["why"]))
+            how = "its launcher is gone"
+        except TimeoutError:
+            how = f"no sign of life for {self.patience:.0f} s"
+        except (OSError, ValueError) as error:
+            how = str(error)
+        if node == 0 or node not in self.reports:
+            self._decide(Outcome(1, f"node {self.place.ranks(node)}: {how}"))
+
+    async def _beat(self) -> None:
+        while True:
+            for node in self.peers:
+                self._send(node, {})
+            await asyncio.sleep(min(BEAT, self.patience / 4))
+
+    def _send(self, node: int, message: Mapping[str, object]) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # who is gone is noticed by who listens
+            self.peers[node].write(json.dumps(message).encode() + b"\n")
+
+    async def _hang_up(self, outcome: Outcome) -> None:
+        for node, writer in self.peers.items():
+            if self.place.node == 0:
+                self._send(node, {"finish": outcome.code, "why": outcome.why})
+            with contextlib.suppress(OSError, TimeoutError):
+                await asyncio.wait_for(writer.drain(), 5)
+            writer.close()
+        for task in self.tasks:
+            task.cancel()
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    # ---------------------------------------------------------------------------------------------------- the processes
+
+    async def _start(self, address: str, port: int) -> None:
+        settings = dict(os.environ)
+        if len(self.place.nodes) > 1:
+            chosen, lines = network(self.place, settings)
+            settings |= chosen
+            for line in lines:
+                say(line)
+            if "NCCL_DEBUG" not in settings and Path("/dev/nvidiactl").exists():
+                self.scratch = Path(tempfile.mkdtemp(prefix="ekiben-nccl-"))
+                self._keep(self._watch_nccl(self.scratch))
+                settings |= {
+                    "NCCL_DEBUG": "INFO",
+                    "NCCL_DEBUG_SUBSYS": "INIT,NET",
+                    "NCCL_DEBUG_FILE": f"{self.scratch}/%h.%p.log",
+                }
+        for local in range(self.place.processes):
+            own = self.place.environment(local, address, port) if self.place.size > 1 else {}
+            try:
+                worker = await asyncio.create_subprocess_exec(
+                    *self.command, env={**settings, **own}, start_new_session=True, preexec_fn=die_with_parent
+                )
+            except OSError as error:
+                reason = f"{self.place.name}: {self.command[0]}: {error.strerror}; is it a task of this image?"
+                self._report(self.place.node, Outcome(127, reason))
+                return
+            self.workers.append(worker)
+        self._keep(self._wait_for_workers())
+
+    async def _wait_for_workers(self) -> None:
+        codes = await asyncio.gather(*(self._wait_for(local, worker) for local, worker in enumerate(self.workers)))
+        self._report(self.place.node, Outcome(REQUEUE if REQUEUE in codes else 0))
+
+    async def _wait_for(self, local: int, worker: asyncio.subprocess.Process) -> int:
+        code = await worker.wait()
+        if code < 0 and self.stopping and -code in ENDINGS:
+            return REQUEUE  # it was told to end, and had nothing to save yet
+        if code not in (0, REQUEUE):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            why = f"rank {self.place.node * self.place.processes + local} on {self.place.name} {how}"
+            if -code == signal.SIGKILL:
+                why += "; that is how a system that runs out of memory ends a process"
+            self._report(self.place.node, Outcome(128 - code if code < 0 else code, why))
+        return code
+
+    def _report(self, node: int, outcome: Outcome) -> None:
+        """How it went on a node, told to the first one. A failure ends the job; else all nodes have to be done."""
+        if self.place.node != 0:
+            self._send(0, {"ended": outcome.code, "why": outcome.why})
+            return
+        self.reports[node] = outcome
+        codes = [report.code for report in self.reports.values()]
+        if outcome.why:
+            self._decide(outcome)
+        elif len(codes) == len(self.place.nodes):
+            self._decide(Outcome(REQUEUE if REQUEUE in codes else 0))
+
+    def _decide(self, outcome: Outcome) -> None:
+        if not self.decided.done():
+            self.decided.set_result(outcome)
+
+    def _signalled(self, number: int) -> None:
+        self._stop(number, source=self.place.node)
+
+    def _stop(self, number: int, source: int) -> None:
+        """Tell every process of the job to save and end. Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1."""
+        if not self.stopping:
+            say(f"{self.place.nodes[source]} got {signal.Signals(number).name}: the processes are told to save and end")
+        self.stopping = True
+        handed_on = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.send_signal(handed_on)
+        if not self.workers:
+            self._decide(Outcome(REQUEUE))
+        for node in self.peers:
+            if node != source:
+                self._send(node, {"stop": number})
+
+    async def _watch_notice(self, path: Path) -> None:
+        """The job script's way to tell. A signal to a whole job would also end what serves the files of the container."""
+        while not path.exists():
+            await asyncio.sleep(1)
+        self._stop(signal.SIGUSR1, source=self.place.node)
+
+    async def _end_workers(self) -> None:
+        left = [worker for worker in self.workers if worker.returncode is None]
+        for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, 5.0)):
+            for worker in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, number)
+            if left:
+                await asyncio.wait([asyncio.ensure_future(worker.wait()) for worker in left], timeout=seconds)
+            left = [worker for worker in left if worker.returncode is None]
+
+    async def _watch_nccl(self, folder: Path) -> None:
+        """NCCL says in its log only which network it took."""
+        while True:
+            await asyncio.sleep(1)
+            if (taken := nccl_network(folder)) is not None:
+                if taken == "Socket" and (fast := infiniband()):
+                    say(warning(f"NCCL on {self.place.name} fell back to TCP, though there is {', '.join(fast)}.",
+                                f"Its log: {folder}. Training will be several times slower."))  # fmt: skip
+                    self.scratch = None
+                elif self.place.node == 0:
+                    say(f"network     NCCL uses {taken}")
+                return
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+# ---------------------------------------------------------------------------------------------------------- the network
+
+
+def network(place: Place, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """(variables for NCCL and gloo, what to say aloud). What the user has set stays as it is."""
+    others = [name for node, name in enumerate(place.nodes) if node != place.node]
+    # Every other node talks to the first, and the first to every other; names that are not known yet are not waited for.
+    names = list(dict.fromkeys(name for other in others if (name := interface_to(other))))
+    chosen, lines = {}, []
+    if names and "NCCL_SOCKET_IFNAME" not in environment:
+        chosen["NCCL_SOCKET_IFNAME"] = "=" + ",".join(names)  # "=": this name, not all that begin with it
+        lines.append(f"network     {place.name}: {', '.join(names)} is the way to {' '.join(others)}")
+    if names and "GLOO_SOCKET_IFNAME" not in environment:
+        chosen["GLOO_SOCKET_IFNAME"] = names[0]
+    ports = infiniband()
+    if ports:
+        lines.append(f"network     {place.name}: {', '.join(ports)}")
+        if missing := verbs_missing():
+            lines.append(warning(f"{place.name} has InfiniBand and this container cannot use it: {missing}.",
+                                 "NCCL will fall back to TCP, which is several times slower."))  # fmt: skip
+    return chosen, lines
+
+
+def interface_to(host: str) -> str | None:
+    """The interface that the routes choose for ``host``; nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return interface_of(probe.getsockname()[0])
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this address of our own."""
+    if ":" in address:
+        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return next((row[5] for row in rows if row[0] == wanted), None)
+    return next((name for name, own in addresses() if own == address), None)
+
+
+def addresses() -> list[tuple[str, str]]:
+    """(interface, IPv4 address), several for an interface with several. See netdevice(7)."""
+    room = array.array("B", bytes(64 * 1024))
+    start, length = room.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFCONF, struct.pack("iL", length, start))
+    filled = struct.unpack("iL", answer)[0]
+    entry = 16 + 24  # struct ifreq where pointers have 64 bits: name, then a union as long as its longest member
+    rows = [room.tobytes()[at : at + entry] for at in range(0, filled, entry)]
+    # An alias is shown as eth0:1; NCCL knows interfaces only.
+    return [(row[:16].split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(row[20:24])) for row in rows]
+
+
+def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """``InfiniBand mlx5_0:1 (200 Gb/sec …)`` for every port that is up; RoCE is among them."""
+    found = []
+    for port in sorted(root.glob("*/ports/*")):
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in (port / "state").read_text():
+                kind = "RoCE" if (port / "link_layer").read_text().strip() == "Ethernet" else "InfiniBand"
+                rate = (port / "rate").read_text().strip()
+                found.append(f"{kind} {port.parent.parent.name}:{port.name} ({rate})")
+    return found
+
+
+def verbs_missing() -> str | None:
+    if not list(Path("/dev/infiniband").glob("uverbs*")):
+        return "there is no /dev/infiniband/uverbs* in it"
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return "the image has no libibverbs.so.1"
+    return None
+
+
+def nccl_network(folder: Path) -> str | None:
+    """What NCCL says it uses (``IB``, ``Socket``, a plugin's name), or None while it has not said."""
+    for log in sorted(folder.glob("*.log")):
+        for line in log.read_text(errors="replace").splitlines():
+            if "Using network " in line:
+                return line.partition("Using network ")[2].strip()
+    return None
+
+
+# --------------------------------------------------------------------------------------------------------- small things
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def die_with_parent() -> None:
+    """Between fork and exec: a launcher that is killed takes its processes along."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def warning(*lines: str) -> str:
+    width = max(map(len, lines))
+    return "\n".join(["!" * (width + 8), *(f"!!! {line:<{width}} !!!" for line in lines), "!" * (width + 8)])
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launch_node.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--node", type=int, default=0, help="which of the nodes this is, from 0")
+    parser.add_argument("--nodes", default="localhost", help="names of all nodes, with commas, the first one first")
+    parser.add_argument("--processes", type=int, default=1, help="processes on each node")
+    parser.add_argument("--port", type=int, default=29400, help="where the launchers meet, on the first node")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="a secret that they all can read")
+    parser.add_argument(
+        "--notice", type=Path, metavar="FILE", help="when it appears: save and end (read on the first node)"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds without a sign of life until a node is given up"
+    )
+    parser.add_argument("--start-patience", type=float, default=600, help="seconds to wait for the slowest node")
+    parser.add_argument("command", nargs="+", help="the task and its arguments, after --")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
