@@ -400,6 +400,12 @@ def inspect(store_path: Path | None, /, image: str, as_json: bool) -> None:
 @click.option(
     "--sif", type=click.Path(path_type=Path), help="The file to test (default: ./<recipe>.sif when it is there)."
 )
+@click.option(
+    "--rebuild", "again", is_flag=True, help="Instead build it again in an empty store, and compare every byte."
+)
+@click.option(
+    "--engine", default="auto", metavar="auto|apptainer|buildah|docker", help="What runs the scripts of --rebuild."
+)
 @chain_options
 @json_option
 @click.pass_obj
@@ -408,6 +414,8 @@ def verify(
     /,
     recipe: str,
     sif: Path | None,
+    again: bool,
+    engine: str,
     stack: str | None,
     gpu_arch: str | None,
     arguments: tuple[str, ...],
@@ -416,12 +424,19 @@ def verify(
     """Prove an image again: every blob's digest, and every %test in the finished image on the runtimes here.
 
     \b
-    Example:
+    Examples:
       build.py verify lora-opencalm
+      build.py verify lora-opencalm --rebuild --engine docker      the same image again? names the files that differ
     """
+    from builder.executors import check_name
     from builder.inspect import drift_of, prove
 
-    proven, checks = prove(resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), sif)
+    check_name(engine)
+    chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
+    if again:
+        say_rebuilt(chain, store, engine, bound(arguments).get("mirror"), as_json)
+        return
+    proven, checks = prove(chain, store, sif)
     if as_json:
         said = {"image": proven.image_id, "drift": drift_of(proven.layers),
                 "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks]}  # fmt: skip
@@ -431,6 +446,47 @@ def verify(
             click.echo(f"drift   {line}")
         for item in checks:
             click.echo(f"passed under {item.runtime}, {item.seconds:.0f} s")
+
+
+def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_json: bool) -> None:
+    from builder.pipeline import Options
+    from builder.progress import Progress
+    from builder.rebuild import rebuild, refuse_differences
+
+    done = rebuild(chain, store, Options(engine=engine, mirror=mirror), Progress())
+    if as_json:
+        rows = [{"name": item.name, "same": item.same, "diff_id": [item.before.diff_id, item.after.diff_id],
+                 "digest": [item.before.digest, item.after.digest], "executor": [item.before.executor, item.after.executor],
+                 "seconds": item.after.seconds, "differing": list(item.differing)} for item in done.layers]  # fmt: skip
+        click.echo(
+            json.dumps({"same": done.same, "image": done.image_ids, "sif": done.sif_digests, "layers": rows}, indent=1)
+        )
+    refuse_differences(chain.recipe.name, done)
+    if not as_json:
+        seconds = sum(item.after.seconds for item in done.layers)
+        click.echo(f"the same again, in {seconds:.0f} s: {len(done.layers)} layers, "
+                   f"config {done.image_ids[0][:19]}, SIF {done.sif_digests[0][:19]}")  # fmt: skip
+
+
+@main.command()
+@click.argument("before", metavar="IMAGE|FILE.sif")
+@click.argument("after", metavar="IMAGE|FILE.sif")
+@json_option
+@click.pass_obj
+def diff(store_path: Path | None, /, before: str, after: str, as_json: bool) -> None:
+    """Say what is different between two images: layers, packages, environment, files.
+
+    \b
+    Examples:
+      build.py diff lora-opencalm lora-opencalm-cu124
+      build.py diff last-year.sif ./lora-opencalm.sif --json
+    """
+    from builder.diff import compare, open_image, text
+
+    store = open_store(store_path)
+    with open_image(before, store) as one, open_image(after, store) as other:
+        about = compare(one, other)
+    click.echo(json.dumps(about, indent=1) if as_json else text(about))
 
 
 @main.command(context_settings={"ignore_unknown_options": True})

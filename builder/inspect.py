@@ -87,9 +87,9 @@ def drift_of(layers: Sequence[StoredLayer]) -> list[str]:
     return [f"{layer.name}: {line}" for layer in layers for line in layer.notes.get("drift", ())]
 
 
-def prove(chain: Chain, store: Store, sif: Path | None) -> tuple[Image, list[Check]]:
-    """Read every blob, run every test again. Errors: VerifyError, StoreError (CorruptBlob)."""
-    from builder import daemon, oci
+def stored_image(chain: Chain, store: Store) -> Image:
+    """The image as its layers in the store make it. Errors: VerifyError when one is missing."""
+    from builder import oci
     from builder.chain import platform
 
     actions = plan(chain, store)
@@ -99,15 +99,22 @@ def prove(chain: Chain, store: Store, sif: Path | None) -> tuple[Image, list[Che
         raise VerifyError(
             f"{chain.recipe.name} is not built: missing {missing}", hint=f"make image recipe={chain.recipe.name}"
         )
-    progress = Progress()
-    with progress.step("read every blob", total=sum(layer.size for layer in stored)):
-        for layer in stored:
-            store.check_blob(layer.digest, again=True)
-            progress.count(layer.size)
     config = oci.image_config(
         stored, environment=chain.environment, labels=chain.labels, epoch=chain.stack.file.epoch, platform=platform()
     )
-    image = Image(name=image_name(chain), image_id=oci.digest_of(config), config=config, chain=chain, layers=stored)
+    return Image(name=image_name(chain), image_id=oci.digest_of(config), config=config, chain=chain, layers=stored)
+
+
+def prove(chain: Chain, store: Store, sif: Path | None) -> tuple[Image, list[Check]]:
+    """Read every blob, run every test again. Errors: VerifyError, StoreError (CorruptBlob)."""
+    from builder import daemon
+
+    image = stored_image(chain, store)
+    progress = Progress()
+    with progress.step("read every blob", total=image.size):
+        for layer in image.layers:
+            store.check_blob(layer.digest, again=True)
+            progress.count(layer.size)
     sif = sif or Path(f"{image.name}.sif")
     products = [Product("sif", str(sif), 0, False)] if sif.is_file() else []
     if daemon.unavailable() is None and daemon.has_image(image.tag, image.image_id):

@@ -1,0 +1,102 @@
+"""The same image again: built anew in an empty store, and compared with the one that is there, byte by byte."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from builder.assemble import make_sif
+from builder.chain import Chain
+from builder.diff import layer_differences
+from builder.errors import VerifyError
+from builder.inspect import stored_image
+from builder.pipeline import Image, Options, build
+from builder.progress import Progress
+from builder.squashfs import SquashfsReader
+from builder.store import Store, StoredLayer
+
+_NAMED = 20  # differing files said by name, for each layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    """One layer, as it was and as it came out again. ``differing``: a line for each entry that is not the same."""
+
+    name: str
+    before: StoredLayer
+    after: StoredLayer
+    differing: Sequence[str]
+
+    @property
+    def same(self) -> bool:
+        return (self.before.diff_id, self.before.digest) == (self.after.diff_id, self.after.digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """``image_ids`` and ``sif_digests``: before and after."""
+
+    layers: tuple[Rebuilt, ...]
+    image_ids: tuple[str, str]
+    sif_digests: tuple[str, str]
+
+    @property
+    def same(self) -> bool:
+        return all(layer.same for layer in self.layers) and len({*self.image_ids}) == len({*self.sif_digests}) == 1
+
+
+def rebuild(chain: Chain, store: Store, options: Options, progress: Progress) -> Comparison:
+    """Build ``chain`` from nothing but downloads, and compare. Errors: VerifyError when it is not built yet; what build()
+    raises."""
+    before = stored_image(chain, store)
+    # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
+    beside = store.root.parent if os.access(store.root.parent, os.W_OK) else Path(tempfile.gettempdir())
+    fresh = Store(Path(tempfile.mkdtemp(prefix="rebuild-", dir=beside)))
+    try:
+        after = build(chain, fresh, options, progress)
+        with progress.step(f"compare {len(before.layers)} layers"):
+            layers = tuple(
+                _compare(one, other, store, fresh) for one, other in zip(before.layers, after.layers, strict=True)
+            )
+        with progress.step("compare the SIF files"):
+            sifs = _sif_digest(before, store, fresh), _sif_digest(after, fresh, fresh)
+        return Comparison(layers=layers, image_ids=(before.image_id, after.image_id), sif_digests=sifs)
+    finally:
+        shutil.rmtree(fresh.root, ignore_errors=True)
+
+
+def _compare(before: StoredLayer, after: StoredLayer, store: Store, fresh: Store) -> Rebuilt:
+    store.check_blob(before.digest)
+    differing: list[str] = []
+    if before.diff_id != after.diff_id:
+        with store.blob_path(before.digest).open("rb") as one, fresh.blob_path(after.digest).open("rb") as other:
+            differing = list(layer_differences(SquashfsReader(one), SquashfsReader(other)))
+    return Rebuilt(name=before.name, before=before, after=after, differing=differing)
+
+
+def _sif_digest(image: Image, store: Store, fresh: Store) -> str:
+    with fresh.staging() as staging:
+        made = make_sif(image, store, staging / "image.sif", flat=False, on_bytes=lambda count: None)
+        with Path(made.place).open("rb") as stream:
+            return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def refuse_differences(name: str, comparison: Comparison) -> None:
+    """Errors: VerifyError that names the layers and files which came out differently."""
+    if comparison.same:
+        return
+    lines = []
+    for layer in comparison.layers:
+        if not layer.same:
+            lines.append(f"  layer {layer.name}: {layer.before.diff_id[:19]} → {layer.after.diff_id[:19]}"
+                         + (f", {len(layer.differing)} entries differ" if layer.differing else ", packed differently"))  # fmt: skip
+            lines += [f"    {line}" for line in layer.differing[:_NAMED]]
+            lines += [f"    … and {len(layer.differing) - _NAMED} more"] if len(layer.differing) > _NAMED else []
+            lines += [f"    drift: {line}" for line in layer.after.notes.get("drift", ())]
+    count = sum(not layer.same for layer in comparison.layers)
+    raise VerifyError(f"{name}: {count} of {len(comparison.layers)} layers came out differently:\n" + "\n".join(lines))

@@ -1,0 +1,42 @@
+"""The same image again: in an empty store, by another user, with and without root; and an image that does not come out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rooms import ME, Cli, RecipeFolder, Room
+
+pytestmark = pytest.mark.slow
+
+
+def test_another_user_without_root_gets_the_same_bytes(user_cli: Cli, hello: Path, room: Room) -> None:
+    done = user_cli.run("--store", hello, "verify", "hello", "--rebuild", "--engine", "apptainer", "--json")
+    about = json.loads(done.stdout)
+    assert about["same"] is True
+    assert [layer["name"] for layer in about["layers"]] == ["base", "python", "hello"]
+    assert all(
+        layer["diff_id"][0] == layer["diff_id"][1] and layer["digest"][0] == layer["digest"][1]
+        for layer in about["layers"]
+    )
+    assert about["image"][0] == about["image"][1]
+    assert about["sif"][0] == about["sif"][1]
+
+
+def test_files_that_differ_are_named(cli: Cli, own_recipe: RecipeFolder, room: Room) -> None:
+    own_recipe.layer("when", "base", "mkdir /opt/when\ndate +%s%N >/opt/when/it-was\necho same >/opt/when/kept\n")
+    own_recipe.top("when")
+    store = room.store(ME, "rebuild")
+    made = cli.image(
+        store, own_recipe.path, "--engine", "apptainer", "--format", "sif", "--no-verify", cwd=own_recipe.path
+    )
+    assert made["built"] == ["base", "when", "own"]
+    done = cli.run("--store", store, "verify", own_recipe.path, "--rebuild", "--engine", "apptainer", code=8)
+    assert "own: 1 of 3 layers came out differently:" in done.stderr
+    assert "layer when:" in done.stderr
+    assert "1 entries differ" in done.stderr
+    assert "opt/when/it-was: content" in done.stderr
+    assert "kept" not in done.stderr
+    assert not list(store.parent.glob("rebuild-*"))
