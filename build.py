@@ -117,6 +117,10 @@ def json_option(command: Command) -> Command:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the file goes (default: ./<recipe>.sif).")
 @click.option("--flat", is_flag=True, help="One squashfs partition in the SIF, for tools that read only the first.")
 @click.option("--locked", is_flag=True, help="Refuse what cannot be had exactly as locked.")
+@click.option("--offline", is_flag=True, help="Use no network: what is not stored comes from --bundle.")
+@click.option(
+    "--bundle", type=click.Path(path_type=Path), help="A file of build.py bundle to build from; means --offline."
+)
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
 @chain_options
 @json_option
@@ -143,6 +147,7 @@ def image(
       build.py image hello --format sif -o /tmp/hello.sif
       build.py image ../my-recipes/chatbot --engine apptainer
       build.py image mine --gpu-arch 9.0
+      build.py image hello --offline --bundle hello.bundle     where there is no network
     """
     if options["engine"] != "auto":
         from builder.executors import check_name
@@ -174,7 +179,11 @@ def make_image(
     *,
     engine: str,
     locked: bool,
+    offline: bool,
+    bundle: Path | None,
 ) -> dict[str, Any]:
+    import contextlib
+
     from builder.assemble import deliver
     from builder.pipeline import Options, plan
     from builder.progress import Progress
@@ -184,8 +193,20 @@ def make_image(
     missing = [action for action in actions if not action.stored]
     told = f"{len(missing)} of {len(actions)} layers to build" if missing else f"all {len(actions)} layers are stored"
     progress.tell(f"{chain.recipe.name}: {told}")
-    options = Options(engine=engine, locked=locked, mirror=mirror)
-    built, products = deliver(chain, store, options, progress, formats=formats, output=output, flat=flat)
+    if offline and missing and not bundle:
+        raise UsageError(f"--offline: {', '.join(action.layer.name for action in missing)} would have to be built; "
+                         "give what it is built from with --bundle FILE (build.py bundle makes one)")  # fmt: skip
+    data: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        options = Options(engine=engine, locked=locked, mirror=mirror)
+        if bundle:
+            from builder.bundle import bundle_supply, check_bundle, open_bundle, unpack_snapshots
+
+            opened = stack.enter_context(open_bundle(bundle, store, progress))
+            check_bundle(opened, chain)
+            options = Options(engine=engine, locked=locked, supply=bundle_supply(opened, chain))
+            data = unpack_snapshots(opened, (output.parent if output else Path()) / f"{chain.recipe.name}-data")
+        built, products = deliver(chain, store, options, progress, formats=formats, output=output, flat=flat)
     checks = []
     if check:
         from builder.verify import verify
@@ -198,6 +219,7 @@ def make_image(
         "built": [action.layer.name for action in missing],
         "products": [{"kind": item.kind, "place": item.place, "size": item.size, "made": item.made} for item in products],
         "checks": [{"runtime": item.runtime, "seconds": item.seconds, "known": item.known} for item in checks],
+        "data": [str(path) for path in data],
         "run": run_lines(chain, products),
     }  # fmt: skip
 
@@ -224,6 +246,7 @@ def summary(result: dict[str, Any]) -> str:
     for item in result["products"]:
         label = "docker" if item["kind"] == "docker" else "file"
         lines.append(f"{label:<7} {item['place']}  {size(item['size'])}{'' if item['made'] else '  (was there)'}")
+    lines += [f"data    {path}" for path in result["data"]]
     for check in result["checks"]:
         lines.append(
             f"tested  under {check['runtime']}, {check['seconds']:.0f} s{' (before, same image)' if check['known'] else ''}"
@@ -466,6 +489,54 @@ def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_
         seconds = sum(item.after.seconds for item in done.layers)
         click.echo(f"the same again, in {seconds:.0f} s: {len(done.layers)} layers, "
                    f"config {done.image_ids[0][:19]}, SIF {done.sif_digests[0][:19]}")  # fmt: skip
+
+
+@main.command()
+@click.argument("recipe")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (default: ./<recipe>.bundle).")
+@click.option("--with", "snapshots", multiple=True, type=click.Path(path_type=Path), metavar="PATH",
+              help="A model or data set to put in, a file or a folder; may repeat.")  # fmt: skip
+@click.option("--engine", default="auto", metavar="auto|apptainer|buildah|docker", help="What fetches the packages.")
+@chain_options
+@json_option
+@click.pass_obj
+def bundle(
+    store_path: Path | None,
+    /,
+    recipe: str,
+    output: Path | None,
+    snapshots: tuple[Path, ...],
+    engine: str,
+    stack: str | None,
+    arguments: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Put all that a built recipe is made from into one file, for `image --offline` elsewhere.
+
+    \b
+    Examples:
+      build.py bundle lora-opencalm -o lora-opencalm.bundle
+      build.py bundle hello --with models/open-calm-3b
+    """
+    from builder.bundle import write_bundle
+    from builder.executors import check_name
+    from builder.inspect import stored_image
+    from builder.pipeline import Options
+    from builder.progress import Progress
+
+    check_name(engine)
+    chain, store = resolved(recipe, stack, arguments), open_store(store_path)
+    made = stored_image(chain, store)
+    out = output or Path(f"{made.name}.bundle")
+    options = Options(engine=engine, mirror=bound(arguments).get("mirror"))
+    about = write_bundle(made, store, out, options, Progress(), snapshots=snapshots)
+    total = out.stat().st_size
+    parts = {part: sum(name.startswith(f"{part}/") for name in about["files"]) for part in ("debs", "wheels", "with")}
+    if as_json:
+        click.echo(json.dumps({"file": str(out), "size": total, **parts}))
+        return
+    click.echo(f"{out}  {size(total)}: {parts['debs'] - 2} Debian packages, {parts['wheels']} Python packages, "
+               f"{parts['with']} files given\nuse it  build.py image {recipe} --offline --bundle {out}")  # fmt: skip
 
 
 @main.command()

@@ -9,7 +9,7 @@ from typing import Any
 
 from builder.capture import Lower, unordered_members
 from builder.chain import Layer, platform
-from builder.debootstrap import debootstrap_members
+from builder.debootstrap import debootstrap_members, lent_debs
 from builder.hostenv import Supply
 from builder.layer import Member, pour
 from builder.registry import Reference, image_layers
@@ -23,7 +23,9 @@ def base_members(
     assert layer.stage is not None
     if layer.stage.bootstrap == "debootstrap":
         notes["executor"] = "mmdebstrap"
-        yield from debootstrap_members(layer, staging / "root.tar", sources=supply.sources, pins=supply.pins, log=log)
+        with contextlib.ExitStack() as stack:
+            sources = stack.enter_context(lent_debs(supply.debs)) if supply.debs else supply.sources
+            yield from debootstrap_members(layer, staging / "root.tar", sources=sources, pins=supply.pins, log=log)
     else:
         notes["executor"] = "registry"
         yield from _docker_members(layer, staging, notes, log)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import ssl
 import tarfile
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -80,6 +82,17 @@ def preferences(pins: Mapping[str, str]) -> str:
     return "".join(
         f"Package: {name}\nPin: version {version}\nPin-Priority: 995\n\n" for name, version in sorted(pins.items())
     )
+
+
+@contextlib.contextmanager
+def lent_debs(folder: Path) -> Iterator[str]:
+    """sources.list lines for a folder of packages, copied to where the subordinate id that reads it may go."""
+    with tempfile.TemporaryDirectory(prefix="ekiben-debs-") as place:
+        os.chmod(place, 0o755)
+        for path in folder.iterdir():
+            shutil.copyfile(path, Path(place) / path.name)
+            (Path(place) / path.name).chmod(0o644)
+        yield f"deb [trusted=yes] copy:{place} ./\n"
 
 
 def unavailable() -> str | None:

@@ -21,12 +21,14 @@ _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.
 @dataclass(frozen=True, slots=True)
 class Supply:
     """Where packages come from. ``sources``: sources.list lines, on the host and in a script (they differ for what lies
-    in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv."""
+    in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv; ``debs``: a
+    folder of Debian packages with their index, instead of ``sources``."""
 
     sources: str | None
     sources_inside: str | None
     pins: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    debs: Path | None = None
 
 
 def site_supply(stack: Stack, mirror: str | None) -> Supply:

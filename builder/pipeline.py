@@ -82,6 +82,7 @@ class Options:
     engine: str = "auto"
     mirror: str | None = None
     locked: bool = False
+    supply: Supply | None = None  # where packages come from, instead of the site's mirrors and indexes
     compression_threads: int | None = None
 
 
@@ -246,7 +247,7 @@ class _Build:
         if self._supply is None:
             from builder.hostenv import site_supply
 
-            self._supply = site_supply(self.chain.stack, self.options.mirror)
+            self._supply = self.options.supply or site_supply(self.chain.stack, self.options.mirror)
         return self._supply
 
     @property
@@ -426,8 +427,8 @@ class _Build:
         locked = self.chain.stack.apt_lock().packages
         with blob.open("rb") as stream:
             reader = SquashfsReader(stream)
-            entry = reader.lookup(_DPKG_STATUS) if locked else None
-            status = reader.read_file(_DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
+            entry = reader.lookup(DPKG_STATUS) if locked else None
+            status = reader.read_file(DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
         found = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
                  if name in locked and locked[name] != version]  # fmt: skip
         if self.options.locked:
@@ -444,7 +445,7 @@ def refuse_drift(found: Sequence[str]) -> None:
                          hint="`build.py lock` locks today's; without --locked the drift is recorded in the image")  # fmt: skip
 
 
-_DPKG_STATUS = "var/lib/dpkg/status"
+DPKG_STATUS = "var/lib/dpkg/status"
 
 
 def installed_packages(status: str) -> dict[str, str]:
