@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from builder.capture import BUILD_MOUNT
-from builder.chain import Chain, platform
+from builder.chain import BUILD_MOUNT, Chain, platform
 from builder.errors import FetchError, StoreError, UsageError
 from builder.executors import JobFailed, choose
 from builder.hostenv import Supply, build_environment, site_supply, write_host_files

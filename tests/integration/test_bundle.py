@@ -1,0 +1,54 @@
+"""A bundle, and an image built from it where there is no network at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rooms import ME, Cli, Room
+
+pytestmark = pytest.mark.slow
+
+
+def test_offline_the_same_image_comes_out(cli: Cli, hello: Path, room: Room) -> None:
+    folder = room.folder("bundle")
+    (folder / "model").mkdir()
+    (folder / "model/weights").write_bytes(b"0123")
+    words = ("bundle", "hello", "-o", "hello.bundle", "--with", "model", "--engine", "apptainer", "--json")
+    about = json.loads(cli.run("--store", hello, *words, cwd=folder).stdout)
+    assert about["wheels"] >= 2
+    assert about["debs"] > 100
+    assert about["with"] == 1
+
+    store = room.store(ME, "offline")
+    alone = ("unshare", "--net")
+    refused = cli.run("--store", store, "image", "hello", "--offline", cwd=folder, code=2, prefix=alone)
+    assert "give what it is built from with --bundle" in refused.stderr
+    words = (
+        "image",
+        "hello",
+        "--bundle",
+        "hello.bundle",
+        "--engine",
+        "apptainer",
+        "--format",
+        "sif",
+        "-o",
+        "off.sif",
+        "--json",
+    )
+    made = json.loads(cli.run("--store", store, *words, cwd=folder, prefix=alone).stdout)
+    assert made["built"] == ["base", "python", "hello"]
+    assert made["data"] == ["hello-data/model"]
+    assert (folder / "hello-data/model/weights").read_bytes() == b"0123"
+    online = cli.image(hello, "hello", "--engine", "apptainer", "--format", "sif", "-o", folder / "on.sif", cwd=folder)
+    assert made["layers"] == online["layers"]
+    assert made["image"] == online["image"]
+    digests = {hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("off.sif", "on.sif")}
+    assert len(digests) == 1
+    assert not list((store.parent / "cache-root").glob("bundle-*"))
+    shutil.rmtree(store)
