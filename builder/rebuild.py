@@ -18,7 +18,7 @@ from builder.inspect import stored_image
 from builder.pipeline import Image, Options, build
 from builder.progress import Progress
 from builder.squashfs import SquashfsReader
-from builder.store import Store, StoredLayer
+from builder.store import Store, StoredLayer, default_root
 
 _NAMED = 20  # differing files said by name, for each layer
 
@@ -55,7 +55,9 @@ def rebuild(chain: Chain, store: Store, options: Options, progress: Progress) ->
     raises."""
     before = stored_image(chain, store)
     # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
-    beside = store.root.parent if os.access(store.root.parent, os.W_OK) else Path(tempfile.gettempdir())
+    # Where that cannot be written, it is a colleague's, and the cache is that beside one's own store.
+    beside = store.root.parent if os.access(store.root.parent, os.W_OK) else default_root().parent
+    beside.mkdir(parents=True, exist_ok=True)
     fresh = Store(Path(tempfile.mkdtemp(prefix="rebuild-", dir=beside)))
     try:
         after = build(chain, fresh, options, progress)
