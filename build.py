@@ -508,6 +508,7 @@ def bundle(
     snapshots: tuple[Path, ...],
     engine: str,
     stack: str | None,
+    gpu_arch: str | None,
     arguments: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -525,7 +526,7 @@ def bundle(
     from builder.progress import Progress
 
     check_name(engine)
-    chain, store = resolved(recipe, stack, arguments), open_store(store_path)
+    chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
     made = stored_image(chain, store)
     out = output or Path(f"{made.name}.bundle")
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"))

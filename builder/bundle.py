@@ -32,7 +32,7 @@ from builder.errors import FetchError, StoreError, UsageError
 from builder.executors import JobFailed, choose
 from builder.hostenv import Supply, build_environment, site_supply, write_host_files
 from builder.lock import asked_packages
-from builder.pipeline import DPKG_STATUS, Image, Options, cache_folder, installed_packages, prepare_job
+from builder.pipeline import DPKG_STATUS, Image, Options, installed_packages, prepare_job
 from builder.progress import Progress
 from builder.squashfs import SquashfsReader
 from builder.store import Store, remove_tree
@@ -255,7 +255,7 @@ def _info(name: str, size: int, epoch: int) -> tarfile.TarInfo:
 def open_bundle(path: Path, store: Store, progress: Progress) -> Iterator[Bundle]:
     """Unpack and check a bundle, where scripts of a build can see it; gone afterwards. Errors: StoreError, UsageError."""
     store.open_for_writing()
-    folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=_made(cache_folder(store))))
+    folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=_made(store.cache)))
     folder.chmod(0o755)
     try:
         with progress.step(f"check {path}"):

@@ -15,7 +15,6 @@ import pytest
 from builder.bundle import Bundle, bundle_supply, check_bundle, open_bundle, unpack_snapshots
 from builder.chain import platform, resolve
 from builder.errors import FetchError, StoreError
-from builder.pipeline import cache_folder
 from builder.progress import Progress
 from builder.recipe import find_recipe
 from builder.store import Store
@@ -51,13 +50,13 @@ def store(tmp_path: Path) -> Store:
 
 def opened(path: Path, store: Store) -> dict[str, str]:
     with open_bundle(path, store, Progress(quiet=True)) as bundle:
-        assert bundle.folder.parent == cache_folder(store)
+        assert bundle.folder.parent == store.cache
         found = {
             str(item.relative_to(bundle.folder)): item.read_text()
             for item in bundle.folder.rglob("*")
             if item.is_file()
         }
-    assert list(cache_folder(store).iterdir()) == []
+    assert list(store.cache.iterdir()) == []
     return found
 
 
@@ -88,7 +87,7 @@ def test_other_content_is_refused(tmp_path: Path, store: Store, change: dict[str
     with pytest.raises(StoreError) as caught:
         opened(path, store)
     assert said in str(caught.value)
-    assert list(cache_folder(store).iterdir()) == []
+    assert list(store.cache.iterdir()) == []
 
 
 def test_names_and_links_that_lead_out_are_refused(tmp_path: Path, store: Store) -> None:
@@ -100,7 +99,7 @@ def test_names_and_links_that_lead_out_are_refused(tmp_path: Path, store: Store)
     path = write(tmp_path / "y.bundle", about, {}, {"with/a/b": "../../../etc"})
     with pytest.raises(StoreError, match="points out of the bundle"):
         opened(path, store)
-    assert not (cache_folder(store) / "evil").exists()
+    assert not (store.cache / "evil").exists()
 
 
 def test_half_a_bundle_and_no_bundle(tmp_path: Path, store: Store) -> None:
