@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import places
 import settings as options
@@ -26,9 +26,6 @@ from forms import AnyRow, Form, check_form
 from hub import check_model_place
 from rows import is_hub, read_questions
 from settings import SettingError, TaskError, option
-
-if TYPE_CHECKING:
-    import models
 
 # What may differ between a run and its continuation.
 _FREE = {"device", "batch_size", "output"}
@@ -114,7 +111,7 @@ def generate(settings: Settings, recipe: Path, *, skip_bad: bool = False, fresh:
     rows, bad = read_questions(data, settings.form, skip_bad=skip_bad)
     chosen = choose(len(rows), settings.examples, settings.seed)
     say(f"loading     {settings.adapter or settings.model} on {device.name}")
-    model, tokenizer = load(settings, device)
+    model, tokenizer = models.load_ready(settings.model, settings.adapter, device, bits=settings.bits)
     form = set_form(tokenizer, settings.form)
     questions, too_long = encode(model, tokenizer, rows, chosen, settings)
     if too_long and not skip_bad:
@@ -174,19 +171,6 @@ def choose(rows: int, examples: int, seed: int) -> list[int]:
     if not 0 < examples < rows:
         return list(range(rows))
     return sorted(random.Random(seed).sample(range(rows), examples))
-
-
-def load(settings: Settings, device: models.Device) -> tuple[Any, Any]:
-    """(model, tokenizer). Errors: TaskError."""
-    import models
-
-    if settings.adapter:
-        folder = Path(settings.adapter)
-        model, base = models.load_adapter(folder, device, bits=settings.bits)
-        place = str(folder) if (folder / "tokenizer_config.json").is_file() else base
-    else:
-        model, place = models.load_base(settings.model, device, bits=settings.bits).eval(), settings.model
-    return model, models.load_tokenizer(place)
 
 
 def encode(

@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def merge(folder: Path, output: Path, device: models.Device, *, base: str | None = None, dtype: str = "auto") -> float:
     """Merge, write to ``output``, read it back; the difference in logits. Errors: TaskError: nothing is left in output."""
     import torch
+    from safetensors import SafetensorError
 
     import models
 
@@ -66,6 +67,8 @@ def merge(folder: Path, output: Path, device: models.Device, *, base: str | None
     stored = models.stored_dtype(name) if dtype == "auto" else getattr(torch, dtype)
     ids = torch.arange(100, 116, device=exact.place)[None] % adapted.config.vocab_size
     before = logits(adapted, ids)
+    if not before.isfinite().all():
+        raise TaskError(f"{folder} on {name} gives logits that are no numbers (NaN or infinite): one of them is broken")
     # merge_and_unload works on a copy of the structure: only the model it returns is the merged one.
     merged = adapted.merge_and_unload()
     staged = output.absolute().with_name(f".{output.name}.staged-{os.getpid()}")
@@ -82,6 +85,8 @@ def merge(folder: Path, output: Path, device: models.Device, *, base: str | None
                 f"merged logits differ by {difference:.1e} of the largest, more than {allowed}: nothing written"
             )
         models.replace_folder(staged, output)
+    except (OSError, SafetensorError) as error:  # the second is what safetensors makes of a full disk
+        raise TaskError(f"{output}: cannot be written ({error}); make room, or give another --output") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return difference

@@ -179,6 +179,15 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
     return adapted.eval(), name
 
 
+def load_ready(model: str, adapter: str, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, Any]:
+    """(model, tokenizer) for answering: the base with its ``adapter`` where one is named, else ``model``. Errors: TaskError."""
+    if not adapter:
+        return load_base(model, device, bits=bits).eval(), load_tokenizer(model)
+    folder = Path(adapter)
+    adapted, name = load_adapter(folder, device, base=base, bits=bits)
+    return adapted, load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else name)
+
+
 def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], base: str) -> None:
     """The adapter as PEFT writes it today, whole or not there. ``weights``: parameter name → fp32 tensor."""
     staged = folder.with_name(f".{folder.name}.staged-{os.getpid()}")

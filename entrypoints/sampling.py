@@ -63,6 +63,19 @@ def sample(
     return [_until_end(answer, ends) for answer in output]
 
 
+class Printer(transformers.TextStreamer):  # type: ignore[misc]  # untyped
+    """Prints an answer while it comes, without the white space before it and the end after it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.began = False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        text = text if self.began else text.lstrip()
+        self.began = self.began or bool(text)
+        print(text, end="\n" if stream_end else "", flush=True)
+
+
 class _Chance(transformers.LogitsProcessor):  # type: ignore[misc]  # untyped
     """Penalty, temperature, nucleus and noise, row by row. Fillers on the left were never said, so are not penalised."""
 

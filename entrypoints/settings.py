@@ -165,9 +165,11 @@ def _assign(settings: Any, tree: dict[str, Any], assignment: str, problems: list
             branch = branch.setdefault(name, {})
         kind = known[name]
     try:
-        branch[names[-1]] = yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
-        branch[names[-1]] = text
+        value = text
+    # Where text is wanted, {question} is text: a template has its columns in braces.
+    branch[names[-1]] = text if kind is str and isinstance(value, dict) else value
 
 
 def _dotted(settings: Any, prefix: str = "") -> list[str]:

@@ -54,6 +54,11 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert settings.load(Outer, None, ["seed="]).seed is None
 
 
+def test_a_template_in_braces_is_text() -> None:
+    assert settings.load(Outer, None, ["name={question}"]).name == "{question}"
+    assert settings.load(Outer, None, ['name="{a}\\n{b}"']).name == "{a}\n{b}"
+
+
 @pytest.mark.parametrize(
     ("assignment", "said"),
     [
