@@ -131,6 +131,7 @@ def check_image(site: SiteFile, facts: ImageFacts, stacks: Sequence[StackFile] =
         *_driver(site.node, facts, instead),
         *check_runtimes(site.runtimes, site.node, facts),
         *_local_storage(site, facts),
+        *_between_nodes(site, facts),
         *_network(site.node),
     ]
 
@@ -140,7 +141,7 @@ def declared_facts(stack: StackFile, arch: str, partitions: int, *, gpu: bool = 
     libraries = {f"{stack.name}/stack.yaml": DeviceCode({_declared(stack): 1})} if gpu else {}
     return ImageFacts(
         name=f"stack {stack.name}", size=0, partitions=partitions, arch=arch, cuda=stack.cuda if gpu else None,
-        torch=stack.torch if gpu else None, glibc=None, compat=None, libraries=libraries, packages={}, damaged={},
+        torch=stack.torch if gpu else None, glibc=None, compat=None, network=(), libraries=libraries, packages={}, damaged={},
     )  # fmt: skip
 
 
@@ -292,7 +293,7 @@ def check_runtimes(runtimes: Sequence[Runtime], node: Node, facts: ImageFacts) -
         return [Finding("but", "runtime", "which container runtime is there is not known",
                         "record it in a job there: build.py doctor --record")]  # fmt: skip
     tried = [
-        _docker(runtime, facts) if runtime.kind == "docker" else _sif_runtime(runtime, node, facts)
+        _docker(runtime, node, facts) if runtime.kind == "docker" else _sif_runtime(runtime, node, facts)
         for runtime in runtimes
     ]
     return min(tried, key=lambda findings: LEVELS.index(worst(findings)))
@@ -355,7 +356,8 @@ def _compression(runtime: Runtime, node: Node) -> list[Finding]:
     return []
 
 
-def _docker(runtime: Runtime, facts: ImageFacts) -> list[Finding]:
+def _docker(runtime: Runtime, node: Node, facts: ImageFacts) -> list[Finding]:
+    found = []
     if (
         runtime.version
         and facts.glibc
@@ -363,8 +365,11 @@ def _docker(runtime: Runtime, facts: ImageFacts) -> list[Finding]:
         and version_of(runtime.version) < (20, 10, 10)
     ):
         said = f"docker {runtime.version} refuses clone3, with which glibc {facts.glibc} starts threads"
-        return [Finding("fail", "runtime", said, "Docker 20.10.10 or later")]
-    return [Finding("fine", "runtime", _named(runtime))]
+        found.append(Finding("fail", "runtime", said, "Docker 20.10.10 or later"))
+    if runtime.gpus is False and node.gpus and facts.cuda:
+        said = f"docker {runtime.version} refuses --gpus: NVIDIA's container toolkit is not installed"
+        found.append(Finding("fail", "runtime", said, "ask for the package nvidia-container-toolkit"))
+    return found or [Finding("fine", "runtime", _named(runtime))]
 
 
 def _local_storage(site: SiteFile, facts: ImageFacts) -> list[Finding]:
@@ -373,6 +378,21 @@ def _local_storage(site: SiteFile, facts: ImageFacts) -> list[Finding]:
         return []
     return [Finding("but", "storage", f"the image has {facts.size / 1e9:.1f} GB, {local.path} {local.size_gib} GiB",
                     "run it without --stage")]  # fmt: skip
+
+
+def _between_nodes(site: SiteFile, facts: ImageFacts) -> list[Finding]:
+    """NCCL says only in its log that it fell back to TCP. An image whose layers were not read is not judged."""
+    if site.network is None or site.network.kind == "ethernet" or facts.torch is None or not facts.packages:
+        return []
+    wanted = "libnccl-net" if site.network.kind == "efa" else "libibverbs"
+    if wanted in facts.network:
+        return [Finding("fine", "NCCL", f"{wanted} is there for {site.network.kind}")]
+    do = "a layer with aws-ofi-nccl" if wanted == "libnccl-net" else "a layer with libibverbs1 and ibverbs-providers"
+    return [
+        Finding(
+            "but", "NCCL", f"no {wanted} in the image: between nodes NCCL takes TCP instead of {site.network.kind}", do
+        )
+    ]
 
 
 def _network(node: Node) -> list[Finding]:
@@ -560,7 +580,7 @@ def consult(
     return sections or [Section("run", described(node), check_runtimes(node.runtimes, node.node, _NOTHING))]
 
 
-_NOTHING = ImageFacts(name="", size=0, partitions=1, arch="", cuda=None, torch=None, glibc=None, compat=None, libraries={},
+_NOTHING = ImageFacts(name="", size=0, partitions=1, arch="", cuda=None, torch=None, glibc=None, compat=None, network=(), libraries={},
                       packages={}, damaged={})  # fmt: skip
 
 

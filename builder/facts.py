@@ -21,25 +21,28 @@ from builder.sif import SifInfo, read_sif
 from builder.squashfs import SquashfsReader
 from builder.store import Store, StoredLayer
 
-FORMAT = 1  # of what is kept in the store; raise it when more is read
+FORMAT = 2  # of what is kept in the store; raise it when more is read
 _LIBRARY = re.compile(r"\.so(\.\d+)*$")
 _DIST_INFO = re.compile(r"/site-packages/([^/]+)-([^/-]+)\.dist-info$")
 _COMPAT = re.compile(r"^usr/local/cuda[^/]*/compat/libcuda\.so\.(\d[\d.]*)$")
 _GLIBC = re.compile(rb"GNU C Library [^\n]* release version (\d+\.\d+)")
 _TORCH_CUDA = re.compile(rb"^cuda(?::[^=]*)? = '([\d.]+)'", re.MULTILINE)
+_NETWORK = re.compile(r"/(libibverbs|libnccl-net)[^/]*\.so[^/]*$")
 _SMALL = 8192  # a library this small has no device code
 _NVIDIA = re.compile(r"/site-packages/nvidia/|/lib(cu|nv|nccl)[^/]*$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
-    """``libraries`` with device code by path; ``packages``: Python's, name → version; ``gone``: what it removes below."""
+    """``libraries`` with device code by path; ``packages``: Python's, name → version; ``network``: what NCCL needs beside TCP
+    (libibverbs for InfiniBand, a libnccl-net plugin for others); ``gone``: what it removes below."""
 
     libraries: dict[str, DeviceCode] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
     glibc: str | None = None
     torch_cuda: str | None = None
     compat: str | None = None
+    network: tuple[str, ...] = ()
     damaged: dict[str, str] = field(default_factory=dict)
     gone: tuple[str, ...] = ()
 
@@ -57,6 +60,7 @@ class ImageFacts:
     torch: str | None
     glibc: str | None
     compat: str | None
+    network: tuple[str, ...]
     libraries: dict[str, DeviceCode]
     packages: dict[str, str]
     damaged: dict[str, str]
@@ -113,7 +117,10 @@ def read_layer(image: SquashfsReader) -> LayerFacts:
     """Everything of one layer. Errors: StoreError when the squashfs is damaged."""
     libraries, packages, damaged, gone = dict[str, DeviceCode](), dict[str, str](), dict[str, str](), list[str]()
     glibc = torch_cuda = compat = None
+    network: set[str] = set()
     for entry in image.entries():
+        if match := _NETWORK.search(entry.path):
+            network.add(match[1])
         if entry.kind == "whiteout":
             gone.append(entry.path)
         elif entry.kind == "dir" and (match := _DIST_INFO.search(entry.path)):
@@ -127,7 +134,7 @@ def read_layer(image: SquashfsReader) -> LayerFacts:
             elif _may_hold_device_code(entry):
                 _read_library(image, entry.path, libraries, damaged)
     return LayerFacts(libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat,
-                      damaged=damaged, gone=tuple(gone))  # fmt: skip
+                      network=tuple(sorted(network)), damaged=damaged, gone=tuple(gone))  # fmt: skip
 
 
 def _said(image: SquashfsReader, path: str, pattern: re.Pattern[bytes]) -> str | None:
@@ -154,7 +161,9 @@ def _merged(layers: Iterable[LayerFacts]) -> LayerFacts:
     """As an overlay shows them, bottom first: what a layer removed is gone, what it has again replaces what was there."""
     libraries, packages, damaged = dict[str, DeviceCode](), dict[str, str](), dict[str, str]()
     glibc = torch_cuda = compat = None
+    network: set[str] = set()
     for layer in layers:
+        network |= set(layer.network)
         for mapping in (libraries, damaged):
             for path in [path for path in mapping if _is_below(path, layer.gone)]:
                 del mapping[path]
@@ -166,9 +175,8 @@ def _merged(layers: Iterable[LayerFacts]) -> LayerFacts:
         damaged |= layer.damaged
         glibc, compat = layer.glibc or glibc, layer.compat or compat
         torch_cuda = layer.torch_cuda or torch_cuda
-    return LayerFacts(
-        libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat, damaged=damaged
-    )
+    return LayerFacts(libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat,
+                      network=tuple(sorted(network)), damaged=damaged)  # fmt: skip
 
 
 def _is_below(path: str, gone: Iterable[str]) -> bool:
@@ -180,7 +188,7 @@ def _stacked(name: str, layers: Sequence[LayerFacts], *, size: int, partitions: 
     return ImageFacts(
         name=name, size=size, partitions=partitions, arch=arch,
         cuda=whole.torch_cuda or _cuda_runtime(whole.packages), torch=whole.packages.get("torch"), glibc=whole.glibc,
-        compat=whole.compat, libraries=whole.libraries, packages=whole.packages, damaged=whole.damaged,
+        compat=whole.compat, network=whole.network, libraries=whole.libraries, packages=whole.packages, damaged=whole.damaged,
     )  # fmt: skip
 
 
@@ -200,7 +208,7 @@ def _kept(store: Store, key: str) -> LayerFacts | None:
         fields: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
         fields["libraries"] = {path: DeviceCode({tuple(held): count for held, count in fatbins})
                                for path, fatbins in record["libraries"].items()}  # fmt: skip
-        fields["gone"] = tuple(record["gone"])
+        fields |= {name: tuple(record[name]) for name in ("gone", "network")}
         return LayerFacts(**fields)
     return None
 
@@ -208,7 +216,7 @@ def _kept(store: Store, key: str) -> LayerFacts | None:
 def _keep(store: Store, key: str, facts: LayerFacts) -> LayerFacts:
     record = {
         "format": FORMAT,
-        **{name: getattr(facts, name) for name in ("packages", "glibc", "torch_cuda", "compat", "damaged", "gone")},
+        **{name: getattr(facts, name) for name in ("packages", "glibc", "torch_cuda", "compat", "network", "damaged", "gone")},
         "libraries": {path: [[list(held), count] for held, count in code.fatbins.items()] for path, code in facts.libraries.items()},
     }  # fmt: skip
     if os.access(store.root / "checks", os.W_OK):

@@ -177,7 +177,10 @@ def runtime_of(program: str) -> Runtime | None:
     if program == "docker":
         done = run([place, "version", "--format", "{{.Server.Version}}"], check=False)
         version = re.match(r"\d+(\.\d+)+", done.stdout)
-        return Runtime(kind="docker", version=version[0]) if done.returncode == 0 and version else None
+        if done.returncode or not version:
+            return None
+        toolkit = which("nvidia-container-runtime-hook", "nvidia-container-cli", "nvidia-ctk")
+        return Runtime(kind="docker", version=version[0], gpus=toolkit is not None)
     said = run([place, "--version"], check=False).stdout.strip()
     match = re.fullmatch(r"(apptainer|singularity(?:-ce|-pro|pro)?) version (\d+(?:\.\d+)*).*", said, re.IGNORECASE)
     if not match:

@@ -98,12 +98,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What runs containers there. ``module`` is loaded first (`module load`); ``setuid``: installed so."""
+    """What runs containers there. ``module`` is loaded first (`module load`); ``setuid``: installed so; ``gpus``: whether Docker
+    has NVIDIA's container toolkit."""
 
     kind: str
     version: str | None = None
     module: str | None = None
     setuid: bool | None = None
+    gpus: bool | None = None
 
     def __post_init__(self) -> None:
         _one_of("kind", self.kind, tuple(RUNTIMES))

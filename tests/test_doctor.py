@@ -30,7 +30,7 @@ from builder.errors import UnfitError
 from builder.facts import ImageFacts
 from builder.machine import GIB, Place
 from builder.recipe import HOUSE
-from builder.site import Gpu, Node, Runtime, SiteFile, Storage
+from builder.site import Gpu, Network, Node, Runtime, SiteFile, Storage
 from builder.stack import StackFile
 from own_recipe import RunCli
 
@@ -49,7 +49,7 @@ def code(*names: str, count: int = 444) -> DeviceCode:
 def image(**changes: Any) -> ImageFacts:
     usual: dict[str, Any] = {
         "name": "mine", "size": 3_000_000_000, "partitions": 5, "arch": "amd64", "cuda": "13.0", "torch": "2.11.0",
-        "glibc": "2.36", "compat": None, "libraries": {TORCH: code(*USUAL)}, "packages": {}, "damaged": {},
+        "glibc": "2.36", "compat": None, "network": ("libibverbs",), "libraries": {TORCH: code(*USUAL)}, "packages": {}, "damaged": {},
     }  # fmt: skip
     return ImageFacts(**{**usual, **changes})
 
@@ -280,6 +280,29 @@ def test_zstd_where_the_kernel_mounts(
 )  # fmt: skip
 def test_dockers_seccomp_and_threads(docker: str, glibc: str | None, level: str) -> None:
     assert found(site(runtime=Runtime(kind="docker", version=docker)), image(glibc=glibc), "runtime").level == level
+
+
+def test_docker_without_nvidias_toolkit() -> None:
+    for there, facts, level in ((False, image(), "fail"), (None, image(), "fine"), (True, image(), "fine"),
+                                (False, image(cuda=None, libraries={}), "fine")):  # fmt: skip
+        assert (
+            found(site(runtime=Runtime(kind="docker", version="28.2.2", gpus=there)), facts, "runtime").level == level
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "level"),
+    [
+        ("infiniband", ("libibverbs",), "fine"), ("infiniband", (), "but"), ("roce", (), "but"), ("efa", ("libibverbs",), "but"),
+        ("efa", ("libibverbs", "libnccl-net"), "fine"), ("ethernet", (), None),
+    ],
+)  # fmt: skip
+def test_what_nccl_needs_between_nodes(kind: str, held: tuple[str, ...], level: str | None) -> None:
+    there = replace(site(), network=Network(kind=kind))
+    facts = image(network=held, packages={"torch": "2.11.0"})
+    levels = [finding.level for finding in check_image(there, facts) if finding.topic == "NCCL"]
+    assert levels == ([level] if level else [])
+    assert not [finding for finding in check_image(there, image(network=held)) if finding.topic == "NCCL"]  # not read
 
 
 def test_the_best_runtime_counts() -> None:

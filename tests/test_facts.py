@@ -107,6 +107,12 @@ def test_forward_compatibility_is_seen(tmp_path: Path) -> None:
     assert image_of(tmp_path, {"usr/local/cuda-13.0/compat/libcuda.so.580.65.06": b"x"}).compat == "580.65.06"
 
 
+def test_what_nccl_needs_is_seen(tmp_path: Path) -> None:
+    plain = {"usr/lib/x86_64-linux-gnu/libibverbs.so.1.14.44.0": b"x"}
+    assert image_of(tmp_path, plain, {"opt/aws/lib/libnccl-net-ofi.so": b"x"}).network == ("libibverbs", "libnccl-net")
+    assert image_of(tmp_path, BASE).network == ()
+
+
 def test_a_layer_is_read_once(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     layer = stored(store, "l", squashfs(tmp_path / "l", {**BASE, **FRAMEWORK}))
