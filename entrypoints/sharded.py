@@ -119,4 +119,7 @@ class Sharded:
 def gather_weights(learner: Learner) -> dict[str, torch.Tensor]:
     """Every weight whole, on the CPU, in the first process; in the dtype they are gathered in for work."""
     whole = get_model_state_dict(learner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return {name.removeprefix("model."): tensor.to(learner.dtype) for name, tensor in whole.items()}
+    # Gathered, a tied head is a second copy of the table.
+    tied = {name for name, _ in learner.named_parameters(remove_duplicate=False)}
+    tied -= {name for name, _ in learner.named_parameters()}
+    return {name.removeprefix("model."): part.to(learner.dtype) for name, part in whole.items() if name not in tied}

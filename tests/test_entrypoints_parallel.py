@@ -1,0 +1,294 @@
+"""Training spread over processes, on the CPU: every way learns what one process does, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "transformers", "peft", "tokenizers"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"))
+ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
+sys.path.insert(0, str(ENTRYPOINTS))
+
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+import checkpoint  # noqa: E402
+import loop  # noqa: E402, F401  # imported once here, and not in every fork
+import models  # noqa: E402
+import parallel  # noqa: E402
+import report  # noqa: E402, F401
+import rows  # noqa: E402
+import sharded  # noqa: E402, F401
+import tiny  # noqa: E402
+import together  # noqa: E402
+import train  # noqa: E402
+from prompt import text_of  # noqa: E402
+from settings import TaskError  # noqa: E402
+from train_settings import resolve_parallel  # noqa: E402
+from world import REQUEUE, World, join  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
+SAMPLE = RECIPE / "data" / "sample.jsonl"
+KINDS = ("gpt2", "gpt_neox", "falcon", "mpt", "llama")
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model of every architecture. GPT-2, Falcon and MPT have their head tied to the table, the others not."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("bases")
+    texts = [text_of(row) for row in rows.read_all([rows.Source(str(SAMPLE), 0.0)], seed=0, skip_bad=False).train]
+    for kind in KINDS:
+        tiny.make_model(folder / kind, texts, kind)
+    return {kind: folder / kind for kind in KINDS}
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    saved = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def settings_of(base: Path, **changes: Any) -> train.Settings:
+    values: dict[str, Any] = {
+        "model": str(base), "data": [str(SAMPLE)], "test_share": 0.1, "max_length": 512, "batch_size": 32,
+        "learning_rate": 1e-2, "log_seconds": 0.0, "eval_every": 0, "device": "cpu", "max_steps": 3,
+        "lora": train.Lora(dropout=0.0),
+    }  # fmt: skip
+    return train.Settings(**{**values, **changes})
+
+
+def fit(settings: train.Settings, output: Path, **options_: Any) -> int:
+    return train.train(settings, RECIPE, output, **options_)
+
+
+def losses(output: Path) -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("loss", line.get("test_loss")) for line in lines]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: part for file in folder.glob("*.safetensors") for name, part in load_file(str(file)).items()}
+
+
+# ---------------------------------------------------------------------- every way learns the same
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("method", ["lora", "full", "last-layer"])
+def test_two_processes_learn_what_one_does(kind: str, method: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    """Losses and what is left: replicated, and sharded with the head tied to the table and not."""
+    settings = settings_of(bases[kind], method=method, batch_size=31)  # 31: one process has a row more than the other
+    assert fit(settings, tmp_path / "none") == 0
+    for way in ("ddp", "fsdp"):
+        changed = settings_of(bases[kind], method=method, batch_size=31, parallel=way)
+        said = together.run(2, tmp_path / f"log-{way}", fit, changed, tmp_path / way)
+        assert "2 x CPU" in said
+        assert losses(tmp_path / way) == pytest.approx(losses(tmp_path / "none"), rel=1e-4)
+        what = "adapter" if method == "lora" else "model"
+        ours, theirs = weights(tmp_path / way / what), weights(tmp_path / "none" / what)
+        assert ours.keys() == theirs.keys() and len(ours) > 3
+        for name, part in ours.items():
+            torch.testing.assert_close(part, theirs[name], rtol=1e-2, atol=2e-3)
+        assert json.loads((tmp_path / way / "run.json").read_text())["device"]["count"] == 2
+    if method != "lora":
+        device = models.choose_device("cpu")
+        again = models.load_base(str(tmp_path / "fsdp" / "model"), device)
+        assert (
+            models.count_parameters(again)[0] == models.count_parameters(models.load_base(str(bases[kind]), device))[0]
+        )
+
+
+@pytest.mark.parametrize(("method", "number"), [("full", signal.SIGUSR1), ("lora", signal.SIGTERM)])
+def test_a_sharded_run_in_two_halves_has_the_same_losses(
+    method: str, number: int, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """Only one of the two processes gets the signal."""
+    settings = settings_of(
+        bases["llama"], method=method, parallel="fsdp", max_steps=9, epochs=2, lora=train.Lora(dropout=0.1)
+    )
+    together.run(2, tmp_path / "log", fit, settings, tmp_path / "whole")
+    processes = together.start(2, tmp_path / "half", fit, settings, tmp_path / "halves")
+    said = Path(f"{tmp_path / 'half'}-0")
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and all(process.is_alive() for process in processes):
+        if said.is_file() and "step 3/" in said.read_text():
+            os.kill(processes[1].pid, number)
+            break
+        time.sleep(0.01)
+    assert together.wait(processes) == [REQUEUE] * 2, said.read_text()
+    stopped_at = len(losses(tmp_path / "halves"))
+    assert 3 <= stopped_at < 9
+    assert f"step {stopped_at} of 9" in together.run(2, tmp_path / "log", fit, settings, tmp_path / "halves")
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+
+
+def test_checkpointed_blocks_change_nothing_when_sharded(bases: dict[str, Path], tmp_path: Path) -> None:
+    for name, twice in (("plain", False), ("twice", True)):
+        settings = settings_of(bases["llama"], method="full", parallel="fsdp", gradient_checkpointing=twice)
+        said = together.run(2, tmp_path / f"log-{name}", fit, settings, tmp_path / name)
+        assert ("2 of 2 blocks checkpointed" in said) == twice
+    assert losses(tmp_path / "twice") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_only_the_first_process_holds_the_weights(bases: dict[str, Path]) -> None:
+    settings, device = settings_of(bases["llama"], parallel="fsdp"), models.choose_device("cpu")
+    first, second = (
+        parallel._load_causal(str(bases["llama"]), settings, device, World(rank, 2, rank), True) for rank in range(2)
+    )
+    assert not any(part.is_meta for part in first.parameters())
+    assert all(part.is_meta for part in [*second.parameters(), *second.buffers()])
+
+
+# ---------------------------------------------------------------------- what is trained, and nothing else
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_layer_alone_changes(kind: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    assert fit(settings_of(bases[kind], method="last-layer"), tmp_path) == 0
+    before, after = weights(bases[kind]), weights(tmp_path / "model")
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    norms = {"gpt2": "ln_f", "gpt_neox": "final_layer_norm", "falcon": "ln_f", "mpt": "norm_f", "llama": "model.norm"}
+    assert changed and all(norms[kind] in name or name.startswith(("lm_head", "embed_out")) for name in changed)
+    assert any(norms[kind] in name for name in changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_every_architecture_learns(kind: str, method: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    assert fit(settings_of(bases[kind], method=method, max_steps=4, schedule="constant"), tmp_path) == 0
+    found = losses(tmp_path)
+    assert found[3] < found[0]
+    if method == "full":
+        before, after = weights(bases[kind]), weights(tmp_path / "model")
+        assert before.keys() == after.keys()
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_last_layer_can_be_named(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["llama"]
+    assert fit(settings_of(base, method="last-layer", last_layer=("layers.1.mlp",)), tmp_path) == 0
+    before, after = weights(base), weights(tmp_path / "model")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) == 3 and all(".layers.1.mlp." in name for name in changed)
+    with pytest.raises(TaskError, match=r"last_layer: no module is called nrom\. Did you mean 'norm'"):
+        fit(settings_of(base, method="last-layer", last_layer=("nrom",)), tmp_path / "other")
+
+
+# ---------------------------------------------------------------------- what cannot work is said
+
+
+def test_ways_that_do_not_fit_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path("unused")
+    for way in ("ddp", "fsdp"):
+        with pytest.raises(TaskError, match=f"parallel={way}: needs several processes.*torchrun"):
+            resolve_parallel(settings_of(base, parallel=way))
+    assert resolve_parallel(settings_of(base)) == "none"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert resolve_parallel(settings_of(base)) == "ddp"
+    with pytest.raises(TaskError, match="parallel=none: this is one of several processes"):
+        resolve_parallel(settings_of(base, parallel="none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bits": 4, "method": "full"}, "bits=4: such weights cannot learn"),
+        ({"bits": 8, "parallel": "fsdp"}, "bits=8: not together with parallel=fsdp; take parallel=ddp"),
+        ({"bits": 4}, "bits=4: needs a GPU"),
+        ({"deepspeed": train.DeepSpeed(stage=2, offload="all")}, "offload=all: weights are shared only with"),
+    ],
+)
+def test_choices_that_do_not_go_together(
+    changes: dict[str, Any], said: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(TaskError, match=said):
+        fit(settings_of(bases["llama"], **changes), tmp_path)
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*--master-port"):
+            join("cpu")
+
+
+def test_a_model_too_large_is_refused_with_what_would_fit(
+    bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama-2-7B's shape and a GPU of 40 GiB: nothing is loaded, so nothing has to be there but config and tokenizer."""
+    import dataclasses
+    import shutil
+
+    shutil.copytree(bases["llama"], tmp_path / "large")
+    (tmp_path / "large" / "model.safetensors").unlink()
+    file = tmp_path / "large" / "config.json"
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+             "intermediate_size": 11008, "vocab_size": 32000, "head_dim": 128}  # fmt: skip
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+    chosen = dataclasses.replace(models.choose_device("cpu"), dtype=torch.bfloat16, memory=40 << 30)
+    monkeypatch.setattr(models, "choose_device", lambda *_: chosen)
+    with pytest.raises(TaskError, match=r"will not fit; what would: .*GPUs like this one.*parallel=fsdp.*method=lora"):
+        fit(settings_of(tmp_path / "large", method="full"), tmp_path / "out", dry=True)
+    assert fit(settings_of(tmp_path / "large", method="lora"), tmp_path / "out", dry=True) == 0
+
+
+def test_weights_that_are_no_numbers(bases: dict[str, Path], tmp_path: Path) -> None:
+    model = models.load_base(str(bases["llama"]), models.choose_device("cpu"))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    models.load_tokenizer(str(bases["llama"])).save_pretrained(tmp_path / "broken")
+    with pytest.raises(
+        TaskError, match=r"its weight model\.layers\.1\.mlp\.up_proj\.weight holds values that are no numbers"
+    ):
+        fit(settings_of(tmp_path / "broken", method="full"), tmp_path / "out")
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk: both refuse the write in the middle of a file."""
+
+    def work() -> int:
+        assert fit(settings_of(bases["llama"], method="full", max_steps=1), tmp_path / "run") == 0
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        try:
+            checkpoint.save(tmp_path / "run" / "checkpoints", 2, {"step": torch.zeros(100_000)}, lambda _: {}, World())
+        except TaskError as error:
+            print(f"error: {error}")
+            return 7
+        return 0
+
+    codes = together.wait(together.start(1, tmp_path / "log", work, env={"WORLD_SIZE": "1"}))
+    said = Path(f"{tmp_path / 'log'}-0").read_text()
+    assert codes == [7], said
+    assert "step-000002: cannot be written" in said and "goes on from step 1" in said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_another_model_or_way_does_not_continue_a_checkpoint(bases: dict[str, Path], tmp_path: Path) -> None:
+    assert fit(settings_of(bases["llama"], method="full"), tmp_path) == 0
+    for changes in ({"model": str(bases["gpt2"]), "method": "full"}, {"method": "lora"}):
+        with pytest.raises(TaskError, match=r"belongs to another run .*--fresh"):
+            fit(settings_of(bases["llama"], **changes), tmp_path)
