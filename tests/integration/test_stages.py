@@ -1,0 +1,411 @@
+"""Build stages with real engines: a small package compiled by gcc in a stage, its wheel proven, kept, taken elsewhere.
+
+The stage stands on a layer with gcc and pip, as images/*.def stand on the toolkit. A file that nvcc would have filled with
+device code is written by hand (tests/fat_elf.py): nvcc itself is too large for every run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rooms import ENGINES, ME, Cli, Engine, Room, share_layers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from compiled import extension
+
+pytestmark = pytest.mark.slow
+
+TOOLS = """\
+Bootstrap: localimage
+From: python.sif
+
+%files
+    files/source.py /opt/ekiben/source.py
+    files/compile.py /opt/ekiben/compile.py
+
+%post
+    apt-get update
+    apt-get install -y --no-install-recommends gcc libc6-dev libpython3.11-dev git
+    uv pip install --python /opt/venv/bin/python setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2
+
+%environment
+    export TOOLS=here
+"""
+TINY = """\
+Bootstrap: localimage
+From: tools.sif
+Stage: build
+
+%arguments
+    capabilities=9.0
+    tiny_repository=
+    tiny_commit=
+
+%files
+    files/device.so /opt/device.so
+
+%post
+    python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$EKIBEN_WORK/tiny"
+    cd "$EKIBEN_WORK/tiny"
+    echo "for {{ capabilities }} with $MAX_JOBS jobs and $TOOLS"
+    LDFLAGS=-Wl,--strip-all python /opt/ekiben/compile.py "$EKIBEN_WORK/tiny" /opt/wheels/tiny
+    # What nvcc leaves in a library, added to what gcc made.
+    python - <<'END'
+import base64, csv, hashlib, pathlib, zipfile
+(path,) = pathlib.Path("/opt/wheels/tiny").iterdir()
+with zipfile.ZipFile(path) as old:
+    held = {name: old.read(name) for name in old.namelist()}
+(record,) = (name for name in held if name.endswith("RECORD"))
+held["tiny_device.so"] = pathlib.Path("/opt/device.so").read_bytes()
+digest = base64.urlsafe_b64encode(hashlib.sha256(held["tiny_device.so"]).digest()).rstrip(b"=").decode()
+held[record] += f"tiny_device.so,sha256={digest},{len(held['tiny_device.so'])}\\n".encode()
+with zipfile.ZipFile(path, "w") as new:
+    for name, data in held.items():
+        new.writestr(zipfile.ZipInfo(name), data)
+END
+
+%labels
+    org.ekiben.wheel tiny
+
+Bootstrap: localimage
+From: python.sif
+Stage: runtime
+
+%files from build
+    /opt/wheels/tiny /opt/wheels/tiny
+
+%post
+    pip install --no-deps --no-index --no-compile /opt/wheels/tiny/*.whl
+    rm -r /opt/wheels
+
+%test
+    set -e
+    python -c 'import tiny; assert tiny.answer() == 42'
+    if command -v gcc; then exit 1; fi
+    test -z "$TOOLS"
+"""
+SOURCE = """\
+#include <Python.h>
+static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(ANSWER); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {0}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", 0, -1, methods};
+PyMODINIT_FUNC PyInit_tiny(void) { return PyModule_Create(&module); }
+"""
+SETUP = """\
+from setuptools import Extension, setup
+setup(name="tiny", version="1.0", ext_modules=[Extension("tiny", ["tiny.c"], define_macros=[("ANSWER", "42")])])
+"""
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A recipe whose top layer takes a wheel of a build stage; ``mirror`` is where its source lies."""
+
+    path: Path
+    mirror: Path
+
+    def replace(self, file: str, old: str, new: str) -> None:
+        text = (self.path / file).read_text()
+        assert old in text
+        (self.path / file).write_text(text.replace(old, new))
+
+    def write(self, file: str, text: str | bytes) -> None:
+        (self.path / file).parent.mkdir(parents=True, exist_ok=True)
+        (self.path / file).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    def stack(self, **changes: Any) -> None:
+        about = {
+            "name": "small", "description": "a test", "suite": "bookworm", "python": "3.11", "cuda": "13.0", "torch": "2.11.0",
+            "driver": ">=580", "compute_capabilities": ["9.0"], "epoch": 1_795_219_200,
+            "arguments": {"stack": "x", "python": "3.11", "tiny_repository": "https://example.invalid/tiny", "tiny_commit": self.commit},
+        }  # fmt: skip
+        self.write("images/stacks/small/stack.yaml", json.dumps({**about, **changes}))
+
+    @property
+    def commit(self) -> str:
+        return git(self.mirror, "rev-parse", "HEAD")
+
+    @property
+    def settings(self) -> dict[str, str | None]:
+        """git's own way to name a mirror."""
+        return {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{self.mirror.parent}/.insteadOf",
+                "GIT_CONFIG_VALUE_0": "https://example.invalid/"}  # fmt: skip
+
+
+def git(folder: Path, *words: str) -> str:
+    own = ["git", "-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "safe.directory=*", "-C", str(folder)]
+    when = {**os.environ, "GIT_AUTHOR_DATE": "@1700000000 +0000", "GIT_COMMITTER_DATE": "@1700000000 +0000"}
+    return subprocess.run([*own, *words], env=when, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def tiny(room: Room) -> Tiny:
+    return make_tiny(room, room.folder("tiny"))
+
+
+def make_tiny(room: Room, place: Path) -> Tiny:
+    mirror = place / "mirrors/tiny"
+    mirror.mkdir(parents=True)
+    git(mirror, "init", "--quiet")
+    made = Tiny(place / "own", mirror)
+    for name, text in (("tiny.c", SOURCE), ("setup.py", SETUP)):
+        (mirror / name).write_text(text)
+    git(mirror, "add", ".")
+    git(mirror, "commit", "--quiet", "-m", "tiny")
+    made.write("images/tools.def", TOOLS)
+    made.write("images/tiny.def", TINY)
+    for name in ("source.py", "compile.py"):
+        made.write(f"files/{name}", (room.checkout / "images" / name).read_text())
+    made.write("files/device.so", extension("sm_90"))
+    shutil.copytree(room.checkout / "images/stacks/cu130", made.path / "images/stacks/small")
+    (made.path / "images/stacks/small/SHA256SUMS").unlink()
+    made.stack()
+    made.write(
+        "recipe.yaml",
+        json.dumps({"name": "own", "description": "a test", "stack": "small", "layer": "tiny", "tasks": {}}),
+    )
+    return made
+
+
+@dataclass(frozen=True)
+class Built:
+    store: Path
+    result: dict[str, Any]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def built(room: Room, cli: Cli, hello: Path) -> Iterator[Built]:
+    """The recipe built once, as root with Apptainer: its tools layer is what the other tests begin with."""
+    place = Path(tempfile.mkdtemp(prefix="stages-", dir=room.path))
+    place.chmod(0o755)
+    tiny, store = make_tiny(room, place), place / "store"
+    share_layers(hello, store, ["base", "python"], ME)
+    done = cli.run("--store", store, "image", tiny.path, "--json", "--engine", "apptainer", "--format", "sif", "-o", place / "own.sif",
+                   env=tiny.settings)  # fmt: skip
+    yield Built(store, json.loads(done.stdout), done.stderr)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.fixture
+def store_with(built: Built, room: Room) -> Callable[..., Path]:
+    """store_with(user, *layers): a store in which these layers are, and nothing that was compiled."""
+
+    def make(user: str = ME, *layers: str) -> Path:
+        store = room.folder("stores", user) / "store"
+        share_layers(built.store, store, layers, user)
+        return store
+
+    return make
+
+
+def wheels(store: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((store / "results").glob("*.json"))]
+
+
+def nothing_kept(store: Path) -> bool:
+    """No record of a wheel and no blob of one; no record of the layer."""
+    names = {json.loads(path.read_text())["name"] for path in (store / "keys").glob("*.json")}
+    zipped = [path for path in (store / "blobs/sha256").iterdir() if path.read_bytes()[:2] == b"PK"]
+    return not wheels(store) and "tiny" not in names and not zipped
+
+
+def test_what_is_compiled_does_not_ship_the_compiler(built: Built, room: Room, cli: Cli, tiny: Tiny) -> None:
+    assert {item["name"] for item in built.result["layers"]} == {"base", "python", "tiny", "own"}
+    assert [check["runtime"] for check in built.result["checks"]] == ["apptainer"]
+    assert "stage tiny.build" in built.said
+    (wheel,) = wheels(built.store)
+    assert (wheel["wheel"], wheel["origin"], wheel["executor"]) == ("tiny", "compiled", "apptainer")
+    assert wheel["inputs"]["capabilities"] == ["9.0"]
+    assert [tool[0] for tool in wheel["inputs"]["tools"]] == ["tools"]
+    assert wheel["notes"]["extensions"]["tiny_device.so"] == ["sm_90"]
+    listed = cli.run("--store", built.store, "wheels", "list").stdout
+    assert listed.startswith("tiny ")
+    assert "torch 2.11.0  CUDA 13.0  Python 3.11  for 9.0" in listed
+    assert list((built.store.parent / "cache-root/work").iterdir()) == []
+    about = json.loads(
+        next(path.read_text() for path in (built.store / "keys").glob("*.json") if '"name": "tiny"' in path.read_text())
+    )
+    assert list(about["notes"]["handed over"].values()) == [wheel["files"][0]["digest"][7:]]
+
+
+def test_an_edited_runtime_layer_compiles_nothing(built: Built, cli: Cli, tiny: Tiny) -> None:
+    def plan() -> dict[str, str]:
+        rows = json.loads(cli.run("--store", built.store, "plan", tiny.path, "--json").stdout)
+        return {
+            **{need["step"]: need["reason"] for row in rows for need in row.get("needs", ())},
+            **{row["layer"]: row["reason"] for row in rows},
+        }
+
+    assert set(plan().values()) == {"stored"}
+    tiny.replace("images/tiny.def", "rm -r /opt/wheels\n", "rm -r /opt/wheels\n    echo more >/opt/more\n")
+    assert plan() == plan() | {"tiny.build": "stored, compiled", "tiny": "%post changed", "own": plan()["own"]}
+    tiny.replace("images/tiny.def", "for {{ cap", "now for {{ cap")
+    assert plan()["tiny.build"] == "%post changed"
+    assert "tools" not in plan() or plan()["tools"] == "stored"
+    tiny.stack(compute_capabilities=["8.0", "9.0"])
+    assert "compute capabilities changed: 9.0 → 8.0 9.0" in plan()["tiny.build"]
+
+
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if str(engine) != "apptainer-root"], ids=str)
+def test_every_engine_compiles_the_same_wheel(
+    engine: Engine, built: Built, tiny: Tiny, room: Room, store_with: Callable[..., Path]
+) -> None:
+    store = store_with(engine.user, "base", "python", "tools")
+    made = Cli(room, engine.user).image(
+        store, tiny.path, "--engine", engine.name, "--format", "sif", "--no-verify", "-o", store.parent / "own.sif",
+        env=tiny.settings, cwd=store.parent,
+    )  # fmt: skip
+    assert wheels(store)[0]["files"] == wheels(built.store)[0]["files"]
+    assert {item["name"]: item["diff_id"] for item in made["layers"]} == {
+        item["name"]: item["diff_id"] for item in built.result["layers"]
+    }
+
+
+def test_a_wheel_travels_to_a_machine_that_cannot_compile(
+    built: Built, cli: Cli, tiny: Tiny, room: Room, store_with: Callable[..., Path]
+) -> None:
+    stick = room.folder("stick")
+    wheel = Path(cli.run("--store", built.store, "wheels", "export", "tiny", "-o", stick).stdout.strip())
+    assert {path.name for path in stick.iterdir()} == {wheel.name, wheel.name + ".json"}
+    store = store_with(ME, "base", "python")
+    said = cli.run("--store", store, "wheels", "import", tiny.path, wheel, "--engine", "apptainer").stdout
+    assert "proven and kept" in said
+    made = cli.image(
+        store, tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify", "-o", stick / "own.sif"
+    )
+    assert made["built"] == ["own"]
+    assert [item["digest"] for item in made["layers"]] == [item["digest"] for item in built.result["layers"]]
+    (kept,) = wheels(store)
+    assert kept["origin"] == "imported"
+    cli.run("--store", store, "wheels", "import", tiny.path, wheel)  # again: it is there
+    assert "removed 0 blobs" in cli.run("--store", store, "prune", "--wheels").stdout
+
+
+def test_wheels_that_are_not_taken(
+    built: Built, cli: Cli, tiny: Tiny, room: Room, store_with: Callable[..., Path]
+) -> None:
+    stick, store = room.folder("stick"), store_with(ME, "base", "python")
+    wheel = Path(cli.run("--store", built.store, "wheels", "export", "tiny", "-o", stick).stdout.strip())
+    record = wheel.with_name(wheel.name + ".json")
+
+    def refused(*words: str | Path, code: int = 8) -> str:
+        said = cli.run(
+            "--store", store, "wheels", "import", tiny.path, *words, "--engine", "apptainer", code=code
+        ).stderr
+        assert nothing_kept(store), said
+        return said
+
+    assert "not the one asked for" in refused(wheel, "--sha256", "0" * 64)
+    tiny.stack(torch="2.12.0", cuda="13.1")
+    (tiny.path / "images/stacks/small/pytorch.lock").unlink()
+    (tiny.path / "images/stacks/small/toolkit.lock").unlink()
+    said = refused(wheel)
+    assert "torch: 2.11.0 there, 2.12.0 here" in said
+    assert "cuda: 13.0 there, 13.1 here" in said
+    tiny.stack()
+    wheel.write_bytes(wheel.read_bytes() + b"\0")
+    assert "its record says" in refused(wheel)
+    record.unlink()
+    other = wheel.with_name(wheel.name.replace("cp311-cp311", "cp312-cp312"))
+    wheel.rename(other)
+    assert "is for cp312" in refused(other)
+    strange = other.with_name("strange-1.0-cp311-cp311-linux_x86_64.whl")
+    other.rename(strange)
+    assert "no layer of own compiles 'strange'; it compiles tiny" in refused(strange, code=2)
+
+
+def test_what_is_not_proven_is_not_kept(cli: Cli, tiny: Tiny, store_with: Callable[..., Path]) -> None:
+    store = store_with(ME, "base", "python", "tools")
+
+    def failed(code: int) -> str:
+        said = cli.run("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify",
+                       cwd=store.parent, env=tiny.settings, code=code).stderr  # fmt: skip
+        assert nothing_kept(store), said
+        return said
+
+    tiny.write("files/device.so", extension("sm_80"))
+    assert "tiny_device.so: no device code for compute capability 9.0 (there is: sm_80)" in failed(8)
+    tiny.write("files/device.so", extension("sm_90"))
+    tiny.replace("images/tiny.def", "== 42", "== 43")
+    assert "%test of tiny failed" in failed(8)
+
+
+def test_a_mirror_with_another_commit(cli: Cli, tiny: Tiny, store_with: Callable[..., Path]) -> None:
+    store = store_with(ME, "base", "python", "tools")
+    tiny.stack()
+    wanted = tiny.commit
+    shutil.rmtree(tiny.mirror / ".git")
+    git(tiny.mirror, "init", "--quiet")
+    (tiny.mirror / "tiny.c").write_text(SOURCE + "\n")
+    git(tiny.mirror, "add", ".")
+    git(tiny.mirror, "commit", "--quiet", "-m", "another")
+    said = cli.run(
+        "--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", env=tiny.settings, code=5
+    ).stderr
+    assert f"https://example.invalid/tiny does not have the commit {wanted}" in said
+    shutil.rmtree(tiny.mirror)
+    said = cli.run(
+        "--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", env=tiny.settings, code=7
+    ).stderr
+    assert f"the mirror {tiny.mirror} of https://example.invalid/tiny cannot be read" in said
+    assert nothing_kept(store)
+
+
+def test_a_compile_that_runs_out_of_something(cli: Cli, tiny: Tiny, store_with: Callable[..., Path]) -> None:
+    store = store_with(ME, "base", "python", "tools")
+    begin = '    echo "for'
+
+    def failed() -> str:
+        said = cli.run("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify",
+                       cwd=store.parent, env=tiny.settings, code=5).stderr  # fmt: skip
+        assert nothing_kept(store), said
+        (work,) = (store.parent / "cache-root/work").iterdir()
+        assert (work / "tiny/setup.py").exists()
+        shutil.rmtree(work)
+        return said
+
+    tiny.replace("images/tiny.def", begin, f"    cat /dev/zero >/dev/full\n{begin}")
+    assert "no space left on the disk while it compiled" in failed()
+    tiny.replace("images/tiny.def", "cat /dev/zero >/dev/full", "kill -9 $$")
+    assert "killed for lack of memory, alone as it was" in failed()
+    tiny.replace("images/tiny.def", "kill -9 $$", '[ "$MAX_JOBS" = 1 ] || kill -9 $$')
+    said = cli.run("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify",
+                   cwd=store.parent, env=tiny.settings).stderr  # fmt: skip
+    if "1 jobs side by side" not in said.split("stage tiny.build: ")[1]:
+        assert "a compiler was killed for lack of memory; on with half the jobs" in said
+    assert wheels(store)[0]["notes"]["jobs"] == 1
+
+
+def test_prune_keeps_what_took_long(
+    built: Built, cli: Cli, tiny: Tiny, store_with: Callable[..., Path], room: Room
+) -> None:
+    store = store_with(ME, "base", "python", "tools")
+    cli.image(
+        store,
+        tiny.path,
+        "--engine",
+        "apptainer",
+        "--format",
+        "sif",
+        "--no-verify",
+        "-o",
+        store.parent / "own.sif",
+        env=tiny.settings,
+    )
+    cli.run("--store", store, "prune", "own")
+    assert len(wheels(store)) == 1
+    assert not [path for path in (store / "keys").iterdir() if '"name": "tools"' in path.read_text()]
+    assert "removed 1 blobs" in cli.run("--store", store, "prune", "--wheels").stdout
+    assert wheels(store) == []
