@@ -200,10 +200,11 @@ def make_image(
     with contextlib.ExitStack() as stack:
         options = Options(engine=engine, locked=locked, mirror=mirror)
         if bundle:
-            from builder.bundle import bundle_supply, check_bundle, open_bundle, unpack_snapshots
+            from builder.bundle import bundle_supply, check_bundle, open_bundle, take_compiled, unpack_snapshots
 
             opened = stack.enter_context(open_bundle(bundle, store, progress))
             check_bundle(opened, chain)
+            take_compiled(opened, store)
             options = Options(engine=engine, locked=locked, supply=bundle_supply(opened, chain))
             data = unpack_snapshots(opened, (output.parent if output else Path()) / f"{chain.recipe.name}-data")
         built, products = deliver(chain, store, options, progress, formats=formats, output=output, flat=flat)
@@ -532,7 +533,10 @@ def bundle(
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"))
     about = write_bundle(made, store, out, options, Progress(), snapshots=snapshots)
     total = out.stat().st_size
-    parts = {part: sum(name.startswith(f"{part}/") for name in about["files"]) for part in ("debs", "wheels", "with")}
+    parts = {
+        part: sum(name.startswith(f"{part}/") for name in about["files"])
+        for part in ("debs", "wheels", "compiled", "with")
+    }
     if as_json:
         click.echo(json.dumps({"file": str(out), "size": total, **parts}))
         return

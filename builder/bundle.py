@@ -5,6 +5,7 @@ A bundle is a tar:
     bundle.json     what it is for, and every file below with its size and sha256
     debs/           the Debian packages of every layer, with an index (Packages): an archive for apt
     wheels/         the Python packages of every lock file
+    compiled/       what build stages handed over: a record each, and their files by digest. So no source and no compiler is needed
     with/           snapshots of models and data, as they were given
 
 It is filled by the finished image itself: its own apt and pip fetch what was locked, with the site's settings.
@@ -23,11 +24,11 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from builder.chain import BUILD_MOUNT, Chain, platform
+from builder.chain import BUILD_MOUNT, Chain, platform, stages_of
 from builder.errors import FetchError, StoreError, UsageError
 from builder.executors import JobFailed, choose
 from builder.hostenv import Supply, build_environment, site_supply, write_host_files
@@ -35,7 +36,7 @@ from builder.lock import asked_packages
 from builder.pipeline import DPKG_STATUS, Image, Options, installed_packages, prepare_job
 from builder.progress import Progress
 from builder.squashfs import SquashfsReader
-from builder.store import Store, remove_tree
+from builder.store import Handed, Store, StoredResult, remove_tree
 
 FORMAT = 1
 INDEX = "bundle.json"
@@ -60,7 +61,7 @@ done
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An unpacked bundle: ``folder`` holds debs/, wheels/ and with/; ``about`` is its bundle.json."""
+    """An unpacked bundle: ``folder`` holds debs/, wheels/, compiled/ and with/; ``about`` is its bundle.json."""
 
     folder: Path
     about: Mapping[str, Any]
@@ -92,6 +93,7 @@ def write_bundle(
         files = {
             f"{part}/{path.name}": path for part in ("debs", "wheels") for path in sorted((folder / part).glob("*"))
         }
+        files |= _compiled(chain, store, staging)
         for name, path in sorted(given.items()):
             inside = (
                 sorted(item for item in path.rglob("*") if item.is_file() or item.is_symlink())
@@ -119,6 +121,25 @@ def _facts(name: str, path: Path) -> dict[str, Any]:
 def _link_stays_inside(name: str, target: str) -> bool:
     home = "/".join(name.split("/")[:2])
     return posixpath.normpath(posixpath.join(posixpath.dirname(name), target)).startswith(f"{home}/")
+
+
+def _compiled(chain: Chain, store: Store, staging: Path) -> dict[str, Path]:
+    """What the chain's build stages handed over. Errors: StoreError when it is gone from the store."""
+    files: dict[str, Path] = {}
+    for stage in stages_of(item for layer in chain.layers for item in layer.taken):
+        result = store.result(stage.cache_key)
+        if result is None:
+            raise StoreError(
+                f"what {stage.name} compiled is not in {store.root} any more",
+                hint=f"build.py image {chain.recipe.name}",
+            )
+        for file in result.files:
+            store.check_blob(file.digest)
+            files[f"compiled/{file.digest[7:]}"] = store.blob_path(file.digest)
+        record = _made(staging / "compiled") / f"{result.key}.json"
+        record.write_text(json.dumps(asdict(result), indent=1, sort_keys=True) + "\n")
+        files[f"compiled/{record.name}"] = record
+    return files
 
 
 def _fetch(image: Image, store: Store, staging: Path, options: Options, progress: Progress) -> Path:
@@ -317,7 +338,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _is_plain(name: str) -> bool:
-    return posixpath.normpath(name) == name and name.split("/")[0] in ("debs", "wheels", "with")
+    return posixpath.normpath(name) == name and name.split("/")[0] in ("debs", "wheels", "compiled", "with")
 
 
 def check_bundle(bundle: Bundle, chain: Chain) -> None:
@@ -328,6 +349,26 @@ def check_bundle(bundle: Bundle, chain: Chain) -> None:
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         raise FetchError(f"the bundle of {bundle.about['recipe']} ({bundle.about['stack']}) has not what is asked for here: other "
                          f"{', '.join(other)}", hint=f"make it again where there is a network: build.py bundle {chain.recipe.name}")  # fmt: skip
+
+
+def take_compiled(bundle: Bundle, store: Store) -> None:
+    """What build stages handed over becomes the store's own, as if it had been compiled here. Errors: StoreError."""
+    for place in sorted((bundle.folder / "compiled").glob("*.json")):
+        try:
+            data = json.loads(place.read_text())
+            result = StoredResult(**{**data, "files": tuple(Handed(**item) for item in data["files"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{place.name} in the bundle is no record of a build stage: {error}") from error
+        if store.result(result.key):
+            continue
+        with store.staging() as staging:
+            for file in result.files:
+                source = bundle.folder / "compiled" / file.digest[7:]
+                if not source.is_file() or f"sha256:{_sha256(source)}" != file.digest:
+                    raise StoreError(f"the bundle has not the file {file.path} of {result.name}")
+                shutil.copyfile(source, staging / "file")
+                store.put_file(staging / "file", file.digest)
+        store.put_result(result)
 
 
 def bundle_supply(bundle: Bundle, chain: Chain) -> Supply:

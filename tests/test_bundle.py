@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from builder.bundle import Bundle, bundle_supply, check_bundle, open_bundle, unpack_snapshots
-from builder.chain import platform, resolve
+from builder.bundle import Bundle, _compiled, bundle_supply, check_bundle, open_bundle, take_compiled, unpack_snapshots
+from builder.chain import platform, resolve, stages_of
 from builder.errors import FetchError, StoreError
 from builder.progress import Progress
 from builder.recipe import find_recipe
-from builder.store import Store
+from builder.store import Handed, Store, StoredResult
 from own_recipe import Own, RunCli, seeded
 
 FILES = {"debs/Packages": b"Package: a\n", "wheels/a-1-py3-none-any.whl": b"wheel", "with/model/weights": b"0123"}
@@ -160,3 +160,52 @@ def test_the_command_line(own: Own, flat: Own, tmp_path: Path, run_cli: RunCli) 
     (tmp_path / "b/x").mkdir(parents=True)
     said = run_cli("--store", store, "bundle", flat.path, "--with", "a/x", "--with", "b/x", code=2).stderr
     assert "two of the paths end in the same name" in said
+
+
+STAGES = """\
+Bootstrap: localimage
+From: ground.sif
+Stage: build
+
+%post
+    echo compiled >/made
+
+Bootstrap: localimage
+From: ground.sif
+Stage: runtime
+
+%files from build
+    /made /opt/made
+
+%post
+    test -e /opt/made
+"""
+
+
+def test_what_build_stages_handed_over_travels_along(own: Own, tmp_path: Path, store: Store) -> None:
+    own.write("images/walls.def", STAGES)
+    own.stack(arguments={})
+    chain = resolve(find_recipe(str(own.path)))
+    (stage,) = stages_of(item for layer in chain.layers for item in layer.taken)
+    store.open_for_writing()
+    with pytest.raises(StoreError, match=r"what walls\.build compiled is not in .*/store any more"):
+        _compiled(chain, store, tmp_path)
+    digest = store.put_blob(b"compiled")
+    result = StoredResult(name=stage.name, key=stage.cache_key, wheel=None, files=(Handed("/made", 0o644, digest, 8),),
+                          inputs=stage.inputs, origin="compiled", executor="hand", seconds=1.0)  # fmt: skip
+    store.put_result(result)
+    files = {name: path.read_bytes() for name, path in _compiled(chain, store, tmp_path).items()}
+    path = write(tmp_path / "x.bundle", index(files), files)
+    other = Store(tmp_path / "other/store")
+    with open_bundle(path, other, Progress(quiet=True)) as bundle:
+        take_compiled(bundle, other)
+    assert other.result(stage.cache_key) == result
+    assert other.get_blob(digest) == b"compiled"
+
+    (blob,) = (name for name in files if not name.endswith(".json"))
+    wrong = {**files, blob: b"compilex"}
+    third = Store(tmp_path / "third/store")
+    with open_bundle(write(tmp_path / "y.bundle", index(wrong), wrong), third, Progress(quiet=True)) as bundle:
+        with pytest.raises(StoreError, match=r"the bundle has not the file /made of walls\.build"):
+            take_compiled(bundle, third)
+        assert third.result(stage.cache_key) is None
