@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = replace(settings, temperature=0.0) if args.greedy else settings
     settings = replace(settings, model=args.model or "" if args.model or args.adapter else settings.model)
     settings = replace(settings, adapter=args.adapter or settings.adapter)
+    if args.smoke:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        places.prepare_caches(os.environ)
+        return prove(settings, options.recipe_folder(args.config, __file__))
     if settings.form.kind == "template":
         raise SettingError("setting form.kind: a template asks about columns; `generate` does that, chat cannot")
     context = _read_context(args.context) if args.context else ""
@@ -93,6 +98,42 @@ def reply(model: Any, tokenizer: Any, asked: Row | Dialogue, settings: Settings,
     ((found, _),) = sample(model, tokenizer, [ids], [0], room, how, streamer=printer)
     text: str = tokenizer.decode(found, skip_special_tokens=True)
     return text.strip()
+
+
+def prove(settings: Settings, recipe: Path) -> int:
+    """Ask a tiny random model, and check what a user relies on. Errors: TaskError, naming the check."""
+    import torch
+
+    import models
+    import tiny
+    from prompt import set_form, text_of
+    from rows import Source, read_all
+
+    models.quieten()
+    rows = read_all(
+        [Source(str(recipe / "data" / "sample.jsonl"), 0.0)], seed=0, skip_bad=False, form=settings.form
+    ).train
+    device = models.choose_device("auto" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory(prefix="ekiben-smoke-") as scratch:
+        tiny.make_model(Path(scratch), [text_of(row) for row in rows], "llama")
+        model, tokenizer = models.load_ready(scratch, "", device)
+    form = set_form(tokenizer, settings.form)
+    greedy = replace(settings, temperature=0.0, max_new_tokens=16)
+    first = answer(model, tokenizer, "日本で一番高い山は?", "", greedy)
+    checks = {
+        f"it answers ({form})": bool(first),
+        "the likeliest answer is the same again": answer(model, tokenizer, "日本で一番高い山は?", "", greedy) == first,
+        "another question has another": answer(model, tokenizer, "名物は何ですか。", "", greedy) != first,
+        "sampling is on": len(
+            {answer(model, tokenizer, "山は?", "", replace(greedy, temperature=1.0)) for _ in range(4)}
+        )
+        > 1,
+    }
+    for what, passed in checks.items():
+        if not passed:
+            raise TaskError(f"smoke: failed: {what}")
+        print(f"smoke       {what}", flush=True)
+    return 0
 
 
 def _begin(settings: Settings, context: str, question: str) -> Row | Dialogue:
@@ -150,6 +191,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="PLACE", help="a whole model instead of an adapter")
     parser.add_argument("--base", metavar="DIR", help="the base model's folder, if it is not where the adapter says")
     parser.add_argument("--context", type=Path, metavar="FILE", help="a text to answer from")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, offline; checks what a user relies on")
     parser.add_argument("--greedy", action="store_true", help="no chance: always the likeliest token")
     return parser.parse_args(arguments)
 

@@ -77,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(line)
     if args.smoke:
         os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a model this small only waits for a second thread
         return prove(settings, recipe)
     return generate(settings, recipe, skip_bad=args.skip_bad, fresh=args.fresh)
 

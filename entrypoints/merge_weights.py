@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,11 +38,21 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = options.command("merge-weights", __doc__, Settings, arguments)
-    parser.add_argument("place", help="the folder a run wrote to, or one of its checkpoints")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model in shards, offline, made whole and compared")
+    parser.add_argument(
+        "place",
+        nargs="?",
+        default="result",
+        help="the folder a run wrote to, or one of its checkpoints (default: result)",
+    )
     parser.add_argument("--base", metavar="PLACE", help="the model it was trained from, if the checkpoint does not say")
     parser.add_argument("--output", metavar="DIR", help="where the model goes (default: merged)")
     args = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)
+    if args.smoke:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        places.prepare_caches(os.environ)
+        return prove(settings)
     checkpoint = find_checkpoint(Path(args.place))
     output = places.claim_folder(Path(args.output or settings.output), empty=True)
     for line in places.prepare_caches(os.environ):
@@ -113,6 +124,31 @@ def merge(checkpoint: Path, base: str, output: Path, settings: Settings) -> tupl
     return len(groups), len(names)
 
 
+def prove(settings: Settings) -> int:
+    """Make a tiny random model whole again. Errors: TaskError, naming what failed."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import models
+    import tiny
+
+    models.quieten()
+    with tempfile.TemporaryDirectory(prefix="ekiben-smoke-") as scratch:
+        folder = Path(scratch)
+        tiny.make_model(folder / "base", ["smoke"], "llama")
+        trained = tiny.random_model("llama", len(models.load_tokenizer(str(folder / "base"))), seed=1)
+        _expect_one_process()
+        weights = {f"model.{name}": tensor for name, tensor in trained.state_dict().items()}
+        dcp.save({"model": weights}, checkpoint_id=str(folder / "shards"), no_dist=True)
+        files, _ = merge(folder / "shards", str(folder / "base"), folder / "merged", replace(settings, file_gb=1e-4))
+        merged = models.load_base(str(folder / "merged"), models.choose_device("cpu")).state_dict()
+        same = all(torch.equal(tensor, merged[name]) for name, tensor in trained.state_dict().items())
+    if not same:
+        raise TaskError("smoke: failed: the merged weights are those of the shards")
+    print(f"smoke       the merged weights are those of the shards, in {files} files", flush=True)
+    return 0
+
+
 def match_names(checkpoint: Path, base: str) -> dict[str, str]:
     """Name in the model → key in the checkpoint. Errors: TaskError for an adapter's, or another model's, checkpoint."""
     import models
@@ -162,6 +198,10 @@ def _cut(checkpoint: Path, names: dict[str, str], size: int) -> list[dict[str, s
     return groups
 
 
+def _expect_one_process() -> None:
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
 def _write_group(checkpoint: Path, group: dict[str, str], dtype: str, file: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
@@ -171,8 +211,7 @@ def _write_group(checkpoint: Path, group: dict[str, str], dtype: str, file: Path
     parts: dict[str, torch.Tensor] = {
         key: torch.empty(metadata[key].size, dtype=metadata[key].properties.dtype) for key in group.values()
     }
-    # It warns that there is one process, which is what is wanted.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+    _expect_one_process()
     try:
         dcp.load(parts, storage_reader=dcp.FileSystemReader(str(checkpoint)), no_dist=True)
     except OSError:

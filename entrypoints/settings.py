@@ -119,6 +119,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    file = _find_config(file)
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,6 +133,17 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise SettingError(f"{file}: must be a list of 'name: value' lines, not {_kind(tree)}")
     return tree
+
+
+def _find_config(file: Path) -> Path:
+    """A bare name is one of the recipe's own configs: --config lora. Errors: SettingError."""
+    own = Path(os.environ.get("EKIBEN_RECIPE", "/nonexistent")) / "configs"
+    if file.is_file() or file.name != str(file) or file.suffix or not own.is_dir():
+        return file
+    named = {path.stem: path for path in own.glob("*.yaml")}
+    if file.name not in named:
+        raise SettingError(f"--config {file}: neither a file nor a config of this recipe.{nearest(file.name, named)}")
+    return named[file.name]
 
 
 def _fields(settings: Any) -> dict[str, Any]:

@@ -109,3 +109,14 @@ def test_help_lists_every_setting_with_its_value() -> None:
         assert f"  {name} " in table
     assert any(line.split() == ["epochs", "7"] for line in table.splitlines())
     assert any(line.split() == ["learning_rate", "0.0003"] for line in table.splitlines())
+
+
+def test_a_bare_name_is_a_config_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "long.yaml").write_text("epochs: 9\n")
+    monkeypatch.setenv("EKIBEN_RECIPE", str(tmp_path))
+    assert settings.load(Outer, Path("long")).epochs == 9
+    with pytest.raises(SettingError, match=r"--config lang: neither a file nor a config.*Did you mean 'long'"):
+        settings.load(Outer, Path("lang"))
+    with pytest.raises(SettingError, match="no such file"):
+        settings.load(Outer, Path("lang.yaml"))
