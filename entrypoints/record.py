@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, loss.svg and run.json; and the arithmetic of speed."""
+"""What a run leaves behind: metrics.jsonl and run.json."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
-
-COLOURS = ("#1f6fb4", "#d1491b", "#3b8f3b")
 
 
 def versions() -> dict[str, str]:
@@ -80,32 +77,3 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
         except ValueError:
             break  # a line cut short by a crash is the last one
     return lines
-
-
-def plot(file: Path, title: str, series: dict[str, list[tuple[float, float]]]) -> None:
-    """Lines over steps as an SVG, which every browser shows: a plotting library would be a tenth of the image."""
-    points = [point for line in series.values() for point in line]
-    if not points:
-        return
-    left, top, width, height = 60, 40, 680, 320
-    x_high = max(x for x, _ in points) or 1
-    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
-    y_high = y_high if y_high > y_low else y_low + 1
-    parts = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 420" font-family="sans-serif" font-size="12">',
-        f'<rect width="800" height="420" fill="white"/><text x="{left}" y="22" font-size="15">{escape(title)}</text>',
-    ]
-    for tick in range(5):
-        y, value = top + height - height * tick / 4, y_low + (y_high - y_low) * tick / 4
-        x, step = left + width * tick / 4, x_high * tick / 4
-        parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#ddd"/><text x="8" y="{y + 4:.1f}">{value:.3g}</text>')
-        parts.append(f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{step:.0f}</text>')
-    for line, colour in zip(series.values(), COLOURS, strict=False):
-        spots = [(left + width * x / x_high, top + height - height * (y - y_low) / (y_high - y_low)) for x, y in line]
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in spots)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>' if spots else "")
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in spots if len(spots) < 30]
-    for index, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
-        parts.append(f'<text x="{left + 620}" y="{top + 14 + 16 * index}" fill="{colour}">{escape(name)}</text>')
-    parts.append(f'<text x="{left + width / 2}" y="{top + height + 38}" text-anchor="middle">step</text></svg>')
-    file.write_text("\n".join(parts) + "\n", encoding="utf-8")

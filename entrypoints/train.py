@@ -4,7 +4,7 @@ train --data my_rows.jsonl --output result
 train --set epochs=3 --set lora.r=8
 train --dry-run          what would be trained on what, and whether it fits
 train --smoke            prove in seconds, offline, that this image trains
-torchrun --nproc-per-node 4 $EKIBEN_RECIPE/entrypoints/train.py --config $EKIBEN_RECIPE/configs/train.yaml
+train --gpus 4           on several GPUs of this node; on several nodes torchrun starts this file on each
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import places
 import settings as options
@@ -59,6 +60,8 @@ class Prepared:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
+    if args.gpus and "WORLD_SIZE" not in os.environ:
+        _start_again(args.gpus, sys.argv[1:] if arguments is None else arguments)
     settings = options.load(Settings, args.config, _assignments(args))
     recipe = options.recipe_folder(args.config, __file__)
     _tell(places.prepare_caches(os.environ))
@@ -100,6 +103,7 @@ def train(
     import models
     import packing
     import parallel as ways
+    import plot
     import record
     import report
     from prompt import set_form
@@ -160,7 +164,7 @@ def train(
         result = report.result(intent, run, peak["bytes"], exit_code, started)
         record.write_json(output / "run.json", result)
         series = {"train": run.metrics.series("loss"), "test": run.metrics.series("test_loss")}
-        record.plot(output / "loss.svg", f"{settings.model}: loss", series)
+        plot.draw(output / "loss.png", f"{Path(settings.model).name}: loss", series)
         if exit_code is None:
             tokenizer.save_pretrained(str(output / what))
             for line in report.conclude(result, what, output):
@@ -264,6 +268,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data", action="append", default=[], metavar="PLACE",
         help="instead of the setting data; repeatable; 'sample': the recipe's own rows",
     )  # fmt: skip
+    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node (torchrun)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: result)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
     parser.add_argument(
@@ -272,6 +277,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
     parser.add_argument("--fresh", action="store_true", help="start again, though --output holds a checkpoint")
     return parser.parse_args(arguments)
+
+
+def _start_again(processes: int, arguments: Sequence[str]) -> NoReturn:
+    """In the place of this process, so that signals and the exit code are the run's."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
+    os.execv(sys.executable, [*launcher, str(Path(__file__).resolve()), *arguments])
 
 
 def _assignments(args: argparse.Namespace) -> list[str]:

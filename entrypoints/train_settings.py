@@ -125,7 +125,7 @@ def resolve_parallel(settings: Settings) -> Literal["none", "ddp", "fsdp", "deep
     if settings.parallel in ("ddp", "fsdp") and not several:
         raise TaskError(
             f"setting parallel={settings.parallel}: needs several processes, and this is one; start them with "
-            "torchrun --standalone --nproc-per-node=GPUS $EKIBEN_RECIPE/entrypoints/train.py --config CONFIG"
+            "train --gpus N (torchrun on several nodes), or take --set parallel=none"
         )
     return settings.parallel
 
