@@ -159,7 +159,7 @@ def image(
         raise UsageError("-o names one file; build one recipe in one format, or leave -o out")
     # What is wrong in any is said before the first.
     chains = [resolved(recipe, stack, arguments, gpu_arch) for recipe in recipes]
-    results = [make_image(store_path, chain, formats, output, flat, not no_verify, bound(arguments).get("mirror"), **options)
+    results = [make_image(store_path, chain, formats, output, flat, not no_verify, bound(arguments).get("mirror"), gpu_arch, **options)
                for chain in chains]  # fmt: skip
     if as_json:
         click.echo(json.dumps(results if len(results) > 1 else results[0], indent=1))
@@ -176,6 +176,7 @@ def make_image(
     flat: bool,
     check: bool,
     mirror: str | None,
+    gpu_arch: str | None,
     *,
     engine: str,
     locked: bool,
@@ -190,6 +191,10 @@ def make_image(
 
     store, progress = open_store(store_path), Progress()
     actions = plan(chain, store)
+    if gpu_arch:
+        from builder.wheels import savings
+
+        progress.tell(savings(chain, store))
     missing = [action for action in actions if not action.stored]
     told = f"{len(missing)} of {len(actions)} layers to build" if missing else f"all {len(actions)} layers are stored"
     progress.tell(f"{chain.recipe.name}: {told}")

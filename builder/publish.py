@@ -164,6 +164,7 @@ def _put(
         for layer in image.layers:
             if layer.digest in missing or shared.layer(layer.cache_key) is None:
                 shared.put_layer(layer)
+        _put_wheels(image, store, shared, staging, progress)
         version = version or datetime.now(UTC).strftime("%Y.%m.%d")
         stem = f"{image.name}-{version}-{sha.hexdigest()[:12]}"
         size = _put_sif(shared, made, folder / f"{stem}.sif")
@@ -182,6 +183,19 @@ def _put(
     }  # fmt: skip
     _write(shared, folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return moved + size
+
+
+def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:
+    """What was compiled for the image, for whoever builds another one with it."""
+    for stage in {item.stage.cache_key: item.stage for layer in image.chain.layers for item in layer.taken}.values():
+        result = store.result(stage.cache_key)
+        if result is None or shared.result(stage.cache_key) is not None:
+            continue
+        for file in result.files:
+            part = Partition(store.blob_path(file.digest), 0, file.size, file.digest)
+            _copy_blob(part, shared, staging / file.digest[7:], progress)
+            shared.put_file(staging / file.digest[7:], file.digest)
+        shared.put_result(result)
 
 
 def _copy_blob(source: Partition, shared: SharedStore, to: Path, progress: Progress) -> None:

@@ -199,7 +199,7 @@ def read_record(wheel: Path, stage: BuildStage) -> StoredResult | None:
         data = json.loads(place.read_text())
         if data.pop("format") != RECORD_FORMAT:
             raise ValueError("another format")
-        record = StoredResult(**{**data, "files": [Handed(**item) for item in data["files"]]})
+        record = StoredResult(**{**data, "files": tuple(Handed(**item) for item in data["files"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise VerifyError(f"{place} is no record of a wheel: {error}") from error
     if record.key != stage.cache_key:

@@ -1,0 +1,419 @@
+"""Build stages without an engine: what is in a wheel's key and what is not, what a plan says, what is rendered and kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builder.chain import Layer, resolve, stages_of
+from builder.errors import LayerError, UsageError, VerifyError
+from builder.executors import JobFailed
+from builder.layer import Entry, Member
+from builder.pipeline import Options, adopt_wheel, plan
+from builder.progress import Progress
+from builder.recipe import find_recipe
+from builder.render import render
+from builder.stages import Stages
+from builder.store import Handed, Store, StoredLayer, StoredResult
+from builder.wheels import export_wheel, find_wheel, read_record, savings, wheels_of
+from compiled import compiled, extension, write_wheel
+from own_recipe import Own, RunCli, seeded
+
+SO = "tiny/op.cpython-311-x86_64-linux-gnu.so"
+
+
+def chain_of(own: Own, **options: Any) -> Any:
+    return resolve(find_recipe(str(own.path)), **options)
+
+
+def stage_of(own: Own, **options: Any) -> Any:
+    (stage,) = wheels_of(chain_of(own, **options)).values()
+    return stage
+
+
+@pytest.fixture
+def tiny(own: Own) -> Own:
+    return compiled(own)
+
+
+# ------------------------------------------------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own: own.replace("images/roof.def", "echo compile for", "echo compile now for"),
+        lambda own: own.write("files/source/tiny.c", "int other;\n"),
+        lambda own: own.stack(torch="2.12.0", arguments={}),
+        lambda own: own.stack(cuda="13.1", arguments={}),
+        lambda own: own.stack(python="3.12", arguments={}),
+        lambda own: own.stack(suite="trixie", arguments={}),
+        lambda own: own.stack(compute_capabilities=["8.0"], arguments={}),
+        lambda own: own.replace("images/walls.def", "> /word", "> /w"),
+        lambda own: own.replace("images/walls.def", "export GREETING={{ word }}", "export GREETING=flag"),
+        lambda own: own.replace("images/roof.def", "org.ekiben.wheel tiny", "org.ekiben.wheel small"),
+    ],
+    ids=[
+        "script",
+        "source",
+        "torch",
+        "cuda",
+        "python",
+        "suite",
+        "capabilities",
+        "compiler",
+        "compiler's environment",
+        "package",
+    ],
+)
+def test_what_decides_about_compiled_code_is_in_its_key(tiny: Own, change: Callable[[Own], object]) -> None:
+    before, layer = stage_of(tiny).cache_key, chain_of(tiny).layers[-2].cache_key
+    change(tiny)
+    assert stage_of(tiny).cache_key != before
+    assert chain_of(tiny).layers[-2].cache_key != layer
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own: own.replace("images/ground.def", "Include: b a", "Include: b a c"),
+        lambda own: own.replace("images/roof.def", "    echo install\n", "    echo install it\n"),
+        lambda own: own.replace("images/roof.def", "%test\n    true", "%test\n    false"),
+        lambda own: own.stack(driver=">=999", description="other", arguments={}),
+    ],
+    ids=["layers below", "runtime layer", "test", "driver"],
+)
+def test_what_does_not_is_not(tiny: Own, change: Callable[[Own], object]) -> None:
+    before = stage_of(tiny).cache_key
+    change(tiny)
+    assert stage_of(tiny).cache_key == before
+
+
+def test_a_stage_that_compiles_no_wheel_has_its_parent_in_its_key(tiny: Own) -> None:
+    tiny.replace("images/roof.def", "%labels\n    org.ekiben.wheel tiny\n", "")
+    (stage,) = stages_of(chain_of(tiny).layers[-2].taken)
+    assert stage.inputs["parent"] == stage.layers[-1].cache_key
+    before = stage.cache_key
+    tiny.replace("images/ground.def", "Include: b a", "Include: b a c")
+    assert stages_of(chain_of(tiny).layers[-2].taken)[0].cache_key != before
+
+
+def test_fewer_gpus(tiny: Own) -> None:
+    tiny.stack(compute_capabilities=["7.5", "8.0", "9.0"], arguments={})
+    everything = stage_of(tiny)
+    fewer = stage_of(tiny, gpu_arch="9.0")
+    assert everything.inputs["capabilities"] == ["7.5", "8.0", "9.0"]
+    assert fewer.inputs["capabilities"] == ["9.0"]
+    assert "compile for 9.0\n" in fewer.stage.post
+    assert chain_of(tiny).layers[0].cache_key == chain_of(tiny, gpu_arch="9.0").layers[0].cache_key
+    tiny.replace(
+        "images/roof.def", "    org.ekiben.wheel tiny", "    org.ekiben.wheel tiny\n    org.ekiben.least-capability 8.0"
+    )
+    assert stage_of(tiny).inputs["capabilities"] == ["8.0", "9.0"]
+    with pytest.raises(UsageError, match=r"needs compute capability 8\.0 or later; wanted are only 7\.5"):
+        stage_of(tiny, gpu_arch="7.5")
+
+
+def test_what_fewer_gpus_save(tiny: Own, tmp_path: Path) -> None:
+    tiny.stack(compute_capabilities=["8.0", "9.0"], arguments={})
+    store = Store(tmp_path / "store")
+    assert (
+        savings(chain_of(tiny, gpu_arch="9.0"), store)
+        == "saves  tiny: for 9.0; not for 8.0, about 1 of 2 parts of its device code"
+    )
+    keep(store, tiny, seconds=600.0)
+    assert savings(chain_of(tiny, gpu_arch="9.0"), store).endswith("(one for 2 took 600 s and has 0 MB)")
+    tiny.replace("images/roof.def", "%labels\n    org.ekiben.wheel tiny\n", "")
+    assert "saves nothing: no layer of own is compiled for GPUs" in savings(chain_of(tiny, gpu_arch="9.0"), store)
+
+
+# ------------------------------------------------------------------------------------------------------------ plan, render
+
+
+def keep(
+    store: Store, own: Own, *, seconds: float = 1.0, origin: str = "compiled", data: bytes = b"PK wheel"
+) -> StoredResult:
+    """A wheel in the store, as if it had been compiled."""
+    store.open_for_writing()
+    stage = stage_of(own)
+    digest = store.put_blob(data)
+    result = StoredResult(
+        name=stage.name, key=stage.cache_key, wheel="tiny", inputs=stage.inputs, origin=origin, executor="hand", seconds=seconds,
+        files=(Handed("/opt/wheels/tiny/tiny-1.0-cp311-cp311-linux_x86_64.whl", 0o644, digest, len(data)),),
+    )  # fmt: skip
+    store.put_result(result)
+    return result
+
+
+def rows(own: Own, store: Store) -> list[tuple[str, bool, str]]:
+    return [row for action in plan(chain_of(own), store) for row in (
+        *((need.step.name, need.is_stored, need.reason) for need in action.needs),
+        (action.layer.name, action.stored is not None, action.reason),
+    )]  # fmt: skip
+
+
+def test_a_plan_says_what_is_compiled_and_why(tiny: Own, tmp_path: Path) -> None:
+    store = seeded(tiny, tmp_path / "store", "ground")
+    assert rows(tiny, store) == [
+        ("ground", True, "stored"),
+        ("walls", False, "never built in this store"),
+        ("roof.build", False, "never built in this store"),
+        ("roof", False, "never built in this store"),
+        ("own", False, "parent is rebuilt"),
+    ]
+    keep(store, tiny)
+    assert rows(tiny, store)[1:3] == [
+        ("roof.build", True, "stored, compiled"),
+        ("roof", False, "never built in this store"),
+    ]
+    tiny.stack(compute_capabilities=["8.0", "9.0"], arguments={})
+    assert ("roof.build", False, "%post changed, compute capabilities changed: 9.0 → 8.0 9.0") in rows(tiny, store)
+
+
+def test_with_its_layer_stored_a_stage_is_not_looked_for(tiny: Own, tmp_path: Path) -> None:
+    store = seeded(tiny, tmp_path / "store", "ground", "roof", "own")
+    assert rows(tiny, store) == [("ground", True, "stored"), ("roof", True, "stored"), ("own", True, "stored")]
+
+
+def test_the_plan_on_the_command_line(tiny: Own, tmp_path: Path, run_cli: RunCli) -> None:
+    said = run_cli("--store", tmp_path / "store", "plan", tiny.path, "--gpu-arch", "9.0").stdout
+    assert "build  roof.build *  " in said
+    assert "* for a build stage: nothing of it ships but what it hands over" in said
+    assert "saves  tiny: for 9.0" in said
+    told = run_cli("--store", tmp_path / "store", "plan", tiny.path, "--json").stdout
+    (roof,) = [row for row in json.loads(told) if row["layer"] == "roof"]
+    assert [need["step"] for need in roof["needs"]] == ["walls", "roof.build"]
+    assert "does not know it; it knows 7.5" in run_cli("plan", tiny.path, "--gpu-arch", "7.0", code=2).stderr
+
+
+def test_a_dockerfile_with_stages(tiny: Own, tmp_path: Path) -> None:
+    text = render(chain_of(tiny), "dockerfile", tmp_path / "out").read_text()
+    assert [line for line in text.splitlines() if line.startswith(("FROM", "COPY"))] == [
+        "FROM scratch AS layer-ground",
+        "FROM layer-ground AS layer-walls",
+        "COPY files/walls/ /",
+        "FROM layer-walls AS stage-roof-build",
+        "COPY files/roof.build/ /",
+        "FROM layer-ground AS layer-roof",
+        "COPY --from=stage-roof-build /opt/wheels/tiny /opt/wheels/tiny",
+        "FROM layer-roof AS layer-own",
+        "COPY files/own/ /",
+    ]
+    assert text.count('ENV GREETING="bye"') == 1
+    assert (tmp_path / "out/files/roof.build/opt/source/tiny.c").exists()
+    assert "compile for 9.0" in (tmp_path / "out/post/roof.build.sh").read_text()
+
+
+def test_a_definition_file_with_stages(tiny: Own, tmp_path: Path) -> None:
+    text = render(chain_of(tiny), "def", tmp_path / "out").read_text()
+    first, last = text.split("Stage: image")
+    assert "Stage: stage-roof-build" in first
+    assert "compile for 9.0" in first
+    assert "echo install" not in first
+    assert "%files from stage-roof-build\n    /opt/wheels/tiny /opt/wheels/tiny" in last
+    assert "compile for" not in last
+    assert "%labels" not in first
+
+
+# ------------------------------------------------------------------------------------------------------------------- store
+
+
+def test_prune_keeps_wheels_until_it_is_asked(tiny: Own, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    blob = store.blob_path(keep(store, tiny).files[0].digest)
+    assert store.prune() == []
+    assert blob.exists()
+    assert len(store.prune(wheels=True, dry_run=True)) == 1
+    assert blob.exists()
+    assert len(store.prune(wheels=True)) == 1
+    assert store.results() == []
+    assert list((store.root / "results").iterdir()) == []
+    keep(store, tiny, origin="imported")
+    assert store.prune(wheels=True) == []
+
+
+def test_wheels_are_found_exported_and_read_again(tiny: Own, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    kept = keep(store, tiny)
+    assert find_wheel(store, "tiny") == find_wheel(store, kept.key[:8]) == kept
+    with pytest.raises(UsageError, match=r"no wheel 'tinny'.*Did you mean 'tiny'"):
+        find_wheel(store, "tinny")
+    wheel = export_wheel(store, kept, tmp_path)
+    assert wheel.read_bytes() == b"PK wheel"
+    assert read_record(wheel, stage_of(tiny)) == kept
+    with pytest.raises(VerifyError, match=r"capabilities: 9\.0 there, 8\.0 here"):
+        read_record(wheel, stage_of(tiny, gpu_arch="8.0"))
+    wheel.with_name(wheel.name + ".json").write_text("{}")
+    with pytest.raises(VerifyError, match="is no record of a wheel"):
+        read_record(wheel, stage_of(tiny))
+    tiny.stack(torch="2.12.0", arguments={})
+    keep(store, tiny)
+    with pytest.raises(UsageError, match="there are several wheels 'tiny'; name one by its key"):
+        find_wheel(store, "tiny")
+
+
+def test_a_store_behind_lends_its_wheels(tiny: Own, tmp_path: Path) -> None:
+    behind = Store(tmp_path / "cluster")
+    kept = keep(behind, tiny)
+    mine = Store(tmp_path / "mine", behind)
+    assert mine.result(kept.key) == kept
+    assert mine.blob_path(kept.files[0].digest).exists()
+
+
+def test_a_second_wheel_of_one_key_is_refused(tiny: Own, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    keep(store, tiny)
+    wheel = write_wheel(tmp_path, {SO: extension("sm_90")})
+    with pytest.raises(VerifyError, match=r"there is a wheel for roof\.build already \(compiled\), with other bytes"):
+        adopt_wheel(chain_of(tiny), store, Options(), Progress(quiet=True), wheel)
+
+
+# ------------------------------------------------------------------------------------------ compiling, with a script's part
+
+
+class Script:
+    """In place of an engine: each run plays the next of ``scenes`` (lines, then files, or an exit code)."""
+
+    def __init__(self, store: Store, *scenes: tuple[list[str], dict[str, bytes] | int]) -> None:
+        self.store, self.progress, self.scenes = store, Progress(quiet=True), list(scenes)
+        self.settings: list[dict[str, str]] = []
+
+    def obtain_layers(self, layers: Sequence[Layer]) -> list[StoredLayer]:
+        return []
+
+    @contextmanager
+    def log(self, step: Any) -> Iterator[Any]:
+        from builder.pipeline import Log
+
+        path = self.store.root / "logs" / "x.log"
+        with path.open("w") as stream:
+            yield Log(path, stream, self.progress)
+
+    @contextmanager
+    def run_post(
+        self, step: Any, lower: Any, staging: Path, files: Any, log: Any, notes: Any, settings: Any
+    ) -> Iterator[Any]:
+        (staging / "mount").mkdir()
+        notes["executor"] = "script"
+        self.settings.append(settings)
+        lines, end = self.scenes.pop(0)
+        for line in lines:
+            log(line)
+        if isinstance(end, int):
+            raise JobFailed(end)
+        (staging / "mount/measured.json").write_text('{"job_memory": 1000000}')
+
+        def members() -> Iterator[Member]:
+            for name, data in sorted(end.items()):
+                yield Entry(name, "file", 0o644, size=len(data)), iter([data])
+
+        yield members()
+
+
+def compile_with(own: Own, store: Store, *scenes: tuple[list[str], dict[str, bytes] | int]) -> tuple[Script, Any]:
+    store.open_for_writing()
+    script = Script(store, *scenes)
+    stages, layer = Stages(script), chain_of(own).layers[-2]
+    with stages.results(layer.taken) as results:
+        stages.keep(results)
+    return script, results
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, bytes]:
+    wheel = write_wheel(tmp_path, {SO: extension("sm_90")})
+    return {f"opt/wheels/tiny/{wheel.name}": wheel.read_bytes(), "usr/lib/compiler": b"stays behind"}
+
+
+def test_what_is_taken_and_what_is_learnt(tiny: Own, tmp_path: Path, good: dict[str, bytes]) -> None:
+    store = Store(tmp_path / "store")
+    script, results = compile_with(tiny, store, (["[1/3] a", "[3/3] b"], good))
+    (result,) = results.values()
+    assert [file.path for file in result.files] == ["/" + next(iter(good))]
+    assert result.notes["extensions"] == {SO: ["sm_90"]}
+    assert store.result(result.key) == result
+    assert {key: store.learnt("tiny")[key] for key in ("job_memory", "units")} == {"job_memory": 1000000, "units": 3}
+    assert script.settings[0]["EKIBEN_WORK"].startswith("/run/ekiben/cache/work/roof.build-")
+    (file,) = Stages(script).handed_files(chain_of(tiny).layers[-2].taken, results)
+    assert file.destination == "/" + next(iter(good))
+    assert file.source == store.blob_path(result.files[0].digest)
+
+
+def test_a_kill_halves_the_jobs_and_goes_on(
+    tiny: Own, tmp_path: Path, good: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builder.parallel.os.sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr("builder.parallel._own_cgroups", lambda *places: [])
+    monkeypatch.setattr("builder.parallel._available", lambda proc: 100 << 30)
+    store = Store(tmp_path / "store")
+    script, _ = compile_with(tiny, store, (["Killed"], 1), (["[1/2] a"], 137), (["[2/2] b"], good))
+    assert [settings["MAX_JOBS"] for settings in script.settings] == ["8", "4", "2"]
+    assert len({settings["NVCC_THREADS"] for settings in script.settings}) == 1
+    with pytest.raises(LayerError, match="failed with exit code 1") as error:
+        compile_with(tiny, Store(tmp_path / "other"), (["[1/2] a", "error: no such type"], 1))
+    assert "What was compiled (1 units) is kept" in str(error.value)
+    with pytest.raises(LayerError, match="killed for lack of memory, alone as it was"):
+        compile_with(tiny, Store(tmp_path / "other"), *[(["Killed"], 1)] * 4)
+    with pytest.raises(LayerError, match=r"no space left on the disk.*build\.py prune"):
+        compile_with(tiny, Store(tmp_path / "other"), (["ld: No space left on device"], 1))
+    assert Store(tmp_path / "other").results() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "said"),
+    [
+        ({"opt/other": b""}, LayerError, "the stage made nothing at /opt/wheels/tiny"),
+        (
+            {"opt/wheels/tiny/a.whl": b"", "opt/wheels/tiny/b.whl": b""},
+            LayerError,
+            "hands over 2 files where one wheel is wanted",
+        ),
+        ({"opt/wheels/tiny/readme": b""}, LayerError, "hands over 1 files where one wheel is wanted"),
+        ({"opt/wheels/tiny/tiny-1.0-cp311-cp311-linux_x86_64.whl": b"PK"}, VerifyError, "cannot be read"),
+    ],
+)
+def test_what_is_not_kept(
+    tiny: Own, tmp_path: Path, files: dict[str, bytes], error: type[Exception], said: str
+) -> None:
+    store = Store(tmp_path / "store")
+    with pytest.raises(error, match=said):
+        compile_with(tiny, store, ([], files))
+    assert store.results() == []
+    if error is VerifyError:
+        assert list((store.root / "blobs/sha256").iterdir()) == []
+
+
+def test_a_damaged_wheel_is_compiled_again(tiny: Own, tmp_path: Path, good: dict[str, bytes]) -> None:
+    store = Store(tmp_path / "store")
+    _, results = compile_with(tiny, store, ([], good))
+    (result,) = results.values()
+    blob = store.blob_path(result.files[0].digest)
+    whole = blob.read_bytes()
+    blob.chmod(0o644)
+    time.sleep(0.01)  # the clock of the file system, which says that a blob changed
+    blob.write_bytes(whole[:-1] + b"x")
+    script, _ = compile_with(tiny, store, ([], good))
+    assert script.scenes == []
+    assert blob.read_bytes() == whole
+
+
+def test_the_wheels_commands(tiny: Own, tmp_path: Path, run_cli: RunCli) -> None:
+    store = tmp_path / "store"
+    assert "no compiled wheels here" in run_cli("--store", store, "wheels", "list").stderr
+    keep(Store(store), tiny, seconds=61.0)
+    assert "for 9.0  8 B  compiled in 61 s" in run_cli("--store", store, "wheels", "list").stdout
+    assert json.loads(run_cli("--store", store, "wheels", "list", "--json").stdout)[0]["wheel"] == "tiny"
+    run_cli("--store", store, "wheels", "export", "tiny", "-o", tmp_path)
+    assert len(list(tmp_path.glob("*.whl*"))) == 2
+    assert (
+        "is not a folder" in run_cli("--store", store, "wheels", "export", "tiny", "-o", tmp_path / "no", code=6).stderr
+    )
+    assert (
+        "cannot be read" in run_cli("--store", store, "wheels", "import", tiny.path, tmp_path / "no.whl", code=2).stderr
+    )
