@@ -371,10 +371,11 @@ def profile_text(site: SiteFile, said: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings, without what is unknown or as by default empty."""
+    """Dataclasses as mappings, without what is as it is by default: unknown, mostly."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        return {name: item for name, item in found.items() if item is not None and item != {} and item != []}
+        kept = {field.name: getattr(value, field.name) for field in fields(value)
+                if getattr(value, field.name) not in (field.default, {}, ())}  # fmt: skip
+        return {name: _plain(item) for name, item in kept.items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -57,7 +57,8 @@ def test_what_is_recorded_reads_back(tmp_path: Path) -> None:
     path.write_text(profile_text(record_site("here", slurm), "seen on\nthat day"))
     assert path.read_text().startswith("# seen on\n# that day\nname: here\n")
     site = find_site(str(path)).file
-    assert site.node == record_site("here", slurm).node
+    assert site == record_site("here", slurm)
+    assert "exclusive" not in path.read_text()  # as by default
     assert site.node.internet is True
     assert site.storage["local"].path == "$SLURM_TMPDIR"
     assert site.scheduler is not None
