@@ -1,6 +1,6 @@
 # `make` alone says what there is. The work is in build.py; this file has no logic.
 .DEFAULT_GOAL := help
-.PHONY: help setup engine image plan run test test-gpu lint lock bench clean
+.PHONY: help setup engine image plan run doctor test test-gpu lint lock bench clean
 
 recipe ?= hello
 task ?=
@@ -24,6 +24,9 @@ plan: setup ## what would be built, and why: make plan recipe=lora-opencalm
 
 run: setup ## run a task: make run recipe=lora-opencalm task="train --smoke"
 	@$(PYTHON) build.py run $(recipe) $(task)
+
+doctor: setup ## will it run, and why: make doctor recipe=lora-opencalm options="--site abci-3.0"
+	@$(PYTHON) build.py doctor $(recipe) $(options)
 
 test: ## every test, with the real programs: installs and starts what it needs (root, Debian)
 	@bash tests/services.sh install

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from builder.errors import EkibenError, UnfitError, UsageError
+from builder.errors import EkibenError, StoreError, UnfitError, UsageError
 
 if TYPE_CHECKING:
     from builder.assemble import Product
@@ -628,7 +628,7 @@ def run(
     program = launch.choose_runtime(name, sif)
     if not dry_run:
         if not force:
-            warn_or_refuse(open_store(store_path), program, sif, name, gpu=wish.gpu)
+            warn_or_refuse(store_path, program, sif, name, gpu=wish.gpu)
         if stage and Path(program).name != "docker":
             sif = launch.stage(sif, os.environ, lambda line: click.echo(line, err=True))
     ready = launch.launch(program, sif, f"ekiben/{name}:latest", wish, os.environ)
@@ -640,10 +640,15 @@ def run(
         os.execvpe(ready.argv[0], ready.argv, ready.environment)
 
 
-def warn_or_refuse(store: Store, program: str, sif: Path, name: str, *, gpu: bool) -> None:
+def warn_or_refuse(store_path: Path | None, program: str, sif: Path, name: str, *, gpu: bool) -> None:
     """What doctor says about running it here, before it is run. Errors: UnfitError when it will fail."""
     from builder.doctor import check_here, refuse
+    from builder.store import Store
 
+    try:
+        store = open_store(store_path)
+    except StoreError:  # what runs needs none: the image's facts are read again each time
+        store = Store(Path(os.devnull))
     findings = check_here(store, program, sif, name, gpu=gpu, tell=lambda line: click.echo(line, err=True))
     refuse(findings)
     warn(findings)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from builder.cubins import DeviceCode, runs_on
-from builder.errors import UnfitError
+from builder.errors import StoreError, UnfitError
 from builder.facts import ImageFacts, facts_of_layers, facts_of_sif
 from builder.files import read_yaml
 from builder.launch import Wish, choose_runtime, launch
@@ -534,11 +534,14 @@ def _free(place: Place) -> str:
 def check_here(
     store: Store, program: str, sif: Path, name: str, *, gpu: bool, tell: Callable[[str], None]
 ) -> list[Finding]:
-    """Whether ``program`` will run the image here, before it does; quick once its facts are known. Errors: StoreError."""
+    """Whether ``program`` will run the image here, before it does; quick once its facts are known."""
     runtime = runtime_of(Path(program).name)
     if runtime is None:
         return []  # its own message is the better one
-    facts = _facts_in_store(name, store, tell) if runtime.kind == "docker" else facts_of_sif(sif, store, tell)
+    try:
+        facts = _facts_in_store(name, store, tell) if runtime.kind == "docker" else facts_of_sif(sif, store, tell)
+    except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
+        return [Finding("but", "image", f"what is in it could not be read: {error}")]
     if facts is None:
         return []
     node = node_here()

@@ -7,7 +7,6 @@ layer's digest, or under a SIF's id.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -219,6 +218,8 @@ def _keep(store: Store, key: str, facts: LayerFacts) -> LayerFacts:
         **{name: getattr(facts, name) for name in ("packages", "glibc", "torch_cuda", "compat", "network", "damaged", "gone")},
         "libraries": {path: [[list(held), count] for held, count in code.fatbins.items()] for path, code in facts.libraries.items()},
     }  # fmt: skip
-    if os.access(store.root / "checks", os.W_OK):
+    with contextlib.suppress(StoreError):  # where it cannot be written it is read again next time
+        if not (store.root / "checks").is_dir():
+            store.open_for_writing()
         store.put_check(key, record)
     return facts

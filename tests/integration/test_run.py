@@ -181,6 +181,30 @@ def test_what_cannot_run_is_refused_before_it_starts(looker: Looker, room: Room,
     assert forced.returncode != 10
 
 
+def test_what_doctor_cannot_read_is_run_all_the_same(looker: Looker, room: Room, cli: Cli) -> None:
+    """A small SIF of another make, compressed as we cannot read it; a store of another version."""
+    here = room.folder("job")
+    sif, store, tree = here / "xz.sif", here / "store", here / "tree"
+    for name in ("/bin/sh", "/lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/libc.so.6"):
+        (tree / name[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.realpath(name), tree / name[1:])
+    for name in ("dev", "etc", "home", "proc", "root", "sys", "tmp", "var/tmp", ".singularity.d"):
+        (tree / name).mkdir(parents=True)
+    (tree / ".singularity.d/runscript").write_text("#!/bin/sh\necho ran $@\n")
+    (tree / ".singularity.d/runscript").chmod(0o755)
+    squashfs = here / "xz.squashfs"
+    subprocess.run(["mksquashfs", tree, squashfs, "-comp", "xz", "-no-progress"], capture_output=True, check=True)
+    subprocess.run(["apptainer", "sif", "new", sif], capture_output=True, check=True)
+    words = ["--datatype", "4", "--parttype", "2", "--partfs", "1", "--partarch", "2", "--groupid", "1"]
+    subprocess.run(["apptainer", "sif", "add", *words, sif, squashfs], capture_output=True, check=True)
+    store.mkdir()
+    (store / "version").write_text("0\n")
+    done = cli.run("--store", store, "run", looker.recipe, "--cpu", "--sif", sif, "look", cwd=here)
+    assert "what is in it could not be read: " in done.stderr
+    assert "compressed with xz" in done.stderr
+    assert done.stdout == "ran look\n"
+
+
 def test_doctor_here(looker: Looker, room: Room, cli: Cli) -> None:
     """Of the recipe in the store, and of the file, the same facts; both users' words."""
     for user in (ME, USER):
