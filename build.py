@@ -186,6 +186,7 @@ def make_image(
     import contextlib
 
     from builder.assemble import deliver
+    from builder.config import read_config
     from builder.pipeline import Options, plan
     from builder.progress import Progress
 
@@ -203,7 +204,8 @@ def make_image(
                          "give what it is built from with --bundle FILE (build.py bundle makes one)")  # fmt: skip
     data: list[Path] = []
     with contextlib.ExitStack() as stack:
-        options = Options(engine=engine, locked=locked, mirror=mirror)
+        registry = None if offline else read_config().registry
+        options = Options(engine=engine, locked=locked, mirror=mirror, registry=registry)
         if bundle:
             from builder.bundle import bundle_supply, check_bundle, open_bundle, take_compiled, unpack_snapshots
 
@@ -779,6 +781,7 @@ def publish(
       build.py publish lora-opencalm --to /groups/lab/ekiben
       build.py publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable
     """
+    from builder.config import read_config
     from builder.executors import check_name
     from builder.pipeline import Options, build
     from builder.progress import Progress
@@ -786,7 +789,8 @@ def publish(
 
     check_name(engine)
     chain, store, progress = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), Progress()
-    image = build(chain, store, Options(engine=engine, mirror=bound(arguments).get("mirror")), progress)
+    options = Options(engine=engine, mirror=bound(arguments).get("mirror"), registry=read_config().registry)
+    image = build(chain, store, options, progress)
     done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
                current=not no_current, check=not no_verify)  # fmt: skip
     if as_json:
@@ -798,6 +802,82 @@ def publish(
                + (f", {size(done.moved)} new there" if done.made else "  (was there)"))  # fmt: skip
     click.echo(f"run        singularity exec --nv {shown} {task}")
     click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
+
+
+@main.command()
+@click.argument("recipe")
+@click.argument("reference", metavar="REF")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["docker", "sif", "layers"]),
+    default="docker",
+    show_default=True,
+    help="What it is there: for docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.",
+)
+@chain_options
+@json_option
+@click.pass_obj
+def push(
+    store_path: Path | None, /, recipe: str, reference: str, format_: str, stack: str | None, gpu_arch: str | None,
+    arguments: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """Send an image to a registry; what the registry has is not sent again, and what broke off goes on.
+
+    \b
+    Examples:
+      build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2
+      build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2-sif --format sif
+      build.py push lora-opencalm registry.example.org/lab/layers --format layers
+    """
+    from builder.config import read_config
+    from builder.pipeline import Options, build
+    from builder.progress import Progress
+    from builder.push import push as send
+    from builder.registry import Reference
+
+    place, progress = Reference.parse(reference), Progress()
+    chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
+    options = Options(mirror=bound(arguments).get("mirror"), registry=read_config().registry)
+    done = send(build(chain, store, options, progress), store, place, format_, progress)
+    if as_json:
+        click.echo(
+            json.dumps({"place": done.place, "sent": done.sent, "mounted": done.mounted, "there": done.there}, indent=1)
+        )
+        return
+    click.echo(f"pushed  {done.place}  {size(done.sent)} sent, {done.mounted} blobs mounted, {done.there} were there")
+    lines = {"docker": f"docker pull {place}", "sif": f"apptainer pull oras://{place}",
+             "layers": f"EKIBEN_REGISTRY={reference} make image recipe={recipe}"}  # fmt: skip
+    click.echo(f"use     {lines[format_]}")
+
+
+@main.command()
+@click.argument("reference", metavar="REF")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the SIF goes (default: ./<name>.sif).")
+@json_option
+@click.pass_obj
+def pull(store_path: Path | None, /, reference: str, output: Path | None, as_json: bool) -> None:
+    """Take an image from a registry as a SIF: one that was pushed as SIF, or as Docker image. What broke off goes on.
+
+    \b
+    Examples:
+      build.py pull registry.example.org/lab/lora-opencalm:1.2-sif
+      build.py pull registry.example.org/lab/lora-opencalm:1.2 -o /tmp/image.sif
+    """
+    from builder.progress import Progress
+    from builder.pull import pull as take
+    from builder.registry import Reference
+
+    product, digest = take(Reference.parse(reference), open_store(store_path), output, Progress())
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"path": product.place, "size": product.size, "manifest": digest, "made": product.made}, indent=1
+            )
+        )
+        return
+    click.echo(f"pulled  {product.place}  {size(product.size)}  {digest[:19]}{'' if product.made else '  (was there)'}")
+    click.echo(f"run     singularity exec --nv {product.place}")
 
 
 @main.command()

@@ -63,7 +63,7 @@ def write_host_files(mount: Path, supply: Supply) -> Mapping[str, str]:
         "PIP_CACHE_DIR": f"{inside}/cache/pip",
         "UV_LINK_MODE": "copy",
     }
-    if bundle := _ca_bundle():
+    if bundle := ca_bundle():
         shutil.copyfile(bundle, mount / "ca.pem")
         for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO"):
             environment[name] = f"{inside}/ca.pem"
@@ -79,7 +79,7 @@ def write_host_files(mount: Path, supply: Supply) -> Mapping[str, str]:
     return environment | {"APT_CONFIG": f"{inside}/apt.conf"} | dict(supply.environment)
 
 
-def _ca_bundle() -> Path | None:
+def ca_bundle() -> Path | None:
     asked = os.environ.get("SSL_CERT_FILE")
     return next((Path(path) for path in (asked, *_BUNDLES) if path and Path(path).is_file()), None)
 

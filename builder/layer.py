@@ -16,7 +16,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import IO, Literal, Protocol
 
 Kind = Literal["dir", "file", "symlink", "hardlink", "fifo", "whiteout"]
 
@@ -148,7 +148,23 @@ class DigestSink(TarSink):
         return self._position
 
 
-_TAR_TYPES = {
+def tar_members(archive: IO[bytes]) -> Iterator[Member]:
+    """The members of a layer's tar as tar_stream() wrote it, read once from front to end. Errors: ValueError for any other's."""
+    with tarfile.open(fileobj=archive, mode="r|", encoding="utf-8", errors="surrogateescape") as tar:
+        for info in tar:
+            path = "" if info.name in (".", "./") else info.name
+            head, _, name = path.rpartition("/")
+            kind = next((kind for kind, code in _TAR_TYPES.items() if code == info.type), None)
+            if kind is None:
+                raise ValueError(f"{path!r} is of a kind that no layer has")
+            if name.startswith(WHITEOUT_PREFIX):
+                kind, path = "whiteout", f"{head}/{name[len(WHITEOUT_PREFIX) :]}".lstrip("/")
+            entry = Entry(path, kind, info.mode, info.uid, info.gid, int(info.mtime), info.size, info.linkname)
+            data = tar.extractfile(info) if kind == "file" and info.size else None
+            yield entry, read_chunks(data.read, info.size) if data else None
+
+
+_TAR_TYPES: dict[Kind, bytes] = {
     "dir": tarfile.DIRTYPE,
     "file": tarfile.REGTYPE,
     "symlink": tarfile.SYMTYPE,

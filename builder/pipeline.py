@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from builder.executors import Executor, Job
     from builder.hostenv import Supply
     from builder.layer import Member
+    from builder.pull import LayerCache
     from builder.stages import Stages
 
 
@@ -84,6 +85,7 @@ class Options:
     locked: bool = False
     supply: Supply | None = None  # where packages come from, instead of the site's mirrors and indexes
     compression_threads: int | None = None
+    registry: str | None = None  # asked for a layer before it is built
 
 
 def image_name(chain: Chain) -> str:
@@ -239,6 +241,7 @@ class _Build:
         self._executor: tuple[str, Executor] | None = None
         self._supply: Supply | None = None
         self._stages: Stages | None = None
+        self._cache: LayerCache | None = None
 
     @property
     def stages(self) -> Stages:
@@ -292,7 +295,9 @@ class _Build:
         if stored := self.store.layer(layer.cache_key):
             return stored
         with self.store.lock(layer.cache_key, say_waiting):
-            if stored := self.store.layer(layer.cache_key):  # that other process did it
+            if stored := self.store.layer(layer.cache_key) or self.fetch(
+                layer
+            ):  # that other process did it, or another machine
                 return stored
             if not layer.taken:
                 with self.progress.step(f"layer {layer.name} ({reason})"):
@@ -301,6 +306,15 @@ class _Build:
                 made = self.make_with_stages(layer, lower, reason)
             self.store.put_layer(made)
             return made
+
+    def fetch(self, layer: Layer) -> StoredLayer | None:
+        if self.options.registry is None:
+            return None
+        if self._cache is None:
+            from builder.pull import LayerCache
+
+            self._cache = LayerCache(self.options.registry, self.progress)
+        return self._cache.fetch(layer.cache_key, self.store)
 
     def make_with_stages(self, layer: Layer, lower: Sequence[StoredLayer], reason: str) -> StoredLayer:
         """What is compiled for the layer is kept when the layer that holds it has passed its %test."""

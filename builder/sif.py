@@ -135,6 +135,39 @@ def write_sif(
                 end = descriptor.offset + descriptor.size
 
 
+class SifBytes:
+    """The bytes of the SIF that write_sif() would write, without the file. ``read(offset)`` gives them from there on."""
+
+    def __init__(self, partitions: Sequence[Partition], *, id: str, deffile: str, arch: str, epoch: int) -> None:
+        definition = deffile.encode("utf-8", "surrogateescape")
+        self._partitions, self._descriptors = partitions, _lay_out(partitions, definition)
+        self._head = _head(self._descriptors, uuid.UUID(id), _arch_code(arch), epoch).ljust(DATA_AT, b"\0") + definition
+        self.id, self.size = id, self._descriptors[-1].offset + self._descriptors[-1].size
+
+    def read(self, offset: int) -> Iterator[bytes]:
+        """Errors: StoreError when a partition ends early."""
+        if head := self._head[offset:]:
+            yield head
+        end = len(self._head)
+        for partition, descriptor in zip(self._partitions, self._descriptors[1:], strict=True):
+            if offset < descriptor.offset:
+                yield bytes(descriptor.offset - max(offset, end))
+            end = descriptor.offset + descriptor.size
+            if offset < end:
+                yield from _read_partition(partition, max(0, offset - descriptor.offset))
+
+
+def _read_partition(partition: Partition, start: int) -> Iterator[bytes]:
+    with _opened(partition.path) as source:
+        source.seek(partition.offset + start)
+        while start < partition.size:
+            data = source.read(min(COPY, partition.size - start))
+            if not data:
+                raise StoreError(f"{partition.path}: ends {partition.size - start} bytes early", hint=_HINT)
+            start += len(data)
+            yield data
+
+
 def _arch_code(arch: str) -> bytes:
     if arch not in ARCHITECTURES:
         raise StoreError(f"a SIF cannot be made for {arch!r}; known: {', '.join(ARCHITECTURES)}")

@@ -422,6 +422,10 @@ class Store:
     def put_check(self, name: str, result: Mapping[str, Any]) -> None:
         self._write(f"checks/{name}.json", _dump(dict(result)))
 
+    def drop_check(self, name: str) -> None:
+        with self.translated_errors():
+            (self.root / "checks" / f"{name}.json").unlink(missing_ok=True)
+
     def _write_index(self) -> None:
         """What it shows is what refs/ holds when it is done: another process may name an image meanwhile."""
         images, seen = self.images(), None

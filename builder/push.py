@@ -1,0 +1,202 @@
+"""Images in registries: sent as a Docker image, as a SIF, or layer by layer; and taken from there.
+
+docker   An OCI image with uncompressed layers: what `docker pull` and `apptainer pull docker://` read. Uncompressed, because a
+         layer's digest is then its diff_id: what a registry has already is known before a byte of a layer is read, equal
+         layers are equal blobs whatever library compressed them when, and neither end spends a core on gzip. It takes some
+         1.7 times the bytes, once per layer and registry.
+sif      The SIF as one artifact: what `apptainer pull oras://` reads. It is never made as a file.
+layers   The store's own layers (squashfs) under their cache keys: a registry as the store behind the others. A build that
+         finds EKIBEN_REGISTRY, or `registry:` in config.yaml, asks it before it builds a layer.
+
+A blob that the registry has, in this or another repository we know of, is not sent. Which those are, and where an upload was
+broken off, is kept in the store's checks/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from builder import oci
+from builder.chain import platform
+from builder.errors import UsageError
+from builder.pipeline import Image
+from builder.progress import Progress
+from builder.registry import Blob, Reference, Registry, digest_of
+from builder.sif import Partition, SifBytes, sif_id
+from builder.store import MEDIA_CONFIG, MEDIA_LAYER, MEDIA_MANIFEST, Store, StoredLayer
+
+FORMATS = ("docker", "sif", "layers")
+MEDIA_SIF = "application/vnd.sylabs.sif.layer.v1.sif"
+MEDIA_SIF_CONFIG = "application/vnd.sylabs.sif.config.v1+json"
+MEDIA_LAYER_CONFIG = "application/vnd.ekiben.layer.config.v1+json"
+AT_ONCE = 3  # uploads and downloads
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """``place``: the reference by digest. Bytes ``sent``; blobs ``mounted`` from another repository, and ``there`` already."""
+
+    place: str
+    sent: int
+    mounted: int
+    there: int
+
+
+def push(image: Image, store: Store, reference: Reference, format: str, progress: Progress) -> Pushed:
+    """Errors: FetchError, StoreError, UsageError."""
+    if reference.digest:
+        raise UsageError(f"{reference}: a digest is what comes of pushing; give a tag")
+    if format == "layers":
+        if reference.tag:
+            raise UsageError(f"{reference}: layers are tagged with their keys; give a repository without a tag")
+        return _push_layers(image, store, reference, progress)
+    sender = _Sender(store, reference, progress)
+    config, layers, note = _docker(image, store) if format == "docker" else _sif(image, store, progress)
+    config_blob = _bytes_blob(config)
+    sender.send([config_blob, *(blob for blob, _ in layers)])
+    manifest = {
+        "schemaVersion": 2, "mediaType": MEDIA_MANIFEST,
+        "config": {"mediaType": note["config"], "digest": config_blob.digest, "size": config_blob.size},
+        "layers": [described for _, described in layers],
+        "annotations": {"org.opencontainers.image.title": image.name, "org.ekiben.image": image.image_id},
+    }  # fmt: skip
+    return sender.named(manifest, reference.wanted)
+
+
+def _docker(image: Image, store: Store) -> tuple[bytes, list[tuple[Blob, dict[str, Any]]], dict[str, str]]:
+    layers = [(Blob(layer.diff_id, layer.tar_size, _tar_from(store, layer)),
+               {"mediaType": oci.MEDIA_TAR, "digest": layer.diff_id, "size": layer.tar_size}) for layer in image.layers]  # fmt: skip
+    return image.config, layers, {"config": MEDIA_CONFIG}
+
+
+def _tar_from(store: Store, layer: StoredLayer) -> Callable[[int], Iterator[bytes]]:
+    def read(offset: int) -> Iterator[bytes]:
+        for chunk in oci.layer_tar(store, layer):
+            if offset < len(chunk):
+                yield chunk[offset:]
+            offset = max(0, offset - len(chunk))
+
+    return read
+
+
+def _sif(
+    image: Image, store: Store, progress: Progress
+) -> tuple[bytes, list[tuple[Blob, dict[str, Any]]], dict[str, str]]:
+    for layer in image.layers:
+        store.check_blob(layer.digest)
+    sif = sif_bytes(image, store)
+    name = f"sif-{sif.id}"
+    if (known := store.check(name)) is None or known.get("size") != sif.size:
+        sha = hashlib.sha256()
+        with progress.step("digest of the SIF", total=sif.size):
+            for chunk in sif.read(0):
+                sha.update(chunk)
+                progress.count(len(chunk))
+        known = {"digest": "sha256:" + sha.hexdigest(), "size": sif.size}
+        store.put_check(name, known)
+    blob = Blob(known["digest"], sif.size, sif.read)
+    described = {"mediaType": MEDIA_SIF, "digest": blob.digest, "size": blob.size,
+                 "annotations": {"org.opencontainers.image.title": f"{image.name}.sif"}}  # fmt: skip
+    return b"{}", [(blob, described)], {"config": MEDIA_SIF_CONFIG}
+
+
+def sif_bytes(image: Image, store: Store) -> SifBytes:
+    """The SIF that make_sif() would write."""
+    partitions = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in image.layers]
+    id = sif_id([layer.digest for layer in image.layers], image.chain.deffile)
+    return SifBytes(partitions, id=id, deffile=image.chain.deffile, arch=platform().split("/")[1],
+                    epoch=image.chain.stack.file.epoch)  # fmt: skip
+
+
+def _push_layers(image: Image, store: Store, reference: Reference, progress: Progress) -> Pushed:
+    sender, place = _Sender(store, reference, progress), str(reference)
+    wanted = [layer for layer in image.layers if sender.registry.tag_digest(layer.cache_key) is None]
+    sender.there += len(image.layers) - len(wanted)
+    configs = {layer.cache_key: _bytes_blob(json.dumps(asdict(layer), sort_keys=True).encode()) for layer in wanted}
+    sender.send([*configs.values(), *(_file_blob(store, layer) for layer in wanted)])
+    for layer in wanted:  # named when all is there
+        config = configs[layer.cache_key]
+        manifest = {
+            "schemaVersion": 2, "mediaType": MEDIA_MANIFEST,
+            "config": {"mediaType": MEDIA_LAYER_CONFIG, "digest": config.digest, "size": config.size},
+            "layers": [{"mediaType": MEDIA_LAYER, "digest": layer.digest, "size": layer.size}],
+            "annotations": {"org.ekiben.layer": layer.name},
+        }  # fmt: skip
+        sender.named(manifest, layer.cache_key)
+    return Pushed(place, sender.sent, sender.mounted, sender.there)
+
+
+def _file_blob(store: Store, layer: StoredLayer) -> Blob:
+    def read(offset: int) -> Iterator[bytes]:
+        with store.blob_path(layer.digest).open("rb") as stream:
+            stream.seek(offset)
+            while chunk := stream.read(1 << 20):
+                yield chunk
+
+    return Blob(layer.digest, layer.size, read)
+
+
+def _bytes_blob(data: bytes) -> Blob:
+    return Blob(digest_of(data), len(data), lambda offset: [data[offset:]])
+
+
+class _Sender:
+    """Sends blobs to one repository, several at once, each once."""
+
+    def __init__(self, store: Store, reference: Reference, progress: Progress) -> None:
+        store.open_for_writing()  # its checks/ remember what is where
+        self.registry, self.store, self.reference, self.progress = Registry(reference), store, reference, progress
+        self.sent = self.mounted = self.there = 0
+        self._host = hashlib.sha256(reference.host.encode()).hexdigest()[:16]
+        self._known: dict[str, list[str]] = (store.check(f"pushed-{self._host}") or {}).get("blobs", {})
+
+    def send(self, blobs: Sequence[Blob]) -> None:
+        unique = list({blob.digest: blob for blob in blobs}.values())
+        total = sum(blob.size for blob in unique)
+        with self.progress.step(f"push to {self.reference}", total=total), ThreadPoolExecutor(AT_ONCE) as pool:
+            waiting = [pool.submit(self._send, blob) for blob in unique]
+            try:
+                for done in as_completed(waiting):
+                    how, size = done.result()
+                    setattr(self, how, getattr(self, how) + size)
+            finally:
+                for item in waiting:
+                    item.cancel()
+                self._remember([blob.digest for blob, item in zip(unique, waiting, strict=True)
+                                if item.done() and not item.cancelled() and item.exception() is None])  # fmt: skip
+
+    def _send(self, blob: Blob) -> tuple[str, int]:
+        """In a thread of its own: what became of it, and what that counts."""
+        if self.registry.has_blob(blob.digest):
+            self.progress.count(blob.size)
+            return "there", 1
+        for other in self._known.get(blob.digest, []):
+            if other != self.reference.repository and self.registry.mount_blob(blob.digest, other):
+                self.progress.count(blob.size)
+                return "mounted", 1
+        target = f"{self.reference.host}/{self.reference.repository}@{blob.digest}"
+        name = f"upload-{hashlib.sha256(target.encode()).hexdigest()[:32]}"
+        begun = (self.store.check(name) or {}).get("place", "")
+        out = self.registry.send_blob(
+            blob, self.progress.count, begun=begun, remember=lambda place: self.store.put_check(name, {"place": place})
+        )
+        self.store.drop_check(name)
+        return "sent", out
+
+    def _remember(self, digests: Sequence[str]) -> None:
+        name = f"pushed-{self._host}"
+        known = (self.store.check(name) or {}).get("blobs", {})
+        for digest in digests:
+            known[digest] = sorted({*known.get(digest, []), self.reference.repository})
+        self.store.put_check(name, {"host": self.reference.host, "blobs": known})
+
+    def named(self, manifest: dict[str, Any], tag: str) -> Pushed:
+        data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+        digest = self.registry.put_manifest(data, MEDIA_MANIFEST, tag)
+        place = Reference(self.reference.host, self.reference.repository, digest)
+        return Pushed(str(place), self.sent, self.mounted, self.there)

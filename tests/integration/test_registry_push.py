@@ -1,0 +1,111 @@
+"""What is pushed is what Docker and Apptainer pull: plain, with a password, over TLS with a CA of one's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from registries import PASSWORD, USER, real_registry
+from rooms import USER as BUILDER
+from rooms import Cli, NewStore, Room, need
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with real_registry(tmp_path_factory.mktemp("registry")) as host:
+        yield host
+
+
+def docker(*words: str) -> str:
+    return subprocess.run(["docker", *words], check=True, capture_output=True, text=True).stdout
+
+
+def test_docker_pulls_and_runs_it(cli: Cli, hello: Path, plain: str, room: Room) -> None:
+    need("docker")
+    made = json.loads(cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:1", "--json").stdout)
+    size = made["sent"]
+    assert size > 100e6
+    assert json.loads(cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:1", "--json").stdout)["sent"] == 0
+    moved = json.loads(cli.run("--store", hello, "push", "hello", f"{plain}/lab/other:1", "--json").stdout)
+    assert (moved["sent"], moved["mounted"]) == (0, 4)
+    try:
+        docker("pull", "--quiet", f"{plain}/lab/hello:1")
+        image = json.loads(docker("image", "inspect", f"{plain}/lab/hello:1"))[0]
+        built = json.loads(cli.run("--store", hello, "inspect", "hello", "--json").stdout)
+        assert image["Id"] == built["image"]
+        assert "Debian" in docker("run", "--rm", "--network=none", image["Id"], "cat", "/etc/os-release")
+    finally:
+        subprocess.run(["docker", "image", "rm", "--force", f"{plain}/lab/hello:1"], capture_output=True, check=False)
+    # Apptainer unpacks and packs it: the same content in a SIF of its own.
+    out = room.folder("out")
+    command = ["apptainer", "build", "--no-https", "--mksquashfs-args", "-comp zstd -Xcompression-level 1", out / "own.sif",
+               f"docker://{plain}/lab/hello:1"]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(["apptainer", "exec", out / "own.sif", "hello"], check=True, capture_output=True)
+
+
+def test_pulled_as_a_sif_it_is_the_one_that_was_built(
+    user_cli: Cli, cli: Cli, hello: Path, plain: str, room: Room
+) -> None:
+    cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:2")
+    out = room.folder("out", BUILDER)
+    user_cli.run("--store", out / "store", "pull", f"{plain}/lab/hello:2", "-o", out / "x.sif", cwd=out)
+    assert (out / "x.sif").read_bytes() == (room.path / "hello.sif").read_bytes()
+
+
+def apptainer_pull(place: str, out: Path, **env: str) -> None:
+    command = ["env", *(f"{name}={value}" for name, value in env.items()), "apptainer", "pull", "--force", out, place]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_apptainer_pulls_the_sif(cli: Cli, hello: Path, plain: str, room: Room) -> None:
+    cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:sif", "--format", "sif")
+    out = room.folder("out")
+    apptainer_pull(f"oras://{plain}/lab/hello:sif", out / "a.sif")
+    assert (out / "a.sif").read_bytes() == (room.path / "hello.sif").read_bytes()
+    # And the other way: what Apptainer pushed.
+    subprocess.run(
+        ["apptainer", "push", out / "a.sif", f"oras://{plain}/lab/theirs:1"], check=True, capture_output=True
+    )
+    cli.run("pull", f"oras://{plain}/lab/theirs:1", "-o", out / "b.sif", cwd=out)
+    assert (out / "b.sif").read_bytes() == (out / "a.sif").read_bytes()
+
+
+def test_a_password_and_a_ca_of_ones_own(user_cli: Cli, new_store: NewStore, room: Room) -> None:
+    """As an ordinary user, with the login that Apptainer keeps and the site's CA."""
+    store, folder, home = (
+        new_store(BUILDER, "base", "python", "hello"),
+        room.folder("tls"),
+        room.folder("home", BUILDER),
+    )
+    with real_registry(folder, password=True, tls=True) as host:
+        own = {"HOME": str(home)}
+        words = ("--store", store, "push", "hello", f"{host}/lab/hello:1", "--format", "sif")
+        assert f"the certificate of {host} is not trusted" in user_cli.run(*words, env=own, code=7, cwd=home).stderr
+        own["SSL_CERT_FILE"] = str(folder / "cert.pem")
+        refused = user_cli.run(*words, env=own, code=7, cwd=home).stderr
+        assert "401" in refused and f"apptainer registry login oras://{host}" in refused
+        as_user = [
+            "runuser",
+            "-u",
+            BUILDER,
+            "--",
+            "env",
+            *(f"{name}={value}" for name, value in own.items()),
+            "apptainer",
+        ]
+        login = [*as_user, "registry", "login", "--username", USER, "--password-stdin", f"oras://{host}"]
+        subprocess.run(login, input=PASSWORD, text=True, check=True, capture_output=True, cwd=home)
+        user_cli.run(*words, env=own, cwd=home)
+        subprocess.run(
+            [*as_user, "pull", home / "a.sif", f"oras://{host}/lab/hello:1"], check=True, capture_output=True, cwd=home
+        )
+        user_cli.run("--store", store, "pull", f"{host}/lab/hello:1", "-o", home / "b.sif", env=own, cwd=home)
+    assert (home / "a.sif").read_bytes() == (home / "b.sif").read_bytes() == (room.path / "hello.sif").read_bytes()
