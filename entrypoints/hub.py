@@ -16,10 +16,16 @@ def explain(error: BaseException, name: str, kind: str) -> str:
     """One sentence for what the hub's libraries raised about the ``kind`` ("model", "data set") ``name``."""
     names = {type(each).__name__ for each in _chain(error)}
     text = " ".join(str(each) for each in _chain(error))
+    if "GatedRepoError" in names and _has_token():
+        return (
+            f"{kind} {name}: the token you gave has no access; accept the owner's terms on its page with the same account, "
+            "and let the token read gated repositories (a fine-grained one does not by itself)"
+        )
     if "GatedRepoError" in names:
         return f"{kind} {name}: its owner asks you to accept terms on its page; do that, then {_TOKEN}"
-    if "RepositoryNotFoundError" in names or re.search(r"\b401\b", text):
-        return f"{kind} {name}: not on the hub, or private; check the name, and for a private one {_TOKEN}"
+    if "RepositoryNotFoundError" in names or "DatasetNotFoundError" in names or re.search(r"\b401\b", text):
+        private = "is the token you gave allowed to read it?" if _has_token() else f"for a private one {_TOKEN}"
+        return f"{kind} {name}: not on the hub, or private; check the name, and {private}"
     if names & {"EntryNotFoundError", "RemoteEntryNotFoundError"}:
         return f"{kind} {name}: is on the hub, but is no {kind} these libraries can load (a file is missing)"
     offline = names & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
@@ -29,8 +35,6 @@ def explain(error: BaseException, name: str, kind: str) -> str:
             f"download it once where there is a network, with the same HF_HOME (hf download {name}"
             f"{' --repo-type dataset' if kind == 'data set' else ''}), or name a local folder"
         )
-    if "DatasetNotFoundError" in names:
-        return f"{kind} {name}: not on the hub, or private or gated; check the name, and for a private one {_TOKEN}"
     if "OSError" in names and "No space left" in text:
         return f"{kind} {name}: the disk of {os.environ.get('HF_HOME', '')} is full; set HF_HOME to a place with room"
     return f"{kind} {name}: cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
@@ -60,6 +64,12 @@ def locate_model(name: str) -> str:
     except Exception as error:
         raise TaskError(explain(error, name, "model")) from error
     return name
+
+
+def _has_token() -> bool:
+    import huggingface_hub
+
+    return bool(huggingface_hub.get_token())
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -276,7 +276,7 @@ def _check_architecture(name: str, capability: tuple[int, int]) -> None:
 
 
 def _no_gpu() -> str:
-    advice = "; to train on the CPU all the same: --set device=cpu"
+    advice = "; without one, slowly: --set device=cpu"
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return f"no GPU is visible here; start with singularity exec --nv, or docker run --gpus all{advice}"
     version = Path("/proc/driver/nvidia/version")

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import logging
 import os
 import sys
 import types
@@ -101,6 +102,8 @@ def fail(error: TaskError) -> NoReturn:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a task's main(): a TaskError becomes one message and an exit code, ^C becomes 130."""
+    # PEFT imports it, and where there is no GPU it complains of kernels for the CPU that nobody asked for.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         raise SystemExit(main())
     except TaskError as error:

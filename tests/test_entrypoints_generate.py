@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +18,11 @@ for package in ("torch", "transformers", "peft", "tokenizers"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small only wait for a second thread
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"), str(ROOT / "entrypoints")]
+sys.path[:0] = [
+    str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"),
+    str(ROOT / "entrypoints"),
+    str(ROOT / "tests"),
+]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -28,6 +31,7 @@ import generate  # noqa: E402
 import journal  # noqa: E402
 import models  # noqa: E402
 import tiny  # noqa: E402
+import together  # noqa: E402
 from architectures import ARCHITECTURES  # noqa: E402
 from forms import Form  # noqa: E402
 from generate import Question, Settings  # noqa: E402
@@ -191,21 +195,12 @@ def test_a_killed_run_goes_on(place: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_two_processes_share_the_rows(place: Path, tmp_path: Path) -> None:
-    made = settings(place, tmp_path / "two.jsonl")
-    sets = [f"--set={name}={json.dumps(value)}" for name, value in {
-        "form.kind": "template", "form.prompt": FORM.prompt, "examples": 9, "max_new_tokens": 6, "batch_size": 4, "device": "cpu",
-    }.items()]  # fmt: skip
-    script = Path(generate.__file__)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script),
-        "--model", made.model, "--data", made.data, "--output", made.output, *sets,
-    ]  # fmt: skip
-    path = os.pathsep.join(sys.path[:2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    said = together.run(
+        2, tmp_path / "said", generate.generate, settings(place, tmp_path / "two.jsonl"), Path("/nonexistent")
+    )
     assert lines(tmp_path / "two.jsonl") == run(settings(place, tmp_path / "one.jsonl"))
-    assert done.stdout.count("done  ") == 1
+    assert said.count("done  ") == 1
+    assert "done  " not in (tmp_path / "said-1").read_text()
 
 
 def test_a_full_disk_keeps_what_was_answered(place: Path, tmp_path: Path) -> None:
