@@ -177,19 +177,24 @@ def _make(name: str, folder: Path) -> None:
 
 
 def _named(words: Iterable[str], here: Path) -> list[Path]:
-    """Folders of paths among the arguments, as `--data=../data.jsonl` or `--output /scratch/me/run`: of what is not there yet,
-    the first parent that is."""
+    """Folders of paths among the arguments, as `--data=../data.jsonl`, `--set model=/models/mine` or `--output /scratch/me/run`:
+    of what is not there yet, the first parent that is."""
     found = []
     for word in words:
-        value = word.partition("=")[2] if word.startswith("-") else word
-        if ("/" not in value and value != "..") or "://" in value:
-            continue
-        path = Path(os.path.normpath(here / value))
-        if any(path.is_relative_to(own) for own in _IMAGES_OWN):
-            continue
-        while not path.is_dir() and path != path.parent:
-            path = path.parent
-        found.append(path)
+        values = {
+            word.partition("=")[2],
+            word.rpartition("=")[2] if "=" in word else "",
+            "" if word[:1] == "-" else word,
+        }
+        for value in sorted(values):
+            if ("/" not in value and value != "..") or "://" in value:
+                continue
+            path = Path(os.path.normpath(here / value))
+            if any(path.is_relative_to(own) for own in _IMAGES_OWN):
+                continue
+            while not path.is_dir() and path != path.parent:
+                path = path.parent
+            found.append(path)
     return found
 
 

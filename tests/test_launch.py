@@ -141,6 +141,8 @@ def test_what_the_arguments_name_is_seen(tmp_path: Path, here: Path) -> None:
                  binds=(tmp_path / "more",))  # fmt: skip
     assert bound(ready) == [str(tmp_path / "data"), str(here), str(tmp_path / "more"), str(tmp_path / "out")]
     assert bound(made("apptainer", {}, "train", "--data=..")) == [str(tmp_path)]  # and so this folder is, too
+    for word in (f"model={tmp_path}/more", f"--set=model={tmp_path}/more", f"--data={tmp_path}/more/run=1/x.jsonl:2"):
+        assert bound(made("apptainer", {}, "train", "--set", word)) == [str(here), str(tmp_path / "more")]
     with pytest.raises(UsageError, match="--bind nowhere: is not there"):
         made("apptainer", {}, "train", binds=(Path("nowhere"),))
 

@@ -70,6 +70,7 @@ def looker(room: Room, cli: Cli, hello: Path) -> Iterator[Looker]:
     assert sif.is_file()
     yield Looker(hello, recipe, sif)
     subprocess.run(["docker", "rmi", "--force", "ekiben/look:latest"], capture_output=True, check=True)
+    shutil.rmtree(recipe.parent)
 
 
 def command_lines() -> list[str]:
@@ -84,13 +85,14 @@ def command_lines() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def only_singularity(room: Room) -> Path:
+def only_singularity(room: Room) -> Iterator[Path]:
     """A PATH on which Apptainer has its other name only."""
     folder = room.folder("bin")
     for program in Path("/usr/bin").iterdir():
         (folder / program.name).symlink_to(program)
     (folder / "apptainer").rename(folder / "singularity")
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
