@@ -386,26 +386,3 @@ def test_a_compile_that_runs_out_of_something(cli: Cli, tiny: Tiny, store_with: 
     if "1 jobs side by side" not in said.split("stage tiny.build: ")[1]:
         assert "a compiler was killed for lack of memory; on with half the jobs" in said
     assert wheels(store)[0]["notes"]["jobs"] == 1
-
-
-def test_prune_keeps_what_took_long(
-    built: Built, cli: Cli, tiny: Tiny, store_with: Callable[..., Path], room: Room
-) -> None:
-    store = store_with(ME, "base", "python", "tools")
-    cli.image(
-        store,
-        tiny.path,
-        "--engine",
-        "apptainer",
-        "--format",
-        "sif",
-        "--no-verify",
-        "-o",
-        store.parent / "own.sif",
-        env=tiny.settings,
-    )
-    cli.run("--store", store, "prune", "own")
-    assert len(wheels(store)) == 1
-    assert not [path for path in (store / "keys").iterdir() if '"name": "tools"' in path.read_text()]
-    assert "removed 1 blobs" in cli.run("--store", store, "prune", "--wheels").stdout
-    assert wheels(store) == []

@@ -1,0 +1,131 @@
+"""The toolkit's nvcc, in a build stage on the real layers: what it compiles, what of it ships, and twice the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from builder.chain import Chain, resolve
+from builder.pipeline import Image, Options, build
+from builder.progress import Progress
+from builder.recipe import find_recipe
+from builder.store import Store, StoredResult
+from builder.wheels import read_wheel, wheels_of
+from rooms import ME, RecipeFolder, Room
+
+pytestmark = pytest.mark.slow
+
+LAYER = """\
+Bootstrap: localimage
+From: toolkit.sif
+Stage: build
+
+%arguments
+    capabilities=8.0 9.0
+
+%files
+    files/kernel.cu /opt/kernel/kernel.cu
+    files/setup.py /opt/kernel/setup.py
+
+%post
+    export CAPABILITIES="{{ capabilities }}"
+    python /opt/ekiben/compile.py /opt/kernel /opt/wheels/kernel
+
+%labels
+    org.ekiben.wheel kernel
+
+Bootstrap: localimage
+From: pytorch.sif
+Stage: runtime
+
+%files from build
+    /opt/wheels/kernel /opt/wheels/kernel
+
+%post
+    pip install --no-deps --no-index --no-compile /opt/wheels/kernel/*.whl
+    rm -r /opt/wheels
+
+%test
+    set -e
+    python -c 'import torch, kernel; assert kernel.answer() == 42'
+    test ! -e /opt/cuda
+"""
+KERNEL = """\
+#include <Python.h>
+__global__ void scale(float *x, float by) { x[threadIdx.x] *= by; }
+static PyObject *launch(PyObject *, PyObject *) { scale<<<1, 32>>>(nullptr, 2.0f); Py_RETURN_NONE; }
+static PyObject *answer(PyObject *, PyObject *) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {"launch", launch, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernel", "", -1, methods};
+PyMODINIT_FUNC PyInit_kernel() { return PyModule_Create(&module); }
+"""
+# Not torch's own CUDAExtension: its headers take a minute to read.
+SETUP = """\
+import os
+import subprocess
+import sysconfig
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class Nvcc(build_ext):
+    def build_extension(self, extension):
+        place = self.get_ext_fullpath(extension.name)
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        numbers = [item.replace(".", "") for item in os.environ["CAPABILITIES"].split()]
+        code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
+        subprocess.run([os.environ["CUDA_HOME"] + "/bin/nvcc", "-shared", "-cudart", "shared", "-Xcompiler", "-fPIC",
+                        "-Xlinker", "--strip-all", "-I" + sysconfig.get_path("include"), *code, "-o", place,
+                        *extension.sources], check=True)
+
+
+setup(name="kernel", version="1.0", ext_modules=[Extension("kernel", ["kernel.cu"])], cmdclass={"build_ext": Nvcc})
+"""
+
+
+@pytest.fixture
+def chain(own_recipe: RecipeFolder) -> Chain:
+    (own_recipe.path / "images/kernel.def").write_text(LAYER)
+    (own_recipe.path / "files").mkdir()
+    (own_recipe.path / "files/kernel.cu").write_text(KERNEL)
+    (own_recipe.path / "files/setup.py").write_text(SETUP)
+    own_recipe.top("kernel")
+    return resolve(find_recipe(str(own_recipe.path)), gpu_arch="8.0,9.0")
+
+
+def built(chain: Chain, store: Store) -> tuple[Image, StoredResult]:
+    image = build(chain, store, Options(engine="apptainer"), Progress(quiet=True))
+    (stage,) = wheels_of(chain).values()
+    result = store.result(stage.cache_key)
+    assert result is not None
+    return image, result
+
+
+def forget(store: Store, image: Image, result: StoredResult) -> None:
+    (store.root / "results" / f"{result.key}.json").unlink()
+    for layer in image.layers:
+        if layer.name == "kernel":
+            (store.root / "keys" / f"{layer.cache_key}.json").unlink()
+
+
+def test_nvcc(chain: Chain, room: Room, tmp_path: Path) -> None:
+    store = Store(room.store(ME, "lora-opencalm"))  # whose layers another test has built
+    image, result = built(chain, store)
+    assert [layer.name for layer in image.layers] == ["base", "python", "pytorch", "kernel", chain.recipe.name]
+    assert list(result.notes["extensions"].values()) == [["sm_80", "sm_90"]]
+    (handed,) = result.files
+    wheel = tmp_path / Path(handed.path).name
+    wheel.write_bytes(store.blob_path(handed.digest).read_bytes())
+    (extension,) = read_wheel(wheel, "kernel", result.inputs).values()
+    assert "libcudart.so.13" in extension.library.needed
+    assert "PyInit_kernel" in extension.library.defined
+
+    forget(store, image, result)
+    again, second = built(chain, store)
+    assert second.files == result.files
+    assert [layer.diff_id for layer in again.layers] == [layer.diff_id for layer in image.layers]
+    listed = json.loads((store.root / "results" / f"{second.key}.json").read_text())
+    assert listed["inputs"]["tools"][0][0] == "toolkit"
