@@ -326,7 +326,7 @@ def _namespaces(runtime: Runtime, node: Node) -> list[Finding]:
 
 def _stacking(runtime: Runtime, facts: ImageFacts) -> list[Finding]:
     """Tried: Apptainer 1.4. Without setuid, SingularityCE mounts a SIF's first partition itself, and older ones unpack it."""
-    if facts.partitions == 1:
+    if facts.partitions <= 1:  # none: an encrypted one, which is not ours
         return []
     flat = "make it --flat: one layer"
     what = f"{_named(runtime)} without setuid sees only the first of {facts.partitions} layers"
