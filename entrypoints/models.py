@@ -26,7 +26,6 @@ from hub import explain, locate_model
 from settings import TaskError
 
 GIB = 1 << 30
-PACKED = packing.ATTENTION
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import pytest
 
 for package in ("torch", "transformers", "peft", "tokenizers"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -27,16 +28,15 @@ ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
 SAMPLE = RECIPE / "data" / "sample.jsonl"
 sys.path.insert(0, str(ENTRYPOINTS))
 
-import loss as losses  # noqa: E402
 import models  # noqa: E402
 import packing  # noqa: E402
 import rows  # noqa: E402
 import smoke  # noqa: E402
 import train  # noqa: E402
-from prompt import encode_rows  # noqa: E402
+from learner import Learner, dress  # noqa: E402
+from prompt import Example, encode_rows  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-LORA: dict[str, Any] = {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": ("query_key_value",), "seed": 1}
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +74,11 @@ def test_the_smoke_passes_on_the_gpu(tmp_path: Path) -> None:
     assert "all passed" in done.stdout
 
 
-def test_packed_bf16_agrees_with_fp32_on_the_cpu(base: Path) -> None:
-    """The variable-length kernel against row by row on the CPU: loss, and the direction of the gradient."""
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("even", [False, True], ids=["mixed", "even"])
+def test_packed_bf16_agrees_with_fp32_on_the_cpu(base: Path, method: str, even: bool) -> None:
+    """The kernels for packed rows against row by row on the CPU: loss, and the direction of the gradient."""
+    settings = small(base, method=method)
     gpu, cpu = models.choose_device("auto"), models.choose_device("cpu")
     assert gpu.dtype == torch.bfloat16
     found = {}
@@ -83,15 +86,15 @@ def test_packed_bf16_agrees_with_fp32_on_the_cpu(base: Path) -> None:
         tokenizer = models.load_tokenizer(str(base))
         read = rows.read_all([rows.Source(str(SAMPLE), 0.0)], seed=0, skip_bad=False)
         examples = encode_rows(tokenizer, read.train[:24])
-        model = models.add_adapter(models.load_base(str(base), device, models.PACKED), **LORA)
-        body, head = models.body_and_head(model)
+        if even:
+            ids = np.concatenate([example.ids for example in examples])
+            examples = [Example(ids[start : start + 256], 0) for start in range(0, 1024, 256)]
+        model = dress(models.load_base(str(base), device, packing.ATTENTION), settings)
         pack = packing.pack(examples).to(device.place)
-        hidden = packing.forward(body, pack).index_select(0, pack.sources)
-        with torch.no_grad():
-            total, slope = losses.head_loss(hidden, head, pack.targets, 1 / len(pack.targets))
-        hidden.backward(slope)
+        loss = Learner(model, device.dtype)(pack)
+        (loss / len(pack.targets)).backward()
         gradients = [p.grad.float().cpu().flatten() for p in model.parameters() if p.grad is not None]
-        found[device.place.type] = (total.item() / len(pack.targets), torch.cat(gradients))
+        found[device.place.type] = (loss.item() / len(pack.targets), torch.cat(gradients))
     assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=5e-3)
     assert torch.nn.functional.cosine_similarity(found["cuda"][1], found["cpu"][1], dim=0) > 0.99
 
@@ -150,3 +153,53 @@ def test_chat_and_merge_on_the_gpu(base: Path, tmp_path: Path) -> None:
     adapter = str(tmp_path / "run" / "adapter")
     assert chat.main(["--adapter", adapter, "--set", "max_new_tokens=8", "空は?"]) == 0
     assert merge.main(["--adapter", adapter, "--output", str(tmp_path / "merged"), "--set", "device=auto"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neo", "gpt_neox", "falcon", "mpt", "llama"])
+@pytest.mark.parametrize("method", ["lora", "full", "last-layer"])
+def test_every_architecture_learns(kind: str, method: str, tmp_path: Path) -> None:
+    smoke.make_base(tmp_path / "base", SAMPLE, kind=kind, width=128)
+    lora = train.Lora(dropout=0.0, target_modules="auto")
+    assert (
+        train.train(small(tmp_path / "base", method=method, lora=lora, learning_rate=1e-2), RECIPE, tmp_path / "run")
+        == 0
+    )
+    found = losses_of(tmp_path / "run")
+    assert sum(found[-4:]) < sum(found[:4])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_in_few_bits_learn(bits: int, base: Path, tmp_path: Path) -> None:
+    assert train.train(small(base, bits=bits, learning_rate=1e-2, epochs=4), RECIPE, tmp_path) == 0
+    found = losses_of(tmp_path)
+    assert sum(found[-4:]) < sum(found[:4])
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_several_gpus_learn_what_one_does(way: str, method: str, base: Path, tmp_path: Path) -> None:
+    gpus = min(torch.cuda.device_count(), 4)
+    if gpus < 2:
+        pytest.skip("one GPU")
+    values = {"model": base, "test_share": 0.1, "max_length": 512, "learning_rate": 1e-3, "log_seconds": 0, "epochs": 2,
+              "eval_every": 3, "lora.dropout": 0, "method": method}  # fmt: skip
+    command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--data", str(SAMPLE), "--output", str(tmp_path / "many")]
+    command += ["--gpus", str(gpus), *(f"--set={name}={value}" for name, value in {**values, "parallel": way}.items())]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert train.train(small(base, method=method), RECIPE, tmp_path / "one") == 0
+    assert losses_of(tmp_path / "many") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-2)
+
+
+def test_deepspeed_learns_what_the_plain_loop_does(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="this image has no DeepSpeed")
+    assert train.train(small(base, method="full"), RECIPE, tmp_path / "plain") == 0
+    for stage in (2, 3):
+        output = tmp_path / f"zero{stage}"
+        command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--data", str(SAMPLE), "--output", str(output)]
+        values = {"model": base, "test_share": 0.1, "max_length": 512, "learning_rate": 1e-3, "log_seconds": 0, "epochs": 2,
+                  "eval_every": 3, "method": "full", "parallel": "deepspeed", "deepspeed.stage": stage}  # fmt: skip
+        command += [f"--set={name}={value}" for name, value in values.items()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert losses_of(output) == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-2)

@@ -1,0 +1,358 @@
+"""Speed of training: our loop against transformers' Trainer and TRL's SFTTrainer, the same model, rows and batch.
+
+    python3 tests/gpu/bench_train.py                         every case that this machine has the GPUs for
+    python3 tests/gpu/bench_train.py lora full --steps 10    some groups of them
+    python3 tests/gpu/bench_train.py lora/ours full/trainer  single cases
+    python3 tests/gpu/bench_train.py --here lora/ours --profile    one, in this process, with its kernels
+
+Each case is a process (or torchrun) of its own; medians need several calls. Weights are random, shapes are real:
+lora   OpenCALM-3B, 8 rows of 1024 tokens a step, all learnt; "mixed": 32 rows as instruction data has them
+full   Llama-3.2-1B, every weight, 16 rows of 2048 tokens
+fsdp   Llama-2-7B, every weight, 4096 tokens, on 1, 2 and 4 GPUs; and Llama-2-70B with LoRA on 4
+"varlen" forbids the way for rows of one length, so that rows of mixed length can be judged by it. MFU is flops.py's: what
+a model needs, frozen weights' own gradients not counted, nor what checkpointing computes twice. Padding never counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "entrypoints"))
+
+LLAMA = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "calm-3b": ("gpt_neox", {
+        "vocab_size": 52_224, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 10_240, "max_position_embeddings": 2048, "hidden_act": "gelu", "rotary_pct": 1.0,
+        "use_parallel_residual": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }),
+    "llama-1b": ("llama", {
+        **LLAMA, "vocab_size": 128_256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True,
+    }),
+    "llama-7b": ("llama", {
+        **LLAMA, "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 11_008,
+    }),
+    "llama-70b": ("llama", {
+        **LLAMA, "vocab_size": 32_000, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "intermediate_size": 28_672,
+    }),
+}  # fmt: skip
+# case → (shape, method, GPUs, rows a step, tokens a row; 0: of mixed length)
+CASES: dict[str, tuple[str, str, int, int, int]] = {
+    "lora/trainer": ("calm-3b", "lora", 1, 8, 1024),
+    "lora/sft": ("calm-3b", "lora", 1, 8, 1024),
+    "lora/eager": ("calm-3b", "lora", 1, 8, 1024),
+    "lora/ours": ("calm-3b", "lora", 1, 8, 1024),
+    "lora/ours-16k": ("calm-3b", "lora", 1, 16, 1024),
+    "lora/ours-varlen": ("calm-3b", "lora", 1, 8, 1024),
+    "lora/trainer-mixed": ("calm-3b", "lora", 1, 32, 0),
+    "lora/ours-mixed": ("calm-3b", "lora", 1, 32, 0),
+    "full/trainer": ("llama-1b", "full", 1, 16, 2048),
+    "full/eager": ("llama-1b", "full", 1, 16, 2048),
+    "full/ours": ("llama-1b", "full", 1, 16, 2048),
+    "fsdp/one": ("llama-7b", "full", 1, 4, 4096),
+    "fsdp/two": ("llama-7b", "full", 2, 8, 4096),
+    "fsdp/four": ("llama-7b", "full", 4, 16, 4096),
+    "fsdp/70b-lora": ("llama-70b", "lora", 4, 8, 4096),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--here", choices=CASES, help="measure one case in this process")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, help="fewer blocks than the shape has, to try it out")
+    parser.add_argument("--checkpointed", type=int, default=-1, help="blocks; -1: as the memory asks")
+    parser.add_argument("--profile", action="store_true", help="print where the time on the GPU goes")
+    args = parser.parse_args()
+    if args.here:
+        found = measure(args.here, args)
+        if os.environ.get("RANK", "0") == "0":
+            print("RESULT " + json.dumps(found), flush=True)
+        return 0
+    import torch
+
+    wanted = [case for case in CASES if not args.cases or case in args.cases or case.split("/")[0] in args.cases]
+    failed = 0
+    print(
+        f"{'case':<20}{'tokens/s':>10}{'MFU':>8}{'peak GiB':>10}{'first loss':>12}{'start s':>9}{'host GiB':>16}",
+        flush=True,
+    )
+    for case in wanted:
+        gpus = CASES[case][2]
+        if gpus > torch.cuda.device_count():
+            print(f"{case:<20} needs {gpus} GPUs, and {torch.cuda.device_count()} are here", flush=True)
+            continue
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+        options = ["--here", case, "--steps", str(args.steps), "--checkpointed", str(args.checkpointed)]
+        options += ["--layers", str(args.layers)] if args.layers else []
+        done = subprocess.run([sys.executable, *launcher, __file__, *options], capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            failed += 1
+            print(f"{case:<20} failed:\n{(done.stdout + done.stderr)[-3000:]}", flush=True)
+            continue
+        found = json.loads(lines[0].removeprefix("RESULT "))
+        host = " ".join(f"{size:.1f}" for size in found["host_gib"])
+        print(
+            f"{case:<20}{found['tokens_per_s']:>10,.0f}{found['mfu']:>8.1%}{found['peak_gib']:>10.1f}"
+            f"{found['first_loss']:>12.4f}{found['start_s']:>9.1f}{host:>16}",
+            flush=True,
+        )
+    return 1 if failed else 0
+
+
+def measure(case: str, args: Any) -> dict[str, Any]:
+    import places
+
+    places.prepare_caches(os.environ)
+    import torch
+
+    import models
+    import packing
+    import world
+
+    here = world.join("auto")
+    device = models.choose_device("auto", here.local_rank)
+    packing.register()
+    packing.prefer_kernels(device.place, device.dtype)
+    kind, sizes = SHAPES[CASES[case][0]]
+    if args.layers:
+        sizes = {**sizes, "num_hidden_layers": args.layers}
+    examples = make_rows(case, args.steps, sizes["vocab_size"])
+    if "trainer" in case or "sft" in case:
+        found = run_peer(case, make_model(kind, sizes, device.place, "sdpa"), examples, args.steps)
+    else:
+        found = run_ours(case, kind, sizes, device, examples, args, here)
+    host = [0.0] * here.size
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if here.size > 1:
+        torch.distributed.all_gather_object(host, peak)
+    here.leave()
+    return {
+        **found,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "host_gib": host if here.size > 1 else [peak],
+    }
+
+
+def make_rows(case: str, steps: int, vocabulary: int) -> list[Any]:
+    from prompt import Example
+
+    _, _, _, rows, length = CASES[case]
+    generator = np.random.default_rng(0)
+    lengths = [length] * rows * steps
+    if not length:
+        lengths = [int(n) for n in np.clip(generator.lognormal(5.0, 0.7, rows * steps), 48, 1024)]
+    ids = [generator.integers(0, vocabulary, size, dtype=np.int32) for size in lengths]
+    return [Example(row, 0 if length else max(len(row) // 3, 40)) for row in ids]
+
+
+def make_model(kind: str, sizes: dict[str, Any], place: Any, attention: str) -> Any:
+    """Random weights, on the CPU by repeating a few: real ones would take longer to make than to train."""
+    import torch
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
+    with torch.device(place), no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
+    model.tie_weights()
+    some = torch.randn(1 << 20, device=place, dtype=torch.bfloat16) * 0.02
+    for name, part in model.named_parameters():
+        flat = part.data.view(-1)
+        if part.ndim == 1:
+            flat.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            for start in range(0, len(flat), len(some)):
+                flat[start : start + len(some)] = some[: len(flat) - start]
+    return model
+
+
+def run_ours(
+    case: str, kind: str, sizes: dict[str, Any], device: Any, examples: list[Any], args: Any, here: Any
+) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    import flops
+    import learner as learners
+    import loop
+    import memory
+    import packing
+    import parallel
+    import sharded
+    import train
+    from replicated import Replicated
+    from world import Stop
+
+    _, method, gpus, rows, _ = CASES[case]
+    if "varlen" in case:
+        packing.Pack.is_even = property(lambda _: False)  # type: ignore[assignment, method-assign]
+    settings = train.Settings(
+        method=method, batch_size=rows, compile="eager" not in case, learning_rate=3e-4, epochs=1, warmup_steps=0,
+        eval_every=0, save_minutes=600, log_seconds=60, parallel="fsdp" if gpus > 1 else "none",
+        lora=train.Lora(r=4, alpha=16, dropout=0.05),
+    )  # fmt: skip
+    shape_config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
+    with torch.device("meta"):
+        shape = learners.dress(
+            transformers.AutoModelForCausalLM.from_config(shape_config, dtype=device.dtype), settings
+        )
+    longest = max(len(row.ids) for row in examples)
+    needs = memory.count_needs(
+        shape, longest=longest, **parallel.memory_choices(settings.parallel, settings, device, here)
+    )
+    data = train.Prepared(examples, [], train.Rows(), 0)
+    plan = train.make_plan(settings, device, memory.expect_memory(needs), needs, data)
+    if args.checkpointed >= 0:
+        plan = dataclasses.replace(plan, checkpointed=args.checkpointed)
+    if here.size == 1:
+        model = make_model(kind, sizes, device.place, packing.ATTENTION)
+    elif here.leads:
+        model = make_model(kind, sizes, torch.device("cpu"), packing.ATTENTION)
+    else:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                shape_config, dtype=device.dtype, attn_implementation=packing.ATTENTION
+            )
+    learner = learners.Learner(learners.dress(model, settings), device.dtype)
+    parallel.prepare(learner, plan)
+    started = time.monotonic()
+    if gpus > 1:
+        sharded.shard(learner, device.place, here, trained=method == "full")
+    trained: Any = (
+        sharded.Sharded(learner, plan, here, device.place)
+        if gpus > 1 and method == "full"
+        else Replicated(learner, plan, here, collective=gpus > 1)
+    )
+    loaded = time.monotonic() - started
+    if here.leads:
+        print(
+            f"{case}: packs of {plan.max_tokens:,}, {plan.checkpointed} blocks checkpointed, shared in {loaded:.0f} s"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        run = loop.Run(
+            trained=trained, base="random", device=device, train=examples, test=[], plan=plan, output=Path(folder),
+            fingerprint={}, world=here, stop=Stop(), costs=flops.training_costs(shape),
+        )  # fmt: skip
+        run._save = lambda: None  # type: ignore[method-assign]  # 80 GB of checkpoint are not what is measured
+        begun = time.monotonic()
+        with packing.even_kernels(device.place):
+            profiled(run.fit) if args.profile else run.fit()
+        wall = time.monotonic() - begun
+        speed, mfu = run.speed()
+        losses = run.metrics.series("loss") if here.leads else [(0, 0.0)]
+    return {"tokens_per_s": speed, "mfu": mfu, "first_loss": losses[0][1], "start_s": wall - run.meter.seconds}
+
+
+def profiled(work: Any) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+    print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
+
+
+def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str, Any]:
+    """Trainer (with PEFT), or SFTTrainer, at their defaults."""
+    import torch
+    import transformers
+
+    import flops
+    import learner as learners
+    import train
+
+    _, method, _, rows, length = CASES[case]
+    model = learners.dress(model, train.Settings(method=method, lora=train.Lora(r=4, alpha=16, dropout=0.05)))
+    costs = flops.training_costs(model)
+    clock = {"begun": time.monotonic(), "started": 0.0}
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+            """Leaves the first two steps out."""
+            if state.global_step == 2:
+                torch.cuda.synchronize()
+                clock["started"] = time.monotonic()
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["input_ids"]) for row in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+        for index, row in enumerate(batch):
+            size = len(row["input_ids"])
+            ids[index, :size] = torch.as_tensor(row["input_ids"]).long()
+            labels[index, row["learn_from"] : size] = ids[index, row["learn_from"] : size]
+            mask[index, :size] = 1
+        return {"input_ids": ids, "labels": labels, **({} if length else {"attention_mask": mask})}
+
+    at_once = 4 if not length else rows if method == "lora" else 8
+    common: dict[str, Any] = {
+        "per_device_train_batch_size": at_once, "gradient_accumulation_steps": rows // at_once, "max_steps": steps,
+        "bf16": True, "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        if "sft" in case:
+            import datasets
+            import trl
+
+            table = datasets.Dataset.from_list([{"input_ids": example.ids.tolist()} for example in examples])
+            trainer: Any = trl.SFTTrainer(
+                model=model, args=trl.SFTConfig(output_dir=folder, max_length=length, **common), train_dataset=table,
+                processing_class=_tokenizer(), callbacks=[Clock()],
+            )  # fmt: skip
+        else:
+            table_ = [{"input_ids": example.ids, "learn_from": example.learn_from} for example in examples]
+            arguments = transformers.TrainingArguments(
+                output_dir=folder, remove_unused_columns=False, dataloader_num_workers=2, **common
+            )
+            trainer = transformers.Trainer(
+                model=model, args=arguments, train_dataset=table_, data_collator=collate, callbacks=[Clock()]
+            )
+        trainer.train()
+        torch.cuda.synchronize()
+        ended = time.monotonic()
+    # The Trainer shuffles: the rows of the timed steps are taken to be as long as all are on average.
+    share, lengths = (steps - 2) / steps, [len(row.ids) for row in examples]
+    seconds = ended - clock["started"]
+    peak = flops.peak_flops(torch.cuda.get_device_name()) or float("nan")
+    needed = share * costs.of_rows(lengths, sum(row.learnt for row in examples))
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "tokens_per_s": share * sum(lengths) / seconds,
+        "mfu": needed / seconds / peak,
+        "first_loss": losses[0],
+        "start_s": clock["started"] - clock["begun"],
+    }
+
+
+def _tokenizer() -> Any:
+    import tiny
+
+    tokenizer = tiny.learn_tokenizer(["rows are tokens already"], 300)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())
