@@ -591,7 +591,7 @@ def _facts_of(
     image: str, store: Store, arch: str, resolved: Callable[[str], Chain], tell: Callable[[str], None]
 ) -> tuple[ImageFacts, bool]:
     """An image's facts, and whether they are only declared because it is not built."""
-    if image.endswith(".sif"):
+    if image.endswith(".sif") or (Path(image).is_file() and Path(image).suffix != ".yaml"):
         return facts_of_sif(Path(image), store, tell), False
     from builder.chain import platform  # late: `run` asks about files, and has no need of it
 

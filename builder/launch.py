@@ -163,10 +163,20 @@ def folders_to_bind(wish: Wish, environment: Mapping[str, str]) -> list[str]:
         if not folder.exists():
             raise UsageError(f"--bind {folder}: is not there")
     places = [environment.get(name) for name in (*_FOLDERS, *LOCAL)]
-    wanted = [here, *(Path(place) for place in places if place and Path(place).is_dir()),
-              *(Path(file) for name in _CERTIFICATES if (file := environment.get(name)) and Path(file).is_file()),
-              *_named(wish.words, here), *wish.binds]  # fmt: skip
-    return _outermost(os.path.abspath(path) for path in wanted)
+    wanted = [
+        here,
+        *(Path(place) for place in places if place and Path(place).is_dir()),
+        *_named(wish.words, here),
+        *wish.binds,
+    ]
+    folders = _outermost(os.path.abspath(path) for path in wanted)
+    # Of a site with a CA of its own the bundle replaces the image's, wherever it lies.
+    bundles = {
+        os.path.abspath(file) for name in _CERTIFICATES if (file := environment.get(name)) and Path(file).is_file()
+    }
+    return folders + sorted(
+        file for file in bundles if not any(Path(file).is_relative_to(folder) for folder in folders)
+    )
 
 
 def _make(name: str, folder: Path) -> None:

@@ -128,7 +128,13 @@ def test_the_jobs_local_disk_and_certificates(tmp_path: Path, here: Path) -> Non
     local.mkdir()
     bundle.touch()
     ready = made("apptainer", {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}, "train")
-    assert bound(ready) == [str(bundle), str(here), str(local)]
+    assert bound(ready) == [str(here), str(local), str(bundle)]
+    systems = {
+        "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
+        "REQUESTS_CA_BUNDLE": "/etc/ssl/certs/ca-certificates.crt",
+    }
+    assert bound(made("apptainer", systems, "train")) == [str(here), "/etc/ssl/certs/ca-certificates.crt"]
+    assert bound(made("apptainer", {"SSL_CERT_FILE": str(here)}, "train")) == [str(here)]
     assert inside(ready) == {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}
 
 

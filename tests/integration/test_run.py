@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, USER, Cli, Room, give
+from rooms import CA_BUNDLE, ME, USER, Cli, Room, give
 
 pytestmark = pytest.mark.slow
 
@@ -35,16 +35,17 @@ out = next((word.split("=")[1] for word in sys.argv if word.startswith("--output
 if out:
     Path(out).mkdir(parents=True)
     (Path(out) / "made").touch()
+bundle = Path(os.environ.get("SSL_CERT_FILE", "/dev/null")).read_text()
 data = next((Path(word.split("=")[1]).read_text() for word in sys.argv if word.startswith("--data=")), None)
 shm = os.statvfs("/dev/shm")
 print(json.dumps({"environment": dict(os.environ), "cwd": os.getcwd(), "data": data, "shm": shm.f_blocks * shm.f_frsize,
-                  "uid": os.getuid(), "argv": sys.argv[1:]}))
+                  "uid": os.getuid(), "argv": sys.argv[1:], "bundle": bundle}))
 """
 SECRET = "hf_" + "s3cr3t" * 5
 ENVIRONMENT = {
     "HF_TOKEN": SECRET, "NCCL_DEBUG": "INFO", "SLURM_PROCID": "0", "https_proxy": "http://127.0.0.1:9", "MASTER_ADDR": "127.0.0.1",
     "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64", "PYTHONPATH": "/apps/python/lib", "CUDA_HOME": "/apps/cuda",
-    "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/hpcx/lib", "APPTAINERENV_PYTHONPATH": "/apps/more", "MY_OWN": "1",
+    "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/hpcx/lib", "APPTAINERENV_PYTHONPATH": "/apps/more", "MY_OWN": "1", "SSL_CERT_FILE": str(CA_BUNDLE),
 }  # fmt: skip
 
 
@@ -133,6 +134,7 @@ def test_what_gets_in(user: str, runtime: str, looker: Looker, room: Room, only_
     assert inside["HF_HOME"] == f"{home}/models/hf"
     assert "/apps" not in " ".join(inside.values())
     assert not {"MY_OWN", "PYTHONPATH", "CUDA_HOME"} & inside.keys()
+    assert seen["bundle"] == CA_BUNDLE.read_text()  # this machine's, not the image's
     assert (seen["cwd"], seen["data"], seen["argv"][-1]) == (str(here), "rows", "word")
     assert (home / "out/1/made").is_file()
     assert (home / "out/1/made").stat().st_uid == seen["uid"] == home.stat().st_uid
@@ -208,9 +210,10 @@ def test_what_doctor_cannot_read_is_run_all_the_same(looker: Looker, room: Room,
 
 
 def test_doctor_here(looker: Looker, room: Room, cli: Cli) -> None:
-    """Of the recipe in the store, and of the file, the same facts; both users' words."""
+    """Of the recipe in the store, and of the file under whatever name, the same facts; both users' words."""
+    (looker.recipe / "current").symlink_to("look.sif")
     for user in (ME, USER):
-        for image in (looker.recipe, looker.sif):
+        for image in (looker.recipe, looker.sif, looker.recipe / "current"):
             rows = json.loads(
                 Cli(room, user).run("--store", looker.store, "doctor", image, "--json", cwd=room.path, code=None).stdout
             )
