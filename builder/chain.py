@@ -29,6 +29,7 @@ RECIPE_HOME = "/opt/ekiben/recipe"
 TESTS = "/opt/ekiben/tests"
 BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
 WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
+MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
 LEAST_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -82,7 +83,8 @@ class BuildStage:
     """A stage that hands files to a later one and never ships. ``name`` is <layer>.<stage>.
 
     ``layers`` is what it stands on, bottom first; ``hands_over`` the paths later stages take. A stage with a ``wheel``
-    compiles that package: its key names what decides about compiled code, and not the layers below.
+    compiles that package: its key names what decides about compiled code, and not the layers below. ``job_memory``, in
+    bytes, is where the store has not seen one compiled yet.
     """
 
     name: str
@@ -94,6 +96,7 @@ class BuildStage:
     epoch: int
     hands_over: tuple[str, ...]
     wheel: str | None
+    job_memory: int | None
     inputs: Mapping[str, Any]
     cache_key: str
 
@@ -296,6 +299,7 @@ class _Images:
         return BuildStage(
             name=f"{definition.name}.{stage.name}", stage=stage, layers=tuple(layers), files=files, taken=taken,
             environment=dict(environment), epoch=about.epoch, hands_over=hands_over, wheel=wheel, inputs=inputs,
+            job_memory=_job_memory(definition, stage),
             cache_key=_hash(inputs),
         )  # fmt: skip
 
@@ -316,6 +320,14 @@ class _Images:
                     for where, name, names, who in unused
                 )
             )
+
+
+def _job_memory(definition: Definition, stage: Stage) -> int | None:
+    said = stage.labels.get(MEMORY_LABEL)
+    try:
+        return int(float(said) * 2**30) if said else None
+    except ValueError as error:
+        raise DefinitionError(f"{definition.path}: {MEMORY_LABEL} is a number of GiB (found: {said})") from error
 
 
 def stages_of(taken: Iterable[Taken]) -> list[BuildStage]:

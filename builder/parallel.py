@@ -152,7 +152,7 @@ def jobs_for(allowed: Allowance, job_memory: int | None, *, units: int | None = 
     by_memory = max(1, (allowed.memory - SPARE) // each)
     count = int(max(1, min(allowed.cores, by_memory, units or allowed.cores)))
     threads = int(max(1, min(capabilities, allowed.cores // count, by_memory // count)))
-    seen = "seen before" if job_memory else "a guess"
+    seen = "as seen before" if job_memory else "a guess"
     why = (f"{allowed.cores} cores ({allowed.cores_by}), {allowed.memory / GIB:.1f} GiB ({allowed.memory_by}), "
            f"{each / GIB:.1f} GiB a job ({seen})")  # fmt: skip
     return Jobs(count, threads, why)

@@ -142,7 +142,7 @@ class Stages:
         """One result, its blobs in the store and its record not yet. Errors: LayerError, StoreError, VerifyError."""
         learnt = self.store.learnt(stage.wheel) if stage.wheel else {}
         allowed = allowance()
-        jobs = jobs_for(allowed, learnt.get("job_memory"), units=learnt.get("units"),
+        jobs = jobs_for(allowed, learnt.get("job_memory") or stage.job_memory, units=learnt.get("units"),
                         capabilities=len(stage.inputs.get("capabilities", ())))  # fmt: skip
         work = self._work(stage.name, stage.cache_key)
         work.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,13 @@
 """Make one CUDA folder, as nvcc expects it, of the wheels that hold its parts: toolkit.py FOLDER
 
 Wheels have lib/ where nvcc looks for lib64/, and only the versioned names of libraries, where a linker wants the plain
-one. The folder is a link to the one that the wheels share.
+one; and no stub of the driver's library, which is on no machine without a GPU. The folder is a link to the one that the
+wheels share.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,6 +21,16 @@ def make_folder(home: Path, cuda: Path) -> None:
     (cuda / "lib" / "stubs").mkdir(exist_ok=True)
     for library in sorted((cuda / "lib").glob("lib*.so.*")):
         link(library.with_name(library.name.split(".so.")[0] + ".so"), Path(library.name))
+    stub = [
+        "-shared",
+        "-x",
+        "c",
+        "/dev/null",
+        "-Wl,-soname,libcuda.so.1",
+        "-o",
+        str(cuda / "lib" / "stubs" / "libcuda.so"),
+    ]
+    subprocess.run(["cc", *stub], check=True)
 
 
 def link(path: Path, target: Path) -> None:

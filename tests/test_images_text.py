@@ -230,7 +230,7 @@ def test_byte_code_does_not_depend_on_the_hash_seed(tmp_path: Path, monkeypatch:
 
 
 def test_bad_arguments_are_one_line() -> None:
-    for script in ("install", "shrink", "check"):
+    for script in ("install", "shrink", "check", "source", "compile", "toolkit", "install_wheel"):
         done = subprocess.run([sys.executable, IMAGES / f"{script}.py"], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.startswith(f"usage: {script}.py ")

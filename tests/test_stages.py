@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from builder.chain import Layer, resolve, stages_of
-from builder.errors import LayerError, UsageError, VerifyError
+from builder.errors import DefinitionError, LayerError, UsageError, VerifyError
 from builder.executors import JobFailed
 from builder.layer import Entry, Member
 from builder.pipeline import Options, adopt_wheel, plan
@@ -118,6 +118,18 @@ def test_fewer_gpus(tiny: Own) -> None:
     assert stage_of(tiny).inputs["capabilities"] == ["8.0", "9.0"]
     with pytest.raises(UsageError, match=r"needs compute capability 8\.0 or later; wanted are only 7\.5"):
         stage_of(tiny, gpu_arch="7.5")
+
+
+def test_the_memory_of_a_job_is_no_input(tiny: Own) -> None:
+    before = stage_of(tiny)
+    tiny.replace(
+        "images/roof.def", "    org.ekiben.wheel tiny", "    org.ekiben.wheel tiny\n    org.ekiben.job-memory 6.5"
+    )
+    assert (before.job_memory, stage_of(tiny).job_memory) == (None, 13 << 29)
+    assert before.cache_key == stage_of(tiny).cache_key
+    tiny.replace("images/roof.def", "job-memory 6.5", "job-memory much")
+    with pytest.raises(DefinitionError, match=r"org\.ekiben\.job-memory is a number of GiB \(found: much\)"):
+        stage_of(tiny)
 
 
 def test_what_fewer_gpus_save(tiny: Own, tmp_path: Path) -> None:
