@@ -799,7 +799,7 @@ def publish(
     task = next(iter(chain.recipe.file.tasks), "")
     shown = done.sif if no_current else done.sif.with_name("current")
     click.echo(f"published  {done.sif}  {size(done.record['size'])}"
-               + (f", {size(done.moved)} new there" if done.made else "  (was there)"))  # fmt: skip
+               + (f", {size(done.moved)} of layers moved" if done.made else "  (was there)"))  # fmt: skip
     click.echo(f"run        singularity exec --nv {shown} {task}")
     click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
 

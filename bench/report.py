@@ -16,6 +16,11 @@ TITLES = {
     "second": "second recipe on the same layers → SIF",
     "scratch": "from nothing, downloads cached → SIF",
     "help": "`build.py --help`",
+    "publish": "published to a new folder: layers and SIF",
+    "publish-edit": "published with another entrypoint",
+    "push": "SIF → registry",
+    "pull": "SIF ← registry",
+    "push-edit": "Docker image with another entrypoint → registry",
 }
 
 
@@ -56,7 +61,7 @@ class _Measured:
 def goals(timings: Sequence[Timing], facts: Mapping[str, Any]) -> list[Goal]:
     measured = _Measured(timings)
     made = [_nothing(measured), *_sif(measured), _docker(measured), _middle(measured, facts), _second(measured, facts),
-            _scratch(measured), _memory(measured), _help(measured)]  # fmt: skip
+            _scratch(measured), _memory(measured), _help(measured), *_published(measured, facts), *_registry(measured, facts)]  # fmt: skip
     return [goal for goal in made if goal]
 
 
@@ -139,6 +144,38 @@ def _help(measured: _Measured) -> Goal | None:
         return None
     return Goal(case=TITLES["help"], ekiben=spoken(ours.median), peer="", ratio=None, target="< 0.2 s",
                 reached=ours.median < 0.2)  # fmt: skip
+
+
+def _published(measured: _Measured, facts: Mapping[str, Any]) -> list[Goal]:
+    ours, copy, edit = (
+        measured.get("publish", "ekiben"),
+        measured.get("publish", "cp of the file"),
+        measured.get("publish-edit", "ekiben"),
+    )
+    found: list[Goal] = []
+    if ours and copy:
+        found.append(_against("publish", ours, copy, "≥ 0.8 × the speed of cp", copy.median >= 0.8 * ours.median))
+    if edit:
+        found.append(
+            _moved("publish-edit", edit, facts["bytes moved for an edited entrypoint"], facts["SIF bytes published"])
+        )
+    return found
+
+
+def _registry(measured: _Measured, facts: Mapping[str, Any]) -> list[Goal]:
+    found: list[Goal] = []
+    for case in ("push", "pull"):
+        ours, peer = measured.get(case, "ekiben"), measured.get(case, "apptainer")
+        if ours and peer:
+            found.append(_against(case, ours, peer, "no slower than `apptainer`", ours.median <= peer.median))
+    if edit := measured.get("push-edit", "ekiben"):
+        found.append(_moved("push-edit", edit, facts["bytes sent for an edited entrypoint"], facts["SIF bytes sent"]))
+    return found
+
+
+def _moved(case: str, ours: Timing, moved: int, whole: int) -> Goal:
+    return Goal(case=TITLES[case], ekiben=f"{spoken(ours.median)}, {moved / 1e3:.0f} kB moved", peer="", ratio=None,
+                target="< 1 % of the image moved", reached=moved < 0.01 * whole)  # fmt: skip
 
 
 def table(result: Mapping[str, Any]) -> str:

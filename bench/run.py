@@ -24,6 +24,7 @@ from clock import Command, Failed, Timing, measure
 from peers import TAG, ZSTD, Apptainer, Buildah, Docker, Recipe, docker_client, has, to_sif, versions
 from picture import draw
 from report import Goal, goals, table
+from share import publish, registry
 
 HERE = Path(__file__).resolve().parent
 HOUSE = HERE.parent
@@ -292,7 +293,7 @@ def for_an_edit_too(bench: Bench, who: str) -> None:
 
 
 CASES = {"scratch": scratch, "nothing": nothing, "sif": sif, "docker": docker, "middle": middle, "second": second,
-         "help": help_, "gzip": gzip, "buildah": buildah}  # fmt: skip
+         "help": help_, "publish": publish, "registry": registry, "gzip": gzip, "buildah": buildah}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ the run

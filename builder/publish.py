@@ -78,7 +78,8 @@ An empty file NAME-….pin beside an image, or a link to it, keeps it from `buil
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What publish() did. ``moved``: bytes that were not in the place before; ``made`` is False when all was there."""
+    """What publish() did. ``moved``: bytes of layers that went there, of which the SIF is made there; ``made`` is False when all
+    was there."""
 
     sif: Path
     record: dict[str, Any]
@@ -103,7 +104,7 @@ def publish(
         folder = place / IMAGES / image.name
         shared.policy.make_folder(folder)
         found, moved = _whole(shared, folder, image, version), 0
-        if found is None:
+        if made := found is None:
             moved = _put(image, store, shared, folder, progress, version, check)
             found = _whole(shared, folder, image, version)
         if found is None:
@@ -114,7 +115,7 @@ def publish(
             _link(folder, tag, found["file"])
         if _whole(shared, folder, image, version) is None:
             raise StoreError(f"{folder / found['file']} was removed while it was published", hint="publish it again")
-    return Published(folder / found["file"], found, moved, moved > 0)
+    return Published(folder / found["file"], found, moved, made)
 
 
 def _whole(shared: SharedStore, folder: Path, image: Image, version: str | None) -> dict[str, Any] | None:
@@ -134,7 +135,7 @@ def _sif_id(image: Image) -> str:
 def _put(
     image: Image, store: Store, shared: SharedStore, folder: Path, progress: Progress, version: str | None, check: bool
 ) -> int:
-    """Whole files only: everything lies in staging/ until it is proven, and takes its name then. Returns bytes moved."""
+    """Whole files only: everything lies in staging/ until it is proven, and takes its name then. Returns bytes of layers moved."""
     missing = {layer.digest: layer for layer in image.layers if shared.layer(layer.cache_key) is None}
     sif_size = sum(layer.size for layer in image.layers)
     moved = sum(layer.size for layer in missing.values())
@@ -182,7 +183,7 @@ def _put(
         "published": datetime.now(UTC).isoformat(timespec="milliseconds"), "by": getpass.getuser(), "previous": _target(folder, CURRENT),
     }  # fmt: skip
     _write(shared, folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
-    return moved + size
+    return moved
 
 
 def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from builder.assemble import Product
 from builder.chain import platform
@@ -80,20 +80,28 @@ def _partial(out: Path, digest: str) -> Iterator[Path]:
     path = out.with_name(f".{out.name}.{digest[7:19]}.part")
     try:
         with path.open("ab") as stream:
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                path = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-                path.touch()
-            except OSError:
-                pass  # no locks here: the digest decides
-            try:
+            if _is_ours(stream, path):
                 yield path
-            finally:
-                if path.suffix != ".part":
-                    path.unlink(missing_ok=True)
+                return
+        path = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        path.touch()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"{out} cannot be written: {error.strerror}", hint="choose another place with -o") from error
+
+
+def _is_ours(stream: IO[bytes], path: Path) -> bool:
+    """Whether nobody else writes there. Where there are no locks, the digest decides."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(stream.fileno()).st_ino == path.stat().st_ino  # it may have become the finished file meanwhile
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
 
 
 def _pull_image(registry: Registry, manifest: dict[str, Any], store: Store, out: Path, progress: Progress) -> Product:

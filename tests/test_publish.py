@@ -107,6 +107,7 @@ def test_an_image_on_the_same_layers_adds_only_its_own(flat: Own, store: Store, 
     base = image_of(flat, store).layers[0]
     assert base.digest[7:] in blobs
     assert len(after) == len(blobs) + 4  # two layers, config, manifest
+    assert second.moved == sum(layer["size"] for layer in second.record["layers"][1:])
     assert second.record["previous"] == first.sif.name
     assert tags(first.sif.parent) == {"current": second.sif.name, "good": first.sif.name}
     assert stems(place) == [first.sif.name, second.sif.name]
@@ -334,7 +335,7 @@ def test_publish_and_prune_by_command(run_cli: RunCli, flat: Own, store: Store, 
     words = ("--store", store.root, "publish", flat.path, "--to", tmp_path / "lab", "--no-verify")
     first = run_cli(*words, "--version", "1")
     assert f"singularity exec --nv {tmp_path}/lab/images/own/current greet" in first.stdout
-    assert "new there" in first.stdout
+    assert "of layers moved" in first.stdout
     assert "(was there)" in run_cli(*words, "--version", "1").stdout
     record = json.loads(run_cli(*words, "--json").stdout)
     assert (record["version"], record["moved"]) == ("1", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -113,6 +114,22 @@ def test_a_sif_there_and_back(flat: Own, store: Store, host: str, tmp_path: Path
     assert not pull(Reference.parse(f"{host}/lab/sif:1"), store, out, quiet())[0].made
     out.write_bytes(b"x" * out.stat().st_size)
     assert pull(Reference.parse(f"{host}/lab/sif:1"), store, out, quiet())[0].made
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_pull_goes_on_and_two_at_once_do_not_meet(flat: Own, store: Store, host: str, tmp_path: Path) -> None:
+    done = send(image_of(flat, store), store, f"{host}/lab/again:1", "sif")
+    place = Reference.parse(f"{host}/lab/again:1")
+    pull(place, store, tmp_path / "whole.sif", quiet())
+    data = (tmp_path / "whole.sif").read_bytes()
+    digest = json.loads(Registry(place).fetch_manifest()[0])["layers"][0]["digest"]
+    (tmp_path / f".a.sif.{digest[7:19]}.part").write_bytes(data[:30_000])  # as a killed one leaves it
+    said = io.StringIO()
+    assert pull(place, store, tmp_path / "a.sif", Progress(said))[1] == done.place.partition("@")[2]
+    assert "are there from before" in said.getvalue()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: pull(place, store, tmp_path / "b.sif", quiet()), range(8)))
+    assert (tmp_path / "a.sif").read_bytes() == (tmp_path / "b.sif").read_bytes() == data
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

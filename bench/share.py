@@ -1,0 +1,94 @@
+"""The cases of sharing: an image published to a folder, and sent to and taken from a registry.
+
+The registry is a docker-registry of the case's own, on this machine, plain http: what is measured is the two clients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clock import Command
+
+if TYPE_CHECKING:
+    from run import Bench
+
+SYNC = Command(argv=["sync"], cwd=Path("/"))  # everyone's data are on the disk when the clock stops
+
+
+def publish(bench: Bench) -> None:
+    """Into a new folder; and a version with another entrypoint. Beside them, cp of the SIF."""
+    bench.plain(bench.make_sif())
+    place, copy = bench.scratch / "place", bench.scratch / "out" / "copy.sif"
+    put = bench.ekiben("publish", bench.recipe.name, "--to", str(place), "--no-verify", "--json")
+    cp = Command(argv=["cp", str(bench.sif), str(copy)], cwd=bench.scratch)
+    for who, command, before in (
+        ("cp of the file", cp, lambda: copy.unlink(missing_ok=True)),
+        ("ekiben", put, lambda: shutil.rmtree(place, ignore_errors=True)),
+    ):
+        bench.record("publish", who, [command, SYNC], runs=bench.runs, before=before)
+    copy.unlink()
+    bench.record("publish-edit", "ekiben", [put, SYNC], runs=bench.runs, before=bench.edit_entrypoint)
+    bench.edit_entrypoint()
+    record = json.loads(bench.plain(put))
+    bench.facts["SIF bytes published"] = record["size"]
+    bench.facts["bytes moved for an edited entrypoint"] = record["moved"]
+    shutil.rmtree(place)
+
+
+def registry(bench: Bench) -> None:
+    """The SIF to a registry and back, ours and Apptainer's; then the Docker image with another entrypoint."""
+    bench.plain(bench.make_sif())
+    bench.facts["SIF bytes sent"] = bench.sif.stat().st_size
+    out = bench.scratch / "out" / "pulled.sif"
+    for who in ("apptainer", "ekiben"):
+        with started_registry(bench.scratch / "registry") as host:  # each sends to an empty one
+            place = f"{host}/bench/sif:1"
+            to, back = (
+                bench.ekiben("push", bench.recipe.name, place, "--format", "sif"),
+                bench.ekiben("pull", place, "-o", str(out)),
+            )
+            if who == "apptainer":
+                to = Command(argv=["apptainer", "push", str(bench.sif), f"oras://{place}"], cwd=bench.scratch)
+                back = Command(argv=["apptainer", "pull", str(out), f"oras://{place}"], cwd=bench.scratch)
+            bench.record("push", who, [to])
+            bench.record("pull", who, [back], runs=bench.runs, before=lambda: out.unlink(missing_ok=True))
+            out.unlink()
+            if who == "ekiben":
+                image = bench.ekiben("push", bench.recipe.name, f"{host}/bench/image:1", "--json")
+                bench.plain(image)
+                bench.edit_entrypoint()
+                sent = json.loads(bench.record("push-edit", "ekiben", [image]))
+                bench.facts["bytes sent for an edited entrypoint"] = sent["sent"]
+
+
+@contextlib.contextmanager
+def started_registry(folder: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir()
+    (folder / "config.yml").write_text(
+        f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder}/data}}}}\n"
+        f'http: {{addr: "127.0.0.1:{port}"}}\n'
+    )
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(["docker-registry", "serve", str(folder / "config.yml")], stdout=log, stderr=log)
+        try:
+            for _ in range(600):
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
+            shutil.rmtree(folder)
