@@ -20,7 +20,7 @@ from builder.machine import (
     record_site,
     runtime_of,
 )
-from builder.site import Gpu, find_site
+from builder.site import Gpu, Runtime, find_site
 
 
 def test_the_node_it_runs_on() -> None:
@@ -126,6 +126,26 @@ QUOTA = """Disk quotas for user me (uid 1001):
 def test_what_a_quota_leaves(numbers: str, left: int | None) -> None:
     assert left_of_quota(QUOTA.format(numbers)) == left
     assert left_of_quota("Disk quotas for user me (uid 1001): none\n") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "version"),
+    [
+        ("apptainer version 1.4.5", "apptainer", "1.4.5"), ("singularity-ce version 4.3.3-noble", "singularity-ce", "4.3.3"),
+        ("singularity-pro version 3.11-5.el8", "singularity-pro", "3.11"), ("SingularityPRO version 4.1-12", "singularity-pro", "4.1"),
+        ("singularity version 3.8.7-1.el8", "singularity", "3.8.7"),
+    ],
+)  # fmt: skip
+def test_whoever_is_called_singularity(
+    said: str, kind: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says who it is; how it is installed is in its buildcfg."""
+    (tmp_path / "singularity").write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "{said}" || echo "SINGULARITY_SUID_INSTALL=1"\n'
+    )
+    (tmp_path / "singularity").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert runtime_of("singularity") == Runtime(kind=kind, version=version, setuid=True)
 
 
 def test_what_is_no_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,3 +254,18 @@ def test_doctor_where_user_namespaces_are_off(room: Room, cli: Cli) -> None:
     assert about["verdict"].startswith("will fail because apptainer: user namespaces are switched off")
     assert {row["topic"] for row in about["findings"] if row["level"] == "but"} == {"namespaces"}
     assert not (here / "store").exists()
+
+
+def test_doctor_on_a_disk_too_small_and_not_for_programs(room: Room, cli: Cli) -> None:
+    disk = room.folder("disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m,noexec", "tmpfs", disk], check=True)
+    try:
+        words = ("--store", disk / "store", "doctor", "--json")
+        [about] = json.loads(cli.run(*words, cwd=room.path, env={"TMPDIR": str(disk)}, code=10).stdout)
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+    found = {row["topic"]: row for row in about["findings"]}
+    assert found["store"]["level"] == "fail"
+    assert found["store"]["said"].startswith(f"{disk}/store (tmpfs), 0 GiB free; up to 8 GiB are on the way")
+    assert found["TMPDIR"]["level"] == "note"
+    assert f"{disk} (tmpfs) is mounted noexec" in found["TMPDIR"]["said"]
