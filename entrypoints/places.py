@@ -30,6 +30,7 @@ def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     # Kernels compiled on the spot: node-local, because many nodes writing one shared folder is slow and goes wrong.
     env.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
+    env.setdefault("CUDA_CACHE_PATH", str(scratch / "cuda"))  # the driver's own, else in ~/.nv
     env.setdefault("XDG_CACHE_HOME", str(scratch / "cache"))
     # With --user 12345 there is no passwd entry, and getpass.getuser(), which torch calls, needs a name.
     env.setdefault("USER", f"uid{os.getuid()}")

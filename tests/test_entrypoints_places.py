@@ -50,7 +50,7 @@ def test_a_home_that_already_holds_models_is_used(tmp_path: Path) -> None:
 def test_kernel_caches_are_on_this_node_under_this_user(tmp_path: Path) -> None:
     env = {"HOME": "/nonexistent", "TMPDIR": str(tmp_path), "HF_HOME": str(tmp_path)}
     places.prepare_caches(env)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
         assert env[name].startswith(f"{tmp_path}/ekiben-{os.getuid()}/")
     assert env["USER"] == f"uid{os.getuid()}"
 
