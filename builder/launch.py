@@ -23,23 +23,19 @@ from builder.sif import read_sif
 
 # What a job inside needs of the outside; everything else stays outside.
 _LET_THROUGH = {
-    "CUDA_CACHE_PATH", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GROUP_RANK", "HTTPS_PROXY", "HTTP_PROXY", "JOB_ID",
-    "JOB_NAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NO_COLOR", "NVIDIA_DISABLE_REQUIRE", "NO_PROXY", "NSLOTS",
-    "PE_HOSTFILE", "RANK", "TERM", "TOKENIZERS_PARALLELISM", "TZ", "WORLD_SIZE", "http_proxy", "https_proxy", "no_proxy",
+    "CUDA_CACHE_PATH", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GROUP_RANK", "HTTPS_PROXY",
+    "HTTP_PROXY", "JOB_ID", "JOB_NAME", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
+    "NO_COLOR", "NO_PROXY", "NSLOTS", "NVIDIA_DISABLE_REQUIRE", "PE_HOSTFILE", "RANK", "TERM", "TOKENIZERS_PARALLELISM",
+    "TZ", "WORLD_SIZE", "http_proxy", "https_proxy", "no_proxy",
 }  # fmt: skip
 _PREFIXES = (
     "ACCELERATE_", "BNB_", "DS_", "EKIBEN_", "FI_", "GLOO_", "HF_", "MKL_", "MLFLOW_", "NCCL_", "OMPI_", "OMP_", "PBS_", "PMIX_",
     "PMI_", "PYTORCH_", "SGE_", "SLURM_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
 )  # fmt: skip
 _FOLDERS = (
-    "EKIBEN_CACHE",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "HF_DATASETS_CACHE",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
+    "EKIBEN_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_CACHE_PATH",
-)
+)  # fmt: skip
 LOCAL = ("SLURM_TMPDIR", "SGE_LOCALDIR", "PBS_LOCALDIR", "TMPDIR")  # a job's own folder on the node, best first
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 # What a site's modules may have set for every container, and what breaks ours.
