@@ -133,5 +133,16 @@ def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)  # what the first one started and left behind
 
 
+def end_orphans(staging: str) -> None:
+    """End what a killed build left running: processes that see its staging folder, named so, mounted or as TMPDIR."""
+    mounted, environment = f"/staging/{staging}/mount".encode(), f"/staging/{staging}".encode()
+    for place in Path("/proc").iterdir():
+        if not place.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if mounted in (place / "mountinfo").read_bytes() or environment in (place / "environ").read_bytes():
+                os.kill(int(place.name), signal.SIGKILL)
+
+
 def readable(path: Path) -> Path | None:
     return path if os.access(path, os.R_OK) else None

@@ -36,6 +36,7 @@ from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
 from builder.errors import StoreError, UsageError, nearest
+from builder.process import end_orphans
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -288,6 +289,7 @@ class Store:
         """Remove what dead processes of this host left in staging/."""
         for left in (self.root / "staging").iterdir():
             if self._is_dead(left.name):
+                end_orphans(left.name)
                 _remove(left)
 
     def _sweep_own(self) -> None:

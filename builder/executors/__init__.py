@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
-import signal
-import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -85,7 +82,6 @@ def load(name: str) -> Executor:
 
 def choose(engine: str) -> tuple[str, Executor, str]:
     """The executor to use, and why. ``auto`` takes the first that can. Errors: EngineError with each one's reason."""
-    end_orphans()
     if engine != "auto":
         executor = load(engine)
         if reason := executor.unavailable():
@@ -121,18 +117,6 @@ def _link_packages(source: Path, target: Path) -> None:
 
 def is_gone(process: str) -> bool:
     return not Path("/proc", process).exists()
-
-
-def end_orphans() -> None:
-    """A build that was killed leaves its script running. Such processes see a staging folder of a dead process mounted."""
-    ours = re.compile(rf"/staging/{re.escape(socket.gethostname())}__(\d+)__[^/ ]+/mount\S* /\S*{BUILD_MOUNT} ")
-    for place in Path("/proc").iterdir():
-        if not place.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            found = ours.search((place / "mountinfo").read_text(errors="replace"))
-            if found and is_gone(found[1]):
-                os.kill(int(place.name), signal.SIGKILL)
 
 
 def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:

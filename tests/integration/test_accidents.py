@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, Cli, Engine, NewStore, RecipeFolder, Room, home_of
+from rooms import ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, home_of
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +149,28 @@ def test_an_interrupted_build_goes_on(
     assert processes_in(store) == []
     assert containers("slow", engine.user) <= left
     assert (out / "own.sif").read_bytes() != sif
+
+
+@pytest.mark.parametrize("user", [ME, USER], ids=["root", "rootless"])
+def test_a_base_whose_making_was_killed_is_made_again(
+    user: str, room: Room, own_recipe: RecipeFolder, new_store: NewStore
+) -> None:
+    own_recipe.top("base")
+    cli, store, out = Cli(room, user), new_store(user), room.folder("out", user)
+    words = ("--store", store, "image", own_recipe.path, "--format", "sif", "--no-verify")
+    with cli.start(*words, cwd=out) as process:
+        deadline = time.monotonic() + 120
+        while not list((store / "staging").glob("*/mmdebstrap.*/usr/bin/*")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        assert len(processes_in(store)) > 0 or staged(store)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe
+            pipe.close()
+    again = cli.image(store, own_recipe.path, "--format", "sif", "--no-verify", cwd=out)
+    assert again["built"] == ["base", "own"]
+    assert staged(store) == []
+    assert processes_in(store) == []
