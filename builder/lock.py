@@ -22,7 +22,7 @@ from pathlib import Path
 
 from builder.debootstrap import apt_sources, preferences
 from builder.definition import Definition, read_definition
-from builder.errors import DriftError, FetchError
+from builder.errors import DefinitionError, DriftError, FetchError
 from builder.files import read_yaml, write_whole
 from builder.process import ProcessError, run, which
 from builder.recipe import HOUSE
@@ -62,6 +62,7 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
         for line in _differences(old, locked[target]):
             changes += 1
             yield f"{_shown(target)}: {line}"
+    _check_versions(stack, "".join(locked.values()))
     apt_lock = stack.folder / "apt.lock"
     try:
         before = stack.apt_lock()
@@ -151,6 +152,20 @@ def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[
         known = {match[1].lower() for match in _PIN.finditer(below)}
         blocks = re.split(r"^(?=\S)", out.read_text(), flags=re.MULTILINE)
         return "".join(block for block in blocks if (match := _PIN.match(block)) and match[1].lower() not in known)
+
+
+def _check_versions(stack: Stack, text: str) -> None:
+    """Whether the locks are of the torch and the CUDA that stack.yaml speaks of. Errors: DefinitionError."""
+    pins = {match[1]: match[2] for match in _PIN.finditer(text.lower())}
+    where = f"{_shown(stack.folder / 'stack.yaml')}"
+    torch = pins.get("torch", stack.file.torch)
+    if torch.partition("+")[0] != stack.file.torch:
+        raise DefinitionError(f"{where}: torch: {stack.file.torch}, but the .in files resolve to torch {torch}",
+                              hint=f"ask for torch=={stack.file.torch} in an .in file, or say torch: {torch}")  # fmt: skip
+    for name, version in pins.items():
+        if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name) and not f"{version}.".startswith(f"{stack.file.cuda}."):
+            raise DefinitionError(f"{where}: cuda: {stack.file.cuda}, but torch {torch} comes with {name} {version}",
+                                  hint=f"say cuda: {'.'.join(version.split('.')[:2])}, or ask for a torch that is built for {stack.file.cuda}")  # fmt: skip
 
 
 def _differences(old: str, new: str) -> Iterator[str]:

@@ -156,6 +156,21 @@ def test_what_no_index_here_has_is_named_and_not_built(run_cli: RunCli, house: P
     assert "special==1.0+cu118 \\\n    --hash=sha256:" in text
 
 
+def test_torch_and_cuda_as_the_stack_says(run_cli: RunCli, house: Path) -> None:
+    folder = house / "images/stacks/tiny"
+    (folder / "low.in").write_text("one\ntorch==2.6.0\n")
+    wheel(house.parent / "wheels", "torch", "2.6.0", "nvidia-cuda-runtime-cu12")
+    wheel(house.parent / "wheels", "nvidia_cuda_runtime_cu12", "12.4.127")
+    said = lock(run_cli, house, code=3).stderr
+    assert "images/stacks/tiny/stack.yaml: torch: 2.11.0, but the .in files resolve to torch 2.6.0" in said
+    (folder / "stack.yaml").write_text(json.dumps({**STACK, "arguments": {}, "torch": "2.6.0", "cuda": "12.1"}))
+    said = lock(run_cli, house, code=3).stderr
+    assert "stack.yaml: cuda: 12.1, but torch 2.6.0 comes with nvidia-cuda-runtime-cu12 12.4.127" in said
+    assert not (folder / "low.lock").exists()
+    (folder / "stack.yaml").write_text(json.dumps({**STACK, "arguments": {}, "torch": "2.6.0", "cuda": "12.4"}))
+    lock(run_cli, house)
+
+
 def test_check_changes_nothing_and_ends_with_9(run_cli: RunCli, house: Path) -> None:
     lock(run_cli, house)
     (house / "images/stacks/tiny/low.in").write_text("one>=1\nthree\n")
