@@ -3,7 +3,7 @@
 generate --model databricks/dolly-v2-12b --data data/jsquad-valid.jsonl
 generate --adapter result/adapter --set examples=0            0: every row
 generate --greedy --output answers.jsonl                      always the likeliest token
-torchrun --standalone --nproc-per-node 4 $EKIBEN_RECIPE/entrypoints/generate.py --config $EKIBEN_RECIPE/configs/generate.yaml
+generate --gpus 4                                             each takes its share of the rows
 generate --smoke                                              offline, in seconds, with or without a GPU
 """
 
@@ -65,10 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", metavar="PLACE", help="instead of the setting data")
     parser.add_argument("--output", metavar="FILE", help="instead of the setting output")
     parser.add_argument("--greedy", action="store_true", help="no chance: always the likeliest token")
+    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node (torchrun)")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
     parser.add_argument("--fresh", action="store_true", help="start again, though the output is half written")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, offline; checks what a user relies on")
     args = parser.parse_args(arguments)
+    if args.gpus and "WORLD_SIZE" not in os.environ:
+        options.start_processes(__file__, args.gpus, arguments)
     given = {name: getattr(args, name) for name in ("model", "adapter", "data", "output") if getattr(args, name)}
     settings = replace(options.load(Settings, args.config, args.set), **given)
     settings = replace(settings, temperature=0.0) if args.greedy else settings

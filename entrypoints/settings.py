@@ -95,6 +95,14 @@ def recipe_folder(config: Path | None, script: str) -> Path:
     return Path(given) if given else (config or Path(script)).resolve().parent.parent
 
 
+def start_processes(script: str, count: int, arguments: Sequence[str] | None) -> NoReturn:
+    """``script`` again, under torchrun, in the place of this process: signals and the exit code are the run's."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
+    own = sys.argv[1:] if arguments is None else arguments
+    os.execv(sys.executable, [*launcher, str(Path(script).resolve()), *own])
+
+
 def fail(error: TaskError) -> NoReturn:
     print(f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(error.exit_code)

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import places
 import settings as options
@@ -61,7 +60,7 @@ class Prepared:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     if args.gpus and "WORLD_SIZE" not in os.environ:
-        _start_again(args.gpus, sys.argv[1:] if arguments is None else arguments)
+        options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, _assignments(args))
     recipe = options.recipe_folder(args.config, __file__)
     _tell(places.prepare_caches(os.environ))
@@ -277,13 +276,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
     parser.add_argument("--fresh", action="store_true", help="start again, though --output holds a checkpoint")
     return parser.parse_args(arguments)
-
-
-def _start_again(processes: int, arguments: Sequence[str]) -> NoReturn:
-    """In the place of this process, so that signals and the exit code are the run's."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
-    os.execv(sys.executable, [*launcher, str(Path(__file__).resolve()), *arguments])
 
 
 def _assignments(args: argparse.Namespace) -> list[str]:

@@ -114,3 +114,9 @@ def test_a_data_set_of_the_hub_has_its_answers_in_lists() -> None:
     rows, bad = prepare_jsquad.read_questions(prepare_jsquad._read_table("x/y", items))
     assert [row["answer"] for row in rows] == [{"text": "東京", "answer_start": 3}]
     assert [(each.where, each.problem) for each in bad] == [("x/y row 2", "has no answer")]
+
+
+def test_the_sample_of_rows_is_what_this_makes_of_the_sample_of_squad(tmp_path: Path) -> None:
+    data = ROOT / "recipes" / "finetune" / "data"
+    assert prepare_jsquad.main([str(data / "sample-squad.json"), "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "sample-squad.jsonl").read_bytes() == (data / "sample.jsonl").read_bytes()
