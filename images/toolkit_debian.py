@@ -6,6 +6,7 @@ The compiler is Debian's; headers and libraries are links to the wheels', for th
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -35,6 +36,9 @@ def make_folder(tree: Path, cuda: Path) -> None:
     for library in sorted(NVIDIA.glob("*/lib/lib*.so.*")):
         link(cuda / "lib64" / library.name, library)
         link(cuda / "lib64" / (library.name.split(".so.")[0] + ".so"), library)
+    # The driver's library is on no machine without a GPU; what is linked against this stub finds it where there is one.
+    stub = ["-shared", "-x", "c", "/dev/null", "-Wl,-soname,libcuda.so.1", "-o", str(cuda / "lib64/stubs/libcuda.so")]
+    subprocess.run(["cc", *stub], check=True)
 
 
 def link_tree(source: Path, target: Path) -> None:
