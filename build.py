@@ -857,7 +857,7 @@ def push(
 @json_option
 @click.pass_obj
 def pull(store_path: Path | None, /, reference: str, output: Path | None, as_json: bool) -> None:
-    """Take an image from a registry as a SIF: one that was pushed as SIF, or as Docker image. What broke off goes on.
+    """Take an image from a registry as a SIF: one that was pushed as SIF, whose broken download goes on, or as Docker image.
 
     \b
     Examples:
