@@ -1,7 +1,7 @@
 """Speed of answering: rows in batches against one by one, the same model, rows and sampling, in one run.
 
     python3 tests/gpu/bench_generate.py                          OpenCALM-3B's shape, 128 rows, batches of 1, 8 and 32
-    python3 tests/gpu/bench_generate.py --layers 2 --width 64 --device cpu --rows 32
+    python3 tests/gpu/bench_generate.py --device cpu --layers 4 --width 256 --heads 4 --vocabulary 4000
 
 Weights are random and nothing ends an answer early, so every row gets all its new tokens. The first batch of each size
 is left out: it pays for what libraries set up.
@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--vocabulary", type=int, default=52_224)
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -39,7 +40,7 @@ def main() -> int:
     tokenizer = tiny.learn_tokenizer(["speed"], 300)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     config = transformers.GPTNeoXConfig(
-        vocab_size=52_224, hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=args.heads,
+        vocab_size=args.vocabulary, hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=args.heads,
         intermediate_size=4 * args.width, max_position_embeddings=2048,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -49,7 +50,7 @@ def main() -> int:
         model.lm_head.weight[tokenizer.eos_token_id] = 0  # its logit stays 0, and some other's is above
     chance = random.Random(0)
     rows = [
-        Question(n, [chance.randrange(300, 50_000) for _ in range(chance.randrange(40, 400))], args.new_tokens)
+        Question(n, [chance.randrange(300, args.vocabulary) for _ in range(chance.randrange(40, 400))], args.new_tokens)
         for n in range(args.rows)
     ]
     how = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.05, seed=0)
