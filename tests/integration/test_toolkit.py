@@ -13,7 +13,7 @@ from builder.progress import Progress
 from builder.recipe import find_recipe
 from builder.store import Store, StoredResult
 from builder.wheels import read_wheel, wheels_of
-from rooms import ME, RecipeFolder, Room
+from rooms import ME, ROOT, RecipeFolder, Room
 
 pytestmark = pytest.mark.slow
 
@@ -40,17 +40,20 @@ Bootstrap: localimage
 From: pytorch.sif
 Stage: runtime
 
+%files
+    files/install_wheel.py /opt/ekiben/install_wheel.py
+
 %files from build
     /opt/wheels/kernel /opt/wheels/kernel
 
 %post
-    pip install --no-deps --no-index --no-compile /opt/wheels/kernel/*.whl
-    rm -r /opt/wheels
+    /opt/venv/bin/python /opt/ekiben/install_wheel.py /opt/wheels/kernel
 
 %test
     set -e
     python -c 'import torch, kernel; assert kernel.answer() == 42'
     test ! -e /opt/cuda
+    test ! -e /opt/wheels
 """
 KERNEL = """\
 #include <Python.h>
@@ -92,6 +95,7 @@ def chain(own_recipe: RecipeFolder) -> Chain:
     (own_recipe.path / "files").mkdir()
     (own_recipe.path / "files/kernel.cu").write_text(KERNEL)
     (own_recipe.path / "files/setup.py").write_text(SETUP)
+    (own_recipe.path / "files/install_wheel.py").write_bytes((ROOT / "images/install_wheel.py").read_bytes())
     own_recipe.top("kernel")
     return resolve(find_recipe(str(own_recipe.path)), gpu_arch="8.0,9.0")
 
