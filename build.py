@@ -903,7 +903,9 @@ def pull(store_path: Path | None, /, reference: str, output: Path | None, as_jso
 )
 @click.option("--engines", is_flag=True, help="Also remove the layers that docker and buildah keep for the next build.")
 @click.option(
-    "--wheels", is_flag=True, help="Also remove compiled wheels that no image was made with (imported ones stay)."
+    "--wheels",
+    is_flag=True,
+    help="Also remove compiled wheels that no image was made with (imported ones stay), and what compilers left unfinished.",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would go, remove nothing.")
 @click.pass_obj

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,6 +147,7 @@ class Stages:
                         capabilities=len(stage.inputs.get("capabilities", ())))  # fmt: skip
         work = self._work(stage.name, stage.cache_key)
         work.mkdir(parents=True, exist_ok=True)
+        os.utime(work)  # it is in use: prune leaves it alone
         inside = f"/{BUILD_MOUNT}/cache/work/{work.name}"
         began, notes = time.monotonic(), dict[str, Any]()
         with self.build.log(stage) as log:

@@ -542,6 +542,8 @@ class Store:
                 gone = self._kept_after_all(gone)
                 self._drop_dangling()
                 self._write_index()
+                if wheels:
+                    self._drop_unfinished(since)
         return gone
 
     def _is_unused(self, stat: os.stat_result, since: float) -> bool:
@@ -563,6 +565,12 @@ class Store:
             with contextlib.suppress(FileNotFoundError):  # it has just ended
                 keys += needed.read_text().split()
         return {record["digest"] for key in keys if (record := self._read(f"keys/{key}.json"))}
+
+    def _drop_unfinished(self, since: float) -> None:
+        """What compilers left when their stage failed, to go on from; not of a stage that is at it now."""
+        for left in (self.cache / "work").glob("*"):
+            if left.stat().st_mtime < since:
+                remove_tree(left)
 
     def _drop_dangling(self) -> None:
         for path in self._list("keys"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -248,6 +249,21 @@ def test_prune_keeps_wheels_until_it_is_asked(tiny: Own, tmp_path: Path) -> None
     assert list((store.root / "results").iterdir()) == []
     keep(store, tiny, origin="imported")
     assert store.prune(wheels=True) == []
+
+
+def test_prune_takes_what_compilers_left_unless_one_is_at_it(tiny: Own, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    keep(store, tiny)
+    work = store.cache / "work/roof.build-0"
+    (work / "tiny").mkdir(parents=True)
+    store.prune()
+    assert work.exists()
+    with store.building([]):
+        os.utime(work)
+        store.prune(wheels=True)
+    assert work.exists()
+    store.prune(wheels=True)
+    assert not work.exists()
 
 
 def test_wheels_are_found_exported_and_read_again(tiny: Own, tmp_path: Path) -> None:
