@@ -110,6 +110,9 @@ def test_no_permission_is_said_with_what_to_do(user_cli: Cli, cli: Cli, room: Ro
     assert f"`newgrp {LAB}`, and again" in done.stderr
     assert list(lab.iterdir()) == []
     publish(cli, hello, lab, "--no-verify", prefix=login(COLLEAGUE))
+    lab.chmod(0o750)
+    shut = user_cli.run("--store", hello, "plan", "hello", env={"EKIBEN_SHARED": str(lab)}, code=6).stderr
+    assert f"the shared store {lab} cannot be read: Permission denied" in shut
 
 
 def test_a_folder_of_a_group_that_this_login_is_not_in(user_cli: Cli, room: Room, hello: Path) -> None:
