@@ -96,11 +96,17 @@ def recipe_folder(config: Path | None, script: str) -> Path:
 
 
 def start_processes(script: str, count: int, arguments: Sequence[str] | None) -> NoReturn:
-    """``script`` again, under torchrun, in the place of this process: signals and the exit code are the run's."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
+    """``script`` again, ``count`` times, in the place of this process: signals and the exit code are the run's.
+
+    Not by torchrun, which ends with 1 whatever its processes ended with. Errors: SettingError.
+    """
+    if count < 1:
+        raise SettingError(f"--gpus {count}: at least 1 is needed")
+    here = Path(script).resolve()
+    launcher = [sys.executable, str(here.with_name("launch_node.py")), "--processes", str(count), "--"]
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // count, 1)))
     own = sys.argv[1:] if arguments is None else arguments
-    os.execv(sys.executable, [*launcher, str(Path(script).resolve()), *own])
+    os.execv(sys.executable, [*launcher, sys.executable, str(here), *own])
 
 
 def fail(error: TaskError) -> NoReturn:

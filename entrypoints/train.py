@@ -4,7 +4,7 @@ train --data my_rows.jsonl --output result
 train --set epochs=3 --set lora.r=8
 train --dry-run          what would be trained on what, and whether it fits
 train --smoke            prove in seconds, offline, that this image trains
-train --gpus 4           on several GPUs of this node; on several nodes torchrun starts this file on each
+train --gpus 4           on several GPUs of this node; on several nodes, build.py submit starts it
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Prepared:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
-    if args.gpus and "WORLD_SIZE" not in os.environ:
+    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
         options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, _assignments(args))
     recipe = options.recipe_folder(args.config, __file__)
@@ -267,7 +267,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data", action="append", default=[], metavar="PLACE",
         help="instead of the setting data; repeatable; 'sample': the recipe's own rows",
     )  # fmt: skip
-    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node (torchrun)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: result)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
     parser.add_argument(

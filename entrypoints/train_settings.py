@@ -79,7 +79,7 @@ class Settings:
     )
     compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
     parallel: Literal["auto", "none", "ddp", "fsdp", "deepspeed"] = option(
-        "auto", "several GPUs: ddp: each the whole model; fsdp, deepspeed: shared. auto: ddp under torchrun"
+        "auto", "several GPUs: ddp: each the whole model; fsdp, deepspeed: shared. auto: ddp where there are several"
     )
     deepspeed: DeepSpeed = dataclasses.field(default_factory=DeepSpeed)
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")
@@ -125,7 +125,7 @@ def resolve_parallel(settings: Settings) -> Literal["none", "ddp", "fsdp", "deep
     if settings.parallel in ("ddp", "fsdp") and not several:
         raise TaskError(
             f"setting parallel={settings.parallel}: needs several processes, and this is one; start them with "
-            "train --gpus N (torchrun on several nodes), or take --set parallel=none"
+            "train --gpus N (build.py submit on several nodes), or take --set parallel=none"
         )
     return settings.parallel
 

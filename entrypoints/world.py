@@ -1,4 +1,4 @@
-"""The processes of a run: one, or several under torchrun, each with its GPU; and the signals that end it."""
+"""The processes of a run: one, or several that a launcher started, each with its GPU; and the signals that end it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
 
 
 def join(device: str, *, alone: bool = True) -> World:
-    """This process's place, as torchrun wrote it into the environment. Errors: TaskError.
+    """This process's place, as the launcher wrote it into the environment. Errors: TaskError.
 
     alone: a single process needs no group; DeepSpeed wants one all the same.
     """
@@ -58,7 +58,7 @@ def join(device: str, *, alone: bool = True) -> World:
         if world.local_rank >= found:
             raise TaskError(
                 f"process {world.local_rank + 1} of this node has no GPU: {found} visible here; start as many processes "
-                f"as there are GPUs (torchrun --nproc-per-node={found}), or ask the scheduler for more"
+                f"as there are GPUs (train --gpus {found}), or ask the scheduler for more"
             )
         torch.cuda.set_device(world.local_rank)
     try:
@@ -68,8 +68,8 @@ def join(device: str, *, alone: bool = True) -> World:
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TaskError(
             f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where the port is "
-            "in use, give torchrun another --master-port (or --standalone on one node); where nothing answers, look at "
-            "MASTER_ADDR and the firewall"
+            "in use, choose another (MASTER_PORT; torchrun --master-port); where nothing answers, look at MASTER_ADDR and the "
+            "firewall"
         ) from error
     return world
 

@@ -196,7 +196,7 @@ def test_the_last_layer_can_be_named(bases: dict[str, Path], tmp_path: Path) -> 
 def test_ways_that_do_not_fit_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     base = Path("unused")
     for way in ("ddp", "fsdp"):
-        with pytest.raises(TaskError, match=f"parallel={way}: needs several processes.*torchrun"):
+        with pytest.raises(TaskError, match=f"parallel={way}: needs several processes.*train --gpus N"):
             resolve_parallel(settings_of(base, parallel=way))
     assert resolve_parallel(settings_of(base)) == "none"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -221,6 +221,19 @@ def test_choices_that_do_not_go_together(
         fit(settings_of(bases["llama"], **changes), tmp_path)
 
 
+def test_fewer_gpus_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node with one GPU, as torch would see it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(TaskError, match=r"process 2 of this node has no GPU: 1 visible here.*--gpus 1"):
+        join("auto")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(TaskError, match="--gpus -1: at least 1"):
+        train.main(["--gpus", "-1", "--smoke"])
+
+
 def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
@@ -231,7 +244,7 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*--master-port"):
+        with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*MASTER_PORT"):
             join("cpu")
 
 
