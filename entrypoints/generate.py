@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", metavar="PLACE", help="instead of the setting data")
     parser.add_argument("--output", metavar="FILE", help="instead of the setting output")
     parser.add_argument("--greedy", action="store_true", help="no chance: always the likeliest token")
-    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node (torchrun)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
     parser.add_argument("--fresh", action="store_true", help="start again, though the output is half written")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, offline; checks what a user relies on")
