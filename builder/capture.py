@@ -31,6 +31,7 @@ NOISE = (
     ".dockerenv", ".singularity.d", "singularity", "environment", "root/.cache", "etc/resolv.conf", "etc/hosts", "etc/hostname", "etc/machine-id",
     "etc/localtime", "var/lib/dbus/machine-id", "var/cache/ldconfig/aux-cache", "etc/apt/sources.list", "etc/.pwd.lock",
     "root/.bash_history", "root/.wget-hsts", "var/lib/dpkg/lock*", "var/lib/dpkg/triggers/Lock", "*/.wh..wh.*",
+    "*.dist-info/uv_cache.json",
 )  # fmt: skip
 
 
@@ -42,6 +43,11 @@ def is_noise(path: str) -> bool:
     if any(path.startswith(folder + "/") for folder in NOISE_BELOW):
         return True
     return any(fnmatchcase(path, pattern) for pattern in NOISE)
+
+
+def without_noise(record: bytes) -> bytes:
+    """A RECORD without uv's note on a wheel that came from a folder: when that file was made."""
+    return b"".join(line for line in record.splitlines(keepends=True) if b".dist-info/uv_cache.json," not in line)
 
 
 class Tree(Protocol):
@@ -162,6 +168,9 @@ class _Canon:
     def file(self, tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
         """A file, unless the overlay only copied it up: opened for writing, say, and left as it was."""
         entry, data = self.entry(info, path), self.data(tar, info)
+        if path.endswith(".dist-info/RECORD"):
+            content = without_noise(b"".join(data or ()))
+            entry, data = replace(entry, size=len(content)), iter([content]) if content else None
         if info.size <= COMPARED and (below := self.lower.lookup(path)) is not None and below == entry:
             content = b"".join(data or ())
             if content == self.lower.read_file(path):

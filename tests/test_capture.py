@@ -248,6 +248,17 @@ def test_the_canonical_form_of_an_entry(base: Layers) -> None:
     assert (symlink.mode, symlink.target) == (0o777, "/abs/./olute")
 
 
+def test_a_wheel_from_a_folder_leaves_no_note_of_it(base: Layers) -> None:
+    """uv writes when the wheel's file was made, and lists that note in RECORD."""
+    info, lines = "site/a-1.dist-info", b"a.py,sha256=x,1\na-1.dist-info/RECORD,,\n"
+    note = b"a-1.dist-info/uv_cache.json,sha256=y,127\n"
+    plain = Upper(tree(d("site"), d(info), f(f"{info}/RECORD", lines)))
+    noted = Upper(tree(d("site"), d(info), f(f"{info}/RECORD", note + lines), f(f"{info}/uv_cache.json", b"{}")))
+    assert same_in_all_shapes(noted, base.lower) == same_in_all_shapes(plain, base.lower)
+    only = Upper(tree(d("site"), d(info), f(f"{info}/RECORD", note)))
+    assert (f(f"{info}/RECORD")[0], b"") in same_in_all_shapes(only, base.lower)
+
+
 def test_devices_and_sockets_are_left_out(base: Layers) -> None:
     info = tarfile.TarInfo("./etc/device")
     info.type, info.devmajor, info.devminor = tarfile.CHRTYPE, 1, 3
