@@ -1,0 +1,44 @@
+"""How many rows there are, and what is missing in them.
+
+check-raw --input raw
+check-raw --input my_rows.jsonl --expect 0           any number of rows
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import dolly
+import settings as options
+from settings import TaskError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="check-raw", description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--input", type=Path, metavar="PLACE", default=Path("raw"), help="default: raw")
+    parser.add_argument(
+        "--expect", type=int, metavar="N", default=dolly.ROWS, help=f"rows; default {dolly.ROWS}, 0: any"
+    )
+    args = parser.parse_args(arguments)
+    rows = dolly.read(args.input)
+    print(f"rows        {len(rows):,}")
+    for name, count in dolly.count_empty(rows).items():
+        print(f"{name:<12}{count:,} null or empty")
+    for number, row in enumerate(rows[:3]):
+        print(
+            f"[{number}] instruction: {row['instruction']}\n    context: {row['context']}\n    response: {row['response']}"
+        )
+    if args.expect and len(rows) != args.expect:
+        raise TaskError(f"{args.input}: {len(rows):,} rows, and {args.expect:,} were expected (--expect 0: any number)")
+    empty = {name: count for name, count in dolly.count_empty(rows).items() if count and name != "context"}
+    if empty:
+        raise TaskError(f"{args.input}: {empty} null or empty, and only context may be")
+    return 0
+
+
+if __name__ == "__main__":
+    options.run(main)
