@@ -1,0 +1,216 @@
+"""Write a pretrained model and its tokenizer as Hugging Face's libraries read them, after comparing the logits.
+
+convert --input pretrained --output converted
+convert --input pretrained --step 1000 --output converted-1000
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import places
+import settings as options
+from settings import TaskError, option
+
+if TYPE_CHECKING:
+    from shapes import Shape
+
+TOLERANCE = 1e-4  # how far logits may differ in fp32, as a share of the largest: the order of additions
+_TRIALS = (
+    "富士山は日本で一番高い山です。",
+    "Once upon a time,\n  there were 123 dwarves.",
+    "  𠮷野家で😀\n\nﾗｰﾒﾝ１杯 ",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = option("auto", "type to store; auto: as it was trained")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parse(arguments)
+    settings = options.load(Settings, args.config, args.set)
+    checkpoint = find_checkpoint(args.input, args.step)
+    output = places.claim_folder(args.output, empty=True)
+    for line in places.prepare_caches(os.environ):
+        print(line, flush=True)
+    print(f"converting  {checkpoint}", flush=True)
+    difference = convert(args.input, checkpoint, output, dtype=settings.dtype)
+    print(f"done        {output}: written, read again, logits differ by {difference:.1e} of the largest", flush=True)
+    print(f"try         upload --input {output} --name you/your-model --dry-run", flush=True)
+    return 0
+
+
+def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -> float:
+    """Write to ``output``, read it back; the difference in logits. Errors: TaskError: nothing is left in output."""
+    import without_gpu
+    from pretrain import quieten
+
+    quieten()
+    without_gpu.pretend()  # on a GPU, too: fp32 on the CPU is what can be compared to the last digits
+    import torch
+    import transformers
+
+    import pieces
+    from shapes import Shape, hugging_face_config
+
+    about = _read(checkpoint / "about.json")
+    shape = Shape(**about["shape"])
+    trained = getattr(torch, about["fingerprint"]["dtype"].removeprefix("torch."))
+    tokenizer = pieces.to_hugging_face(run / pieces.MODEL)
+    check_tokenizer(pieces.load(run), tokenizer)
+
+    ids = torch.arange(100, 100 + min(64, shape.positions))[None] % shape.vocabulary
+    with load_megatron(checkpoint, shape, trained) as model, torch.no_grad():
+        before = model.float()(ids, torch.arange(ids.shape[1])[None], None)
+        weights = rename_weights(model.state_dict(), shape)
+    config = hugging_face_config(shape, end=tokenizer.eos_token_id, begin=tokenizer.bos_token_id)
+    ours = transformers.GPT2LMHeadModel(config)
+    missing, unexpected = ours.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise TaskError(
+            f"{checkpoint}: weights {[*missing, *unexpected][:5]} have no counterpart; was it made by pretrain?"
+        )
+    ours.tie_weights()
+    try:
+        difference = compare(before, ours, ids)
+        stored = trained if dtype == "auto" else getattr(torch, dtype)
+        ours.to(stored).save_pretrained(output)
+        tokenizer.model_max_length = shape.positions
+        tokenizer.save_pretrained(output)
+        again = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+        rounded = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 5e-2}[stored]
+        compare(before, again, ids, rounded if stored != trained else TOLERANCE)
+        check_tokenizer(pieces.load(run), transformers.AutoTokenizer.from_pretrained(output))
+    except BaseException:
+        for file in output.iterdir():
+            file.unlink()
+        raise
+    return difference
+
+
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """The newest checkpoint of ``run``, or that of ``step``. Errors: TaskError."""
+    found = sorted(path for path in (run / "checkpoints").glob("step-*") if (path / "about.json").is_file())
+    numbers = {int(path.name.removeprefix("step-")): path for path in found}
+    if not found:
+        raise TaskError(f"{run.absolute()}: holds no checkpoint; pretrain --output writes such a folder")
+    if step is not None and step not in numbers:
+        raise TaskError(f"{run}: no checkpoint of step {step}; there is {', '.join(map(str, numbers))}")
+    return found[-1] if step is None else numbers[step]
+
+
+@contextlib.contextmanager
+def load_megatron(checkpoint: Path, shape: Shape, dtype: Any) -> Iterator[Any]:
+    """The whole model on the CPU, however many GPUs wrote it. Errors: TaskError."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    meeting = tempfile.mkdtemp(prefix="ekiben-convert-")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}/meeting", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    try:
+        model_parallel_cuda_manual_seed(0)
+        yield _load(checkpoint, shape, dtype)
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        shutil.rmtree(meeting, ignore_errors=True)
+
+
+def _load(checkpoint: Path, shape: Shape, dtype: Any) -> Any:
+    from megatron.core import dist_checkpointing
+
+    import gpt
+
+    config = gpt.configure(
+        shape, dtype=dtype, dropout=0.0, tensor=1, pipeline=1, sequence_parallel=False, recompute=False, on_gpu=False,
+        init_std=0.02,
+    )  # fmt: skip
+    model = gpt.build(shape, config, seed=0)
+    try:
+        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
+    except Exception as error:
+        raise TaskError(f"{checkpoint}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+    model.load_state_dict(state["model"])
+    return model.eval()
+
+
+def rename_weights(state: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Megatron's names and orders → GPT-2's in transformers, whose Conv1D has its weights transposed."""
+    import torch
+
+    plain = {
+        "embedding.word_embeddings.weight": "wte.weight", "embedding.position_embeddings.weight": "wpe.weight",
+        "decoder.final_layernorm.weight": "ln_f.weight", "decoder.final_layernorm.bias": "ln_f.bias",
+    }  # fmt: skip
+    parts = {
+        "input_layernorm": "ln_1", "self_attention.linear_qkv": "attn.c_attn", "self_attention.linear_proj": "attn.c_proj",
+        "pre_mlp_layernorm": "ln_2", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj",
+    }  # fmt: skip
+    renamed = {}
+    for name, weight in state.items():
+        if not isinstance(weight, torch.Tensor) or name.endswith("_extra_state") or name == "output_layer.weight":
+            continue
+        if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name):
+            layer, part, kind = found.groups()
+            if part.endswith("linear_qkv"):
+                # Megatron: head by head, its query, key and value; GPT-2: all queries, all keys, all values.
+                weight = weight.unflatten(0, (shape.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+            weight = weight.T if weight.dim() == 2 else weight
+            renamed[f"transformer.h.{layer}.{parts.get(part, part)}.{kind}"] = weight.contiguous()
+        else:
+            renamed[f"transformer.{plain.get(name, name)}"] = weight
+    return renamed
+
+
+def compare(before: Any, model: Any, ids: Any, tolerance: float = TOLERANCE) -> float:
+    """The largest difference in logits, as a share of the largest logit. Errors: TaskError where it is too large."""
+    import torch
+
+    with torch.no_grad():
+        after = model.float().eval()(input_ids=ids).logits
+    difference = float((before - after).abs().max() / before.abs().max())
+    if not difference < tolerance:
+        raise TaskError(f"the converted model's logits differ by {difference:.1e} of the largest; nothing was written")
+    return difference
+
+
+def check_tokenizer(learnt: Any, converted: Any) -> None:
+    """Errors: TaskError where the two make other tokens of a text."""
+    for text in _TRIALS:
+        ids = learnt.encode(text)
+        if converted.encode(text, add_special_tokens=False) != ids or converted.decode(ids) != learnt.decode(ids):
+            raise TaskError(f"the converted tokenizer makes other tokens of {text!r}; nothing was written")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{file}: cannot be read: {error}") from error
+    return found
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = options.command("convert", __doc__, Settings, arguments)
+    parser.add_argument("--input", type=Path, metavar="DIR", default=Path("pretrained"), help="what pretrain wrote")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step; default: the newest")
+    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("converted"), help="an empty or new folder")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options.run(main)

@@ -1,0 +1,172 @@
+"""Tokenise texts, several processes at once, into the memory-mapped files that pretraining reads.
+
+prepare-data --data arxiv.jsonl --tokenizer tokenizer --output prepared
+prepare-data --data corpus/ --set workers=16
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import places
+import settings as options
+from settings import TaskError, option
+
+PREFIX = "text_document"  # text_document.bin and .idx, as Megatron's own tool names them
+RECORD = "prepared.json"
+_CHUNK = 256  # texts a worker takes at a time
+
+
+@dataclass(frozen=True)
+class Settings:
+    column: str = option("text", "where a row of .jsonl or .parquet has its text")
+    append_eod: bool = option(True, "end every document with <EOD>")
+    workers: int = option(0, "processes that tokenise; 0: as many as there are CPUs")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parse(arguments)
+    settings = options.load(Settings, args.config, args.set)
+    output = places.claim_folder(args.output, empty=True)
+    recipe = options.recipe_folder(args.config, __file__)
+    prepare(settings, args.data, recipe, args.tokenizer, output, skip_bad=args.skip_bad)
+    return 0
+
+
+def prepare(
+    settings: Settings, data: Sequence[str], recipe: Path, tokenizer: Path, output: Path, *, skip_bad: bool = False
+) -> None:
+    """Write text_document.bin and .idx, the tokenizer, and prepared.json last. Errors: TaskError: ``output`` stays empty."""
+    import pieces
+    import texts
+    from record import write_json
+
+    processor = pieces.load(tokenizer)
+    files = texts.find_files(data, recipe)
+    workers = settings.workers or len(os.sched_getaffinity(0))
+    print(f"tokenising  {len(files)} files in {workers} processes", flush=True)
+    began = time.monotonic()
+    documents = texts.read_documents(files, settings.column, skip_bad=skip_bad)
+    try:
+        counted, tokens = _write(settings, tokenizer, processor, documents, workers, output)
+        if not counted:
+            raise TaskError(f"data {', '.join(data)}: holds no text")
+        file = tokenizer / pieces.MODEL if tokenizer.is_dir() else tokenizer
+        shutil.copyfile(file, output / pieces.MODEL)
+        about = {
+            "documents": counted, "tokens": tokens, "vocab_size": processor.vocab_size(),
+            "end_of_document": processor.piece_to_id(pieces.END), "tokenizer": pieces.fingerprint(file),
+            "data": texts.digest(files),
+        }  # fmt: skip
+        write_json(output / RECORD, about)
+    except BaseException as error:
+        for file in output.iterdir():
+            file.unlink()
+        if isinstance(error, OSError):
+            raise TaskError(f"{output}: cannot be written: {error.strerror or error}") from error
+        raise
+    seconds = time.monotonic() - began
+    print(
+        f"done        {output}: {counted:,} documents, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s", flush=True
+    )
+
+
+def _write(
+    settings: Settings,
+    tokenizer: Path,
+    processor: Any,
+    documents: Iterator[tuple[str, str]],
+    workers: int,
+    output: Path,
+) -> tuple[int, int]:
+    """(documents, tokens). The order is that of the data, however many processes work."""
+    import numpy
+
+    kind = numpy.dtype(numpy.uint16 if processor.vocab_size() < 65_500 else numpy.int32)
+    ahead = threading.Semaphore(4 * workers)  # or the pool would read all texts into memory at once
+    lengths = [numpy.zeros(0, dtype=numpy.int32)]
+    # Not forked: a process with threads may not survive that.
+    context = multiprocessing.get_context("spawn")
+    with (
+        (output / f"{PREFIX}.bin").open("wb") as file,
+        context.Pool(workers, _start_worker, (str(tokenizer), settings.append_eod)) as pool,
+    ):
+        for found, ids in pool.imap(_encode, _chunks(documents, ahead)):
+            ahead.release()
+            lengths.append(found)
+            file.write(ids.astype(kind).tobytes())
+    whole = numpy.concatenate(lengths)
+    write_index(output / f"{PREFIX}.idx", whole, kind)
+    return len(whole), int(whole.sum(dtype=numpy.int64))
+
+
+def write_index(file: Path, lengths: Any, kind: Any) -> None:
+    """What says where each document lies in the .bin file, in the format of Megatron-Core's IndexedDataset.
+
+    Magic, version 1, code of the tokens' type, counts of sequences and of document bounds; then each sequence's length
+    (int32), its first byte (int64), and the bounds (int64). A document is one sequence here.
+    """
+    import numpy
+
+    starts = numpy.zeros(len(lengths), dtype=numpy.int64)
+    numpy.cumsum(lengths[:-1], out=starts[1:])
+    code = {"int32": 4, "uint16": 8}[kind.name]
+    with file.open("wb") as out:
+        out.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(lengths) + 1))
+        out.write(lengths.astype(numpy.int32).tobytes())
+        out.write((starts * kind.itemsize).tobytes())
+        out.write(numpy.arange(len(lengths) + 1, dtype=numpy.int64).tobytes())
+
+
+def _chunks(documents: Iterator[tuple[str, str]], ahead: threading.Semaphore) -> Iterator[list[str]]:
+    while texts := [text for _, text in islice(documents, _CHUNK)]:
+        ahead.acquire()
+        yield texts
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(tokenizer: str, append_eod: bool) -> None:
+    import pieces
+
+    processor = pieces.load(Path(tokenizer))
+    _worker.update(processor=processor, end=[processor.piece_to_id(pieces.END)] if append_eod else [])
+
+
+def _encode(texts: list[str]) -> tuple[Any, Any]:
+    """(tokens of each text, all tokens)."""
+    import numpy
+
+    encoded = [ids + _worker["end"] for ids in _worker["processor"].encode(texts)]
+    lengths = numpy.array([len(ids) for ids in encoded], dtype=numpy.int32)
+    return lengths, numpy.fromiter((token for ids in encoded for token in ids), dtype=numpy.int32, count=lengths.sum())
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = options.command("prepare-data", __doc__, Settings, arguments)
+    parser.add_argument(
+        "--data", action="append", metavar="PLACE", required=True,
+        help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PLACE", default=Path("tokenizer"), help="what train-tokenizer wrote"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("prepared"), help="default: prepared")
+    parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options.run(main)

@@ -1,0 +1,112 @@
+"""Plain texts out of .txt, .jsonl and .parquet files: one document each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from settings import TaskError, nearest
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+SAMPLE = "sample"
+
+
+def find_files(places: Sequence[str], recipe: Path) -> list[Path]:
+    """The files that ``places`` name, folders opened; 'sample' is the recipe's own. Errors: TaskError."""
+    files: list[Path] = []
+    for place in places:
+        path = recipe / "data" / "sample.jsonl" if place == SAMPLE else Path(place).expanduser()
+        if path.is_dir():
+            inside = sorted(file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
+            if not inside:
+                raise TaskError(f"data {path}: holds no {', '.join(SUFFIXES)} file")
+            files += inside
+        elif not path.is_file():
+            beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+            close = nearest(path.name, beside)
+            hint = close if "Did you mean" in close else ""
+            raise TaskError(f"data {path.absolute()}: no such file or folder; is it bound into the container?{hint}")
+        elif path.suffix not in SUFFIXES:
+            raise TaskError(f"data {path}: what kind of file is it? name it {', '.join(SUFFIXES)}")
+        else:
+            files.append(path)
+    return files
+
+
+def read_documents(files: Sequence[Path], column: str, *, skip_bad: bool = False) -> Iterator[tuple[str, str]]:
+    """(where it stands, the text) of every document that is not blank. Errors: TaskError for a bad row.
+
+    A .txt file is one document. A row of .jsonl and .parquet has its text in ``column``.
+    """
+    for file in files:
+        for where, item in _read(file, column):
+            if isinstance(item, str):
+                if item.strip():
+                    yield where, item
+            elif not skip_bad:
+                raise TaskError(
+                    f"{where}: {_problem(item, column)}; correct it, or leave such rows out with --skip-bad"
+                )
+
+
+def digest(files: Sequence[Path]) -> str:
+    """One SHA-256 over the files' content, in order."""
+    whole = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            whole.update(hashlib.file_digest(stream, "sha256").digest())
+    return whole.hexdigest()
+
+
+def _read(file: Path, column: str) -> Iterator[tuple[str, Any]]:
+    """(where, the text or what stood there in its place)."""
+    try:
+        if file.suffix == ".txt":
+            yield str(file), file.read_text(encoding="utf-8-sig")
+        elif file.suffix == ".parquet":
+            yield from _read_parquet(file, column)
+        else:
+            with file.open(encoding="utf-8-sig") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield f"{file} line {number}", _parse(line, column)
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{file}: is not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    except OSError as error:
+        raise TaskError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def _parse(line: str, column: str) -> Any:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        return ValueError(f"is not JSON: {error.msg} at column {error.colno}")
+    return row.get(column, row) if isinstance(row, dict) else row
+
+
+def _read_parquet(file: Path, column: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        source = pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise TaskError(f"{file}: is not a Parquet file: {error}") from None
+    if column not in source.schema_arrow.names:
+        raise TaskError(f"{file}: no column {column!r}.{nearest(column, source.schema_arrow.names)}")
+    number = 0
+    for batch in source.iter_batches(columns=[column]):
+        for item in batch.column(0).to_pylist():
+            number += 1
+            yield f"{file} row {number}", item
+
+
+def _problem(item: Any, column: str) -> str:
+    if isinstance(item, ValueError):
+        return str(item)
+    if isinstance(item, dict):
+        return f"no {column!r} in it.{nearest(column, map(str, item))}".rstrip(".")
+    return f"{column} is {item!r}, not text"

@@ -1,0 +1,109 @@
+"""Put a converted or fine-tuned model on the hub, after it has generated, and see that what is there generates the same.
+
+upload --input converted --name you/gpt-0.125B --dry-run
+HF_TOKEN=hf_... upload --input converted --name you/gpt-0.125B --prompt "Once upon a time,"
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import places
+import settings as options
+from hub import explain
+from settings import SettingError, TaskError
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parse(arguments)
+    if not _NAME.fullmatch(args.name):
+        raise SettingError(f"--name {args.name}: write it as OWNER/NAME, for example you/gpt-0.125B")
+    if not (args.input / "config.json").is_file():
+        raise TaskError(f"{args.input.absolute()}: no config.json there; convert and sft write such a folder")
+    token = os.environ.get("HF_TOKEN")
+    if not token and not args.dry_run:
+        raise TaskError(
+            "set HF_TOKEN to a token that may write (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
+        )
+    for line in places.prepare_caches(os.environ):
+        print(line, flush=True)
+
+    print(f"before      {args.prompt!r} goes on: {generate(str(args.input), args.prompt)!r}", flush=True)
+    files = sorted(path for path in args.input.iterdir() if path.is_file() and not path.name.startswith("."))
+    size = sum(path.stat().st_size for path in files)
+    where = f"{args.name} ({'private' if args.private else 'public'})"
+    print(f"upload      {len(files)} files, {size / 1e6:,.1f} MB to {where}: {', '.join(path.name for path in files)}")
+    if args.dry_run:
+        print("dry run     nothing was sent", flush=True)
+        return 0
+    upload(args.input, args.name, str(token), private=args.private)
+    with tempfile.TemporaryDirectory(prefix="ekiben-upload-") as folder:
+        print(f"after       {generate(_download(args.name, str(token), folder), args.prompt)!r}", flush=True)
+    print(f"done        {args.name}", flush=True)
+    return 0
+
+
+def generate(place: str, prompt: str, tokens: int = 50) -> str:
+    """What follows ``prompt``, greedily. Errors: TaskError where nothing does."""
+    import torch
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    except Exception as error:
+        raise TaskError(explain(error, place, "model")) from error
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        longer = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    text = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
+    if not text:
+        raise TaskError(
+            f"model {place}: generates nothing after {prompt!r}; is it trained? nothing is uploaded like this"
+        )
+    return str(text)
+
+
+def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
+    """Errors: TaskError."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi(token=token)
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"], commit_message="Upload by ekiben")
+    except Exception as error:
+        raise TaskError(explain(error, name, "model")) from error
+
+
+def _download(name: str, token: str, folder: str) -> str:
+    """Anew, into a folder of its own: what is in the cache would prove nothing."""
+    import huggingface_hub
+
+    try:
+        return str(huggingface_hub.snapshot_download(name, token=token, local_dir=folder))
+    except Exception as error:
+        raise TaskError(explain(error, name, "model")) from error
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="upload", description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--input", type=Path, metavar="DIR", default=Path("converted"), help="default: converted")
+    parser.add_argument("--name", required=True, metavar="OWNER/NAME", help="of the model on the hub")
+    parser.add_argument("--prompt", default="Once upon a time,", metavar="TEXT", help="what it has to go on with")
+    parser.add_argument("--private", action="store_true", help="a repository only you can see")
+    parser.add_argument("--dry-run", action="store_true", help="generate, list the files, send nothing")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options.run(main)
