@@ -12,6 +12,8 @@ _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)", re.MULTILINE)
 
 def unrelated(requirements: str) -> str | None:
     """Why a file of requirements cannot be meant as it is written, or None. A requirement with an address says what it means."""
+    if not any(name in requirements.lower() for name in _UNRELATED):  # most often, and lock files are long
+        return None
     named = [
         match[1].lower()
         for line in requirements.splitlines()
