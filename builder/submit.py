@@ -1,7 +1,8 @@
 """Submits a recipe's tasks to a cluster's scheduler: a readable job script for each, kept with what belongs to the run.
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `launch_node.py` (starts the
-processes on a node, inside the container), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an array:
+processes on a node, inside the container), `environment` (what it gets of this shell's, tokens too: for its owner only),
+`key` (what the launchers know each other by), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an array:
 `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.job` (its newest id). A job script
 needs bash and Apptainer or SingularityCE on the compute nodes, nothing else.
 """
@@ -28,6 +29,7 @@ from builder.schedulers import Job, Parts, Request, Scheduler, clock, load
 from builder.site import Resource, Site
 
 SEED = "{seed}"
+REQUEUE = 75
 _OF_A_JOB = {"CUDA_VISIBLE_DEVICES", "JOB_ID", "JOB_NAME", "NSLOTS", "PE_HOSTFILE", "TERM", "USER", "RANK", "WORLD_SIZE",
              "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}  # fmt: skip
 
@@ -96,10 +98,10 @@ def plan(
     for task in tasks:
         recipe.task(task[0])
     tasks = _place_seeds(tasks, wanted.seeds)
-    if wanted.nodes > 1 and not any(recipe.task(task[0]).runs_on == "gpus" for task in tasks):
-        raise UsageError(
-            f"--nodes {wanted.nodes}: '{tasks[0][0]}' runs on one node; recipe.yaml says of a task that runs on several: runs_on: gpus"
-        )
+    alone = not any(recipe.task(task[0]).runs_on == "gpus" for task in tasks)
+    if alone and (wanted.nodes > 1 or (wanted.processes or 1) > 1):
+        raise UsageError(f"'{tasks[0][0]}' runs as one process on one node, whatever --nodes and --processes-per-node say",
+                         hint="recipe.yaml says it of a task that runs on several: runs_on: gpus")  # fmt: skip
     steps = tuple(_step(recipe, at, task, wanted, scheduler, site) for at, task in enumerate(tasks, start=1))
     on_command, in_script = _group_words(wanted.group, site)
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -141,8 +143,6 @@ def _place_seeds(tasks: list[list[str]], seeds: Sequence[str]) -> list[list[str]
 def _step(recipe: Recipe, at: int, task: list[str], wanted: Wanted, scheduler: str, site: Site | None) -> Step:
     about = recipe.task(task[0])
     spread = about.runs_on == "gpus"
-    if not spread and (wanted.processes or 1) > 1:
-        raise UsageError(f"--processes-per-node {wanted.processes}: task '{task[0]}' runs as one process")
     nodes = wanted.nodes if spread else 1
     gpus = 0 if about.runs_on == "cpu" else wanted.gpus
     resource = (
@@ -285,7 +285,7 @@ def _binds(run: Plan, step: Step) -> list[str]:
 def _stage(run: Plan) -> str:
     local = "${SLURM_TMPDIR:-${SGE_LOCALDIR:-${PBS_LOCALDIR:-${TMPDIR:-/tmp}}}}"
     return f"""    # One copy on the node's own disk for all of this user's jobs there, compared, renamed when whole.
-    mkdir -p -m 700 "{local}/ekiben-$UID"
+    mkdir -m 700 "{local}/ekiben-$UID" 2>/dev/null
     staged={local}/ekiben-$UID/{shlex.quote(staged_name(run.sif) if run.sif.is_file() else run.sif.name)}
     (
         flock 9
@@ -333,8 +333,8 @@ done"""
 
 def _timer(request: Request) -> tuple[str, str]:
     assert request.seconds is not None
-    sleep = f"sleep {request.seconds - request.notice}"
-    return f'\n( {sleep}; touch "$run/$name.notice" ) >/dev/null 2>&1 &\ntimer=$!', 'kill "$timer" 2>/dev/null\n'
+    begin = f"( trap 'kill $!' TERM; sleep {request.seconds - request.notice} & wait $! && touch"
+    return f'\n{begin} "$run/$name.notice" ) >/dev/null 2>&1 &\ntimer=$!', 'kill "$timer" 2>/dev/null\n'
 
 
 def _wait_for(run: Plan, step: Step, parts: Parts) -> str:
@@ -345,9 +345,11 @@ def _wait_for(run: Plan, step: Step, parts: Parts) -> str:
     again = ""
     if parts.wait_again:
         again = f"""
-    if [ ! -e "$run/$before.exit" ] && [ ! -e "$run/cancelled" ]; then
-        {parts.wait_again}
-        exit
+    # It went back into the queue under another id since this job waits: wait for that one.
+    since=$(cat "$run/$before.times" 2>/dev/null)
+    if [ ! -e "$run/$before.exit" ] && [ "$since" != "$(cat "$run/$name.waited.$before" 2>/dev/null)" ]; then
+        echo "$since" >"$run/$name.waited.$before"
+        {parts.wait_again} && exit
     fi"""
     return f"""
 # ---- not before the step before has ended well
@@ -393,7 +395,8 @@ if [ "${1:-}" = node ]; then
         --port "$port" --key "$run/key" --notice "$run/$name.notice" -- "${task[@]}" &
     container=$!
     # A signal to this node's part of the job is for the processes inside.
-    for signal in USR1 USR2 XCPU TERM; do trap "kill -$signal $container" "$signal"; done
+    trap 'kill -USR1 "$container"' USR1 USR2 XCPU
+    trap 'kill -TERM "$container"' TERM
     code=129
     while [ "$code" -gt 128 ] && kill -0 "$container" 2>/dev/null; do wait "$container"; code=$?; done
     exit "$code"
@@ -539,7 +542,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A job as `status` shows it. ``state``: queued, running, held, done, failed, cancelled or lost."""
+    """A job as `status` shows it. ``state``: queued, running, held, done, failed, skipped, cancelled or lost."""
 
     run: str
     job: str
@@ -551,7 +554,7 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("done", "failed", "cancelled", "lost")
+        return self.state in ("done", "failed", "skipped", "cancelled", "lost")
 
 
 def find_runs(names: Sequence[str], runs: Path) -> list[Run]:
@@ -595,12 +598,14 @@ def _row(run: Run, job: str, queue: Mapping[tuple[str, int], Job]) -> Row:
     id, at = run.ids[job], int(job.partition(".")[2] or 0)
     code = run.exit_code(job)  # read after the queue was asked: a job leaves its code behind before it leaves
     here = queue.get((id, at)) or queue.get((id, 0))
-    if code is not None:
+    if code is not None and not (code == REQUEUE and here):  # Slurm puts a job back that it preempted
         state, detail = ("done", "") if code == 0 else ("failed", f"exit code {code}")
     elif here:
         state, detail = here.state, here.detail
     elif (run.folder / "cancelled").exists():
         state, detail = "cancelled", ""
+    elif failed := [other for other in run.jobs[: run.jobs.index(job)] if run.exit_code(other)]:
+        state, detail = "skipped", f"{failed[0]} failed"
     else:
         state, detail = "lost", "neither in the queue nor ended by itself; its log may tell"
     return Row(

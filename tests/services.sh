@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
-#   tests/services.sh install [NAME…]   docker apptainer buildah registry (these when none is named) slurm peers browser
-#   tests/services.sh start [NAME…]     docker registry (these when none is named) slurm
+#   tests/services.sh install [NAME…]   docker apptainer buildah registry slurm gridengine (these when none is named)
+#                                       peers browser
+#   tests/services.sh start [NAME…]     docker registry slurm gridengine (these when none is named)
 #   tests/services.sh env               what is there, one line each
 set -euo pipefail
 umask 022                                        # what is installed here is for every user, whoever calls
@@ -16,6 +17,8 @@ readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
 readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
 readonly REGISTRY_HOME=/var/lib/ekiben-test-registry
 readonly SLURM_HOME=/var/lib/ekiben-test-slurm
+readonly GE_HOME=/var/lib/ekiben-test-gridengine
+readonly GE_COMMON=/var/lib/gridengine/default/common
 export DEBIAN_FRONTEND=noninteractive
 export LC_ALL=C.UTF-8
 
@@ -32,9 +35,10 @@ packages() {
         buildah) echo buildah crun runc ;;
         registry) echo docker-registry apache2-utils skopeo ;;
         slurm) echo slurm-wlm slurmctld slurmd slurm-client munge ;;
+        gridengine) echo gridengine-master gridengine-exec gridengine-client ;;
         peers) echo charliecloud podman skopeo umoci ;;
         browser) echo chromium ;;
-        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm peers browser" 2 ;;
+        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm gridengine peers browser" 2 ;;
     esac
 }
 
@@ -44,12 +48,13 @@ is_installed() { dpkg-query -W -f '${db:Status-Status}\n' "$1" 2>/dev/null | gre
 
 install() {
     local group wanted="" groups=("$@")
-    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry)
+    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry slurm gridengine)
     has apt-get || die "needs apt-get: this script knows Debian and its relatives only" 4
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh install ${groups[*]}" 4
     for group in base "${groups[@]}"; do
         wanted+=" $(packages "$group")"
     done
+    case " ${groups[*]} " in *" gridengine "*) preseed_gridengine ;; esac
     # shellcheck disable=SC2086
     apt_install $wanted
     make_user
@@ -188,13 +193,13 @@ allow_root_without_sys_resource() {
 
 start() {
     local service services=("$@")
-    [ ${#services[@]} -gt 0 ] || services=(docker registry)
+    [ ${#services[@]} -gt 0 ] || services=(docker registry slurm gridengine)
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh start ${services[*]}" 4
     open_fuse
     for service in "${services[@]}"; do
         case $service in
-            docker | registry | slurm) "start_$service" ;;
-            *) die "unknown service '$service'; known: docker registry slurm" 2 ;;
+            docker | registry | slurm | gridengine) "start_$service" ;;
+            *) die "unknown service '$service'; known: docker registry slurm gridengine" 2 ;;
         esac
     done
 }
@@ -259,6 +264,7 @@ write_slurm_conf() {
 	NodeName=c1,c2 Name=gpu Type=h200 File=$SLURM_HOME/dev/gpu[0-3]
 	EOF
     # config_overrides: the nodes may claim more cores than there are. EnforcePartLimits: what cannot run is refused.
+    # cred_expire: a job that goes back into the queue waits that long, by default two minutes.
     # pgid: signals reach a task and its group, as with proctrack/cgroup; linuxproc would also end what serves a SIF's files.
     cat >/etc/slurm/slurm.conf <<-EOF
 	ClusterName=ekiben
@@ -266,6 +272,7 @@ write_slurm_conf() {
 	SlurmUser=root
 	SlurmdUser=root
 	AuthType=auth/munge
+	AuthInfo=cred_expire=5
 	StateSaveLocation=$SLURM_HOME/state
 	SlurmdSpoolDir=$SLURM_HOME/spool/%n
 	SlurmctldPidFile=$SLURM_HOME/slurmctld.pid
@@ -292,6 +299,101 @@ write_slurm_conf() {
 	PartitionName=urgent Nodes=c1,c2 MaxTime=1:00:00 State=UP PriorityTier=10 PreemptMode=OFF
 	EOF
 }
+
+preseed_gridengine() {
+    is_installed gridengine-master || debconf-set-selections <<-EOF
+	gridengine-master shared/gridengineconfig boolean true
+	gridengine-common shared/gridengineconfig boolean true
+	gridengine-common shared/gridenginemaster string $(hostname -s)
+	gridengine-common shared/gridenginecell string default
+	EOF
+}
+
+# Two hosts with four GPUs each, under ABCI's names for parts of a node: ge1 is this machine, ge2 a network and host name of its
+# own on it, at the other end of hsn1.
+start_gridengine() {
+    gridengine_answers && return
+    has sge_qmaster || die "sge_qmaster is not installed: tests/services.sh install gridengine" 4
+    if [ -s "$GE_COMMON/act_qmaster" ] && ! grep -qxE "ge1|$(hostname -s)" "$GE_COMMON/act_qmaster"; then
+        die "this machine has a Grid Engine of its own ($GE_COMMON/act_qmaster)" 4
+    fi
+    mkdir -p "$GE_HOME"
+    grep -qw ge2 /etc/hosts || printf '10.77.0.1 ge1\n10.77.0.2 ge2\n' >>/etc/hosts
+    # Whatever name this machine's addresses resolve to, it is ge1.
+    echo "ge1 localhost $(awk '$1 == "127.0.0.1" || $1 == "127.0.1.1" { $1 = ""; print }' /etc/hosts | tr ' ' '\n' |
+        grep -vxE 'localhost|c1|c2|' | sort -u | paste -sd ' ') $(hostname -s)" >"$GE_COMMON/host_aliases"
+    echo ge1 >"$GE_COMMON/act_qmaster"
+    if ! ip link show hsn1 >/dev/null 2>&1; then
+        ip link add hsn1 type veth peer name hsn2
+        ip address add 10.77.0.1/24 dev hsn1
+        ip link set hsn1 up
+    fi
+    pgrep -x sge_qmaster >/dev/null || daemon gridengine unshare --uts bash -c 'hostname ge1; runuser -u sgeadmin -- sge_qmaster'
+    wait_for qmaster_answers gridengine
+    quietly configure_gridengine
+    pgrep -x sge_execd >/dev/null || start_execds
+    wait_for gridengine_answers gridengine
+}
+
+start_execds() {
+    daemon gridengine-ge1 unshare --uts bash -c 'hostname ge1; exec sge_execd'
+    cat >"$GE_HOME/ge2.sh" <<-EOF
+	hostname ge2
+	echo \$\$ >"$GE_HOME/ge2.pid"
+	until ip link show hsn2 >/dev/null 2>&1; do sleep 0.1; done
+	ip link set lo up
+	ip address add 10.77.0.2/24 dev hsn2
+	ip link set hsn2 up
+	exec sge_execd
+	EOF
+    daemon gridengine-ge2 unshare --net --uts bash "$GE_HOME/ge2.sh"
+    wait_for ge2_is_there gridengine-ge2
+    ip link set hsn2 netns "$(cat "$GE_HOME/ge2.pid")"
+}
+
+ge2_is_there() { [ -s "$GE_HOME/ge2.pid" ] && [ "$(readlink "/proc/$(cat "$GE_HOME/ge2.pid")/ns/net")" != "$(readlink /proc/self/ns/net)" ]; }
+
+qmaster_answers() { timeout 3 qconf -sh >/dev/null 2>&1; }
+
+# A host is there when it has told its load.
+gridengine_answers() {
+    [ "$(timeout 3 qhost 2>/dev/null | awk '$1 ~ /^ge[12]$/ && $4 != "-"' | wc -l)" = 2 ]
+}
+
+configure_gridengine() (
+    cd "$GE_HOME"
+    qconf -as ge1 ge2 || true
+    qconf -ah ge2 || true
+    qconf -sc >complexes
+    for name in rt_F rt_G.large rt_G.small; do
+        grep -q "^$name " complexes || echo "$name $name INT <= YES JOB 0 0" >>complexes
+    done
+    grep -q '^gpu ' complexes || echo 'gpu gpu INT <= YES YES 0 0' >>complexes
+    qconf -Mc complexes
+    for host in ge1 ge2; do
+        printf '%s\n' "hostname $host" 'load_scaling NONE' 'complex_values rt_F=1,rt_G.small=4,rt_G.large=1,gpu=4,slots=8' \
+            'user_lists NONE' 'xuser_lists NONE' 'projects NONE' 'xprojects NONE' 'usage_scaling NONE' 'report_variables NONE' >host
+        qconf -Ae host || qconf -Me host
+    done
+    # Each host ends what has its own group ids; on one machine they must not have the same.
+    mkdir -p local
+    echo 'gid_range 65501-65600' >local/ge2
+    qconf -Aconf local/ge2 || qconf -Mconf local/ge2
+    printf '%s\n' 'group_name @allhosts' 'hostlist ge1 ge2' >group
+    qconf -Ahgrp group || qconf -Mhgrp group
+    # control_slaves: qrsh -inherit may start what runs on the other hosts of a job. One slot is one host.
+    printf '%s\n' 'pe_name nodes' 'slots 999' 'user_lists NONE' 'xuser_lists NONE' 'start_proc_args NONE' 'stop_proc_args NONE' \
+        'allocation_rule 1' 'control_slaves TRUE' 'job_is_first_task FALSE' 'urgency_slots min' 'accounting_summary FALSE' \
+        'qsort_args NONE' >environment
+    qconf -Ap environment || qconf -Mp environment
+    qconf -sq | sed -e 's/^qname .*/qname all.q/; s/^hostlist .*/hostlist @allhosts/; s/^slots .*/slots 8/' \
+        -e 's/^h_rt .*/h_rt 24:00:00/; s/^shell_start_mode .*/shell_start_mode unix_behavior/; s/^pe_list .*/pe_list nodes/' \
+        -e 's/^load_thresholds .*/load_thresholds NONE/' >queue
+    qconf -Aq queue || qconf -Mq queue
+    qconf -ssconf | sed -e 's/^schedule_interval .*/schedule_interval 0:0:2/; s/^flush_submit_sec .*/flush_submit_sec 1/' \
+        -e 's/^flush_finish_sec .*/flush_finish_sec 1/' >schedule
+    qconf -Msconf schedule
+)
 
 # daemon LOG COMMAND…: outlives this script and its terminal, and holds none of its files open.
 daemon() {
@@ -324,6 +426,7 @@ env_lines() {
     line registry "$(registry_version)"
     line skopeo "$(first_line skopeo --version)"
     line slurm "$(slurm_version)"
+    line gridengine "$(gridengine_version)"
     line podman "$(first_line podman --version)"
     line ch-run "$(first_line ch-run --version)"
     line umoci "$(first_line umoci --version)"
@@ -352,6 +455,11 @@ registry_version() {
 slurm_version() {
     has slurmctld || { echo -; return; }
     echo "$(first_line slurmctld -V), $(slurm_answers && echo answers || echo 'not started')"
+}
+
+gridengine_version() {
+    has sge_qmaster || { echo -; return; }
+    echo "$(first_line qstat -help), $(gridengine_answers && echo answers || echo 'not started')"
 }
 
 main() {

@@ -13,18 +13,19 @@ from builder.process import run, which
 from builder.schedulers import Job, Limits, Parts, Request, clock
 
 PREFIX = "#PBS "
-_ANEW = """sed '/^#PBS -J/d' "$script" | qsub -v EKIBEN_INDEX="$index" """  # one job of an array comes back as a job of its own
+# One job of an array comes back as a job of its own.
+_ANEW = """new=$(sed '/^#PBS -J/d' "$script" | qsub -v EKIBEN_INDEX="$index"{}) && echo "$new" >"$run/$name.job\""""
 PARTS = Parts(
     job='"$PBS_JOBID"',
     index='"${EKIBEN_INDEX:-${PBS_ARRAY_INDEX:-0}}"',
     nodes='cat "$PBS_NODEFILE"',
     # pbs_tmrsh has PBS itself start what runs on the other nodes: no ssh, and it ends with the job.
     other='pbs_tmrsh "$host" /bin/bash "$script" node "$number" "$nodes" "$port" "$name"',
-    again=f'{_ANEW}>"$run/$name.job"',
+    again=_ANEW.format(""),
     # PBS keeps a job's output on the node until the job ends, and sends no signal before the walltime is over.
     before='exec >>"$run/$name.log" 2>&1\ncd "$PBS_O_WORKDIR" || exit',
     tells_itself=True,
-    wait_again=f'{_ANEW}-W depend=afterany:"$(cat "$run/$before.job")" >"$run/$name.job"',
+    wait_again=_ANEW.format(""" -W depend=afterany:"$(cat "$run/$before.job")\""""),
 )
 _STATES = {
     "R": "running",

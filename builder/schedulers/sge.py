@@ -12,14 +12,24 @@ from builder.process import run, which
 from builder.schedulers import Job, Limits, Parts, Request, clock
 
 PREFIX = "#$ "
+# One job of an array comes back as a job of its own.
+_ANEW = (
+    """new=$(sed -e '/^#[$] -t/d' -e "/^#[$] -o/s/[$]TASK_ID/$index/" "$script" | qsub -terse -v EKIBEN_INDEX="$index"{})"""
+    """ && echo "$new" >"$run/$name.job\""""
+)
 PARTS = Parts(
     job='"$JOB_ID"',
-    index='"$([ "${SGE_TASK_ID:-undefined}" = undefined ] && echo 0 || echo "$SGE_TASK_ID")"',
+    index='"${EKIBEN_INDEX:-$([ "${SGE_TASK_ID:-undefined}" = undefined ] && echo 0 || echo "$SGE_TASK_ID")}"',
     # The nodes of a parallel job are in a file; a job of one node may have none.
-    nodes='cat "${SGE_JOB_HOSTLIST:-${PE_HOSTFILE:-/dev/fd/3}}" 3< <(hostname)',
+    nodes='{ cat -- "${SGE_JOB_HOSTLIST:-$PE_HOSTFILE}" || hostname; } 2>/dev/null',
     # Grid Engine itself starts what runs on the other nodes (tight integration): no ssh, and it ends with the job.
     other='qrsh -inherit -nostdin "$host" /bin/bash "$script" node "$number" "$nodes" "$port" "$name"',
-    again="code=99",
+    # 99: back into the queue under the same id. A job of several hosts then waits on (8.1.9: "host cleanup has not finished"), so it
+    # submits itself anew, where it may.
+    again=f"{{ [[ $nodes = *,* ]] && {_ANEW.format('')}; }} || code=99",
+    wait_again=_ANEW.format(""" -hold_jid "$(cat "$run/$before.job")\""""),
+    # Grid Engine would (s_rt, -notify), by a signal to every process of the job; see CONTRIBUTING.md for what that ends.
+    tells_itself=True,
 )
 
 
@@ -40,8 +50,7 @@ def words(nodes: int, gpus: int, cpus: int | None) -> Sequence[str]:
 def directives(request: Request) -> list[str]:
     lines = [f"-N {request.name}", *request.words, "-S /bin/bash", "-cwd", "-j y", "-r y"]
     if request.seconds:
-        # At the soft limit comes SIGUSR1; -notify brings SIGUSR2 before a suspension or a kill.
-        lines += [f"-l h_rt={clock(request.seconds)}", f"-l s_rt={clock(request.seconds - request.notice)}", "-notify"]
+        lines.append(f"-l h_rt={clock(request.seconds)}")
     if request.jobs:
         lines.append(f"-t 1-{request.jobs}")
     place = request.log.with_suffix(".$TASK_ID.log") if request.jobs else request.log

@@ -15,10 +15,11 @@ PARTS = Parts(
     job='"$SLURM_JOB_ID"',
     index='"${SLURM_ARRAY_TASK_ID:-0}"',
     nodes='scontrol show hostnames "$SLURM_JOB_NODELIST"',
-    # One task on each node, which has all of the node's GPUs; all end when one fails, or when a node dies.
-    start='srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash "$script" node 0 "$nodes" "$port" "$name"',
-    # Slurm would put a cancelled job back, too. Of a job that is put back Slurm ends what still runs: this script.
-    again='! scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=CANCELLED && scontrol requeue "$SLURM_JOB_ID"',
+    # One task on each node, which has all of the node's GPUs. The launchers end together, and with one exit code; --wait is for
+    # a node on which none came up.
+    start='srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 bash "$script" node 0 "$nodes" "$port" "$name"',
+    # Slurm would put a cancelled job back, too; such a job is COMPLETING. One that is put back is ended by Slurm.
+    again='scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"',
 )
 _STATES = {"PENDING": "queued", "SUSPENDED": "held", "CONFIGURING": "queued", "REQUEUED": "queued"}
 

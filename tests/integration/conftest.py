@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs import write_recipe
 from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, give, need, share_layers
 
 # A shell's background job starts with Ctrl-C ignored, and hands that on; a user's terminal does not.
@@ -67,6 +68,18 @@ def hello(room: Room, cli: Cli) -> Path:
     made = cli.image(store, "hello", "--engine", "apptainer", "--format", "sif", "-o", room.path / "hello.sif")
     assert {item["name"] for item in made["layers"]} == {"base", "python", "hello"}
     return store
+
+
+@pytest.fixture(scope="session")
+def drill(room: Room, hello: Path, cli: Cli) -> Path:
+    """A recipe whose task is a drill for jobs, and beside it drill.sif."""
+    store, folder = room.store(ME, "drill"), room.path / "drill"
+    for place in (store, folder):
+        shutil.rmtree(place, ignore_errors=True)
+    share_layers(hello, store, ["base", "python"], ME)
+    recipe = write_recipe(folder / "recipe")
+    cli.image(store, recipe, "--format", "sif", "--no-verify", "-o", folder / "drill.sif")
+    return recipe
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import CA_BUNDLE, ME, USER, Cli, Room, as_user, copy_checkout, home_of
+from rooms import CA_BUNDLE, ME, USER, Cli, Room, as_user, copy_checkout, home_of, need
 
 pytestmark = pytest.mark.slow
 
@@ -195,6 +195,48 @@ def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, room: Room) -> N
         assert " passed" in said
         assert "skipped" not in said, said[-3000:]
         print(said.splitlines()[-1])
+
+
+MAKE_BASE = """
+import os, sys, pathlib
+home = pathlib.Path(os.environ["EKIBEN_RECIPE"])
+sys.path.insert(0, str(home / "entrypoints"))
+import smoke
+smoke.make_base(pathlib.Path("base"), home / "data/sample.jsonl")
+"""
+
+
+def test_two_nodes_of_slurm_learn_what_one_process_learns(built: Built, room: Room, user_cli: Cli) -> None:
+    """The same steps: once in a plain container, once as a job of two nodes that meet over gloo."""
+    need("sbatch")
+    out = room.folder("slurm", USER)
+    inside = [
+        "apptainer",
+        "--silent",
+        "exec",
+        "--cleanenv",
+        "--env",
+        "OMP_NUM_THREADS=1,EKIBEN_RECIPE=/opt/ekiben/recipe",
+    ]
+    run_as(USER, *inside, built.sif, "python", "-W", "ignore", "-c", MAKE_BASE, cwd=out)
+    words = ["--data", "sample"]
+    for setting in ("model=base", "max_steps=6", "batch_size=8", "device=cpu", "lora.dropout=0"):
+        words += ["--set", setting]
+    run_as(USER, *inside, built.sif, "train", *words, "--output", "one", cwd=out)
+    user_cli.run("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--sif", built.sif, "--nodes", "2", "--time", "10m", "--wait",
+                 "--", *words, "--output", "two", cwd=out, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+    (log,) = out.glob("ekiben-runs/*/1-train.log")
+    assert "on c1,c2" in log.read_text()
+    assert json.loads((out / "two/run.json").read_text())["device"]["count"] == 2
+    losses = {
+        name: [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    }
+    assert [line["step"] for line in losses["two"]] == [line["step"] for line in losses["one"]]
+    for key in ("loss", "test_loss", "grad_norm"):
+        one, two = ([line[key] for line in losses[name] if key in line] for name in ("one", "two"))
+        assert len(one) >= 1
+        assert two == pytest.approx(one, rel=1e-5), key
 
 
 def test_an_edited_entrypoint_rebuilds_the_top_layer_only(built: Built, room: Room) -> None:
