@@ -325,7 +325,7 @@ def test_inspect_of_a_damaged_sif_is_an_answer_or_an_error(flat: Own, tmp_path: 
 def test_run_shows_its_command_or_says_what_is_missing(run_cli: RunCli, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
-    env = {"PATH": str(tools)}
+    env = {"PATH": str(tools), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
     (tools / "docker").write_text("#!/bin/sh\nexit 1\n")
     (tools / "docker").chmod(0o755)
     shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--", "--json", env=env).stdout
