@@ -52,6 +52,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     saved, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    os.environ["EKIBEN_RECIPE"] = str(RECIPE)  # in an image of another recipe it names that one
     yield
     os.environ.clear()
     os.environ.update(saved)
