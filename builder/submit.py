@@ -171,6 +171,8 @@ def _resource(site: Site, wanted: Wanted, nodes: int, gpus: int | None) -> Resou
             chosen = without
     else:
         chosen = dict(known)
+        if gpus is None and (with_gpus := {name: one for name, one in known.items() if one.gpus}):
+            chosen = with_gpus
     problems = {name: _too_much(name, one, wanted, nodes, gpus) for name, one in chosen.items()}
     fits = [one for name, one in chosen.items() if not problems[name]]
     if not fits:

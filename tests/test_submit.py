@@ -115,6 +115,8 @@ def test_the_smallest_kind_of_node_that_does() -> None:
         run = made(*words, scheduler="pbs", site="abci-3.0", group="g", **wanted)
         return [next(line for line in directives(text) if line.startswith("-q")) for text in scripts(run)]
 
+    assert asked("train") == ["-q rt_HG"]
+    assert asked("prepare") == ["-q rt_HC"]
     assert asked("train", gpus=1) == ["-q rt_HG"]
     assert asked("train", gpus=8) == ["-q rt_HF"]
     assert asked("train", nodes=4, gpus=1) == ["-q rt_HF"]
