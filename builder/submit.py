@@ -587,23 +587,26 @@ def _open_run(folder: Path) -> Run:
 
 def status(runs: Sequence[Run]) -> list[Row]:
     """Every job of ``runs``. The scheduler is asked once for each kind of it. Errors: SchedulerError."""
-    waiting: dict[str, list[str]] = {}
+    asked = {run.folder: run.ids for run in runs}
+    waiting: dict[str, set[str]] = {}
     for run in runs:
-        waiting.setdefault(run.about["scheduler"], []).extend(
-            run.ids[job] for job in run.jobs if run.exit_code(job) is None
-        )
-    queues = {name: load(name).jobs(sorted(set(ids))) for name, ids in waiting.items()}
-    return [_row(run, job, queues[run.about["scheduler"]]) for run in runs for job in run.jobs]
+        # A job that left 75 may be in the queue again.
+        ids = {id for job, id in asked[run.folder].items() if run.exit_code(job) in (None, REQUEUE)}
+        waiting.setdefault(run.about["scheduler"], set()).update(ids)
+    queues = {name: load(name).jobs(sorted(ids)) for name, ids in waiting.items()}
+    return [_row(run, job, asked[run.folder][job], queues[run.about["scheduler"]]) for run in runs for job in run.jobs]
 
 
-def _row(run: Run, job: str, queue: Mapping[tuple[str, int], Job]) -> Row:
-    id, at = run.ids[job], int(job.partition(".")[2] or 0)
+def _row(run: Run, job: str, id: str, queue: Mapping[tuple[str, int], Job]) -> Row:
+    at = int(job.partition(".")[2] or 0)
     code = run.exit_code(job)  # read after the queue was asked: a job leaves its code behind before it leaves
     here = queue.get((id, at)) or queue.get((id, 0))
     if code is not None and not (code == REQUEUE and here):  # Slurm puts a job back that it preempted
         state, detail = ("done", "") if code == 0 else ("failed", f"exit code {code}")
     elif here:
         state, detail = here.state, here.detail
+    elif run.ids[job] != id:
+        state, detail = "queued", f"as job {run.ids[job]}"  # while the queue was asked
     elif (run.folder / "cancelled").exists():
         state, detail = "cancelled", ""
     elif failed := [other for other in run.jobs[: run.jobs.index(job)] if run.exit_code(other)]:

@@ -17,9 +17,9 @@ import pytest
 from builder.errors import UsageError
 from builder.launch import passes
 from builder.recipe import Recipe, RecipeFile, TaskFile
-from builder.schedulers import SCHEDULERS, clock, load, seconds_of
+from builder.schedulers import SCHEDULERS, Job, clock, load, seconds_of
 from builder.site import find_site
-from builder.submit import Plan, Wanted, find_runs, plan, quote_seed, script, status
+from builder.submit import Plan, Run, Wanted, _row, find_runs, plan, quote_seed, script, status
 from own_recipe import RunCli
 
 TASKS = {
@@ -292,6 +292,25 @@ def test_status_of_what_is_over(tmp_path: Path) -> None:
     assert [(row.job, row.state, row.detail) for row in rows] == [
         ("1-train.1", "done", ""), ("1-train.2", "failed", "exit code 3"), ("2-merge", "failed", "exit code 1"),
     ]  # fmt: skip
+
+
+class Moving(dict[tuple[str, int], Job]):
+    """A queue: while it is asked the job goes back into it, under another id."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self.place = place
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.place.write_text("78\n")
+        return default
+
+
+def test_a_job_that_gets_another_id_while_it_is_looked_for_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "1-train.job").write_text("77\n")
+    run = Run(tmp_path, {"scheduler": "pbs", "steps": [{"name": "1-train", "seeds": []}]})
+    row = _row(run, "1-train", "77", Moving(tmp_path / "1-train.job"))
+    assert (row.state, row.detail) == ("queued", "as job 78")
 
 
 def test_the_launcher_is_one_file_of_the_standard_library() -> None:
