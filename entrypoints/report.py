@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,12 +143,14 @@ def result(intent: Intent, run: loop.Run, peak: int, exit_code: int | None, star
 def conclude(found: dict[str, Any], what: str, output: Path) -> list[str]:
     """what: 'adapter' or 'model', the folder of ``output`` that holds what was trained."""
     mfu = f", MFU {found['mfu']:.0%}" if found["mfu"] else ""
-    ask = {"adapter": f'chat --adapter {output / what} "質問"', "model": f"--set model={output / what}"}
+    # What this recipe has to ask the result with.
+    ask = "generate" if shutil.which("generate") else "chat"
+    question = ' "質問"' if ask == "chat" else ""
     return [
         f"done        {found['steps']:,} steps in {found['time_to_train_s']:,.0f} s, {found['tokens_per_s']:,.0f} tokens/s"
         f"{mfu}, at most {found['peak_memory_bytes'] / 2**30:.1f} GiB",
         f"{what:<12}{output / what}   loss {output / 'loss.png'}   record {output / 'run.json'}",
-        f"try         {ask[what]}",
+        f"try         {ask} --{what} {output / what}{question}",
     ]
 
 

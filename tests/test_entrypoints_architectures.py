@@ -11,6 +11,7 @@ import pytest
 
 for package in ("torch", "transformers", "peft", "tokenizers"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small only wait for a second thread
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"), str(ROOT / "entrypoints")]
 
