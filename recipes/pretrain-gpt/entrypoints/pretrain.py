@@ -130,6 +130,11 @@ def _pretrain(
     say = print if world.leads else (lambda *_, **__: None)
 
     # ---- what will be done
+    if world.size > 1 and not dry:
+        # What fits the fullest GPU: processes that took different micro-batches would wait for each other for ever.
+        least = torch.tensor(memory, device=device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        memory = int(least)
     plan = make_plan(settings, data, world.size, memory, _dtype(settings))
     for line in _announce(settings, plan, data, world.size, name, memory, output):
         say(line, flush=True)
