@@ -10,6 +10,7 @@ needs bash and Apptainer or SingularityCE on the compute nodes, nothing else.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -104,9 +105,10 @@ def plan(
                          hint="recipe.yaml says it of a task that runs on several: runs_on: gpus")  # fmt: skip
     steps = tuple(_step(recipe, at, task, wanted, scheduler, site) for at, task in enumerate(tasks, start=1))
     on_command, in_script = _group_words(wanted.group, site)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name = f"{recipe.name}-{tasks[0][0]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    free = (runs.absolute() / (name if at == 1 else f"{name}-{at}") for at in itertools.count(1))
     return Plan(
-        folder=runs.absolute() / f"{recipe.name}-{steps[0].name.partition('-')[2]}-{stamp}", recipe=recipe.name, scheduler=scheduler,
+        folder=next(folder for folder in free if not folder.exists()), recipe=recipe.name, scheduler=scheduler,
         site=site, sif=sif.absolute(), wanted=wanted, steps=steps, command_words=on_command,
         directives=(*in_script, *(site.file.scheduler.options if site and site.file.scheduler else ()), *wanted.options),
     )  # fmt: skip

@@ -280,6 +280,19 @@ def test_a_run_that_is_not_there(run_cli: RunCli) -> None:
     assert run_cli("status").stdout == ""
 
 
+def test_two_runs_in_one_second(tmp_path: Path) -> None:
+    first = plan(
+        RECIPE, ["train"], Wanted(), scheduler="slurm", site=None, sif=tmp_path / "x.sif", runs=tmp_path
+    ).folder
+    for number in range(3):
+        (tmp_path / (first.name if number == 0 else f"{first.name}-{number + 1}")).mkdir()
+    again = plan(
+        RECIPE, ["train"], Wanted(), scheduler="slurm", site=None, sif=tmp_path / "x.sif", runs=tmp_path
+    ).folder
+    assert not again.exists()
+    assert again.name.startswith("mine-train-")
+
+
 def test_status_of_what_is_over(tmp_path: Path) -> None:
     folder = tmp_path / "runs/mine-train-1"
     folder.mkdir(parents=True)

@@ -37,7 +37,7 @@ def pbs(drill: Path, room: Room, user_cli: Cli, monkeypatch: pytest.MonkeyPatch)
 
 def test_two_nodes_told_before_the_walltime_until_it_is_done(pbs: Submitter) -> None:
     run = pbs.submit(
-        "drill", "--nodes", "2", "--gpus-per-node", "2", "--time", "1m", "--notice", "50s", "--", "--until", "2"
+        "drill", "--nodes", "2", "--gpus-per-node", "2", "--time", "30s", "--notice", "15s", "--", "--until", "2"
     )
     first = pbs.status(run)["1-drill"]["id"]
     row = pbs.wait(run)["1-drill"]
@@ -49,7 +49,7 @@ def test_two_nodes_told_before_the_walltime_until_it_is_done(pbs: Submitter) -> 
 
 
 def test_a_job_for_each_seed_comes_back_alone_and_what_follows_waits_for_it(pbs: Submitter) -> None:
-    run = pbs.submit("--seeds", "5,70", "--time", "1m", "--notice", "50s", "--", "drill", "--folder", "run-{seed}", "--until", "2",
+    run = pbs.submit("--seeds", "5,70", "--time", "30s", "--notice", "15s", "--", "drill", "--folder", "run-{seed}", "--until", "2",
                      "+", "look", "--folder", "last")  # fmt: skip
     rows = pbs.wait(run)
     assert {job: (row["state"], row["resubmitted"]) for job, row in rows.items()} == {
