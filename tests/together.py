@@ -26,7 +26,15 @@ def start(
     processes = []
     context = multiprocessing.get_context("fork")
     for rank in range(size):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        # One thread each: after a fork OpenMP's other threads are gone, and nobody tells it.
+        place = {
+            "OMP_NUM_THREADS": 1,
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         variables = {**{name: str(value) for name, value in place.items()}, **(env or {})}
         output = Path(f"{log}-{rank}")
         processes.append(context.Process(target=_run, args=(variables, output, work, args, kwargs)))
