@@ -19,7 +19,7 @@ from builder.capture import Lower, unordered_members
 from builder.chain import Layer
 from builder.errors import EngineError, FetchError
 from builder.layer import Member
-from builder.process import ProcessError, piped, run, which
+from builder.process import MARK, ProcessError, piped, run, which
 
 _PINS = Path("/etc/apt/preferences.d/ekiben")
 _FIELDS = "$(CREATED_BY) $(SITE) $(RELEASE) $(COMPONENT) $(REPO_URI)"
@@ -120,7 +120,7 @@ def debootstrap_members(
         "-",
     ]
     argv += ["-"] if sources else []
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(layer.epoch)}
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(layer.epoch), MARK: spool.parent.name}
     if os.geteuid() == 0:
         # It mounts /proc, /sys and device nodes below its folder: where nobody else who tidies up can meet them.
         # (Without root it works under a subordinate id, to which a folder in somebody's home is closed.)

@@ -133,15 +133,21 @@ def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)  # what the first one started and left behind
 
 
+MARK = "EKIBEN_STAGING"  # in the environment of what is started without a mount to know it by
+
+
 def end_orphans(staging: str) -> None:
-    """End what a killed build left running: processes that see its staging folder, named so, mounted or as TMPDIR."""
-    mounted, environment = f"/staging/{staging}/mount".encode(), f"/staging/{staging}".encode()
+    """End what a killed build left running: processes that have its staging folder, named so, mounted or in MARK."""
+    mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
     for place in Path("/proc").iterdir():
         if not place.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if mounted in (place / "mountinfo").read_bytes() or environment in (place / "environ").read_bytes():
+            if mounted in (place / "mountinfo").read_bytes():
                 os.kill(int(place.name), signal.SIGKILL)
+            elif marked in (place / "environ").read_bytes():
+                # Root's work lies in that folder. Another's lies elsewhere, and only its maker can tidy it up.
+                os.kill(int(place.name), signal.SIGTERM if os.geteuid() else signal.SIGKILL)
 
 
 def readable(path: Path) -> Path | None:
