@@ -1,0 +1,141 @@
+"""Commands that bring images to others, and from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from builder.cli.group import bound, chain_options, json_option, main, open_store, resolved, size
+
+if TYPE_CHECKING:
+    pass
+
+
+@main.command()
+@click.argument("recipe")
+@click.option("--to", "place", type=click.Path(path_type=Path), required=True, help="The folder colleagues read.")
+@click.option("--version", metavar="VERSION", help="Default: the date, as 2026.11.21.")
+@click.option(
+    "--tag", "tags", multiple=True, help="A further link beside `current`; may repeat. Its image is never pruned."
+)
+@click.option("--pin", is_flag=True, help="Never prune this version.")
+@click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
+@click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the SIF before it is seen.")
+@click.option(
+    "--engine", default="auto", show_default=True, metavar="auto|apptainer|buildah|docker", help="What builds."
+)
+@chain_options
+@json_option
+@click.pass_obj
+def publish(
+    store_path: Path | None, /, recipe: str, place: Path, version: str | None, tags: tuple[str, ...], pin: bool,
+    no_current: bool, no_verify: bool, engine: str, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...],
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Put an image and its layers where others run it and build on it; what is not built yet is built.
+
+    \b
+    Examples:
+      build.py publish lora-opencalm --to /groups/lab/ekiben
+      build.py publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable
+    """
+    from builder.config import read_config
+    from builder.executors import check_name
+    from builder.pipeline import Options, build
+    from builder.progress import Progress
+    from builder.publish import publish as put
+
+    check_name(engine)
+    chain, store, progress = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), Progress()
+    options = Options(engine=engine, mirror=bound(arguments).get("mirror"), registry=read_config().registry)
+    image = build(chain, store, options, progress)
+    done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
+               current=not no_current, check=not no_verify)  # fmt: skip
+    if as_json:
+        click.echo(json.dumps({**done.record, "path": str(done.sif), "moved": done.moved}, indent=1))
+        return
+    task = next(iter(chain.recipe.file.tasks), "")
+    shown = done.sif if no_current else done.sif.with_name("current")
+    click.echo(f"published  {done.sif}  {size(done.record['size'])}"
+               + (f", {size(done.moved)} of layers moved" if done.made else "  (was there)"))  # fmt: skip
+    click.echo(f"run        singularity exec --nv {shown} {task}")
+    click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
+
+
+@main.command()
+@click.argument("recipe")
+@click.argument("reference", metavar="REF")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["docker", "sif", "layers"]),
+    default="docker",
+    show_default=True,
+    help="What it is there: for docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.",
+)
+@chain_options
+@json_option
+@click.pass_obj
+def push(
+    store_path: Path | None, /, recipe: str, reference: str, format_: str, stack: str | None, gpu_arch: str | None,
+    arguments: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
+    """Send an image to a registry; what the registry has is not sent again, and what broke off goes on.
+
+    \b
+    Examples:
+      build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2
+      build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2-sif --format sif
+      build.py push lora-opencalm registry.example.org/lab/layers --format layers
+    """
+    from builder.config import read_config
+    from builder.pipeline import Options, build
+    from builder.progress import Progress
+    from builder.push import push as send
+    from builder.registry import Reference
+
+    place, progress = Reference.parse(reference), Progress()
+    chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
+    options = Options(mirror=bound(arguments).get("mirror"), registry=read_config().registry)
+    done = send(build(chain, store, options, progress), store, place, format_, progress)
+    if as_json:
+        click.echo(
+            json.dumps({"place": done.place, "sent": done.sent, "mounted": done.mounted, "there": done.there}, indent=1)
+        )
+        return
+    click.echo(f"pushed  {done.place}  {size(done.sent)} sent, {done.mounted} blobs mounted, {done.there} were there")
+    lines = {"docker": f"docker pull {place}", "sif": f"apptainer pull oras://{place}",
+             "layers": f"EKIBEN_REGISTRY={reference} make image recipe={recipe}"}  # fmt: skip
+    click.echo(f"use     {lines[format_]}")
+
+
+@main.command()
+@click.argument("reference", metavar="REF")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the SIF goes (default: ./<name>.sif).")
+@json_option
+@click.pass_obj
+def pull(store_path: Path | None, /, reference: str, output: Path | None, as_json: bool) -> None:
+    """Take an image from a registry as a SIF: one that was pushed as SIF, whose broken download goes on, or as Docker image.
+
+    \b
+    Examples:
+      build.py pull registry.example.org/lab/lora-opencalm:1.2-sif
+      build.py pull registry.example.org/lab/lora-opencalm:1.2 -o /tmp/image.sif
+    """
+    from builder.progress import Progress
+    from builder.pull import pull as take
+    from builder.registry import Reference
+
+    product, digest = take(Reference.parse(reference), open_store(store_path), output, Progress())
+    if as_json:
+        click.echo(
+            json.dumps(
+                {"path": product.place, "size": product.size, "manifest": digest, "made": product.made}, indent=1
+            )
+        )
+        return
+    click.echo(f"pulled  {product.place}  {size(product.size)}  {digest[:19]}{'' if product.made else '  (was there)'}")
+    click.echo(f"run     singularity exec --nv {product.place}")
