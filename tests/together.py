@@ -26,9 +26,10 @@ def start(
     processes = []
     context = multiprocessing.get_context("fork")
     for rank in range(size):
-        # One thread each: after a fork OpenMP's other threads are gone, and nobody tells it.
+        # One thread each: after a fork the other threads of OpenMP and of the tokenizers are gone, and nobody tells them.
         place = {
             "OMP_NUM_THREADS": 1,
+            "TOKENIZERS_PARALLELISM": "false",
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": size,
