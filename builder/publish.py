@@ -62,6 +62,7 @@ from builder.verify import verify
 
 RECORD_FORMAT = 1
 CURRENT = "current"
+_ATTEMPTS = 5
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
 _ENDINGS = (".sif", ".sha256", ".json", ".pin")
 _DAY = 86400
@@ -103,19 +104,22 @@ def publish(
         _write_readme(shared)
         folder = place / IMAGES / image.name
         shared.policy.make_folder(folder)
-        found, moved = _whole(shared, folder, image, version), 0
-        if made := found is None:
-            moved = _put(image, store, shared, folder, progress, version, check)
+        moved, made = 0, False
+        for _ in range(_ATTEMPTS):
             found = _whole(shared, folder, image, version)
-        if found is None:
-            raise StoreError(f"{image.name} was removed from {folder} while it was published", hint="publish it again")
-        if pin:
-            _write(shared, (folder / found["file"]).with_suffix(".pin"), b"")
-        for tag in (*([CURRENT] if current else []), *tags):
-            _link(folder, tag, found["file"])
-        if _whole(shared, folder, image, version) is None:
-            raise StoreError(f"{folder / found['file']} was removed while it was published", hint="publish it again")
-    return Published(folder / found["file"], found, moved, made)
+            if found is None:
+                made = True
+                moved += _put(image, store, shared, folder, progress, version, check)
+                if (found := _whole(shared, folder, image, version)) is None:
+                    continue  # a prune that had begun before it was announced here took it away
+            if pin:
+                _write(shared, (folder / found["file"]).with_suffix(".pin"), b"")
+            for tag in (*([CURRENT] if current else []), *tags):
+                _link(folder, tag, found["file"])
+            if _whole(shared, folder, image, version) is not None:
+                return Published(folder / found["file"], found, moved, made)
+    raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
+                     hint="somebody prunes it: publish it again afterwards")  # fmt: skip
 
 
 def _whole(shared: SharedStore, folder: Path, image: Image, version: str | None) -> dict[str, Any] | None:
@@ -313,14 +317,20 @@ def prune(
     shared.unused_for = unused_for * _DAY
     known = published(place)
     _refuse_unknown(names, known)
-    fates = [_fate(shared, record, names, unused_for) for versions in known.values() for record in versions]
+    fates = []
+    for record in (record for versions in known.values() for record in versions):
+        with contextlib.suppress(FileNotFoundError):  # another prune is at work
+            fates.append(_fate(shared, record, names, unused_for))
     going = [fate.file.removesuffix(".sif") for fate in fates if not fate.kept]
     with shared.translated_errors():
         if not dry_run:
             shared.open_for_writing()
             for name, versions in known.items():
                 for record in versions:
-                    if (stem := record["file"].removesuffix(".sif")) in going:
+                    stem = record["file"].removesuffix(".sif")
+                    if stem in going and _is_kept_by_now(shared, record, names, unused_for):
+                        going.remove(stem)
+                    elif stem in going:
                         _discard_version(shared, place / IMAGES / name, stem)
                 _discard_strays(shared, place / IMAGES / name)
         going += _nameless(shared, known)
@@ -346,6 +356,8 @@ def _fate(shared: SharedStore, record: dict[str, Any], names: Sequence[str], unu
         kept, why = True, "pinned"
     elif named:
         kept, why = True, f"tagged {', '.join(named)}"
+    elif record["layers"][-1]["cache_key"] in shared.announced_keys():
+        kept, why = True, "being published"
     elif record["name"] in names or record["file"] in names:
         kept, why = False, "asked for"
     elif not shared.knows_last_use():
@@ -353,6 +365,14 @@ def _fate(shared: SharedStore, record: dict[str, Any], names: Sequence[str], unu
     else:
         kept, why = days < unused_for, f"last used {days:.0f} days ago"
     return Fate(record["file"], record["size"], kept, why)
+
+
+def _is_kept_by_now(shared: SharedStore, record: dict[str, Any], names: Sequence[str], unused_for: float) -> bool:
+    """A publisher announces an image before it looks whether it is there: so one looks again before it goes."""
+    try:
+        return _fate(shared, record, names, unused_for).kept
+    except FileNotFoundError:  # another prune was here
+        return False
 
 
 def _nameless(shared: SharedStore, known: dict[str, list[dict[str, Any]]]) -> list[str]:

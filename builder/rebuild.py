@@ -13,7 +13,7 @@ from pathlib import Path
 from builder.assemble import make_sif
 from builder.chain import Chain
 from builder.diff import layer_differences
-from builder.errors import VerifyError
+from builder.errors import StoreError, VerifyError
 from builder.inspect import stored_image
 from builder.pipeline import Image, Options, build
 from builder.progress import Progress
@@ -57,8 +57,12 @@ def rebuild(chain: Chain, store: Store, options: Options, progress: Progress) ->
     # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
     # Where that cannot be written, it is a colleague's, and the cache is that beside one's own store.
     beside = store.root.parent if os.access(store.root.parent, os.W_OK) else default_root().parent
-    beside.mkdir(parents=True, exist_ok=True)
-    fresh = Store(Path(tempfile.mkdtemp(prefix="rebuild-", dir=beside)))
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        fresh = Store(Path(tempfile.mkdtemp(prefix="rebuild-", dir=beside)))
+    except OSError as error:
+        raise StoreError(f"there is no place to rebuild in: {beside}: {error.strerror}",
+                         hint="EKIBEN_STORE names a store of your own; the rebuilt one lies beside it") from error  # fmt: skip
     try:
         after = build(chain, fresh, options, progress)
         with progress.step(f"compare {len(before.layers)} layers"):

@@ -346,8 +346,10 @@ class Store:
         for them. Not for a store with other readers, who see a blob only when it is on the disk.
         """
         with self.staging() as folder, contextlib.ExitStack() as stack:
-            (folder / _NEEDED).write_text("\n".join(cache_keys))
-            self.settle(folder / _NEEDED, 0o644)
+            new = folder / f"{_NEEDED}.new"
+            new.write_text("\n".join(cache_keys))
+            self.settle(new, 0o644)
+            new.rename(folder / _NEEDED)  # seen only when all may read it
             if beside:
                 stack.enter_context(self._work_beside())
             yield
@@ -560,11 +562,15 @@ class Store:
 
     def _being_built(self) -> set[str]:
         """Digests of the layers that running builds stand on, though no image names them yet."""
-        keys: list[str] = []
+        return {record["digest"] for key in self.announced_keys() if (record := self._read(f"keys/{key}.json"))}
+
+    def announced_keys(self) -> set[str]:
+        """Cache keys of the layers that running builds, and publishers, stand on."""
+        keys: set[str] = set()
         for needed in (self.root / "staging").glob(f"*/{_NEEDED}"):
             with contextlib.suppress(FileNotFoundError):  # it has just ended
-                keys += needed.read_text().split()
-        return {record["digest"] for key in keys if (record := self._read(f"keys/{key}.json"))}
+                keys |= set(needed.read_text().split())
+        return keys
 
     def _drop_unfinished(self, since: float) -> None:
         """What compilers left when their stage failed, to go on from; not of a stage that is at it now."""

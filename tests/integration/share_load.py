@@ -76,8 +76,9 @@ def reader(number: int, say: Callable[[str], None], place: Path, images: list[Im
                     name = Path(f"/proc/self/fd/{stream.fileno()}").readlink().name
                     found = hashlib.file_digest(stream, "sha256").hexdigest()
             except FileNotFoundError:
-                assert path.name != "current", "current leads nowhere"
-                continue  # pruned since it was listed
+                # Pruned since it was listed. Where `current` came to lead to it meanwhile, it is put back at once.
+                assert path.name != "current" or comes_back(path), "current leads nowhere"
+                continue
             name = name.removesuffix(" (deleted)").rpartition("__")[2]  # or in trash/ by now
             assert name.removesuffix(".sif").endswith(found[:12]), f"{name} has the digest {found}"
             say(f"read {path.name}")
@@ -95,6 +96,13 @@ def reader(number: int, say: Callable[[str], None], place: Path, images: list[Im
             for record in records(folder):
                 assert record["format"] == 1 and record["layers"]
             say("looked")
+
+
+def comes_back(path: Path) -> bool:
+    end = time.monotonic() + 5
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    return path.exists()
 
 
 def start(role: Callable[..., None], number: int, folder: Path, place: Path, images: list[Image], store: Store) -> int:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, Cli, NewStore, RecipeFolder
+from rooms import ME, USER, Cli, NewStore, RecipeFolder, Room
 
 pytestmark = pytest.mark.slow
 
 
-def test_another_user_without_root_gets_the_same_bytes(user_cli: Cli, hello: Path) -> None:
-    done = user_cli.run("--store", hello, "verify", "hello", "--rebuild", "--engine", "apptainer", "--json")
+def test_another_user_without_root_gets_the_same_bytes(user_cli: Cli, room: Room, hello: Path) -> None:
+    words = ("--store", hello, "verify", "hello", "--rebuild", "--engine", "apptainer", "--json")
+    done = user_cli.run(*words, env={"EKIBEN_STORE": str(room.store(USER, "own"))})
     about = json.loads(done.stdout)
     assert about["same"] is True
     assert [layer["name"] for layer in about["layers"]] == ["base", "python", "hello"]
