@@ -93,13 +93,7 @@ def publish(
     version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
 ) -> Published:  # fmt: skip
     """Layers and SIF into ``place``, tested before anyone sees them. Errors: StoreError, VerifyError, UsageError."""
-    if version is not None and not _VERSION.fullmatch(version):
-        raise UsageError(f"--version {version}: letters, digits, '.', '_' and '+', at most 64")
-    for tag in tags:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", tag, re.ASCII) or tag.endswith(_ENDINGS):
-            raise UsageError(f"--tag {tag}: letters, digits, '.', '_' and '-', and no ending of a file of the place")
-    shared = SharedStore(place)
-    shared.open_for_writing()
+    shared = open_place(place, version=version, tags=tags)
     with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
         _write_readme(shared)
         folder = place / IMAGES / image.name
@@ -120,6 +114,18 @@ def publish(
                 return Published(folder / found["file"], found, moved, made)
     raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
                      hint="somebody prunes it: publish it again afterwards")  # fmt: skip
+
+
+def open_place(place: Path, *, version: str | None = None, tags: Sequence[str] = ()) -> SharedStore:
+    """What can be refused before anything is built. Errors: StoreError, UsageError."""
+    if version is not None and not _VERSION.fullmatch(version):
+        raise UsageError(f"--version {version}: letters, digits, '.', '_' and '+', at most 64")
+    for tag in tags:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", tag, re.ASCII) or tag.endswith(_ENDINGS):
+            raise UsageError(f"--tag {tag}: letters, digits, '.', '_' and '-', and no ending of a file of the place")
+    shared = SharedStore(place)
+    shared.open_for_writing()
+    return shared
 
 
 def _whole(shared: SharedStore, folder: Path, image: Image, version: str | None) -> dict[str, Any] | None:

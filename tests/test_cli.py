@@ -338,3 +338,12 @@ def test_run_shows_its_command_or_says_what_is_missing(run_cli: RunCli, tmp_path
     (tools / "apptainer").chmod(0o755)
     shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--sif", "x.sif", env=env).stdout
     assert shown == f"+ {tools}/apptainer run --cleanenv --pwd {tmp_path} --bind {tmp_path} x.sif hello\n"
+
+
+@pytest.mark.parametrize(
+    "words", [("--to", "/proc/nope"), ("--to", "lab", "--version", "a b"), ("--to", "lab", "--tag", "x.sif")]
+)
+def test_publish_refuses_before_it_builds(words: tuple[str, ...], run_cli: RunCli, tmp_path: Path) -> None:
+    done = run_cli("--store", tmp_path / "store", "publish", "hello", *words, code=2 if "lab" in words else 6)
+    assert "error: " in done.stderr
+    assert not (tmp_path / "store").exists()

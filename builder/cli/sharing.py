@@ -46,10 +46,12 @@ def publish(
     from builder.executors import check_name
     from builder.pipeline import Options, build
     from builder.progress import Progress
+    from builder.publish import open_place
     from builder.publish import publish as put
 
     check_name(engine)
     chain, store, progress = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), Progress()
+    open_place(place.expanduser().absolute(), version=version, tags=tags)  # an image takes minutes, a refusal none
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"), registry=read_config().registry)
     image = build(chain, store, options, progress)
     done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
