@@ -336,6 +336,7 @@ start_gridengine() {
 }
 
 start_execds() {
+    rm -f "$GE_HOME/ge2.pid"                     # of an earlier start of the machine
     daemon gridengine-ge1 unshare --uts bash -c 'hostname ge1; exec sge_execd'
     cat >"$GE_HOME/ge2.sh" <<-EOF
 	hostname ge2
@@ -351,7 +352,10 @@ start_execds() {
     ip link set hsn2 netns "$(cat "$GE_HOME/ge2.pid")"
 }
 
-ge2_is_there() { [ -s "$GE_HOME/ge2.pid" ] && [ "$(readlink "/proc/$(cat "$GE_HOME/ge2.pid")/ns/net")" != "$(readlink /proc/self/ns/net)" ]; }
+ge2_is_there() {
+    local network
+    network=$(readlink "/proc/$(cat "$GE_HOME/ge2.pid" 2>/dev/null)/ns/net") && [ "$network" != "$(readlink /proc/self/ns/net)" ]
+}
 
 qmaster_answers() { timeout 3 qconf -sh >/dev/null 2>&1; }
 
