@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from builder.chain import BUILD_MOUNT, Chain, platform, stages_of
+from builder.contents import DPKG_STATUS, installed_packages
 from builder.errors import FetchError, StoreError, UsageError
 from builder.executors import JobFailed, choose
 from builder.hostenv import Supply, build_environment, site_supply, write_host_files
 from builder.lock import asked_packages
-from builder.pipeline import DPKG_STATUS, Image, Options, installed_packages, prepare_job
+from builder.pipeline import Image, Options, prepare_job
 from builder.progress import Progress
 from builder.squashfs import SquashfsReader
 from builder.store import Handed, Store, StoredResult, remove_tree

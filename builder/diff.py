@@ -2,114 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from builder.errors import StoreError, UsageError, nearest
+from builder.contents import (
+    DPKG_STATUS,
+    Opened,
+    Part,
+    Tree,
+    distribution_at,
+    installed_packages,
+    parents,
+    python_versions,
+    tree_of,
+)
 from builder.layer import Entry, Member, sort_key
-from builder.pipeline import installed_packages
-from builder.sif import read_sif
 from builder.squashfs import SquashfsReader
-from builder.store import Store
 
-_DISTRIBUTION = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)-([^/-]+)\.dist-info/METADATA$")
-_EXPORT = re.compile(r"^export ([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
 _SHOWN = 12  # lines of one kind on the screen
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One layer of an open image. ``digest`` is of its squashfs, ``size`` in bytes."""
-
-    name: str
-    digest: str
-    size: int
-    reader: SquashfsReader
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """An image to be compared: of the store, or a SIF file. Layers are bottom first."""
-
-    name: str
-    parts: tuple[Part, ...]
-    environment: Mapping[str, str]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
-
-    def read(self, path: str) -> bytes | None:
-        """A file as the image shows it; links are not followed."""
-        for part in reversed(self.parts):
-            if (entry := part.reader.lookup(path)) is not None:
-                return part.reader.read_file(path) if entry.kind == "file" else None
-        return None
-
-
-@contextlib.contextmanager
-def open_image(name: str, store: Store) -> Iterator[Opened]:
-    """An image of the store by name, or a SIF by path. Errors: UsageError, StoreError."""
-    with contextlib.ExitStack() as stack:
-        if name.endswith(".sif") or "/" in name:
-            yield _open_sif(Path(name), stack)
-            return
-        ref = store.image(name)
-        if ref is None:
-            raise UsageError(f"no image '{name}' in {store.root}." + nearest(name, store.images()),
-                             hint=f"build.py image {name}, or a file: ./{name}.sif")  # fmt: skip
-        manifest, config = json.loads(store.get_blob(ref["manifest"])), json.loads(store.get_blob(ref["config"]))
-        parts = []
-        for layer in manifest["layers"]:
-            try:
-                stream = stack.enter_context(store.blob_path(layer["digest"]).open("rb"))
-            except OSError as error:
-                raise StoreError(f"{name}: layer {layer['digest']} is not in {store.root}: {error.strerror}",
-                                 hint=f"build.py image {ref['recipe']}") from error  # fmt: skip
-            parts.append(
-                Part(layer["annotations"]["org.ekiben.layer"], layer["digest"], layer["size"], SquashfsReader(stream))
-            )
-        yield Opened(name, tuple(parts), dict(item.split("=", 1) for item in config["config"]["Env"]))
-
-
-def _open_sif(path: Path, stack: contextlib.ExitStack) -> Opened:
-    info = read_sif(path)
-    stream = stack.enter_context(path.open("rb"))
-    parts = []
-    for number, item in enumerate(info.layers, 1):
-        stream.seek(item.offset)
-        digest, left = hashlib.sha256(), item.size
-        while chunk := stream.read(min(left, 1 << 20)):
-            digest.update(chunk)
-            left -= len(chunk)
-        parts.append(
-            Part(f"layer {number}", "sha256:" + digest.hexdigest(), item.size, SquashfsReader(stream, item.offset))
-        )
-    image = Opened(str(path), tuple(parts), {})
-    scripts = [image.read(entry.path) or b"" for part in parts for entry in part.reader.children(".singularity.d/env")]
-    environment = {
-        match[1]: " ".join(_words(match[2])) for text in scripts for match in _EXPORT.finditer(text.decode())
-    }
-    with contextlib.suppress(ValueError, KeyError):  # one of ours says what its layers are called
-        about = json.loads(image.read("opt/ekiben/image.json") or b"")
-        names = [layer["name"] for layer in about["layers"]] + [about["recipe"]]
-        if len(names) == len(parts):
-            parts = [Part(name, part.digest, part.size, part.reader) for name, part in zip(names, parts, strict=True)]
-    return Opened(str(path), tuple(parts), environment)
-
-
-def _words(value: str) -> list[str]:
-    try:
-        return shlex.split(value)
-    except ValueError:
-        return [value]
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
@@ -117,9 +29,9 @@ def _words(value: str) -> list[str]:
 
 def compare(before: Opened, after: Opened) -> dict[str, Any]:
     """Everything that differs. Files are compared by kind, mode, owner, size and content; times are not."""
-    trees = _tree(before), _tree(after)
-    python, debian = ([kind(image, tree) for image, tree in zip((before, after), trees, strict=True)]
-                      for kind in (_python_packages, _debian_packages))  # fmt: skip
+    trees = tree_of(before), tree_of(after)
+    python = [python_versions(tree) for tree in trees]
+    debian = [_debian_versions(image) for image in (before, after)]
     files = _compare_files(before, after, trees)
     packages = {"python": _changes(*python), "debian": _changes(*debian)}
     return {
@@ -152,35 +64,8 @@ def _compare_layers(before: Sequence[Part], after: Sequence[Part]) -> list[dict[
     return rows
 
 
-Tree = dict[str, tuple[Entry, int]]  # path → what is there, and the number of the layer that brought it
-
-
-def _tree(image: Opened) -> Tree:
-    tree: Tree = {}
-    for number, part in enumerate(image.parts):
-        entries = {entry.path: entry for entry in part.reader.entries()}
-        # What a whiteout removes, or what no directory holds any more.
-        gone = {path for path, entry in entries.items() if entry.kind != "dir"} & {
-            parent for path in tree for parent in (path, *_parents(path))}  # fmt: skip
-        if gone:
-            tree = {path: item for path, item in tree.items() if path not in gone and gone.isdisjoint(_parents(path))}
-        tree |= {path: (entry, number) for path, entry in entries.items() if entry.kind != "whiteout"}
-    return tree
-
-
-def _parents(path: str) -> Iterator[str]:
-    while "/" in path:
-        path = path.rpartition("/")[0]
-        yield path
-
-
-def _python_packages(image: Opened, tree: Tree) -> dict[str, str]:
-    found = (match for path in tree if (match := _DISTRIBUTION.search(path)))
-    return {match[1].lower().replace("_", "-"): match[2] for match in found}
-
-
-def _debian_packages(image: Opened, tree: Tree) -> dict[str, str]:
-    status = image.read("var/lib/dpkg/status")
+def _debian_versions(image: Opened) -> dict[str, str]:
+    status = image.read(DPKG_STATUS)
     return installed_packages(status.decode(errors="replace")) if status else {}
 
 
@@ -243,11 +128,11 @@ def _unexplained(
         touched = {kind: {name for what in ("added", "removed", "changed") for name in about[what]}
                    for kind, about in packages.items()}  # fmt: skip
         for path in tree:
-            match = _DISTRIBUTION.search(path)
-            if match and match[1].lower().replace("_", "-") in touched["python"]:
-                site = path.rpartition("/")[0].rpartition("/")[0]
-                record = image.read(path.rpartition("/")[0] + "/RECORD") or b""
-                owned.add(path.rpartition("/")[0])
+            found = distribution_at(path)
+            if found and found[0] in touched["python"]:
+                site = path.rpartition("/")[0]
+                record = image.read(path + "/RECORD") or b""
+                owned.add(path)
                 owned |= {f"{site}/{line.split(',')[0]}" for line in record.decode(errors="replace").splitlines()}
             name = path.removeprefix("var/lib/dpkg/info/").partition(".list")[0].partition(":")[0]
             if path.startswith("var/lib/dpkg/info/") and path.endswith(".list") and name in touched["debian"]:
@@ -262,7 +147,7 @@ def _is_owned(path: str, owned: Collection[str]) -> bool:
     return (
         source in owned
         or path in owned
-        or any(parent.endswith(".dist-info") and parent in owned for parent in _parents(path))
+        or any(parent.endswith(".dist-info") and parent in owned for parent in parents(path))
     )
 
 

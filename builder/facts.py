@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from builder.contents import distribution_at
 from builder.cubins import DeviceCode, read_device_code
 from builder.errors import StoreError
 from builder.layer import Entry
@@ -22,7 +23,6 @@ from builder.store import Store, StoredLayer
 
 FORMAT = 2  # of what is kept in the store; raise it when more is read
 _LIBRARY = re.compile(r"\.so(\.\d+)*$")
-_DIST_INFO = re.compile(r"/site-packages/([^/]+)-([^/-]+)\.dist-info$")
 _COMPAT = re.compile(r"^usr/local/cuda[^/]*/compat/libcuda\.so\.(\d[\d.]*)$")
 _GLIBC = re.compile(rb"GNU C Library [^\n]* release version (\d+\.\d+)")
 _TORCH_CUDA = re.compile(rb"^cuda(?::[^=]*)? = '([\d.]+)'", re.MULTILINE)
@@ -122,8 +122,8 @@ def read_layer(image: SquashfsReader) -> LayerFacts:
             network.add(match[1])
         if entry.kind == "whiteout":
             gone.append(entry.path)
-        elif entry.kind == "dir" and (match := _DIST_INFO.search(entry.path)):
-            packages[match[1].lower().replace("_", "-")] = match[2]
+        elif entry.kind == "dir" and (found := distribution_at(entry.path)):
+            packages[found[0]] = found[1]
         elif entry.kind == "file":
             compat = match[1] if (match := _COMPAT.match(entry.path)) else compat
             if entry.path.endswith("/libc.so.6"):
@@ -167,8 +167,8 @@ def _merged(layers: Iterable[LayerFacts]) -> LayerFacts:
             for path in [path for path in mapping if _is_below(path, layer.gone)]:
                 del mapping[path]
         for path in layer.gone:
-            if (match := _DIST_INFO.search(path)) and packages.get(match[1].lower().replace("_", "-")) == match[2]:
-                del packages[match[1].lower().replace("_", "-")]
+            if (found := distribution_at(path)) and packages.get(found[0]) == found[1]:
+                del packages[found[0]]
         libraries |= layer.libraries
         packages |= layer.packages
         damaged |= layer.damaged

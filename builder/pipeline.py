@@ -442,6 +442,7 @@ class _Build:
 
     def drift(self, blob: Path) -> list[str]:
         """Debian packages whose version is not the locked one. Errors: DriftError under --locked."""
+        from builder.contents import DPKG_STATUS, installed_packages
         from builder.squashfs import SquashfsReader
 
         locked = self.chain.stack.apt_lock().packages
@@ -463,16 +464,6 @@ def refuse_drift(found: Sequence[str]) -> None:
     if found:
         raise DriftError("other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(found),
                          hint="`build.py lock` locks today's; without --locked the drift is recorded in the image")  # fmt: skip
-
-
-DPKG_STATUS = "var/lib/dpkg/status"
-
-
-def installed_packages(status: str) -> dict[str, str]:
-    """Package → version out of dpkg's status file."""
-    records = (dict(line.split(": ", 1) for line in record.splitlines() if ": " in line and line[0] != " ")
-               for record in status.split("\n\n"))  # fmt: skip
-    return {record["Package"]: record["Version"] for record in records if "Package" in record and "Version" in record}
 
 
 def prepare_job(

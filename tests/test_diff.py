@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from builder.chain import resolve
-from builder.diff import Opened, Part, compare, layer_differences, open_image, text
+from builder.contents import Opened, Part, open_image
+from builder.diff import compare, layer_differences, text
 from builder.errors import UsageError, VerifyError
 from builder.layer import Entry, Member, pour, sort_key
 from builder.pipeline import Options, build
@@ -41,9 +42,10 @@ def dpkg(**versions: str) -> dict[str, bytes | None]:
     return {"var/lib/dpkg/status": status.encode()}
 
 
-def write(path: Path, files: Files, mode: int = 0o644) -> Path:
-    folders = {parent for file in files for parent in _folders(file)}
+def write(path: Path, files: Files, mode: int = 0o644, links: Mapping[str, str] | None = None) -> Path:
+    folders = {parent for file in (*files, *(links or {})) for parent in _folders(file)}
     members: list[Member] = [(Entry(folder, "dir", mtime=1), None) for folder in folders]
+    members += [(Entry(name, "symlink", 0o777, mtime=1, target=target), None) for name, target in (links or {}).items()]
     for name, data in files.items():
         if data is None:
             members.append((Entry(name, "whiteout", 0, mtime=1), None))
@@ -65,10 +67,13 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield opened
 
 
-def image(tmp_path: Path, stack: contextlib.ExitStack, name: str, *layers: Files, **environment: str) -> Opened:
+def image(
+    tmp_path: Path, stack: contextlib.ExitStack, name: str, *layers: Files, links: Mapping[str, str] | None = None,
+    **environment: str,
+) -> Opened:  # fmt: skip
     parts = []
     for number, files in enumerate(layers):
-        path = write(tmp_path / f"{name}-{number}", files)
+        path = write(tmp_path / f"{name}-{number}", files, links=links)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         parts.append(
             Part(f"layer{number}", digest, path.stat().st_size, SquashfsReader(stack.enter_context(path.open("rb"))))

@@ -18,7 +18,7 @@ from builder import oci
 from builder.assemble import deliver, make_archive, make_sif
 from builder.chain import Chain, resolve
 from builder.errors import EngineError, StoreError
-from builder.pipeline import Image, Options, build, image_name, installed_packages, plan, prepare_job
+from builder.pipeline import Image, Options, build, image_name, plan, prepare_job
 from builder.progress import Progress
 from builder.recipe import find_recipe
 from builder.sif import read_sif
@@ -317,12 +317,6 @@ def test_what_a_job_gets(own: Own, tmp_path: Path) -> None:
             assert (info.name, info.mode, info.uid, info.uname) == ("opt/tool.sh", 0o755, 0, "")
     assert job.cache.is_dir()
     assert not staging.exists()
-
-
-def test_installed_packages() -> None:
-    status = "Package: a\nStatus: install ok installed\nVersion: 1:2.0-1\nDescription: x\n Version: not this\n\nPackage: b\nVersion: 3\n\nPackage: c\n"
-    assert installed_packages(status) == {"a": "1:2.0-1", "b": "3"}
-    assert installed_packages("") == {}
 
 
 def test_a_seed_is_a_layer_like_any_other(flat: Own, tmp_path: Path) -> None:

@@ -446,7 +446,8 @@ def diff(store_path: Path | None, /, before: str, after: str, as_json: bool) -> 
       build.py diff lora-opencalm lora-opencalm-cu124
       build.py diff last-year.sif ./lora-opencalm.sif --json
     """
-    from builder.diff import compare, open_image, text
+    from builder.contents import open_image
+    from builder.diff import compare, text
 
     store = open_store(store_path)
     with open_image(before, store) as one, open_image(after, store) as other:
