@@ -48,6 +48,9 @@ class TestDefinition:
         final = definition.final
         for script in filter(None, (*(stage.post for stage in definition.stages), final.test)):
             subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+            # dash takes all that follows for a heredoc whose end is misspelt, runs none of it, and says nothing.
+            said = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=True).stderr
+            assert said == ""
         for code in re.findall(r"<<'EOF'\n(.*?)^EOF$", final.test, re.MULTILINE | re.DOTALL):
             ast.parse(code)
 
