@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +99,11 @@ def make_sif(image: Image, store: Store, out: Path, *, flat: bool, on_bytes: Cou
             return Product("sif", str(out), out.stat().st_size, False)
     if not out.parent.is_dir():
         raise StoreError(f"{out}: there is no folder {out.parent}")
-    partitions = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in image.layers]
+    for layer in image.layers:
+        store.check_blob(layer.digest)
+    partitions = [
+        Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest, is_checked=True) for layer in image.layers
+    ]
     with contextlib.ExitStack() as stack:
         if flat:
             store.open_for_writing()
@@ -116,8 +119,6 @@ def _flattened(image: Image, store: Store, path: Path) -> Partition:
     from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
 
     with contextlib.ExitStack() as stack:
-        for layer in image.layers:
-            store.check_blob(layer.digest)
         layers = [
             SquashfsReader(stack.enter_context(store.blob_path(layer.digest).open("rb"))) for layer in image.layers
         ]
@@ -125,7 +126,7 @@ def _flattened(image: Image, store: Store, path: Path) -> Partition:
         pour(merged_members(layers), SquashfsWriter(out, epoch=image.chain.stack.file.epoch))
         out.seek(0)
         digest = "sha256:" + hashlib.file_digest(out, "sha256").hexdigest()
-    return Partition(path, 0, path.stat().st_size, digest)
+    return Partition(path, 0, path.stat().st_size, digest, is_checked=True)
 
 
 def load_docker(image: Image, store: Store) -> Product:
@@ -138,6 +139,8 @@ def load_docker(image: Image, store: Store) -> Product:
 
 def make_archive(image: Image, store: Store, out: Path, *, on_bytes: Count) -> Product:
     """One tar that `docker load`, podman, skopeo and `apptainer build … oci-archive:` read."""
+    import tempfile
+
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
     except OSError as error:

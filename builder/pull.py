@@ -138,7 +138,7 @@ def _pull_image(registry: Registry, manifest: dict[str, Any], store: Store, out:
                     blob.seek(0)
                     digest = "sha256:" + hashlib.file_digest(blob, "sha256").hexdigest()
                 tar.unlink()
-            partitions.append(Partition(path, 0, path.stat().st_size, digest))
+            partitions.append(Partition(path, 0, path.stat().st_size, digest, is_checked=True))
         with partitions[-1].path.open("rb") as blob:
             deffile = SquashfsReader(blob).read_file(_DEFFILE).decode("utf-8", "surrogateescape")
         with progress.step(f"write {out}", total=sum(item.size for item in partitions)):

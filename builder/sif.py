@@ -48,12 +48,16 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A squashfs, ``size`` bytes at ``offset`` of ``path``; ``digest`` is theirs: ``sha256:`` and 64 hex digits."""
+    """A squashfs, ``size`` bytes at ``offset`` of ``path``; ``digest`` is theirs: ``sha256:`` and 64 hex digits.
+
+    ``is_checked``: they were compared with it, and the file has not been written to since.
+    """
 
     path: Path
     offset: int
     size: int
     digest: str
+    is_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +126,15 @@ def write_sif(
         file.seek(descriptors[0].offset)
         file.write(definition)
         with contextlib.ExitStack() as stack:
-            hashers = [stack.enter_context(_Hasher(file.fileno()))]
-            if whole is not None:
-                hashers.append(stack.enter_context(_Hasher(file.fileno(), whole)))
+            each = stack.enter_context(_Hasher(file.fileno()))
+            all_of_it = stack.enter_context(_Hasher(file.fileno(), whole)) if whole is not None else None
             end = 0
             for partition, descriptor in zip(partitions, descriptors[1:], strict=True):
                 file.seek(descriptor.offset)
                 file.truncate(descriptor.offset)  # what lies between is there to be read
-                for hasher in hashers[1:]:
-                    hasher.take(end, descriptor.offset)
-                copy_partition(partition, file, on_bytes, hashers)
+                if all_of_it:
+                    all_of_it.take(end, descriptor.offset)
+                copy_partition(partition, file, on_bytes, None if partition.is_checked else each, all_of_it)
                 end = descriptor.offset + descriptor.size
 
 
@@ -277,9 +280,11 @@ class _Hasher:
 
 
 def copy_partition(
-    partition: Partition, out: BinaryIO, on_bytes: Callable[[int], None], hashers: Sequence[_Hasher] = ()
-) -> None:
-    """Copy to where ``out`` stands, while the hashers follow; the first one's digest is to be the partition's."""
+    partition: Partition, out: BinaryIO, on_bytes: Callable[[int], None],
+    own: _Hasher | None = None, whole: _Hasher | None = None,
+) -> None:  # fmt: skip
+    """Copy to where ``out`` stands, while the hashers follow; the digest of its own one is to be the partition's."""
+    hashers = [hasher for hasher in (own, whole) if hasher]
     start = out.tell()
     with _opened(partition.path) as source:
         for done in range(0, partition.size, COPY):
@@ -288,7 +293,7 @@ def copy_partition(
             for hasher in hashers:
                 hasher.take(start + done, start + done + count)
             on_bytes(count)
-    if hashers and (found := hashers[0].digest()) != partition.digest:
+    if own and (found := own.digest()) != partition.digest:
         raise StoreError(f"{partition.path}: should be {partition.digest}, is {found}", hint=_HINT)
 
 

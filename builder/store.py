@@ -14,7 +14,8 @@ A store may stand before another one, a cluster's say (builder/shared.py): what 
 written.
 
 Nothing above this module opens a file under blobs/. Everything is written to staging/ and renamed, so a reader sees
-the old or the new, and a killed writer leaves nothing but a staging folder that the next one removes.
+the old or the new, and a killed writer leaves nothing but a staging folder that the next one removes. What only a writer
+needs is imported when something is written: most invocations find all of it there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -36,7 +35,6 @@ from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
 from builder.errors import StoreError, UsageError, nearest
-from builder.process import end_orphans
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,6 +107,8 @@ def remove_tree(folder: Path) -> None:
         mounts = [line.split(" ")[4] for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()]
         if any(mount.startswith(f"{folder.resolve()}/") for mount in mounts):
             return
+    import shutil
+
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -279,7 +279,7 @@ class Store:
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
                 if not (self.root / name).exists():
                     self._write(name, text.encode())
-            probe, where = tempfile.mkstemp(dir=self.root / "staging")
+            probe, where = _temporary(self.root / "staging")
             os.close(probe)
             os.unlink(where)
         self._sweep()
@@ -287,6 +287,8 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove what dead processes of this host left in staging/."""
+        from builder.process import end_orphans
+
         for left in (self.root / "staging").iterdir():
             if self._is_dead(left.name):
                 end_orphans(left.name)
@@ -318,7 +320,8 @@ class Store:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = shutil.disk_usage(self.root if self.root.exists() else self.root.anchor).free
+                room = os.statvfs(self.root if self.root.exists() else self.root.anchor)
+                free = room.f_bavail * room.f_frsize
                 raise StoreError(f"no room in {self.root}: {free / 1e9:.1f} GB free ({error.strerror})",
                                  hint="make room with `build.py prune`, or give another place with --store or EKIBEN_STORE") from error  # fmt: skip
             if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
@@ -330,6 +333,8 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """A folder of this process's own inside the store; gone afterwards, whatever happened."""
         with self.translated_errors():
+            import tempfile
+
             folder = Path(tempfile.mkdtemp(prefix=_own_prefix(), dir=self.root / "staging"))
             self.settle(folder, 0o700)
         try:
@@ -444,7 +449,7 @@ class Store:
 
     def _write(self, relative: str, data: bytes) -> None:
         with self.translated_errors():
-            handle, temporary = tempfile.mkstemp(prefix=_own_prefix(), dir=self.root / "staging")
+            handle, temporary = _temporary(self.root / "staging")
             try:
                 with open(handle, "wb") as stream:
                     stream.write(data)  # no fsync: a record that a power failure leaves empty is no record
@@ -620,15 +625,22 @@ def _own_prefix() -> str:
     return f"{os.uname().nodename}__{os.getpid()}__"
 
 
+def _temporary(folder: Path) -> tuple[int, str]:
+    """An open file of this process's own."""
+    import tempfile
+
+    return tempfile.mkstemp(prefix=_own_prefix(), dir=folder)
+
+
 def _sync(path: Path) -> None:
     with path.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
 def _identity(path: Path) -> str:
-    """Changes when the file does."""
+    """Changes when the file does: whoever sets its mtime back cannot set its ctime."""
     stat = path.stat()
-    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
 def _dump(data: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,16 @@ def test_a_damaged_layer_is_named_and_nothing_is_left(tmp_path: Path) -> None:
         make(out, good, bad)
     assert out.read_bytes() == b"the old image"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "x.sif"]
+
+
+def test_a_checked_layer_is_not_read_again_and_makes_the_same_file(tmp_path: Path) -> None:
+    layer = blob(tmp_path / "a", b"A" * 5000)
+    make(tmp_path / "one.sif", layer)
+    make(tmp_path / "two.sif", replace(layer, is_checked=True))
+    assert (tmp_path / "one.sif").read_bytes() == (tmp_path / "two.sif").read_bytes()
+    short = replace(layer, is_checked=True, size=6000)
+    with pytest.raises(StoreError, match="ends 1000 bytes early"):
+        make(tmp_path / "short.sif", short)
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
