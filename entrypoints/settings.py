@@ -100,13 +100,25 @@ def start_processes(script: str, count: int, arguments: Sequence[str] | None) ->
 
     Not by torchrun, which ends with 1 whatever its processes ended with. Errors: SettingError.
     """
-    if count < 1:
-        raise SettingError(f"--gpus {count}: at least 1 is needed")
+    check_gpus(count)
     here = Path(script).resolve()
-    launcher = [sys.executable, str(here.with_name("launch_node.py")), "--processes", str(count), "--"]
+    # Beside this file: a recipe's own script has it there in the image alone.
+    launcher = [
+        sys.executable,
+        str(Path(__file__).resolve().with_name("launch_node.py")),
+        "--processes",
+        str(count),
+        "--",
+    ]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // count, 1)))
     own = sys.argv[1:] if arguments is None else arguments
     os.execv(sys.executable, [*launcher, sys.executable, str(here), *own])
+
+
+def check_gpus(count: int) -> None:
+    """Errors: SettingError."""
+    if count < 1:
+        raise SettingError(f"--gpus {count}: at least 1 is needed")
 
 
 def fail(error: TaskError) -> NoReturn:

@@ -254,10 +254,29 @@ def test_one_command_makes_all_runs(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "entrypoints"), os.environ.get("PYTHONPATH", "")]))
     values = {"model": ready.train.model, "data": ready.train.data, "device": "cpu", "max_steps": 1, "max_length": 512}
     given = [word for name, value in values.items() for word in ("--set", f"train.{name}={value}")]
-    for said in ("0 of 1 runs reached None", "run 1       done before"):
-        assert bench.main([*given, "--set", "runs=1", "--output", str(tmp_path)]) == 0
+    with pytest.raises(TaskError, match="no reference run has set the target yet; train --reference does"):
+        bench.main([*given, "--run", "1", "--output", str(tmp_path)])
+    for said in ("1 of 1 runs reached 9.0", "run 1       done before"):
+        assert bench.main([*given, "--set", "runs=1", "--set", "target_loss=9.0", "--output", str(tmp_path)]) == 0
         assert said in capfd.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["finished"] == 1
+
+
+def test_a_reference_run_sets_the_target(ready: bench.Settings, reached: Path, tmp_path: Path) -> None:
+    """Half way through: what is left shows whether others get there."""
+    settings = replace(ready, target_loss="auto", train=replace(ready.train, epochs=2))
+    assert bench.run_once(settings, bench.REFERENCE, tmp_path, config=None) == 0
+    lines = [json.loads(line) for line in (tmp_path / "reference" / "metrics.jsonl").read_text().splitlines()]
+    tests = [(line["step"], line["test_loss"]) for line in lines if "test_loss" in line]
+    assert [step for step, _ in tests] == [5, 10]
+    result = json.loads((tmp_path / "reference" / bench.RESULT).read_text())
+    assert (result["seed"], result["reached"]) == (41, False)
+    assert tests[0][1] <= result["sets_target"] < tests[0][1] + 0.001
+    assert bench.run_once(settings, 1, tmp_path, config=None) == 0
+    first = json.loads((tmp_path / "run-1" / bench.RESULT).read_text())
+    assert (first["target_loss"], first["reached"]) == (result["sets_target"], True)
+    with pytest.raises(TaskError, match="the reference run was of another model"):
+        bench.read_target(tmp_path, "another", result["data"])
 
 
 def test_data_of_another_model_is_refused(ready: bench.Settings, tmp_path: Path) -> None:
@@ -292,7 +311,7 @@ def test_the_defaults_are_the_recipes() -> None:
     import settings
 
     made = settings.load(bench.Settings, RECIPE / "configs" / "train.yaml", ["train.lora.r=16"])
-    assert (made.runs, made.target_loss, made.train.learning_rate, made.train.batch_size) == (10, None, 5e-5, 2)
+    assert (made.runs, made.target_loss, made.train.learning_rate, made.train.batch_size) == (10, "auto", 5e-5, 2)
     assert (made.train.lora.r, made.train.lora.alpha, made.train.eval_every * made.train.batch_size) == (16, 16, 384)
     with pytest.raises(TaskError, match=r"Did you mean 'train\.lora\.r'|Did you mean 'train\.lora"):
         settings.load(bench.Settings, RECIPE / "configs" / "train.yaml", ["train.lora.rr=16"])

@@ -243,7 +243,7 @@ def test_what_does_not_fit_or_divide(data: Path) -> None:
     with pytest.raises(TaskError, match=r"13\.\d+|12\.\d+ G parameters need .* try --set tensor_parallel=2"):
         pretrain.make_plan(large, about, 1, 80 << 30, torch.bfloat16)
     assert pretrain.make_plan(replace(large, tensor_parallel=8), about, 64, 80 << 30, torch.bfloat16).micro_batch >= 1
-    with pytest.raises(TaskError, match="start 4 processes or a multiple"):
+    with pytest.raises(TaskError, match=r"start as many processes or a multiple \(--gpus 4\)"):
         pretrain.make_plan(small(data, tensor_parallel=2, pipeline_parallel=2), about, 6, 1 << 50, torch.float32)
     with pytest.raises(TaskError, match="make it a multiple of 6"):
         pretrain.make_plan(small(data, micro_batch=3), about, 2, 1 << 50, torch.float32)
@@ -339,6 +339,46 @@ def test_four_processes_learn_the_same_and_one_goes_on(trained: Path, data: Path
     (steps.list_checkpoints(tmp_path / "checkpoints")[-1] / "about.json").unlink()  # as if it had died in the middle
     assert pretrain.pretrain(small(data), tmp_path) == 0
     assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-4)
+
+
+def test_one_command_on_two_gpus_with_all_that_saves_memory(trained: Path, data: Path, tmp_path: Path) -> None:
+    """As a user starts it: the norms shared too, and activations computed twice."""
+    given = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": True}
+    words = [
+        word
+        for name, value in asdict(small(data, **given)).items()
+        for word in ("--set", f"{name}={json.dumps(value)}")
+    ]
+    paths = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(RECIPE / "entrypoints" / "pretrain.py"), "--gpus", "2", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 GPUs: tensor 2 x pipeline 1 x data 1" in done.stdout
+    assert "activations computed twice" in done.stdout
+    for key in ("loss", "test_loss", "grad_norm"):  # the norm notices gradients that were not summed, where losses do not
+        assert losses(tmp_path, key) == pytest.approx(losses(trained, key), rel=1e-4), key
+
+
+def test_activations_computed_twice_drop_out_the_same(data: Path, tmp_path: Path) -> None:
+    for name, twice in (("once", False), ("twice", True)):
+        assert pretrain.pretrain(small(data, dropout=0.1, recompute=twice, max_steps=3), tmp_path / name) == 0
+    assert losses(tmp_path / "twice") == pytest.approx(losses(tmp_path / "once"), rel=1e-6)
+
+
+def test_a_dry_run_reckons_for_as_many_gpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data", str(data), "--dry-run", "--set", "device=cpu", "--output", str(tmp_path / "out")]
+    assert pretrain.main([*words, "--gpus", "4", "--set", "tensor_parallel=2", "--set", "pipeline_parallel=2"]) == 0
+    assert "4 GPUs: tensor 2 x pipeline 2 x data 1" in capsys.readouterr().out
+    for wrong in ([], ["--dry-run"]):
+        with pytest.raises(TaskError, match="--gpus 0: at least 1"):
+            pretrain.main(["--gpus", "0", *wrong])
 
 
 def test_a_signal_saves_and_the_run_goes_on_to_the_same_losses(data: Path, tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """Time how long LoRA training takes to a quality target: several runs with seeds of their own, their logs, the olympic mean.
 
-train --set target_loss=1.9                          all runs, one after the other; started again, it goes on
-train --set target_loss=1.9 --run 3                  the third alone, as a job of a cluster, or under torchrun
+train                                                a reference run, which sets the target, and all runs, one after the
+                                                     other; started again, it goes on
+train --set target_loss=1.9                          all runs, to a target of your own
+train --reference                                    the reference run alone, as a job of a cluster
+train --run 3                                        the third run alone, likewise
+train --gpus 4                                       each run on several GPUs of this node
 train --summary                                      what the runs so far come to
 train --dry-run
 train --smoke                                        every task on a tiny model and sample rows, offline
@@ -19,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import dolly
 import places
@@ -33,12 +37,15 @@ if TYPE_CHECKING:
 
 RESULT = "result.json"
 LOG = "mlperf.log"
+REFERENCE = 0  # the number of the run that sets the target: its seed is the one before the first run's
 
 
 @dataclass(frozen=True)
 class Settings:
-    target_loss: float | None = option(
-        None, "cross-entropy of the test rows to reach; without one, runs go to their end and prove no time"
+    target_loss: float | Literal["auto"] | None = option(
+        "auto",
+        "cross-entropy of the test rows to reach; auto: what a reference run has half way through; null: none, runs go "
+        "to their end and prove no time",
     )
     runs: int = option(10, "how many; MLPerf asks for 10 of a benchmark like this")
     organisation: str = option("unofficial", "who runs it, in the log")
@@ -59,18 +66,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.summary:
         summarise(args.output, settings.runs)
         return 0
-    if args.dry_run or args.run is not None or "RANK" in os.environ:
-        if args.run is None and not args.dry_run:
-            raise TaskError("under torchrun each run is started by itself: give --run 1, --run 2 ...")
-        return run_once(settings, args.run or 1, args.output, config=args.config, dry=args.dry_run)
+    single = REFERENCE if args.reference else args.run
+    if args.dry_run:
+        return run_once(settings, single or REFERENCE, args.output, config=args.config, dry=True)
+    if single is not None:
+        if args.gpus is not None and "WORLD_SIZE" not in os.environ:
+            options.start_processes(__file__, args.gpus, arguments)
+        return run_once(settings, single, args.output, config=args.config)
+    if "RANK" in os.environ:
+        raise TaskError(
+            "as one of several processes each run is started by itself: give --reference, --run 1, --run 2 ..."
+        )
     places.claim_folder(args.output)
-    for number in range(1, settings.runs + 1):
+    for number in range(REFERENCE if settings.target_loss == "auto" else 1, settings.runs + 1):
         if (_folder(args.output, number) / RESULT).is_file():
-            print(f"run {number}       done before", flush=True)
+            print(f"{_label(number):<12}done before", flush=True)
             continue
         # Each in a process of its own: none finds what another has warmed up.
         given = list(sys.argv[1:] if arguments is None else arguments)
-        code = subprocess.run([sys.executable, str(Path(__file__).resolve()), *given, "--run", str(number)]).returncode
+        which = ["--reference"] if number == REFERENCE else ["--run", str(number)]
+        code = subprocess.run([sys.executable, str(Path(__file__).resolve()), *given, *which]).returncode
         if code:
             return code
     summarise(args.output, settings.runs)
@@ -84,6 +99,10 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
     """
     data = Path(str(settings.train.data))
     about = dolly.read_record(data)
+    if number == REFERENCE:
+        settings = replace(settings, target_loss=None)
+    elif settings.target_loss == "auto":
+        settings = replace(settings, target_loss=read_target(output, settings.train.model, about["data"]))
     seed = settings.train.seed + number - 1
     tuned = replace(settings.train, data=[str(data)], seed=seed, save_minutes=1e9)
     if about["model"] != tuned.model:
@@ -116,11 +135,30 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
 
         write_json(folder / RESULT, log.result(number, seed))
         state = f"target {settings.target_loss} reached" if log.reached else "no target reached"
+        if number == REFERENCE:
+            state = f"the target is {log.target_for_others()}"
         print(
-            f"run {number}       {log.seconds:,.1f} s, test loss {log.loss:.4f}: {state}; log {folder / LOG}",
+            f"{_label(number):<12}{log.seconds:,.1f} s, test loss {log.loss:.4f}: {state}; log {folder / LOG}",
             flush=True,
         )
     return code
+
+
+def read_target(output: Path, model: str, data: str) -> float:
+    """The target that the reference run in ``output`` has set. Errors: TaskError."""
+    file = _folder(output, REFERENCE) / RESULT
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TaskError(
+            "setting target_loss=auto: no reference run has set the target yet; train --reference does, "
+            "or give one with --set target_loss=1.9"
+        ) from None
+    if (found["model"], found["data"]) != (model, data):
+        raise TaskError(
+            f"{file}: the reference run was of another model or other data ({found['model']}); take another --output"
+        )
+    return float(found["sets_target"])
 
 
 def load(folder: Path, about: dict[str, Any], limit: int) -> training.Prepared:
@@ -199,6 +237,7 @@ class _Log:
         self.leads = os.environ.get("RANK", "0") == "0"
         self.reached, self.closed, self.started = False, False, 0.0
         self.seconds, self.loss, self.samples = 0.0, math.nan, 0
+        self.tests: list[tuple[int, float]] = []  # (step, loss)
 
     def open(self) -> None:
         if self.leads and self.folder:
@@ -282,8 +321,14 @@ class _Log:
         self.event("eval_perplexity", math.exp(min(self.loss, 100)), samples_count=self.samples)
         self.end("eval_stop", samples_count=self.samples)
         target = self.settings.target_loss
-        self.reached = target is not None and self.loss <= target
+        self.tests.append((run.step, self.loss))
+        self.reached = isinstance(target, float) and self.loss <= target
         return self.reached
+
+    def target_for_others(self) -> float:
+        """The loss of the first test in the second half, to three digits, up: what a run with another seed gets to as well."""
+        half = self.tests[-1][0] / 2
+        return math.ceil(1000 * next(loss for step, loss in self.tests if step >= half)) / 1000
 
     def close(self, status: str) -> None:
         if self.closed or not self.started:
@@ -299,7 +344,8 @@ class _Log:
         return {
             "run": number, "seed": seed, "reached": self.reached, "target_loss": self.settings.target_loss,
             "seconds": round(self.seconds, 3), "loss": self.loss, "perplexity": math.exp(min(self.loss, 100)),
-            "samples": self.samples, "log": LOG,
+            "samples": self.samples, "log": LOG, "model": self.tuned.model, "data": self.about["data"],
+            **({"sets_target": self.target_for_others()} if number == REFERENCE else {}),
         }  # fmt: skip
 
     def watch(self) -> Any:
@@ -329,13 +375,21 @@ class _Log:
 
 
 def _folder(output: Path, number: int) -> Path:
-    return output / f"run-{number}"
+    return output / ("reference" if number == REFERENCE else f"run-{number}")
+
+
+def _label(number: int) -> str:
+    return "reference" if number == REFERENCE else f"run {number}"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = options.command("train", __doc__, Settings, arguments)
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("bench"), help="default: bench")
     parser.add_argument("--run", type=int, metavar="N", help="this run alone, from 1; its seed is train.seed + N - 1")
+    parser.add_argument(
+        "--reference", action="store_true", help="the run alone that sets the target (target_loss auto)"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="each run on N GPUs of this node")
     parser.add_argument("--summary", action="store_true", help="say what the finished runs come to")
     parser.add_argument("--dry-run", action="store_true", help="say what a run would do, and stop")
     parser.add_argument("--smoke", action="store_true", help="a tiny model through every task, offline, and check it")

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from shapes import Shape
@@ -42,6 +43,16 @@ class FlashAttention(MegatronModule):  # type: ignore[misc]
         return mixed.permute(2, 0, 1, 3).reshape(tokens, rows, -1)
 
 
+class Norm(torch.nn.LayerNorm):  # type: ignore[misc]
+    """torch's, in the place of Megatron's wrapper of it, which refuses sequence_parallel: a norm works token by token, and all
+    it takes is that the gradients of its weights are summed over the processes that have other tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for weight in self.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+
+
 def configure(
     shape: Shape, *, dtype: torch.dtype, dropout: float, tensor: int, pipeline: int, sequence_parallel: bool,
     recompute: bool, on_gpu: bool, init_std: float,
@@ -64,8 +75,10 @@ def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
     """This process's part of the model, with its weights, on its device."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FlashAttention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    blocks = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), layer_norm=Norm)
     model = GPTModel(
-        config, spec, vocab_size=shape.vocabulary, max_sequence_length=shape.positions,
+        config, blocks, vocab_size=shape.vocabulary, max_sequence_length=shape.positions,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute", parallel_output=True,
     )  # fmt: skip

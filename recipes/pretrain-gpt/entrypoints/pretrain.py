@@ -3,8 +3,7 @@
 pretrain --data prepared --output pretrained
 pretrain --set size=1.3B --dry-run                 whether it fits, how many tokens, how long a warm-up
 pretrain --smoke                                   tokenizer to converted model in a minute, offline
-torchrun --nproc-per-node 4 $EKIBEN_RECIPE/entrypoints/pretrain.py --config $EKIBEN_RECIPE/configs/pretrain.yaml
-    --set tensor_parallel=2 --set pipeline_parallel=2
+pretrain --gpus 4 --set tensor_parallel=2 --set pipeline_parallel=2      on several nodes, build.py submit starts it
 """
 
 from __future__ import annotations
@@ -82,6 +81,10 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
+    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
+        options.check_gpus(args.gpus)
+        if not args.dry_run:  # one process reckons for all
+            options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, args.set)
     if args.data:
         settings = dataclasses.replace(settings, data=args.data)
@@ -92,11 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         os.environ["HF_HUB_OFFLINE"] = "1"
         return prove.prove(options.recipe_folder(args.config, __file__))
-    return pretrain(settings, args.output, dry=args.dry_run, fresh=args.fresh)
+    return pretrain(settings, args.output, dry=args.dry_run, fresh=args.fresh, gpus=args.gpus)
 
 
-def pretrain(settings: Settings, output: Path, *, dry: bool = False, fresh: bool = False) -> int:
-    """Train as ``settings`` say into ``output``; the exit code. Errors: TaskError."""
+def pretrain(
+    settings: Settings, output: Path, *, dry: bool = False, fresh: bool = False, gpus: int | None = None
+) -> int:
+    """Train as ``settings`` say into ``output``; the exit code. Errors: TaskError.
+
+    gpus: a dry run's; else there are as many as there are processes.
+    """
     # ---- what can be wrong is found before seconds of imports
     _check(settings)
     data = _read_record(Path(settings.data))
@@ -111,7 +119,7 @@ def pretrain(settings: Settings, output: Path, *, dry: bool = False, fresh: bool
 
         without_gpu.pretend()
     device, name, memory = _device(cpu, dry)
-    with _together(cpu, dry) as world:
+    with _together(cpu, dry, gpus) as world:
         return _pretrain(settings, output, data, world, device, name, memory, dry=dry, fresh=fresh)
 
 
@@ -193,7 +201,7 @@ def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, 
     if gpus % split:
         raise TaskError(
             f"{gpus} GPUs cannot be groups of tensor_parallel {settings.tensor_parallel} x pipeline_parallel "
-            f"{settings.pipeline_parallel} = {split}; start {split} processes or a multiple (torchrun --nproc-per-node {split})"
+            f"{settings.pipeline_parallel} = {split}; start as many processes or a multiple (--gpus {split})"
         )
     copies = gpus // split
     recompute, micro = _fit_memory(settings, shape, copies, memory)
@@ -312,14 +320,14 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _together(cpu: bool, dry: bool) -> Iterator[World]:
+def _together(cpu: bool, dry: bool, gpus: int | None) -> Iterator[World]:
     """This process's place among all. Megatron wants a process group even for one."""
     import torch
 
     from world import World, join
 
     if dry:
-        yield World(size=int(os.environ.get("WORLD_SIZE", "1")), rank=int(os.environ.get("RANK", "0")))
+        yield World(size=gpus or int(os.environ.get("WORLD_SIZE", "1")), rank=int(os.environ.get("RANK", "0")))
         return
     world = join("cpu" if cpu else "auto")
     try:
@@ -440,6 +448,7 @@ def _number(value: float) -> float | None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = options.command("pretrain", __doc__, Settings, arguments)
     parser.add_argument("--data", metavar="DIR", help="what prepare-data wrote")
+    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("pretrained"), help="default: pretrained")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
     parser.add_argument("--smoke", action="store_true", help="a tiny model through every task, offline, and check it")

@@ -3,6 +3,7 @@
 sft --data openassistant_best_replies_train.jsonl --set train.model=converted --output tuned
 sft --set instruction_template='### 指示:' --set response_template='### 応答:' --data rows.jsonl
 sft --dry-run
+sft --gpus 4                 on several GPUs of this node; on several nodes, build.py submit starts it
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
+    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
+        options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, args.set)
     if os.environ.get("RANK", "0") == "0":
         print("".join(f"{line}\n" for line in places.prepare_caches(os.environ)), end="", flush=True)
@@ -106,6 +109,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data", action="append", metavar="PLACE",
         help="a .jsonl or .parquet file, or a folder of them; repeatable; default: the recipe's own dialogues",
     )  # fmt: skip
+    parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tuned"), help="default: tuned")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
