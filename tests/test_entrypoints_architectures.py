@@ -268,3 +268,66 @@ def test_what_would_make_it_fit_does_fit() -> None:
         f"a GPU with more memory: {', '.join(memory.SIZES)}"
     ]
     assert memory.memory_of("NVIDIA A100-SXM4-80GB") == 79 * memory.GIB
+
+
+# The shapes of the models that recipes/finetune names; what is left out is the architecture's default.
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cerebras/Cerebras-GPT-256M": ("gpt2", {"n_layer": 14, "n_embd": 1088, "n_head": 17, "n_positions": 2048}),
+    "cerebras/Cerebras-GPT-13B": ("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 2048}),
+    "databricks/dolly-v2-12b": ("gpt_neox", {
+        "num_hidden_layers": 36, "hidden_size": 5120, "num_attention_heads": 40, "intermediate_size": 20480, "vocab_size": 50280,
+    }),
+    "tiiuae/falcon-7b": ("falcon", {
+        "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71, "vocab_size": 65024, "multi_query": True,
+    }),
+    "rinna/japanese-gpt-neox-3.6b": ("gpt_neox", {
+        "num_hidden_layers": 36, "hidden_size": 2816, "num_attention_heads": 22, "intermediate_size": 11264, "vocab_size": 32000,
+    }),
+    "mosaicml/mpt-7b": ("mpt", {"n_layers": 32, "d_model": 4096, "n_heads": 32, "vocab_size": 50432}),
+    "cyberagent/open-calm-7b": ("gpt_neox", {
+        "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 16384, "vocab_size": 52224,
+    }),
+    "openlm-research/open_llama_13b_600bt": ("llama", {
+        "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "intermediate_size": 13824, "vocab_size": 32000,
+    }),
+}  # fmt: skip
+TABLE = ROOT / "recipes" / "finetune" / "README.md"
+
+
+def dressed(made: Any, method: str) -> Any:
+    made.requires_grad_(method == "full")
+    if method == "last-layer":
+        for name in architectures.last_layer(made.config):
+            made.get_submodule(name).requires_grad_(True)
+    if method != "lora":
+        return made
+    with torch.device("meta"):  # r as configs/lora.yaml has it
+        names = list(architectures.find_architecture(made.config).lora)
+        return peft.get_peft_model(made, peft.LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
+
+
+def rows_of_the_table() -> list[list[str]]:
+    lines = [
+        line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `") and " B |" in line
+    ]
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_models_is_complete() -> None:
+    assert [row[0] for row in rows_of_the_table()] == list(SHAPES)
+
+
+@pytest.mark.parametrize("row", rows_of_the_table(), ids=lambda row: row[0])
+def test_the_table_of_models_says_what_is_reckoned(row: list[str]) -> None:
+    kind, sizes = SHAPES[row[0]]
+    known, made = ARCHITECTURES[kind], meta(kind, **sizes)
+    reckoned = [
+        memory.expect_memory(memory.count_needs(dressed(meta(kind, **sizes), method), longest=2048))
+        .of(2048, checkpointing=True) / memory.GIB
+        for method in ("last-layer", "lora", "full")
+    ]  # fmt: skip
+    said = [
+        known.name, f"{sum(part.numel() for part in made.parameters()) / 1e9:.2f} B", ", ".join(known.lora),
+        ", ".join(architectures.last_layer(made.config)), *(f"{size:.0f}" for size in reckoned),
+    ]  # fmt: skip
+    assert row[1:] == said

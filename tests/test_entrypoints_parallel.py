@@ -154,6 +154,21 @@ def test_only_the_first_process_holds_the_weights(bases: dict[str, Path]) -> Non
     assert all(part.is_meta for part in [*second.parameters(), *second.buffers()])
 
 
+def test_the_second_process_never_reads_the_weights(bases: dict[str, Path], tmp_path: Path) -> None:
+    """It has none to read: config and tokenizer are enough for it."""
+    import shutil
+
+    shutil.copytree(bases["llama"], tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert fit(settings_of(bases["llama"], method="full"), tmp_path / "one") == 0
+
+    def work() -> int:
+        place = tmp_path / "bare" if os.environ["RANK"] == "1" else bases["llama"]
+        return fit(settings_of(place, method="full", parallel="fsdp"), tmp_path / "two")
+
+    together.run(2, tmp_path / "log", work)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
 # ---------------------------------------------------------------------- what is trained, and nothing else
 
 
