@@ -362,7 +362,8 @@ def test_one_command_on_two_gpus_with_all_that_saves_memory(trained: Path, data:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 GPUs: tensor 2 x pipeline 1 x data 1" in done.stdout
     assert "activations computed twice" in done.stdout
-    for key in ("loss", "test_loss", "grad_norm"):  # the norm notices gradients that were not summed, where losses do not
+    # The norm notices gradients that were not summed, where losses do not.
+    for key in ("loss", "test_loss", "grad_norm"):
         assert losses(tmp_path, key) == pytest.approx(losses(trained, key), rel=1e-4), key
 
 
