@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from builder.definition import Copy, Definition, Stage, declared_arguments, expa
 from builder.errors import DefinitionError, nearest
 from builder.recipe import Recipe
 from builder.sif import runtime_files
-from builder.stack import Stack, find_stack
+from builder.stack import Stack, find_stack, read_pins
 from builder.unrelated import unrelated
 
 KEY_FORMAT = 1  # a change in what the builder itself puts into layers gets a new number
@@ -404,8 +405,10 @@ def _with_recipe_layer(chain: Chain) -> Chain:
         runscript=_runscript(recipe), test=_TEST_SCRIPT, labels=chain.labels, deffile=chain.deffile,
     )  # fmt: skip
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
-    about = {"recipe": recipe.name, "stack": chain.stack.name,
+    about: dict[str, Any] = {"recipe": recipe.name, "stack": chain.stack.name,
              "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in chain.layers]}  # fmt: skip
+    if compiled := [_origin(layer, stage) for layer in chain.layers for stage in stages_of(layer.taken) if stage.wheel]:
+        about["compiled"] = compiled
     files += _test_files(chain)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(about, indent=1).encode() + b"\n"))
     inputs = {
@@ -419,6 +422,34 @@ def _with_recipe_layer(chain: Chain) -> Chain:
         recipe=recipe, stack=chain.stack, definitions=chain.definitions, layers=(*chain.layers, top),
         environment=chain.environment, labels=chain.labels, deffile=chain.deffile, tests=chain.tests,
     )  # fmt: skip
+
+
+def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
+    """How a wheel is compiled: the image says it itself, for the stage and its compilers are not in it."""
+    inputs, arguments = stage.inputs, stage.stage.arguments
+    pins = [pin for file in stage.files for pin in _pins(file)]
+    source: dict[str, Any] = {"name": pins[0][0], "version": pins[0][1], "sha256": pins[0][2]} if len(pins) == 1 else {}
+    for name, commit in arguments.items():
+        if name.endswith("_commit") and commit and stage.wheel and commit in stage.stage.post:
+            said = arguments.get(name.removesuffix("_commit") + "_repository", "")
+            # A folder of this machine, or a URL with a password in it, is nobody else's business.
+            source = {"repository": said if re.fullmatch(r"(https?|git|ssh)://[^@]+", said) else "", "commit": commit}
+    compilers: dict[str, str] = {}
+    for below in stage.layers:
+        locked = below.inputs.get("packages", {})
+        compilers |= {name: version for name, version in locked.items() if re.fullmatch(r"g\+\+-\d+", name)}
+        nvcc = {pin[0]: pin[1] for file in below.files for pin in _pins(file)}.get("nvidia-cuda-nvcc")
+        if version := nvcc or (below.stage.arguments.get("nvcc") if below.stage else None):
+            compilers["nvcc"] = version
+    return {"package": stage.wheel, "layer": layer.name, "cache_key": stage.cache_key, "source": source, "compilers": compilers,
+            **{name: inputs[name] for name in ("torch", "cuda", "python", "cxx11_abi", "capabilities")}}  # fmt: skip
+
+
+def _pins(file: File) -> list[tuple[str, str, list[str]]]:
+    """Name, version and hashes of what a lock file of Python packages pins."""
+    if file.source is None or file.source.suffix != ".lock":
+        return []
+    return read_pins(file.source.read_text(errors="replace"))
 
 
 def _command(recipe: Recipe, name: str) -> bytes:

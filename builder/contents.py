@@ -11,7 +11,7 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
@@ -47,6 +47,7 @@ class Opened:
     name: str
     parts: tuple[Part, ...]
     environment: Mapping[str, str]
+    arch: str = ""
 
     @property
     def size(self) -> int:
@@ -82,7 +83,29 @@ def open_image(name: str, store: Store) -> Iterator[Opened]:
             known, called = store.layer(key), layer["annotations"]["org.ekiben.layer"]
             stored = known if known and known.digest == layer["digest"] else None
             parts.append(Part(called, layer["digest"], layer["size"], SquashfsReader(stream), stored))
-        yield Opened(name, tuple(parts), dict(item.split("=", 1) for item in config["config"]["Env"]))
+        yield Opened(
+            name, tuple(parts), dict(item.split("=", 1) for item in config["config"]["Env"]), config["architecture"]
+        )
+
+
+@contextlib.contextmanager
+def open_layers(
+    name: str, layers: Sequence[StoredLayer], store: Store, environment: Mapping[str, str], arch: str
+) -> Iterator[Opened]:
+    """The image of just these layers, whatever the store calls by its name meanwhile. Errors: StoreError."""
+    with contextlib.ExitStack() as stack:
+        parts = [Part(layer.name, layer.digest, layer.size, _open_blob(name, layer.digest, store, stack), layer)
+                 for layer in layers]  # fmt: skip
+        yield Opened(name, tuple(parts), environment, arch)
+
+
+def _open_blob(
+    name: str, digest: str, store: Store, stack: contextlib.ExitStack, hint: str | None = None
+) -> SquashfsReader:
+    try:
+        return SquashfsReader(stack.enter_context(store.blob_path(digest).open("rb")))
+    except OSError as error:
+        raise StoreError(f"{name}: layer {digest} is not in {store.root}: {error.strerror}", hint=hint) from error
 
 
 def _open_sif(path: Path, stack: contextlib.ExitStack) -> Opened:
@@ -108,7 +131,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> Opened:
         names = [layer["name"] for layer in about["layers"]] + [about["recipe"]]
         if len(names) == len(parts):
             parts = [Part(name, part.digest, part.size, part.reader) for name, part in zip(names, parts, strict=True)]
-    return Opened(str(path), tuple(parts), environment)
+    return Opened(str(path), tuple(parts), environment, info.arch)
 
 
 def _words(value: str) -> list[str]:
@@ -128,10 +151,10 @@ def tree_of(image: Opened) -> Tree:
     for number, part in enumerate(image.parts):
         entries = {entry.path: entry for entry in part.reader.entries()}
         # What a whiteout removes, or what no directory holds any more.
-        gone = {path for path, entry in entries.items() if entry.kind != "dir"} & {
-            parent for path in tree for parent in (path, *parents(path))}  # fmt: skip
-        if gone:
-            tree = {path: item for path, item in tree.items() if path not in gone and gone.isdisjoint(parents(path))}
+        gone = {path for path, entry in entries.items() if entry.kind != "dir" and path in tree}
+        if folders := {path for path in gone if tree[path][0].kind == "dir"}:
+            gone |= {path for path in tree if not folders.isdisjoint(parents(path))}
+        tree = {path: item for path, item in tree.items() if path not in gone} if gone else tree
         tree |= {path: (entry, number) for path, entry in entries.items() if entry.kind != "whiteout"}
     return tree
 

@@ -5,7 +5,8 @@
         images/<name>/                            what people run
             <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins its sha256
             <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c`
-            <name>-<version>-<digest12>.json          its record, see below
+            <name>-<version>-<digest12>.cdx.json      what is in it: a bill of materials (builder/sbom.py)
+        <name>-<version>-<digest12>.json          its record, see below
             <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
             current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
         store/                                    the layers by key (builder/store.py, builder/shared.py); an image of it
@@ -26,6 +27,7 @@ The record, one JSON object:
     manifest     the digest of its manifest in store/
     layers       bottom first: name, cache_key, diff_id, digest, size, tar_size, notes (drift, for one)
     tasks        name → what it does
+    sbom         the name of its bill of materials in this folder; null where a package database of the image is broken
     labels, environment
     checks       runtime and seconds of every test that passed before it was published
     published    when (UTC, ISO 8601); by: the login name
@@ -52,7 +54,7 @@ from typing import Any
 from builder import oci
 from builder.assemble import Product
 from builder.chain import platform
-from builder.errors import StoreError, UsageError, nearest
+from builder.errors import StoreError, UsageError, VerifyError, nearest
 from builder.pipeline import Image
 from builder.progress import Progress
 from builder.shared import IMAGES, SharedStore, open_shared
@@ -62,6 +64,7 @@ from builder.verify import verify
 
 RECORD_FORMAT = 1
 CURRENT = "current"
+BILL = ".cdx.json"  # as CycloneDX has it
 _ATTEMPTS = 5
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
 _ENDINGS = (".sif", ".sha256", ".json", ".pin")
@@ -72,7 +75,7 @@ Container images, published with Ekiben. To run one, no Ekiben is needed:
     singularity exec --nv images/NAME/current TASK          (or apptainer exec)
     sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
 
-An image's .json says what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
+An image's .json says what it is, its .cdx.json what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
 An empty file NAME-….pin beside an image, or a link to it, keeps it from `build.py prune --in <this folder>`.
 """
 
@@ -176,10 +179,13 @@ def _put(
             if layer.digest in missing or shared.layer(layer.cache_key) is None:
                 shared.put_layer(layer)
         _put_wheels(image, store, shared, staging, progress)
+        bill = _bill(image, store, progress)
         version = version or datetime.now(UTC).strftime("%Y.%m.%d")
         stem = f"{image.name}-{version}-{sha.hexdigest()[:12]}"
         size = _put_sif(shared, made, folder / f"{stem}.sif")
         _write(shared, folder / f"{stem}.sif.sha256", f"{sha.hexdigest()}  {stem}.sif\n".encode())
+        if bill is not None:
+            _write(shared, folder / f"{stem}{BILL}", bill.encode())
     manifest = _put_manifest(image, shared, stem)
     record = {
         "format": RECORD_FORMAT, "name": image.name, "version": version, "stack": image.chain.stack.name,
@@ -188,12 +194,24 @@ def _put(
         "layers": [{"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "digest": layer.digest,
                     "size": layer.size, "tar_size": layer.tar_size, "notes": dict(layer.notes)} for layer in image.layers],
         "tasks": {name: task.help for name, task in image.chain.recipe.file.tasks.items()},
-        "labels": dict(image.chain.labels), "environment": dict(image.chain.environment),
+        "sbom": bill and f"{stem}{BILL}", "labels": dict(image.chain.labels), "environment": dict(image.chain.environment),
         "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
         "published": datetime.now(UTC).isoformat(timespec="milliseconds"), "by": getpass.getuser(), "previous": _target(folder, CURRENT),
     }  # fmt: skip
     _write(shared, folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return moved
+
+
+def _bill(image: Image, store: Store, progress: Progress) -> str | None:
+    """None, and why, where the image does not say what is in it: people can run it all the same."""
+    from builder.sbom import bill_of_image  # late: for one who publishes what is there already, it is not made
+
+    try:
+        with progress.step("bill of materials"):
+            return bill_of_image(image, store)
+    except VerifyError as error:
+        progress.tell(f"no bill of materials: {error}")
+        return None
 
 
 def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:
@@ -278,12 +296,16 @@ def _target(folder: Path, name: str) -> str | None:
 def records(folder: Path) -> list[dict[str, Any]]:
     """The versions of the image in ``folder``, oldest first: those whose record can be read and whose file is whole."""
     found = []
-    for path in folder.glob("*.json"):
+    for path in _records(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(path.read_bytes())
             if record["format"] == RECORD_FORMAT and (folder / record["file"]).stat().st_size == record["size"]:
                 found.append(record)
     return sorted(found, key=lambda record: (record["published"], record["file"]))
+
+
+def _records(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.json") if not path.name.endswith(BILL)]
 
 
 def published(place: Path) -> dict[str, list[dict[str, Any]]]:
@@ -389,7 +411,7 @@ def _nameless(shared: SharedStore, known: dict[str, list[dict[str, Any]]]) -> li
 
 def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:
     """The record first: without it the version is not there."""
-    beside = sorted(folder.glob(f"{stem}.*"), key=lambda path: path.suffix != ".json")
+    beside = sorted(folder.glob(f"{stem}.*"), key=lambda path: path.name != f"{stem}.json")
     for path in beside:
         with contextlib.suppress(FileNotFoundError):
             shared.discard(path)
@@ -400,12 +422,12 @@ def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:
 
 def _discard_strays(shared: SharedStore, folder: Path) -> None:
     """What a killed publisher left: files without a record, and names that were not taken, both a day old."""
-    kept = {path.stem for path in folder.glob("*.json")}
+    kept = {path.stem for path in _records(folder)}
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             stray = path.name.startswith(".") or (
-                path.name.endswith((".sif", ".sif.sha256")) and not path.is_symlink()
-                and path.name.removesuffix(".sha256").removesuffix(".sif") not in kept
+                path.name.endswith((".sif", ".sif.sha256", BILL)) and not path.is_symlink()
+                and path.name.removesuffix(BILL).removesuffix(".sha256").removesuffix(".sif") not in kept
             )  # fmt: skip
             if stray and path.lstat().st_mtime < time.time() - _DAY:
                 shared.discard(path)

@@ -13,6 +13,8 @@ from builder.files import read_yaml
 
 SUMS = "SHA256SUMS"  # of a stack's .in and lock files as `build.py lock` left them; `sha256sum -c` reads it, too
 UNLOCKED = "# not locked: "  # in a .lock file: a requirement that no index had where it was made
+_PIN = re.compile(r"([A-Za-z0-9][\w.-]*)==([^\s;]+)")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"\d{8}T\d{6}Z")
 
 
@@ -98,6 +100,12 @@ class Stack:
     def unlocked(self, lock: Path) -> list[str]:
         """The requirements that ``lock``, a .lock file, could not pin."""
         return [line.removeprefix(UNLOCKED) for line in lock.read_text().splitlines() if line.startswith(UNLOCKED)]
+
+
+def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
+    """What a lock file of Python packages pins: name, version and sha256 of each; any of the hashes may be the one installed."""
+    blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
+    return [(match[1], match[2], sorted(_HASH.findall(block))) for block in blocks if (match := _PIN.match(block))]
 
 
 def stacks(folders: Sequence[Path]) -> list[Stack]:

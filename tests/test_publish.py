@@ -62,7 +62,7 @@ def test_the_place_is_as_documented(flat: Own, store: Store, tmp_path: Path) -> 
     assert re.fullmatch(r"own-1\.2-[0-9a-f]{12}\.sif", done.sif.name)
     stem = done.sif.name.removesuffix(".sif")
     assert {path.name for path in done.sif.parent.iterdir()} == {
-        f"{stem}.sif", f"{stem}.sif.sha256", f"{stem}.json", f"{stem}.pin", "current", "stable",
+        f"{stem}.sif", f"{stem}.sif.sha256", f"{stem}.json", f"{stem}.cdx.json", f"{stem}.pin", "current", "stable",
     }  # fmt: skip
     assert {path.name for path in place.iterdir()} == {"README", "images", "store", "trash"}
     assert list((place / "store/staging").iterdir()) == []
@@ -168,7 +168,7 @@ def test_a_damaged_layer_is_not_published(flat: Own, store: Store, tmp_path: Pat
     assert list((tmp_path / "lab/store/staging").iterdir()) == []
 
 
-RENAMES = 15  # of a second version: everything that gets its name
+RENAMES = 16  # of a second version: everything that gets its name
 
 
 @pytest.mark.parametrize("where", range(1, RENAMES + 2))
@@ -242,6 +242,7 @@ def test_prune_keeps_what_is_pinned_tagged_or_used(flat: Own, store: Store, tmp_
         going,
         f"{going}.sha256",
         f"{stem}.json",
+        f"{stem}.cdx.json",
     }
     shared = open_shared(place)
     assert sorted(shared.images()) == sorted(name.removesuffix(".sif") for name in (old, tagged, used, newest))
@@ -296,9 +297,11 @@ def test_what_killed_publishers_left_goes_after_a_day(flat: Own, store: Store, t
         unused(place, days)
         prune(place)
         assert done.sif.exists() == left
+        assert done.sif.with_suffix(".cdx.json").exists() == left
         assert (done.sif.parent / ".own.json.abc").exists() == left
         assert (open_shared(place).image(done.sif.stem) is not None) == left
     assert other.sif.exists()
+    assert other.sif.with_suffix(".cdx.json").exists()
 
 
 def test_one_who_links_it_while_it_is_removed_keeps_it(

@@ -456,6 +456,37 @@ def diff(store_path: Path | None, /, before: str, after: str, as_json: bool) -> 
 
 
 @main.command()
+@click.argument("image", metavar="RECIPE|FILE.sif|RECORD.json")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="A file (default: what it says is printed).")
+@click.pass_obj
+def sbom(store_path: Path | None, /, image: str, output: Path | None) -> None:
+    """Write an image's bill of materials, CycloneDX 1.6 as JSON: its packages, their licences, layers and dependencies.
+
+    RECORD.json lies beside a published SIF, which has its bill beside it, too (.cdx.json). The same image has the same bill.
+
+    \b
+    Examples:
+      build.py sbom lora-opencalm -o lora-opencalm.cdx.json
+      build.py sbom ./lora-opencalm.sif
+    """
+    from builder.files import write_whole
+    from builder.progress import Progress
+    from builder.sbom import bill_of
+
+    bill = bill_of(image, open_store(store_path), Progress())
+    if output is None:
+        click.echo(bill, nl=False)
+        return
+    write_whole(output, bill)
+    purls = [str(item.get("purl", "")) for item in json.loads(bill)["components"]]
+    kinds = {"Debian's": "pkg:deb/", "Python's": "pkg:pypi/", "of a repository": "pkg:generic/"}
+    counts = [
+        f"{count} {said}" for said, kind in kinds.items() if (count := sum(purl.startswith(kind) for purl in purls))
+    ]
+    click.echo(f"{output}  packages: {', '.join(counts)}")
+
+
+@main.command()
 @click.argument("images", nargs=-1, metavar="[IMAGE…]")
 @click.option(
     "--in", "place", type=click.Path(path_type=Path), help="A folder that was published to, instead of the store."

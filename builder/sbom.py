@@ -1,0 +1,426 @@
+"""A bill of materials of an image, CycloneDX 1.6 as JSON: what is in it, from where, in which layer, under which licence.
+
+Everything is read out of the image itself, so an image of the store, its SIF and its published copy have the same bill, byte
+for byte, wherever it is made; its serial number is the hash of its content, its time the image's. What is there:
+
+    metadata.component   the image: its id, its SIF's UUID, the stack, the layers with their keys and diff_ids, drift
+    components           the distribution; Debian's packages, as dpkg has them; Python's, as their METADATA has them
+    dependencies         Debian's Depends and Pre-Depends, Python's Requires-Dist, as far as installed
+    properties           ekiben:layer    the layer that brought a package in this version
+                         ekiben:drift    the version that was locked, where another one was installed
+                         ekiben:locked:sha256    hashes of the files that the lock allows (one of them was installed)
+                         ekiben:compiled:…       of a compiled wheel: torch, cuda, python, cxx11_abi, capabilities,
+                                                 compilers, cache_key (see build.py wheels list);
+                                                 its source is its pedigree's ancestor, or commit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import shlex
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+from cyclonedx.model import HashAlgorithm, HashType, Property, XsUri
+from cyclonedx.model.bom import Bom, BomMetaData
+from cyclonedx.model.component import Commit, Component, ComponentType, Pedigree
+from cyclonedx.model.contact import OrganizationalEntity
+from cyclonedx.model.dependency import Dependency
+from cyclonedx.model.license import DisjunctiveLicense, LicenseAcknowledgement, LicenseExpression
+from cyclonedx.model.lifecycle import LifecyclePhase, PredefinedLifecycle
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
+from packaging.requirements import InvalidRequirement, Requirement
+
+from builder import oci
+from builder.chain import platform
+from builder.contents import (
+    DebianPackage,
+    Opened,
+    Part,
+    PythonPackage,
+    Tree,
+    debian_packages,
+    open_image,
+    open_layers,
+    plain_name,
+    python_packages,
+    read_file,
+    tree_of,
+)
+from builder.errors import UsageError
+from builder.layer import DigestSink, pour
+from builder.licenses import debian_licenses, is_id, needs_expression, python_licenses
+from builder.pipeline import Image
+from builder.progress import Progress
+from builder.sif import read_sif, sif_id
+from builder.stack import read_pins
+from builder.store import Store, StoredLayer
+
+MEDIA_TYPE = "application/vnd.cyclonedx+json"
+_IMAGE = "image"
+_COMPILED = ("torch", "cuda", "python", "cxx11_abi", "capabilities", "compilers", "cache_key")
+_ORIGIN = {"package", "source", *_COMPILED}
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def bill_of(name: str, store: Store, progress: Progress) -> str:
+    """The bill of an image of the store, of a SIF, or of a published image by its record. Errors: UsageError, StoreError,
+    VerifyError."""
+    known: Sequence[StoredLayer] = ()
+    if name.endswith(".json"):
+        name, known = _published(Path(name))
+    with open_image(name, store) as image:
+        return write_bill(image, store, progress, known)
+
+
+def bill_of_image(image: Image, store: Store) -> str:
+    """The same of an image just built. Errors: StoreError, VerifyError."""
+    arch = platform().partition("/")[2]
+    with open_layers(image.name, image.layers, store, image.chain.environment, arch) as opened:
+        return write_bill(opened, store, Progress(quiet=True))
+
+
+def _published(record: Path) -> tuple[str, list[StoredLayer]]:
+    try:
+        about = json.loads(record.read_bytes())
+        file = record.absolute().parent / about["file"]
+        layers = [StoredLayer(**item, executor="", seconds=0.0, inputs={}) for item in about["layers"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no record of a published image"
+        raise UsageError(
+            f"{record} cannot be read: {said}", hint="name the .json beside a published .sif, or the .sif"
+        ) from error
+    return str(file), layers
+
+
+def write_bill(image: Opened, store: Store, progress: Progress, known: Iterable[StoredLayer] = ()) -> str:
+    """``known``: layers whose diff_id need not be made anew. Errors: StoreError, UsageError, VerifyError."""
+    tree = tree_of(image)
+    about = _about(image, tree)
+    debian, python, locks = debian_packages(image, tree), python_packages(image, tree), _locks(image, tree)
+    layers = _layers(image, about, store, progress, known)
+    drift = _drift(layers)
+    components = {"os": _system(about.distribution)}
+    components |= {_key(item): _debian(item, image, tree, about, layers, drift) for item in debian}
+    seen = set[tuple[str, str]]()
+    for item in python:  # one that is there twice, for two interpreters, is told apart by its place
+        same = plain_name(item.name), item.version
+        components[_key(item)] = _python(item, image, tree, about, layers, locks, item.place if same in seen else "")
+        seen.add(same)
+    whole = _whole(image, about, layers, drift)
+    needs = {**_debian_needs(debian), **_python_needs(python, image, tree)}
+    needs[_IMAGE] = set(_roots(components, needs))
+    refs = {name: component.bom_ref for name, component in {_IMAGE: whole, **components}.items()}
+    bom = Bom(
+        serial_number=uuid.UUID(int=0), components=components.values(),
+        metadata=BomMetaData(
+            timestamp=datetime.fromtimestamp(about.epoch, UTC), component=whole,
+            lifecycles=[PredefinedLifecycle(LifecyclePhase.POST_BUILD)],
+        ),
+        dependencies=[Dependency(ref, [Dependency(refs[other]) for other in needs.get(name, ())]) for name, ref in refs.items()],
+    )  # fmt: skip
+    bom.metadata.tools.components.add(Component(name="ekiben", type=ComponentType.APPLICATION))
+    text = JsonV1Dot6(bom).output_as_string(indent=1) + "\n"
+    serial = uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16], version=5)
+    return text.replace(str(uuid.UUID(int=0)), str(serial), 1)
+
+
+# -- the image ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """What the image says of itself; ``layers`` and ``compiled`` as builder.chain wrote them into it."""
+
+    recipe: str
+    stack: str
+    layers: list[tuple[str, str]]
+    compiled: list[dict[str, Any]]
+    labels: dict[str, str]
+    environment: dict[str, str]
+    deffile: str
+    epoch: int
+    distribution: dict[str, str]
+
+
+def _about(image: Opened, tree: Tree) -> _About:
+    def text(path: str) -> str:
+        return (read_file(image, tree, path) or b"").decode("utf-8", "surrogateescape")
+
+    try:
+        about, labels = json.loads(text("opt/ekiben/image.json")), json.loads(text(".singularity.d/labels.json"))
+        exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
+        release = shlex.split(text("etc/os-release"), comments=True)
+        return _About(
+            recipe=about["recipe"], stack=about["stack"], layers=[(str(item["name"]), str(item["cache_key"])) for item in about["layers"]],
+            compiled=[item for item in about.get("compiled", ()) if item.keys() >= _ORIGIN],
+            labels=dict(labels), environment=_assignments(exports), deffile=text(".singularity.d/Singularity"),
+            epoch=tree["opt/ekiben"][0].mtime, distribution=_assignments(release),
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
+                         hint="for any other image there are scanners, such as syft; for one of a recipe: build.py image RECIPE") from error  # fmt: skip
+
+
+def _assignments(words: Iterable[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _layers(
+    image: Opened, about: _About, store: Store, progress: Progress, known: Iterable[StoredLayer]
+) -> list[StoredLayer]:
+    """The layers as far as they can be told, "" where not: in one flat partition they cannot, and no layer holds its own key."""
+    named = [*about.layers, (about.recipe, "")]
+    if len(image.parts) != len(named):
+        return [_layer(name, key) for name, key in named]
+    seen = {layer.digest: layer for layer in known}
+    layers = []
+    for part, (name, key) in zip(image.parts, named, strict=True):
+        found = part.stored or seen.get(part.digest) or (store.layer(key) if key else None)
+        if found is None or found.digest != part.digest:
+            found = _layer(name, key, part, _diff_id(part, progress))
+        layers.append(replace(found, name=name, cache_key=key))
+    return layers
+
+
+def _layer(name: str, key: str, part: Part | None = None, diff_id: str = "") -> StoredLayer:
+    return StoredLayer(name=name, cache_key=key, diff_id=diff_id, tar_size=0, digest=part.digest if part else "",
+                       size=part.size if part else 0, executor="", seconds=0.0, inputs={})  # fmt: skip
+
+
+def _diff_id(part: Part, progress: Progress) -> str:
+    sink = DigestSink()
+    with progress.step(f"diff_id of layer {part.name}, {part.size / 1e6:.0f} MB, which no record here knows"):
+        pour(part.reader.members(), sink)
+    return sink.diff_id
+
+
+def _drift(layers: Iterable[StoredLayer]) -> dict[str, str]:
+    """Package → what was said of it."""
+    return {line.split(" ", 1)[0]: line for layer in layers for line in layer.notes.get("drift", ())}
+
+
+def _whole(image: Opened, about: _About, layers: Sequence[StoredLayer], drift: Mapping[str, str]) -> Component:
+    identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
+    properties = [Property(name="ekiben:stack", value=about.stack)]
+    if layers[0].diff_id:
+        config = oci.image_config(layers, environment=about.environment, labels=about.labels, epoch=about.epoch,
+                                  platform=f"linux/{image.arch}")  # fmt: skip
+        identity = oci.digest_of(config)
+        hashes.append(HashType(alg=HashAlgorithm.SHA_256, content=identity.removeprefix("sha256:")))
+        properties.append(Property(name="ekiben:sif", value=sif_id([layer.digest for layer in layers], about.deffile)))
+    for number, layer in enumerate(layers, 1):
+        for field in ("name", "cache_key", "diff_id", "digest", "size"):
+            if value := getattr(layer, field):
+                properties.append(Property(name=f"ekiben:layer:{number:02}:{field}", value=str(value)))
+    properties += [Property(name="ekiben:drift", value=line) for line in drift.values()]
+    return Component(
+        name=about.recipe, type=ComponentType.CONTAINER, version=identity, bom_ref=_IMAGE, hashes=hashes, properties=properties,
+        description=about.labels.get("org.opencontainers.image.description"),
+    )  # fmt: skip
+
+
+def _system(distribution: Mapping[str, str]) -> Component:
+    return Component(name=distribution.get("ID", "linux"), version=distribution.get("VERSION_ID"), bom_ref="os",
+                     type=ComponentType.OPERATING_SYSTEM, description=distribution.get("PRETTY_NAME"))  # fmt: skip
+
+
+# -- packages -------------------------------------------------------------------------------------------------------------
+
+
+def _package(
+    name: str, version: str, purl: PackageURL, layer: StoredLayer | None, licenses: Sequence[str], supplier: str,
+    properties: Mapping[str, str], **more: Any,
+) -> Component:  # fmt: skip
+    at = {"ekiben:layer": layer.name} if layer else {}
+    declared = LicenseAcknowledgement.DECLARED
+    said = [LicenseExpression(item, acknowledgement=declared) if needs_expression(licenses)
+            else DisjunctiveLicense(id=item, acknowledgement=declared) if is_id(item)
+            else DisjunctiveLicense(name=item, acknowledgement=declared) for item in licenses]  # fmt: skip
+    return Component(
+        name=name, version=version, purl=purl, type=ComponentType.LIBRARY, licenses=said,
+        supplier=OrganizationalEntity(name=supplier) if supplier else None,
+        properties=[Property(name=field, value=value) for field, value in {**at, **properties}.items()], **more,
+    )  # fmt: skip
+
+
+def _debian(
+    package: DebianPackage, image: Opened, tree: Tree, about: _About, layers: Sequence[StoredLayer], drift: Mapping[str, str]
+) -> Component:  # fmt: skip
+    release, (source, of) = about.distribution, package.source
+    system = release.get("ID", "debian")
+    qualifiers = {"arch": package.architecture}
+    if number := release.get("VERSION_ID") or release.get("VERSION_CODENAME"):
+        qualifiers["distro"] = f"{system}-{number}"
+    if (source, of) != (package.name, package.version):
+        qualifiers["upstream"] = source if of == package.version else f"{source}@{of}"
+    purl = PackageURL("deb", system, package.name, package.version, qualifiers)
+    said = read_file(image, tree, f"usr/share/doc/{package.name}/copyright") or b""
+    properties = {"ekiben:drift": drift[package.name]} if package.name in drift else {}
+    return _package(
+        package.name, package.version, purl, _of(package.layer, image, layers), debian_licenses(said.decode(errors="replace")),
+        package.maintainer, properties, bom_ref=str(purl),
+    )  # fmt: skip
+
+
+def _of(number: int, image: Opened, layers: Sequence[StoredLayer]) -> StoredLayer | None:
+    return layers[number] if len(layers) == len(image.parts) else None
+
+
+def _python(
+    package: PythonPackage, image: Opened, tree: Tree, about: _About, layers: Sequence[StoredLayer], locks: Locks, ref: str
+) -> Component:  # fmt: skip
+    name, metadata = plain_name(package.name), package.metadata
+    origin = next((item for item in about.compiled if plain_name(item["package"]) == name), None)
+    purl, pedigree, properties = PackageURL("pypi", None, name, package.version), None, dict[str, str]()
+    hashes: Sequence[str] = ()
+    if locked := locks.get(name):
+        version, hashes = locked
+        if version != package.version:
+            properties["ekiben:drift"], hashes = f"{name} {version} → {package.version}", ()
+        elif len(hashes) > 1:  # the lock allows one for each platform and a source, and does not say which is which
+            properties["ekiben:locked:sha256"], hashes = " ".join(hashes), ()
+    if origin:
+        purl, pedigree = _compiled_from(origin, purl)
+        hashes = _installed_from(read_file(image, tree, f"{package.place}/direct_url.json"))
+        properties |= {f"ekiben:compiled:{field}": _words(origin[field]) for field in _COMPILED}
+    return _package(
+        package.name, package.version, purl, _of(package.layer, image, layers), python_licenses(metadata), _author(metadata), properties,
+        description=str(metadata["Summary"] or "") or None, pedigree=pedigree, bom_ref=ref or str(purl),
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in hashes],
+    )  # fmt: skip
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={item}" for name, item in sorted(value.items()))
+    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _compiled_from(origin: Mapping[str, Any], purl: PackageURL) -> tuple[PackageURL, Pedigree | None]:
+    """The package index may have another package of that name (apex): what is from a repository is called after it."""
+    source = origin["source"]
+    if commit := source.get("commit"):
+        repository = source.get("repository", "")
+        where = {"vcs_url": f"git+{repository}@{commit}"} if repository else {}
+        return PackageURL("generic", None, purl.name, purl.version, where), Pedigree(
+            commits=[Commit(uid=commit, url=XsUri(repository) if repository else None)])  # fmt: skip
+    if not source:
+        return purl, None
+    ancestor = PackageURL("pypi", None, plain_name(source["name"]), source["version"])
+    return purl, Pedigree(ancestors=[Component(
+        name=source["name"], version=source["version"], purl=ancestor, bom_ref=f"{ancestor}#source",
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in source["sha256"]],
+    )])  # fmt: skip
+
+
+def _installed_from(direct_url: bytes | None) -> list[str]:
+    """The wheel's hash as pip wrote it: https://packaging.python.org/specifications/direct-url/"""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return [json.loads(direct_url or b"")["archive_info"]["hashes"]["sha256"]]
+    return []
+
+
+def _author(metadata: Message) -> str:
+    """A name without its address."""
+    for field in ("Author", "Author-email", "Maintainer", "Maintainer-email"):
+        said = " ".join(str(metadata[field] or "").split())
+        name = re.sub(r'\s*<[^>]*>|\s*\([^)]*\)|"', "", said).strip(" ,")
+        if name and "@" not in name:
+            return name
+    return ""
+
+
+Locks = dict[str, tuple[str, list[str]]]
+
+
+def _locks(image: Opened, tree: Tree) -> Locks:
+    texts = [read_file(image, tree, path) or b"" for path in sorted(tree)
+             if path.startswith("opt/ekiben/locks/") and path.endswith(".lock")]  # fmt: skip
+    return {plain_name(name): (version, hashes) for text in texts
+            for name, version, hashes in read_pins(text.decode(errors="replace"))}  # fmt: skip
+
+
+# -- what needs what ------------------------------------------------------------------------------------------------------
+
+Needs = dict[str, set[str]]  # by the names of write_bill's components
+
+
+def _debian_needs(packages: Sequence[DebianPackage]) -> Needs:
+    there: dict[str, list[str]] = {}
+    for package in packages:
+        for name in (package.name, *package.provides):
+            there.setdefault(name, []).append(_key(package))
+    return {_key(package): {other for choice in package.needs for other in next((there[name] for name in choice if name in there), ())}
+            - {_key(package)} for package in packages}  # fmt: skip
+
+
+def _python_needs(packages: Sequence[PythonPackage], image: Opened, tree: Tree) -> Needs:
+    """Requires-Dist where its marker holds in the image. An extra counts where somebody asks for it."""
+    there = {(_site(package), plain_name(package.name)): package for package in packages}
+    needs: Needs = {_key(package): set() for package in packages}
+    waiting = [(package, "") for package in packages]
+    done: set[tuple[str, str]] = set()
+    environments = {_site(package): _marker_environment(_site(package), image, tree) for package in packages}
+    while waiting:
+        package, extra = waiting.pop()
+        if (_key(package), extra) in done:
+            continue
+        done.add((_key(package), extra))
+        for line in package.metadata.get_all("Requires-Dist", []):
+            with contextlib.suppress(InvalidRequirement):  # of before there were rules
+                wanted = Requirement(str(line))
+                if wanted.marker and not wanted.marker.evaluate({**environments[_site(package)], "extra": extra}):
+                    continue
+                if (other := there.get((_site(package), plain_name(wanted.name)))) is not None:
+                    needs[_key(package)] |= {_key(other)} - {_key(package)}
+                    waiting += [(other, plain_name(name)) for name in wanted.extras]
+    return needs
+
+
+def _key(package: DebianPackage | PythonPackage) -> str:
+    if isinstance(package, DebianPackage):
+        return f"deb:{package.name}:{package.architecture}"
+    return f"py:{package.place}"
+
+
+def _site(package: PythonPackage) -> str:
+    return package.place.rpartition("/")[0]
+
+
+def _marker_environment(site: str, image: Opened, tree: Tree) -> dict[str, str]:
+    """https://packaging.python.org/specifications/dependency-specifiers/#environment-markers, in the image and not here."""
+    short = found[1] if (found := re.search(r"/python(\d+\.\d+)/", f"/{site}/")) else "3"
+    settings = read_file(image, tree, site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
+    full = found[1].decode() if (found := re.search(rb"^version\s*=\s*(\S+)", settings, re.MULTILINE)) else f"{short}.0"  # type: ignore[assignment]
+    return {
+        "python_version": short, "python_full_version": full, "implementation_version": full, "implementation_name": "cpython",
+        "platform_python_implementation": "CPython", "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
+        "platform_machine": _MACHINES.get(image.arch, image.arch), "platform_release": "", "platform_version": "",
+    }  # fmt: skip
+
+
+def _roots(names: Iterable[str], needs: Needs) -> list[str]:
+    """What nothing else needs, and of every circle that nobody enters, one: from these all is reached."""
+    names = sorted(names)
+    needed = {other for others in needs.values() for other in others}
+    roots = [name for name in names if name not in needed]
+    reached: set[str] = set()
+    for start in (*roots, *names):
+        if start not in reached:
+            roots += [start] if start in needed else []
+            waiting = [start]
+            while waiting:
+                if (name := waiting.pop()) not in reached:
+                    reached.add(name)
+                    waiting += needs.get(name, ())
+    return roots

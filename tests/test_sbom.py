@@ -1,0 +1,277 @@
+"""Bills of materials of images made here of a few files; of real ones: tests/integration."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+
+from builder.assemble import make_sif
+from builder.chain import resolve
+from builder.errors import UsageError, VerifyError
+from builder.pipeline import Image, Options, build
+from builder.progress import Progress
+from builder.publish import publish
+from builder.recipe import find_recipe
+from builder.sbom import bill_of, bill_of_image, write_bill
+from builder.sif import sif_id
+from builder.store import Store
+from own_recipe import Own, RunCli, seeded
+from test_contents import dist_info, record, status
+from test_diff import SITE, Files, image
+
+HASH = "ab" * 32
+OTHER = "cd" * 32
+ORIGIN = {"package": "flash_attn", "layer": "top", "cache_key": "k" * 64, "torch": "2.11.0", "cuda": "13.0", "python": "3.11",
+          "cxx11_abi": True, "capabilities": ["8.0", "9.0"], "compilers": {"nvcc": "13.0.88", "g++-12": "12.2"},
+          "source": {"name": "flash-attn", "version": "2.8", "sha256": [HASH]}}  # fmt: skip
+OF_A_REPOSITORY = {
+    **ORIGIN,
+    "package": "apex",
+    "source": {"repository": "https://example.org/apex", "commit": "1" * 40},
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as opened:
+        yield opened
+
+
+def quiet() -> Progress:
+    return Progress(io.StringIO(), quiet=True)
+
+
+def checked(text: str) -> dict[str, Any]:
+    """A bill that the official schema takes, with every reference leading somewhere."""
+    assert (problem := JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)) is None, problem
+    bill: dict[str, Any] = json.loads(text)
+    refs = [item["bom-ref"] for item in (bill["metadata"]["component"], *bill["components"])]
+    assert len(set(refs)) == len(refs)
+    assert {item["ref"] for item in bill["dependencies"]} == set(refs)
+    assert {other for item in bill["dependencies"] for other in item.get("dependsOn", ())} <= set(refs)
+    return bill
+
+
+def needs(bill: dict[str, Any], ref: str) -> list[str]:
+    return next(item.get("dependsOn", []) for item in bill["dependencies"] if item["ref"] == ref)
+
+
+def properties(component: dict[str, Any]) -> dict[str, str]:
+    return {item["name"].removeprefix("ekiben:"): item["value"] for item in component.get("properties", ())}
+
+
+def by_name(bill: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {item["name"]: item for item in bill["components"]}
+
+
+def said(compiled: list[dict[str, Any]], *layers: str) -> Files:
+    """What an image says of itself."""
+    about = {"recipe": "top", "stack": "cu130", "compiled": compiled,
+             "layers": [{"name": name, "cache_key": name * 8} for name in layers]}  # fmt: skip
+    return {
+        "opt/ekiben/image.json": json.dumps(about).encode(),
+        ".singularity.d/labels.json": b'{"org.opencontainers.image.description": "a test"}',
+        ".singularity.d/env/90-environment.sh": b"#!/bin/sh\nexport PATH=/bin\nexport WORDS='one\ntwo'\n",
+        ".singularity.d/Singularity": b"# base\n",
+    }
+
+
+RELEASE = {"etc/os-release": b'ID=debian\nVERSION_ID="12"\nPRETTY_NAME="Debian GNU/Linux 12"\n'}
+COPYRIGHT = b"Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\nFiles: *\nLicense: Expat\n"
+
+
+def bill_with(tmp_path: Path, stack: contextlib.ExitStack, *layers: Files, compiled: Any = ()) -> dict[str, Any]:
+    names = [f"layer{number}" for number in range(len(layers))]
+    one = image(tmp_path, stack, "own", {**RELEASE, **layers[0]}, *layers[1:], said(list(compiled), *names))
+    return checked(write_bill(one, Store(tmp_path / "store"), quiet()))
+
+
+def test_debian_packages(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    below = status(
+        record("libc6", "2.36-9+deb12u1", "Source: glibc", "Maintainer: GNU Libc <a@b>", "Depends: libgcc-s1")
+    )
+    above = status(
+        record("libc6", "2.36-9+deb12u1", "Source: glibc", "Maintainer: GNU Libc <a@b>", "Depends: libgcc-s1"),
+        record("libgcc-s1", "12", "Depends: libc6 (>= 2), nowhere"),
+        record("perl", "1:5+b1", "Source: perl (1:5)", "Depends: awk | libc6, editor"), record("mawk", "1", "Provides: awk"),
+    )  # fmt: skip
+    bill = bill_with(tmp_path, stack, {**below, "usr/share/doc/libc6/copyright": COPYRIGHT}, above)
+    found = by_name(bill)
+    assert found["libc6"]["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64&distro=debian-12&upstream=glibc"
+    assert found["perl"]["purl"] == "pkg:deb/debian/perl@1:5%2Bb1?arch=amd64&distro=debian-12&upstream=perl%401:5"
+    assert found["libc6"]["supplier"] == {"name": "GNU Libc"}
+    assert [item["license"]["id"] for item in found["libc6"]["licenses"]] == ["MIT"]
+    assert "licenses" not in found["perl"]
+    assert [properties(found[name])["layer"] for name in ("libc6", "perl")] == ["layer0", "layer1"]
+    assert needs(bill, found["perl"]["purl"]) == [found["mawk"]["purl"]]
+    assert needs(bill, found["libc6"]["purl"]) == [found["libgcc-s1"]["purl"]]
+    # perl is what nobody needs; of the circle of libc6 and libgcc-s1 one has to be named, that both are reached.
+    assert needs(bill, "image") == ["os", found["libc6"]["purl"], found["perl"]["purl"]]
+    assert (found["debian"]["type"], found["debian"]["version"]) == ("operating-system", "12")
+
+
+def test_python_packages(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    lock = f"torch==2 \\\n    --hash=sha256:{HASH}\nidna==3 \\\n    --hash=sha256:{OTHER} \\\n    --hash=sha256:{HASH}\nold==1 \\\n    --hash=sha256:{HASH}\n"
+    bill = bill_with(
+        tmp_path, stack,
+        {**dist_info("torch", "2", "License-Expression: BSD-3-Clause", "Summary: Tensors", "Author: A Team <a@b>",
+                     'Requires-Dist: Idna[extra]>=2; python_version >= "3.11"', 'Requires-Dist: old; sys_platform == "win32"',
+                     'Requires-Dist: extra_only; extra == "asked"', "Requires-Dist: absent", "Requires-Dist: not a (requirement"),
+         **dist_info("idna", "3", 'Requires-Dist: old; extra == "extra"', 'Requires-Dist: extra_only; extra == "other"'),
+         **dist_info("old", "2"), "opt/ekiben/locks/python.lock": lock.encode()},
+        dist_info("extra_only", "1", "License-Expression: MIT OR Apache-2.0"),
+    )  # fmt: skip
+    found = by_name(bill)
+    assert found["torch"]["purl"] == "pkg:pypi/torch@2"
+    assert found["torch"]["hashes"] == [{"alg": "SHA-256", "content": HASH}]
+    assert (found["torch"]["description"], found["torch"]["supplier"]) == ("Tensors", {"name": "A Team"})
+    assert properties(found["idna"]) == {"layer": "layer0", "locked:sha256": f"{HASH} {OTHER}"}
+    assert properties(found["old"]) == {"layer": "layer0", "drift": "old 1 → 2"}
+    assert "hashes" not in found["idna"] | found["old"]
+    assert [item["expression"] for item in found["extra_only"]["licenses"]] == ["MIT OR Apache-2.0"]
+    assert needs(bill, "pkg:pypi/torch@2") == ["pkg:pypi/idna@3"]
+    assert needs(bill, "pkg:pypi/idna@3") == ["pkg:pypi/old@2"]  # torch asks for the extra
+    assert needs(bill, "image") == ["os", "pkg:pypi/extra-only@1", "pkg:pypi/torch@2"]
+
+
+def test_a_package_that_is_there_twice(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    again = {
+        f"usr/lib/python3/dist-packages/{path.rpartition('site-packages/')[2]}": data
+        for path, data in dist_info("idna", "3").items()
+    }
+    bill = bill_with(tmp_path, stack, {**dist_info("idna", "3"), **again})
+    assert [item["purl"] for item in bill["components"] if item["name"] == "idna"] == ["pkg:pypi/idna@3"] * 2
+
+
+def test_compiled_wheels(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    direct = json.dumps(
+        {"url": "file:///opt/wheels/flash_attn.whl", "archive_info": {"hashes": {"sha256": OTHER}}}
+    ).encode()
+    files = {
+        **dist_info("flash_attn", "2.8"),
+        f"{SITE}/flash_attn-2.8.dist-info/direct_url.json": direct,
+        **dist_info("apex", "0.1"),
+    }
+    bill = bill_with(tmp_path, stack, files, compiled=[ORIGIN, OF_A_REPOSITORY])
+    found = by_name(bill)
+    flash, apex = found["flash_attn"], found["apex"]
+    assert flash["hashes"] == [{"alg": "SHA-256", "content": OTHER}]
+    (source,) = flash["pedigree"]["ancestors"]
+    assert (source["purl"], source["hashes"]) == ("pkg:pypi/flash-attn@2.8", [{"alg": "SHA-256", "content": HASH}])
+    assert properties(flash) == {
+        "layer": "layer0", "compiled:torch": "2.11.0", "compiled:cuda": "13.0", "compiled:python": "3.11", "compiled:cxx11_abi": "true",
+        "compiled:capabilities": "8.0 9.0", "compiled:compilers": "g++-12=12.2 nvcc=13.0.88", "compiled:cache_key": "k" * 64,
+    }  # fmt: skip
+    # The package index has another apex.
+    assert apex["purl"] == f"pkg:generic/apex@0.1?vcs_url=git%2Bhttps://example.org/apex%40{'1' * 40}"
+    assert apex["pedigree"]["commits"] == [{"uid": "1" * 40, "url": "https://example.org/apex"}]
+    assert "wheels" not in json.dumps(bill)
+
+
+def test_a_broken_layer_is_named(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    with pytest.raises(VerifyError, match="layer layer0: dpkg's database is broken"):
+        bill_with(tmp_path, stack, {"var/lib/dpkg/status": b"Package: a\n"})
+
+
+# ------------------------------------------------------------------------------------------------- the same image, the same bill
+
+
+@pytest.fixture
+def store(flat: Own, tmp_path: Path) -> Store:
+    for number, name in enumerate(("one", "two")):
+        flat.write(
+            f"files/tree/opt/venv/lib/python3.11/site-packages/{name}-{number}.dist-info/METADATA",
+            f"Name: {name}\nVersion: {number}\n",
+        )
+    flat.replace("images/roof.def", "files/tree /opt/tree", "files/tree /")
+    return seeded(flat, tmp_path / "store", "ground")
+
+
+@pytest.fixture
+def made(flat: Own, store: Store) -> Image:
+    return build(resolve(find_recipe(str(flat.path))), store, Options(), quiet())
+
+
+def test_wherever_it_is_made(made: Image, store: Store, tmp_path: Path, run_cli: RunCli) -> None:
+    bill = bill_of("own", store, quiet())
+    about = checked(bill)
+    whole = about["metadata"]["component"]
+    assert (whole["name"], whole["version"]) == ("own", made.image_id)
+    assert whole["hashes"] == [{"alg": "SHA-256", "content": made.image_id[7:]}]
+    says = properties(whole)
+    assert says["sif"] == sif_id([layer.digest for layer in made.layers], made.chain.deffile)
+    for number, layer in enumerate(made.layers, 1):
+        assert says[f"layer:{number:02}:diff_id"] == layer.diff_id
+        assert says.get(f"layer:{number:02}:cache_key", made.layers[-1].cache_key) == layer.cache_key
+    assert about["metadata"]["timestamp"] == datetime.fromtimestamp(1_700_000_000, UTC).isoformat()
+    assert uuid.UUID(about["serialNumber"]).version == 5
+    assert {item["purl"] for item in about["components"] if "purl" in item} == {"pkg:pypi/one@0", "pkg:pypi/two@1"}
+    assert bill_of_image(made, store) == bill
+    make_sif(made, store, tmp_path / "own.sif", flat=False, on_bytes=lambda count: None)
+    told = io.StringIO()
+    assert bill_of(str(tmp_path / "own.sif"), Store(tmp_path / "empty"), Progress(told)) == bill
+    assert "diff_id of layer roof" in told.getvalue()
+    done = publish(made, store, tmp_path / "lab", quiet(), check=False)
+    assert (done.sif.parent / done.record["sbom"]).read_text() == bill
+    published = run_cli("--store", tmp_path / "empty", "sbom", done.sif.with_suffix(".json"))
+    assert (published.stdout, published.stderr) == (bill, "")
+    assert str(tmp_path) not in bill
+    said = run_cli("--store", store.root, "sbom", "own", "-o", tmp_path / "own.cdx.json").stdout
+    assert said == f"{tmp_path}/own.cdx.json  packages: 2 Python's\n"
+    assert (tmp_path / "own.cdx.json").read_text() == bill
+
+
+def test_another_image_has_another_bill(made: Image, store: Store, flat: Own) -> None:
+    bill = bill_of("own", store, quiet())
+    flat.write("files/data.txt", "new\n")
+    build(resolve(find_recipe(str(flat.path))), store, Options(), quiet())
+    other = bill_of("own", store, quiet())
+    assert json.loads(other)["serialNumber"] != json.loads(bill)["serialNumber"]
+
+
+def test_an_image_that_does_not_say_what_is_in_it_is_published_all_the_same(flat: Own, tmp_path: Path) -> None:
+    flat.write("files/tree/var/lib/dpkg/status", "Package: a\n")
+    flat.replace("images/roof.def", "files/tree /opt/tree", "files/tree /")
+    store, told = seeded(flat, tmp_path / "store", "ground"), io.StringIO()
+    made = build(resolve(find_recipe(str(flat.path))), store, Options(), quiet())
+    done = publish(made, store, tmp_path / "lab", Progress(told), check=False)
+    assert done.record["sbom"] is None
+    assert list(done.sif.parent.glob("*.cdx.json")) == []
+    assert "no bill of materials: layer roof: dpkg's database is broken" in told.getvalue()
+
+
+def test_one_flat_partition(made: Image, store: Store, tmp_path: Path) -> None:
+    product = make_sif(made, store, tmp_path / "flat.sif", flat=True, on_bytes=lambda count: None)
+    about = checked(bill_of(product.place, store, quiet()))
+    assert properties(by_name(about)["one"]) == {}
+    assert uuid.UUID(about["metadata"]["component"]["version"])
+    assert properties(about["metadata"]["component"])["layer:01:cache_key"] == made.layers[0].cache_key
+
+
+def test_what_is_no_image_of_ours(made: Image, store: Store, tmp_path: Path, run_cli: RunCli) -> None:
+    said = run_cli("--store", store.root, "sbom", "owm", code=2).stderr
+    assert "Did you mean 'own'" in said
+    assert "build.py image owm" in said
+    (tmp_path / "x.json").write_text('{"format": 1}')
+    assert "no record of a published image" in run_cli("--store", store.root, "sbom", "x.json", code=2).stderr
+    assert "No such file" in run_cli("--store", store.root, "sbom", "y.json", code=2).stderr
+    assert "not a SIF" in run_cli("--store", store.root, "sbom", __file__, code=6).stderr
+
+
+@pytest.mark.parametrize("about", [None, b"[]", b"{}", b'{"recipe": "x", "stack": "y", "layers": [1]}'])
+def test_a_foreign_image(tmp_path: Path, stack: contextlib.ExitStack, about: bytes | None) -> None:
+    files = {**said([]), "opt/ekiben/image.json": about} if about else {"etc/x": b""}
+    one = image(tmp_path, stack, "x.sif", files)
+    with pytest.raises(UsageError, match=r"x\.sif is no image of Ekiben's: nothing in it says") as caught:
+        write_bill(one, Store(tmp_path / "store"), quiet())
+    assert "scanners" in (caught.value.hint or "")
