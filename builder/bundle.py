@@ -5,10 +5,13 @@ A bundle is a tar:
     bundle.json     what it is for, and every file below with its size and sha256
     debs/           the Debian packages of every layer, with an index (Packages): an archive for apt
     wheels/         the Python packages of every lock file
-    compiled/       what build stages handed over: a record each, and their files by digest. So no source and no compiler is needed
+    compiled/       what build stages handed over: a record each, and their files by digest
+    sources/        what that was compiled of: source distributions, and git repositories with just the pinned commit
     with/           snapshots of models and data, as they were given
 
-It is filled by the finished image itself: its own apt and pip fetch what was locked, with the site's settings.
+It is filled by the finished image itself: its own apt and pip fetch what was locked, with the site's settings. A source is
+fetched where it is compiled, on the layers of its build stage. With the compiler in it, too (`--compiler`), other GPUs can be
+compiled for where there is no network.
 """
 
 from __future__ import annotations
@@ -23,23 +26,25 @@ import re
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from builder.chain import BUILD_MOUNT, Chain, platform, stages_of
+from builder.chain import BUILD_MOUNT, BuildStage, Chain, File, Layer, Taken, platform, stages_of
 from builder.contents import DPKG_STATUS, installed_packages
 from builder.errors import FetchError, StoreError, UsageError
 from builder.executors import JobFailed, choose
 from builder.hostenv import Supply, build_environment, site_supply, write_host_files
-from builder.lock import asked_packages
-from builder.pipeline import Image, Options, prepare_job
+from builder.lock import packages_of
+from builder.pipeline import Image, Options, obtain_layers, prepare_job
 from builder.progress import Progress
+from builder.sources import keep_repository, lend_kept, pinned_repositories, write_kept
 from builder.squashfs import SquashfsReader
-from builder.store import Handed, Store, StoredResult, remove_tree
+from builder.store import Handed, Store, StoredLayer, StoredResult, remove_tree
 
-FORMAT = 1
+FORMAT = 2
+PARTS = ("debs", "wheels", "compiled", "sources", "with")
 INDEX = "bundle.json"
 _INSIDE = f"/{BUILD_MOUNT}/bundle"
 
@@ -48,8 +53,12 @@ _FETCH_DEBS = f"""\
 mkdir -p {_INSIDE}/debs
 cd {_INSIDE}/debs
 apt-get update
-xargs -n 64 apt-get download </{BUILD_MOUNT}/packages
-xargs -n 64 apt-cache show </{BUILD_MOUNT}/packages >Records
+# What a build stage asks for comes with what that needs; an image's own packages are all known.
+xargs -r apt-get install --simulate --no-install-recommends </{BUILD_MOUNT}/asked >Simulated
+sed -n 's/^Inst \\([^ ]*\\) .*(\\([^ ]*\\) .*/\\1=\\2/p' Simulated | cat /{BUILD_MOUNT}/packages - | sort -u >Wanted
+xargs -n 64 apt-get download <Wanted
+xargs -n 64 apt-cache show <Wanted >Records
+rm Simulated Wanted
 """
 _FETCH_WHEELS = f"""\
 mkdir -p {_INSIDE}/wheels
@@ -60,9 +69,15 @@ done
 """
 
 
+_FETCH_ARCHIVES = _FETCH_WHEELS.replace("/wheels", "/sources").replace(
+    "--only-binary :all:",
+    "--no-binary :all: --no-build-isolation",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An unpacked bundle: ``folder`` holds debs/, wheels/, compiled/ and with/; ``about`` is its bundle.json."""
+    """An unpacked bundle: ``folder`` holds debs/, wheels/, compiled/, sources/ and with/; ``about`` is its bundle.json."""
 
     folder: Path
     about: Mapping[str, Any]
@@ -72,10 +87,17 @@ class Bundle:
 
 
 def write_bundle(
-    image: Image, store: Store, out: Path, options: Options, progress: Progress, *, snapshots: Sequence[Path] = ()
+    image: Image,
+    store: Store,
+    out: Path,
+    options: Options,
+    progress: Progress,
+    *,
+    snapshots: Sequence[Path] = (),
+    compiler: bool = False,
 ) -> dict[str, Any]:
-    """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. Returns
-    bundle.json. Errors: UsageError, FetchError, EngineError, StoreError."""
+    """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With ``compiler``
+    what its build stages stand on comes along. Returns bundle.json. Errors: UsageError, FetchError, EngineError, StoreError."""
     chain = image.chain
     if (base := chain.definitions[0].final).bootstrap != "debootstrap":
         raise UsageError(
@@ -89,12 +111,18 @@ def write_bundle(
         raise UsageError("--with: two of the paths end in the same name, and a bundle keeps them by that")
     store.open_for_writing()
     with store.staging() as staging:
-        folder = _fetch(image, store, staging, options, progress)
+        folder = _fetch(image, store, _made(staging / "packages"), options, progress, compiler=compiler)
         _index_debs(folder / "debs", chain.stack.file.suite)
         files = {
             f"{part}/{path.name}": path for part in ("debs", "wheels") for path in sorted((folder / part).glob("*"))
         }
         files |= _compiled(chain, store, staging)
+        sources = _fetch_sources(chain, store, staging, options, progress)
+        files |= {
+            f"sources/{path.relative_to(sources).as_posix()}": path
+            for path in sorted(sources.rglob("*"))
+            if path.is_file()
+        }
         for name, path in sorted(given.items()):
             inside = (
                 sorted(item for item in path.rglob("*") if item.is_file() or item.is_symlink())
@@ -143,36 +171,89 @@ def _compiled(chain: Chain, store: Store, staging: Path) -> dict[str, Path]:
     return files
 
 
-def _fetch(image: Image, store: Store, staging: Path, options: Options, progress: Progress) -> Path:
+def _fetch(image: Image, store: Store, staging: Path, options: Options, progress: Progress, *, compiler: bool) -> Path:
     chain = image.chain
-    name, executor, _ = choose(options.engine)
-    lent = write_host_files(_made(staging / "mount"), site_supply(chain.stack, options.mirror))
-    (staging / "mount/packages").write_text("\n".join(_packages(image, store)) + "\n")
-    locks = [
-        file for layer in chain.layers for file in layer.files if file.source and file.destination.endswith(".lock")
-    ]
+    stages = _all_stages(item for layer in chain.layers for item in layer.taken) if compiler else []
+    below: list[Layer | BuildStage] = [*stages, *(layer for stage in stages for layer in stage.layers)]
+    asked = packages_of(step.stage for step in below if step.stage)
+    mount = _made(staging / "mount")
+    (mount / "packages").write_text("\n".join(_packages(image, store)) + "\n")
+    (mount / "asked").write_text("\n".join(asked))
+    files = [file for step in (*chain.layers, *below) for file in step.files]
+    locks = list(dict.fromkeys(file for file in files if _is_lock(file) and not _is_of_sources(file)))
+    _lend_locks(locks, mount)
+    script = _FETCH_DEBS + (_FETCH_WHEELS if locks else "")
+    with progress.step(f"fetch packages in {image.name}"):
+        _run_in(image.layers, script, chain.environment, chain, store, staging, options, progress)
+    return mount / "bundle"
+
+
+def _fetch_sources(chain: Chain, store: Store, staging: Path, options: Options, progress: Progress) -> Path:
+    """A folder of what the chain's build stages compile: pip takes a source distribution where its build can be asked for
+    its name, so in the stage's own layers."""
+    folder, kept = _made(staging / "sources"), dict[str, str]()
+    for number, stage in enumerate(_all_stages(item for layer in chain.layers for item in layer.taken)):
+        with progress.step(f"fetch the source of {stage.name}"):
+            for repository, commit in pinned_repositories(stage.stage.arguments):
+                kept |= keep_repository(repository, commit, folder)
+            locks = [file for file in stage.files if _is_of_sources(file)]
+            if not locks:
+                continue
+            own = _made(staging / f"source-{number}")
+            _lend_locks(locks, _made(own / "mount"))
+            layers = obtain_layers(chain, store, options, progress, stage.layers)
+            _run_in(layers, _FETCH_ARCHIVES, stage.environment, chain, store, own, options, progress)
+            for path in (own / "mount/bundle/sources").iterdir():
+                path.rename(folder / path.name)
+    if kept:
+        write_kept(kept, folder)
+    return folder
+
+
+def _all_stages(taken: Iterable[Taken]) -> list[BuildStage]:
+    """Those that other build stages take from, too."""
+    found: dict[str, BuildStage] = {}
+    for stage in stages_of(taken):
+        found |= {inner.cache_key: inner for inner in _all_stages(stage.taken)} | {stage.cache_key: stage}
+    return list(found.values())
+
+
+def _is_lock(file: File) -> bool:
+    return file.source is not None and file.destination.endswith(".lock")
+
+
+def _is_of_sources(file: File) -> bool:
+    return _is_lock(file) and file.destination.endswith("-source.lock")
+
+
+def _lend_locks(locks: Sequence[File], mount: Path) -> None:
     for number, file in enumerate(locks):
         assert file.source
-        shutil.copyfile(file.source, _made(staging / "mount/locks") / f"{number}-{file.source.name}")
-    script = _FETCH_DEBS + (_FETCH_WHEELS if locks else "")
+        shutil.copyfile(file.source, _made(mount / "locks") / f"{number}-{file.source.name}")
+
+
+def _run_in(
+    layers: Sequence[StoredLayer], script: str, environment: Mapping[str, str], chain: Chain, store: Store, staging: Path,
+    options: Options, progress: Progress,
+) -> None:  # fmt: skip
+    """Errors: FetchError."""
+    _, executor, _ = choose(options.engine)
+    lent = write_host_files(staging / "mount", site_supply(chain.stack, options.mirror))
     lines: list[str] = []
 
     def log(line: str) -> None:
         lines.append(line)
         progress.note(line)
 
-    settings = {**chain.environment, **build_environment(chain.stack.file.epoch), **lent}
+    settings = {**environment, **build_environment(chain.stack.file.epoch), **lent}
     # pip knows no SSL_CERT_FILE, and a site's authority may be in the host's bundle only.
     settings |= {"PIP_CERT": lent.get("PIP_CERT", "/etc/ssl/certs/ca-certificates.crt")}
-    job = prepare_job("bundle", script, settings, image.layers, store, staging, log=log)
-    with progress.step(f"fetch packages in {image.name} ({name})"):
-        try:
-            executor.try_run(job)
-        except JobFailed as error:
-            tail = "\n".join(f"  {line}" for line in lines[-12:])
-            raise FetchError(f"{image.name}: what it was built from could not be fetched. The last lines:\n{tail}",
-                             hint="a version that is gone from the mirror: build.py lock, build again, then bundle") from error  # fmt: skip
-    return staging / "mount/bundle"
+    try:
+        executor.try_run(prepare_job("bundle", script, settings, layers, store, staging, log=log))
+    except JobFailed as error:
+        tail = "\n".join(f"  {line}" for line in lines[-12:])
+        raise FetchError(f"{chain.recipe.name}: what it was built from could not be fetched. The last lines:\n{tail}",
+                         hint="a version that is gone from the mirror: build.py lock, build again, then bundle") from error  # fmt: skip
 
 
 def _made(folder: Path) -> Path:
@@ -183,9 +264,8 @@ def _made(folder: Path) -> Path:
 def _packages(image: Image, store: Store) -> list[str]:
     """Every Debian package a layer has, had, or asks for: name=version, or the name alone where no version is known."""
     locked = image.chain.stack.apt_lock().packages
-    wanted = {
-        name: locked.get(name, "") for definition in image.chain.definitions for name in asked_packages(definition)
-    }
+    stages = [stage for definition in image.chain.definitions for stage in definition.stages]
+    wanted = {name: locked.get(name, "") for name in packages_of(stages)}
     for layer in image.layers:
         with store.blob_path(layer.digest).open("rb") as blob:
             reader = SquashfsReader(blob)
@@ -339,7 +419,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _is_plain(name: str) -> bool:
-    return posixpath.normpath(name) == name and name.split("/")[0] in ("debs", "wheels", "compiled", "with")
+    return posixpath.normpath(name) == name and name.split("/")[0] in PARTS
 
 
 def check_bundle(bundle: Bundle, chain: Chain) -> None:
@@ -375,13 +455,14 @@ def take_compiled(bundle: Bundle, store: Store) -> None:
 def bundle_supply(bundle: Bundle, chain: Chain) -> Supply:
     """Packages from the bundle, and from nowhere else."""
     inside = f"/{BUILD_MOUNT}/cache/{bundle.folder.name}"
-    wheels = f"{inside}/wheels"
+    wheels, sources = f"{inside}/wheels", f"{inside}/sources"
     environment = {
         "UV_OFFLINE": "1",
         "UV_NO_INDEX": "1",
         "UV_FIND_LINKS": wheels,
         "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": wheels,
+        "PIP_FIND_LINKS": f"{wheels} {sources}",
+        **lend_kept(bundle.folder / "sources", sources),
     }
     return Supply(None, f"deb [trusted=yes] file:{inside}/debs ./\n", chain.stack.apt_lock().packages, environment,
                   debs=bundle.folder / "debs")  # fmt: skip

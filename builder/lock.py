@@ -16,12 +16,12 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from builder.debootstrap import apt_sources, preferences
-from builder.definition import Definition, read_definition
+from builder.definition import Definition, Stage, read_definition
 from builder.errors import DefinitionError, DriftError, FetchError
 from builder.files import read_yaml, write_whole
 from builder.process import ProcessError, run, which
@@ -189,8 +189,12 @@ def _version_differences(before: Mapping[str, str], after: Mapping[str, str]) ->
 
 def asked_packages(definition: Definition) -> list[str]:
     """The Debian packages that a definition names: in Include:, and in the `apt-get install` lines of its scripts."""
+    return packages_of(definition.stages)
+
+
+def packages_of(stages: Iterable[Stage]) -> list[str]:
     words: list[str] = []
-    for stage in definition.stages:
+    for stage in stages:
         words += stage.header.get("include", "").replace(",", " ").split()
         for match in _INSTALL.finditer(stage.post.replace("\\\n", " ")):
             with contextlib.suppress(ValueError):

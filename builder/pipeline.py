@@ -199,6 +199,15 @@ def _named(chain: Chain, store: Store, layers: Sequence[StoredLayer]) -> Image:
     return Image(name=name, image_id=image_id, config=config, chain=chain, layers=tuple(layers))
 
 
+def obtain_layers(
+    chain: Chain, store: Store, options: Options, progress: Progress, layers: Sequence[Layer]
+) -> list[StoredLayer]:
+    """Layers that a build stage of ``chain`` stands on, made where the store has them not. Errors: as build()'s."""
+    store.open_for_writing()
+    with store.building(layer.cache_key for layer in layers):
+        return _Build(chain, store, options, progress).obtain_layers(layers)
+
+
 def adopt_wheel(
     chain: Chain, store: Store, options: Options, progress: Progress, wheel: Path, sha256: str | None = None
 ) -> StoredResult:
@@ -397,7 +406,8 @@ class _Build:
         assert step.stage is not None
         (staging / "mount").mkdir()
         lent = write_host_files(staging / "mount", self.supply)
-        lent = {**lent, **lend_repositories(step.stage.arguments, staging / "mount")}
+        if "GIT_CONFIG_COUNT" not in self.supply.environment:  # else a bundle says where git goes
+            lent = {**lent, **lend_repositories(step.stage.arguments, staging / "mount")}
         job = prepare_job(
             step.name, step.stage.post, {**step.environment, **build_environment(step.epoch), **lent, **(settings or {})},
             lower, self.store, staging, files=files, log=log,

@@ -25,7 +25,7 @@ FILES = {"debs/Packages": b"Package: a\n", "wheels/a-1-py3-none-any.whl": b"whee
 
 def index(files: Mapping[str, bytes], **more: Any) -> dict[str, Any]:
     facts = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    return {"format": 1, "recipe": "own", "stack": "tiny", "platform": platform(), "locks": {}, "files": facts, **more}
+    return {"format": 2, "recipe": "own", "stack": "tiny", "platform": platform(), "locks": {}, "files": facts, **more}
 
 
 def write(
@@ -113,7 +113,7 @@ def test_half_a_bundle_and_no_bundle(tmp_path: Path, store: Store) -> None:
     (tmp_path / "text").write_text("x" * 5000)
     with pytest.raises(StoreError, match="no whole bundle"):
         opened(tmp_path / "text", store)
-    write(tmp_path / "new", index(FILES, format=2), FILES)
+    write(tmp_path / "new", index(FILES, format=1), FILES)
     with pytest.raises(StoreError, match="is no bundle, or one of another version"):
         opened(tmp_path / "new", store)
     with pytest.raises(StoreError, match="No such file"):

@@ -13,7 +13,7 @@ import pytest
 
 from builder.errors import FetchError
 from builder.process import which
-from builder.sources import lend_repositories
+from builder.sources import keep_repository, lend_kept, lend_repositories, pinned_repositories, write_kept
 from test_images_text import IMAGES, load
 
 REPOSITORY = "https://example.invalid/lab/thing"
@@ -98,6 +98,39 @@ def test_a_mirror_is_named_by_git_s_own_configuration(
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     with pytest.raises(FetchError, match=f"the mirror {mirror} of {REPOSITORY} cannot be read"):
         lend_repositories({"a_repository": REPOSITORY}, mount)
+
+
+def test_a_commit_and_its_submodules_are_kept_for_where_there_is_no_network(
+    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, outer = git(mirror, "rev-parse", "v1"), tmp_path / "outer"
+    outer.mkdir()
+    git(outer, "init", "--quiet")
+    git(outer, "-c", "protocol.file.allow=always", "submodule", "--quiet", "add", f"file://{mirror}", "inner")
+    git(outer / "inner", "checkout", "--quiet", first)
+    git(outer, "add", ".")
+    git(outer, "commit", "--quiet", "-m", "with a submodule")
+    (outer / "later").touch()
+    git(outer, "add", ".")
+    git(outer, "commit", "--quiet", "-m", "a later one")
+    commit, repository, folder = git(outer, "rev-parse", "HEAD~1"), f"file://{outer}", tmp_path / "sources"
+    arguments = {"outer_repository": repository, "outer_commit": commit, "none_repository": "", "none_commit": "x"}
+    assert pinned_repositories(arguments) == [(repository, commit)]
+    folder.mkdir()
+    write_kept(kept := keep_repository(repository, commit, folder), folder)
+    assert kept.keys() == {repository, f"file://{mirror}"}
+    with pytest.raises(FetchError, match=f"the commit {'0' * 40} could not be fetched"):
+        keep_repository(repository, "0" * 40, folder)
+    shutil.rmtree(mirror)
+    shutil.rmtree(outer)
+    # As a bundle has it: files alone, no empty folders.
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    assert source(repository, commit, tmp_path / "out", env=lend_kept(folder, str(folder))) == (0, "")
+    assert (tmp_path / "out/inner/a.txt").read_text() == "one\n"
+    assert not (tmp_path / "out/later").exists()
+    assert lend_kept(tmp_path / "out", "/x") == {}
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")

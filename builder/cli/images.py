@@ -386,6 +386,7 @@ def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (default: ./<recipe>.bundle).")
 @click.option("--with", "snapshots", multiple=True, type=click.Path(path_type=Path), metavar="PATH",
               help="A model or data set to put in, a file or a folder; may repeat.")  # fmt: skip
+@click.option("--compiler", is_flag=True, help="Also what build stages stand on, to compile for other GPUs there.")
 @click.option("--engine", default="auto", metavar="auto|apptainer|buildah|docker", help="What fetches the packages.")
 @chain_options
 @json_option
@@ -396,6 +397,7 @@ def bundle(
     recipe: str,
     output: Path | None,
     snapshots: tuple[Path, ...],
+    compiler: bool,
     engine: str,
     stack: str | None,
     gpu_arch: str | None,
@@ -409,7 +411,7 @@ def bundle(
       build.py bundle lora-opencalm -o lora-opencalm.bundle
       build.py bundle hello --with models/open-calm-3b
     """
-    from builder.bundle import write_bundle
+    from builder.bundle import PARTS, write_bundle
     from builder.executors import check_name
     from builder.inspect import stored_image
     from builder.pipeline import Options
@@ -420,12 +422,9 @@ def bundle(
     made = stored_image(chain, store)
     out = output or Path(f"{made.name}.bundle")
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"))
-    about = write_bundle(made, store, out, options, Progress(), snapshots=snapshots)
+    about = write_bundle(made, store, out, options, Progress(), snapshots=snapshots, compiler=compiler)
     total = out.stat().st_size
-    parts = {
-        part: sum(name.startswith(f"{part}/") for name in about["files"])
-        for part in ("debs", "wheels", "compiled", "with")
-    }
+    parts = {part: sum(name.startswith(f"{part}/") for name in about["files"]) for part in PARTS}
     if as_json:
         click.echo(json.dumps({"file": str(out), "size": total, **parts}))
         return

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,11 +35,12 @@ From: python.sif
 %files
     files/source.py /opt/ekiben/source.py
     files/compile.py /opt/ekiben/compile.py
+    files/tools.lock /opt/ekiben/locks/tools.lock
 
 %post
     apt-get update
     apt-get install -y --no-install-recommends gcc libc6-dev libpython3.11-dev git
-    uv pip install --python /opt/venv/bin/python setuptools==81.0.0 wheel==0.48.0 ninja==1.13.2
+    uv pip install --python /opt/venv/bin/python --require-hashes --requirement /opt/ekiben/locks/tools.lock
 
 %environment
     export TOOLS=here
@@ -168,6 +171,8 @@ def make_tiny(room: Room, place: Path) -> Tiny:
     for name in ("source.py", "compile.py"):
         made.write(f"files/{name}", (room.checkout / "images" / name).read_text())
     made.write("files/device.so", extension("sm_90"))
+    locked = [locked_block(room.checkout, name) for name in ("ninja", "packaging", "setuptools", "wheel")]
+    made.write("files/tools.lock", "".join(locked))
     shutil.copytree(room.checkout / "images/stacks/cu130", made.path / "images/stacks/small")
     (made.path / "images/stacks/small/SHA256SUMS").unlink()
     made.stack()
@@ -176,6 +181,12 @@ def make_tiny(room: Room, place: Path) -> Tiny:
         json.dumps({"name": "own", "description": "a test", "stack": "small", "layer": "tiny", "tasks": {}}),
     )
     return made
+
+
+def locked_block(checkout: Path, name: str) -> str:
+    """A package's lines of cu130's lock files."""
+    text = "".join(path.read_text() for path in sorted((checkout / "images/stacks/cu130").glob("*.lock")))
+    return next(block for block in re.split(r"^(?=\S)", text, flags=re.MULTILINE) if block.startswith(f"{name}=="))
 
 
 @dataclass(frozen=True)
@@ -386,3 +397,46 @@ def test_a_compile_that_runs_out_of_something(cli: Cli, tiny: Tiny, store_with: 
     if "1 jobs side by side" not in said.split("stage tiny.build: ")[1]:
         assert "a compiler was killed for lack of memory; on with half the jobs" in said
     assert wheels(store)[0]["notes"]["jobs"] == 1
+
+
+def test_a_bundle_has_the_sources_and_with_the_compiler_compiles_offline(
+    cli: Cli, tiny: Tiny, room: Room, store_with: Callable[..., Path]
+) -> None:
+    """A git source, and a source distribution: setuptools' own, which builds itself and so needs nothing else."""
+    tiny.replace("images/tiny.def", "    files/device.so /opt/device.so\n",
+                 "    files/device.so /opt/device.so\n    files/more-source.lock /opt/more-source.lock\n")  # fmt: skip
+    tiny.replace("images/tiny.def", '    echo "for',
+                 '    python /opt/ekiben/source.py /opt/more-source.lock "$EKIBEN_WORK/more"\n'
+                 '    test -e "$EKIBEN_WORK/more/setup.py"\n    echo "for')  # fmt: skip
+    tiny.write("files/more-source.lock", locked_block(room.checkout, "setuptools"))
+    place, store, sif = tiny.path.parent, store_with(ME, "base", "python", "tools"), ("--format", "sif", "--no-verify")
+    online = cli.image(store, tiny.path, "--engine", "apptainer", *sif, cwd=place, env=tiny.settings)
+    words = ("bundle", tiny.path, "-o", place / "own.bundle", "--compiler", "--engine", "apptainer", "--json")
+    about = json.loads(cli.run("--store", store, *words, cwd=place, env=tiny.settings).stdout)
+    assert about["compiled"] == 2
+    with tarfile.open(place / "own.bundle") as tar:
+        names = {name.removeprefix("sources/") for name in tar.getnames() if name.startswith("sources/")}
+    assert "setuptools-81.0.0.tar.gz" in names
+    assert [name for name in names if name.endswith(f".git/refs/heads/of-{tiny.commit}")]
+
+    # From here on there is no network, and no mirror.
+    tiny.stack()
+    commit = tiny.commit
+    shutil.rmtree(tiny.mirror)
+    alone = ("unshare", "--net")
+    offline = ("--engine", "apptainer", "--bundle", place / "own.bundle", *sif)
+    other = store_with(ME, "base", "python")
+    made = cli.image(other, tiny.path, *offline, cwd=place, prefix=alone)
+    assert made["built"] == ["tiny", "own"]
+    assert made["layers"] == online["layers"]
+    assert wheels(other)[0] == wheels(store)[0]
+
+    tiny.write("files/device.so", extension("sm_80"))
+    stack = json.loads((tiny.path / "images/stacks/small/stack.yaml").read_text())
+    assert stack["arguments"]["tiny_commit"] == commit
+    tiny.write("images/stacks/small/stack.yaml", json.dumps({**stack, "compute_capabilities": ["8.0"]}))
+    made = cli.image(other, tiny.path, *offline, cwd=place, prefix=alone)
+    assert {"tiny", "own"} <= set(made["built"])
+    (wheel,) = (item for item in wheels(other) if item["inputs"]["capabilities"] == ["8.0"])
+    assert wheel["origin"] == "compiled"
+    assert wheel["notes"]["extensions"]["tiny_device.so"] == ["sm_80"]
