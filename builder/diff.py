@@ -20,6 +20,7 @@ from builder.contents import (
 )
 from builder.layer import Entry, Member, sort_key
 from builder.squashfs import SquashfsReader
+from builder.store import StoredLayer
 
 _SHOWN = 12  # lines of one kind on the screen
 
@@ -33,19 +34,19 @@ def compare(before: Opened, after: Opened) -> dict[str, Any]:
     python = [python_versions(tree) for tree in trees]
     debian = [_debian_versions(image) for image in (before, after)]
     files = _compare_files(before, after, trees)
-    packages = {"python": _changes(*python), "debian": _changes(*debian)}
+    packages = {"python": changes(*python), "debian": changes(*debian)}
     return {
         "before": {"name": before.name, "size": before.size, "layers": len(before.parts)},
         "after": {"name": after.name, "size": after.size, "layers": len(after.parts)},
-        "layers": _compare_layers(before.parts, after.parts),
+        "layers": compare_layers(before.parts, after.parts),
         "packages": packages,
-        "environment": _changes(before.environment, after.environment),
+        "environment": changes(before.environment, after.environment),
         "files": files,
         "other_files": _unexplained(files, packages, (before, after), trees),
     }
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, Any]:
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, Any]:
     return {
         "added": {name: after[name] for name in sorted(after.keys() - before.keys())},
         "removed": {name: before[name] for name in sorted(before.keys() - after.keys())},
@@ -54,7 +55,7 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, A
     }  # fmt: skip
 
 
-def _compare_layers(before: Sequence[Part], after: Sequence[Part]) -> list[dict[str, Any]]:
+def compare_layers(before: Sequence[Part | StoredLayer], after: Sequence[Part | StoredLayer]) -> list[dict[str, Any]]:
     one, other = ({part.name: part for part in parts} for parts in (before, after))
     rows = []
     for name in dict.fromkeys([*one, *other]):

@@ -6,11 +6,13 @@
             <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins its sha256
             <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c`
             <name>-<version>-<digest12>.cdx.json      what is in it: a bill of materials (builder/sbom.py)
-        <name>-<version>-<digest12>.json          its record, see below
+            <name>-<version>-<digest12>.json          its record, see below
             <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+            <name>-<version>-<digest12>.runs/         records of runs with it, kept by builder/catalog/runs.py
             current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
         store/                                    the layers by key (builder/store.py, builder/shared.py); an image of it
                                                   for each record, under the same name
+        catalog/                                  pages about all this, when builder/catalog wrote them
         trash/                                    what prune moved aside, until nobody can have it open
 
 A version of an image is there when its record is: the record is written last, and removed first. Whatever else belongs to
@@ -261,14 +263,7 @@ def _write_readme(shared: SharedStore) -> None:
 
 
 def _write(shared: SharedStore, path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as stream:
-            stream.write(data)
-        shared.settle(temporary, 0o444)
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    shared.write_file(path, data)
 
 
 def _link(folder: Path, name: str, target: str) -> None:
@@ -426,8 +421,8 @@ def _discard_strays(shared: SharedStore, folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             stray = path.name.startswith(".") or (
-                path.name.endswith((".sif", ".sif.sha256", BILL)) and not path.is_symlink()
-                and path.name.removesuffix(BILL).removesuffix(".sha256").removesuffix(".sif") not in kept
+                path.name.endswith((".sif", ".sif.sha256", BILL, ".runs")) and not path.is_symlink()
+                and path.name.removesuffix(".runs").removesuffix(BILL).removesuffix(".sha256").removesuffix(".sif") not in kept
             )  # fmt: skip
             if stray and path.lstat().st_mtime < time.time() - _DAY:
                 shared.discard(path)

@@ -146,6 +146,17 @@ class SharedStore(Store):
     def settle(self, path: Path, mode: int) -> None:
         self.policy.settle(path, mode)
 
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A small file that is no blob, whole or not at all."""
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            with temporary.open("xb") as stream:
+                stream.write(data)
+            self.settle(temporary, 0o444)
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def _make_folder(self, folder: Path) -> None:
         inside = folder.relative_to(self.place)
         for part in reversed([inside, *inside.parents]):
@@ -201,7 +212,7 @@ class SharedStore(Store):
                 if when.isdigit() and int(when) <= time.time() - older_than:
                     total += path.lstat().st_size
                     if not dry_run:
-                        path.unlink()
+                        remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return total
 
     def ref_time(self, name: str) -> float:

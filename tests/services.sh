@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
-#   tests/services.sh install [NAME…]   docker apptainer buildah registry slurm gridengine (these when none is named)
-#                                       peers browser
+#   tests/services.sh install [NAME…]   docker apptainer buildah registry slurm gridengine browser (these when none is named)
+#                                       peers
 #   tests/services.sh start [NAME…]     docker registry slurm gridengine (these when none is named)
 #   tests/services.sh env               what is there, one line each
 set -euo pipefail
@@ -38,7 +38,7 @@ packages() {
         gridengine) echo gridengine-master gridengine-exec gridengine-client ;;
         peers) echo charliecloud podman skopeo umoci ;;
         browser) echo chromium ;;
-        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm gridengine peers browser" 2 ;;
+        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm gridengine browser peers" 2 ;;
     esac
 }
 
@@ -48,7 +48,7 @@ is_installed() { dpkg-query -W -f '${db:Status-Status}\n' "$1" 2>/dev/null | gre
 
 install() {
     local group wanted="" groups=("$@")
-    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry slurm gridengine)
+    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry slurm gridengine browser)
     has apt-get || die "needs apt-get: this script knows Debian and its relatives only" 4
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh install ${groups[*]}" 4
     for group in base "${groups[@]}"; do

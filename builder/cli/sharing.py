@@ -141,3 +141,48 @@ def pull(store_path: Path | None, /, reference: str, output: Path | None, as_jso
         return
     click.echo(f"pulled  {product.place}  {size(product.size)}  {digest[:19]}{'' if product.made else '  (was there)'}")
     click.echo(f"run     singularity exec --nv {product.place}")
+
+
+@main.command()
+@click.argument("place", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The folder of pages (default: DIR/catalog).")
+@click.option("--runs", type=click.Path(path_type=Path), multiple=True, metavar="PATH",
+              help="Look here for run.json of finished runs, and keep what may be shared with the versions they used; may repeat.")  # fmt: skip
+@json_option
+@click.pass_obj
+def catalog(
+    store_path: Path | None, /, place: Path, output: Path | None, runs: tuple[Path, ...], as_json: bool
+) -> None:
+    """Write what was published to DIR as pages: contents, GPUs, how to run it, runs, changes; from file:// or a web server.
+
+    \b
+    Examples:
+      build.py catalog /groups/lab/ekiben
+      build.py catalog /groups/lab/ekiben --runs /groups/lab/results --runs ~/results
+      build.py catalog /groups/lab/ekiben -o ~/public_html/images
+    """
+    from builder.catalog import make_catalog
+    from builder.shared import open_shared
+    from builder.store import Store, default_root
+
+    place = place.expanduser().absolute()
+    own = store_path.expanduser().absolute() if store_path else default_root()
+    made = make_catalog(place, Store(own, open_shared(place)), out=output.expanduser().absolute() if output else None,
+                        runs=[path.expanduser() for path in runs], tell=lambda line: click.echo(line, err=True))  # fmt: skip
+    images, taken = made.catalog["images"], made.runs
+    for item in (*made.catalog["skipped"], *({"file": file, "why": why} for file, why in taken.broken)):
+        click.echo(f"left out: {item['file']}: {item['why']}", err=True)
+    if as_json:
+        click.echo(
+            json.dumps({"path": str(made.out), "images": len(images), "versions": sum(len(one["versions"]) for one in images),
+                        "runs": {"new": taken.new, "known": taken.known, "unfinished": taken.unfinished, "others": taken.others},
+                        "skipped": made.catalog["skipped"]}, indent=1)
+        )  # fmt: skip
+        return
+    if runs:
+        click.echo(
+            f"runs     {len(taken.new)} new, {taken.known} known, {taken.unfinished} not finished, {taken.others} of no image here"
+        )
+    click.echo(
+        f"written  {made.out}/index.html  {len(images)} images, {sum(len(one['versions']) for one in images)} versions"
+    )

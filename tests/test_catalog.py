@@ -1,0 +1,477 @@
+"""The catalogue: what is in it, what is left out, and that no name in it is more than a name."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builder import catalog as module
+from builder.catalog import Made, make_catalog
+from builder.catalog.gather import Contents
+from builder.catalog.pages import HERE, plots
+from builder.catalog.runs import reduced
+from builder.cubins import DeviceCode
+from builder.errors import UsageError
+from builder.facts import LayerFacts, _keep
+from builder.publish import prune
+from builder.shared import SharedStore, open_shared
+from builder.squashfs import SquashfsReader
+from builder.store import Store
+from catalog_samples import HOSTILE, SPEEDS, image, run_record, write
+from own_recipe import Own, RunCli
+from test_publish import put, put_next, store
+
+__all__ = ["store"]  # the fixture
+
+
+def make(place: Path, **options: Any) -> Made:
+    own = Store(place.parent / "of-the-reader", open_shared(place))
+    return make_catalog(place, own, **{"out": None, "runs": [], "tell": lambda line: None, **options})
+
+
+def page(made: Made, name: str = "images/own.html") -> str:
+    return (made.out / name).read_text()
+
+
+def edit(record: Path, **changes: Any) -> None:
+    data = json.loads(record.read_bytes())
+    record.chmod(0o644)
+    record.write_text(json.dumps({**data, **changes}))
+
+
+# ------------------------------------------------------------------------------------------------------------ what is in it
+
+
+def test_two_versions_and_what_changed(flat: Own, store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "lab"
+    first = put(flat, store, place, version="1", tags=["paper"], pin=True)
+    second = put_next(flat, store, place, version="2")
+    sbom = second.sif.with_suffix(".cdx.json")
+    assert sbom.exists()
+    first.sif.with_suffix(".cdx.json").unlink()  # of a publisher before there were any
+    made = make(place)
+    assert made.out == place / "catalog"
+    assert {str(path.relative_to(made.out)) for path in made.out.rglob("*") if path.is_file()} == {
+        "index.html", "catalog.json", "images/own.html",
+    }  # fmt: skip
+    data = json.loads((made.out / "catalog.json").read_bytes())
+    assert data == made.catalog
+    (own,) = data["images"]
+    assert (own["name"], own["recipe"], own["current"]) == ("own", "own", second.sif.stem)
+    newest, oldest = own["versions"]
+    assert (oldest["tags"], oldest["pinned"], oldest["sbom"], oldest["changes"]) == (["paper"], True, None, None)
+    assert (newest["tags"], newest["pinned"], newest["sbom"], newest["unread"]) == (["current"], False, sbom.name, None)
+    changes = newest["changes"]
+    assert changes["before"] == first.sif.stem
+    assert {row["name"] for row in changes["layers"]} == {"roof", "own"}
+    assert [line for line in changes["files"]["roof"] if line.startswith("opt/data/data.txt: ") and "content" in line]
+    shown = page(made)
+    assert f"{place}/images/own/current greet" in shown.replace("<span>", "").replace("</span>", "")
+    assert f'href="../../images/own/{sbom.name}"' in shown
+    assert (made.out / "images" / f"../../images/own/{sbom.name}").resolve() == sbom.resolve()
+    assert "opt/data/data.txt" in shown
+    assert 'href="images/own.html"' in page(made, "index.html")
+
+
+def test_what_is_documented_is_there(flat: Own, store: Store, tmp_path: Path) -> None:
+    put(flat, store, tmp_path / "lab")
+    said = module.__doc__ or ""
+    catalog = make(tmp_path / "lab").catalog
+    (own,) = catalog["images"]
+    names = {*catalog, *own, *own["versions"][0], *image("x")["versions"][0], *image("x")["versions"][0]["changes"]}
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", said)] == []
+    assert own["versions"][0].keys() == image("x")["versions"][0].keys()  # so the samples are of use
+
+
+def test_the_same_place_gives_the_same_bytes_and_its_readers_read_them(flat: Own, store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "lab"
+    put(flat, store, place)
+    place.chmod(0o2750)
+    before, mask = {}, os.umask(0o077)
+    try:
+        for _ in range(2):
+            made = make(place)
+            found = {path.relative_to(made.out): path.read_bytes() for path in made.out.rglob("*") if path.is_file()}
+            assert before in ({}, found)
+            before = found
+    finally:
+        os.umask(mask)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in made.out.rglob("*") if path.is_file()}
+    assert modes == {0o440}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (made.out, made.out / "images")} == {0o2750}
+    assert {path.name for path in place.iterdir()} == {"README", "images", "store", "trash", "catalog"}
+
+
+def test_gpus_are_those_of_the_device_code(flat: Own, store: Store, tmp_path: Path) -> None:
+    """Facts as they would be kept of a layer with torch: no such layer is made here."""
+    done = put(flat, store, tmp_path / "lab")
+    held = DeviceCode({("sm_80", "sm_90", "compute_90"): 1})
+    reader = Store(tmp_path / "reader", open_shared(tmp_path / "lab"))
+    top = done.record["layers"][-1]
+    _keep(
+        reader,
+        f"facts-{top['digest'][7:]}",
+        LayerFacts(libraries={"opt/libtorch_cuda.so": held}, packages={"torch": "2.11.0"}, torch_cuda="13.0"),
+    )
+    found = Contents(reader, lambda line: None).of(done.record)
+    assert {gpu["capability"]: gpu["level"] for gpu in found["gpus"]} == {
+        "7.0": "fail", "7.5": "fail", "8.0": "fine", "8.6": "fine", "8.9": "fine", "9.0": "fine", "10.0": "but", "10.3": "but", "12.0": "but",
+    }  # fmt: skip
+    assert found["driver"] == {"least": "580.65.06", "own": "580.65.06"}
+    assert found["device_code"] == ["sm_80", "sm_90", "compute_90"]
+
+
+def test_a_layer_that_is_gone_leaves_the_rest(flat: Own, store: Store, tmp_path: Path) -> None:
+    done = put(flat, store, tmp_path / "lab")
+    open_shared(tmp_path / "lab").own_path(done.record["layers"][0]["digest"]).unlink()
+    made = make(tmp_path / "lab")
+    (version,) = made.catalog["images"][0]["versions"]
+    assert version["unread"] == "layer ground is not in the place's store"
+    assert "layer ground is not in the place" in page(made)
+
+
+def test_an_empty_place(tmp_path: Path) -> None:
+    SharedStore(tmp_path / "lab").open_for_writing()
+    made = make(tmp_path / "lab")
+    assert made.catalog["images"] == []
+    assert "Nothing was published here yet" in page(made, "index.html")
+
+
+def test_a_module_and_a_signature_are_shown_where_they_are(flat: Own, store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "the lab"
+    done = put(flat, store, place)
+    assert "module load" not in page(make(place))
+    (place / "modulefiles/ekiben/own").mkdir(parents=True)
+    edit(done.sif.with_suffix(".json"), signature={"fingerprint": "9F3A55", "user": "Tanaka <t@example.org>"})
+    made = make(place)
+    (way,) = (way for way in made.catalog["images"][0]["commands"] if "Modules" in way["title"])
+    assert way["lines"] == [f"module use '{place}/modulefiles'", "module load ekiben/own", "greet"]
+    assert "Tanaka &lt;t@example.org&gt;" in page(made)
+
+
+def test_lines_for_a_shell_are_whole_words(tmp_path: Path) -> None:
+    """Under a path with a blank and quotes, each line is what a shell takes apart as meant."""
+    from builder.catalog.gather import commands
+
+    folder = tmp_path / "o'the $lab" / "images" / "own"
+    version = {**image("own")["versions"][0], "file": "own-1-000000000000.sif", "tasks": {"greet": "x"}}
+    for way in commands(folder.parent.parent, folder, version, "own", False):
+        for line in way["lines"]:
+            words = subprocess.run(["bash", "-nc", line], capture_output=True, text=True, check=False)
+            assert words.returncode == 0, line
+    slurm = next(
+        way for way in commands(folder.parent.parent, folder, version, "own", False) if way["title"] == "Slurm"
+    )
+    said = subprocess.run(
+        ["bash", "-c", slurm["lines"][0].replace("sbatch", "printf '%s\\n'", 1)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    inner = said.stdout.splitlines()[-1]
+    again = subprocess.run(
+        ["bash", "-c", inner.replace("singularity", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
+    )
+    assert again.stdout.splitlines()[-2:] == [str(folder / version["file"]), "greet"]
+
+
+# ------------------------------------------------------------------------------------------------------------ what is wrong
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ("{", "is not JSON"), ("[]", "should be an object"), ("{}", "has no 'format'"), ('{"format": true}', "'format' is True"),
+    ("[" * 100_000, "is not JSON"),
+])  # fmt: skip
+def test_a_broken_record_is_left_out_and_named(
+    flat: Own, store: Store, tmp_path: Path, content: str, said: str
+) -> None:
+    done = put(flat, store, tmp_path / "lab")
+    name = "own-0-0123456789ab.json"
+    done.sif.with_name(name).write_text(content)
+    made = make(tmp_path / "lab")
+    (skipped,) = made.catalog["skipped"]
+    assert skipped["file"] == f"images/own/{name}"
+    assert said in skipped["why"]
+    assert len(made.catalog["images"][0]["versions"]) == 1
+    assert name in page(made, "index.html")
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"format": 2}, "of format 2"), ({"file": "../../../etc/passwd"}, "is of another file"), ({"name": "other"}, "is of another file"),
+    ({"size": 1}, "bytes of 1"), ({"tasks": {"a": 1}}, "'tasks' should map"), ({"layers": [1]}, "a layer should be an object"),
+    ({"layers": [{"name": "x"}]}, "a layer has no 'cache_key'"), ({"checks": [{"runtime": "x", "seconds": "y"}]}, "'seconds' is 'y'"),
+])  # fmt: skip
+def test_a_record_that_is_not_what_it_should_be(
+    flat: Own, store: Store, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    done = put(flat, store, tmp_path / "lab")
+    edit(done.sif.with_suffix(".json"), **changes)
+    made = make(tmp_path / "lab")
+    assert made.catalog["images"] == []
+    assert said in made.catalog["skipped"][0]["why"]
+
+
+def test_only_a_catalogue_is_replaced(flat: Own, store: Store, tmp_path: Path) -> None:
+    put(flat, store, tmp_path / "lab")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("x")
+    with pytest.raises(UsageError, match="is there, and is no catalogue"):
+        make(tmp_path / "lab", out=tmp_path / "mine")
+    assert (tmp_path / "mine/thesis.txt").exists()
+    (tmp_path / "empty").mkdir()
+    made = make(tmp_path / "lab", out=tmp_path / "empty")
+    assert "../images" not in page(made)  # a link would not lead there
+    (made.out / "images/gone.html").write_text("of an image that was pruned")
+    assert not (make(tmp_path / "lab", out=made.out).out / "images/gone.html").exists()
+    with pytest.raises(UsageError, match="cannot be written: No such file"):
+        make(tmp_path / "lab", out=tmp_path / "no/such/folder")
+
+
+def test_what_was_there_stays_when_it_cannot_be_written(
+    flat: Own, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(flat, store, tmp_path / "lab")
+    made = make(tmp_path / "lab", out=tmp_path / "pages")
+    before, rename = page(made), os.rename
+
+    failed: list[Any] = []
+
+    def fail_once(source: Any, target: Any, **options: Any) -> None:
+        if Path(target) == made.out and not failed:
+            failed.append(source)
+            raise OSError(28, "No space left on device")
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", fail_once)
+    with pytest.raises(UsageError, match="No space left"):
+        make(tmp_path / "lab", out=made.out)
+    assert failed
+    assert page(made) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".pages")] == []
+
+
+# ------------------------------------------------------------------------------------------------------------ strangers' words
+
+
+class Seen(html.parser.HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize(
+    "text", [HOSTILE, "javascript:alert(1)", "</style></title></script><svg/onload=alert(1)>", "\u202e\x00\ud800"]
+)
+def test_a_hostile_name_is_a_name(tmp_path: Path, text: str) -> None:
+    out = write(tmp_path / "catalog", text)
+    style, script = ((HERE / name).read_text() for name in ("style.css", "sort.js"))
+    pages = list(out.rglob("*.html"))
+    assert len(pages) == 4
+    clean = {tag for path in write(tmp_path / "clean").rglob("*.html") for tag, _ in Seen(path.read_text()).tags}
+    for path in pages:
+        shown = path.read_text()
+        seen = Seen(shown)
+        assert {tag for tag, _ in seen.tags} <= {*clean, "ul", "li"}
+        assert [tag for tag, _ in seen.tags].count("script") == 1
+        assert f"<script>{script}</script>" in shown
+        assert f"<style>{style}</style>" in shown
+        assert [
+            name
+            for _, attributes in seen.tags
+            for name in attributes
+            if name.startswith("on") or name in ("style", "src")
+        ] == []
+        for tag, attributes in seen.tags:
+            if "href" in attributes:
+                assert re.match(r"(#|\.\./|images/|index\.html|catalog\.json|data:,$)", attributes["href"] or ""), (
+                    tag,
+                    attributes,
+                )
+    if text.isprintable():
+        assert text in Seen((out / "images/hello.html").read_text()).text
+
+
+def test_a_hostile_record_on_the_disk(flat: Own, store: Store, tmp_path: Path) -> None:
+    done = put(flat, store, tmp_path / "lab")
+    record = json.loads(done.sif.with_suffix(".json").read_bytes())
+    layers = [{**layer, "notes": {"drift": [HOSTILE]}, "name": HOSTILE} for layer in record["layers"]]
+    edit(done.sif.with_suffix(".json"), description=HOSTILE, tasks={HOSTILE: HOSTILE}, by=HOSTILE, version=HOSTILE, layers=layers,
+         published=HOSTILE, sbom="javascript:alert(1)", signature={HOSTILE: HOSTILE})  # fmt: skip
+    made = make(tmp_path / "lab")
+    assert made.catalog["skipped"] == []
+    assert made.catalog["images"][0]["versions"][0]["sbom"] == f"{done.sif.stem}.cdx.json"  # the file that is there
+    seen = Seen(page(made))
+    assert [tag for tag, _ in seen.tags].count("script") == 1
+    assert "img" not in dict(seen.tags)
+    assert HOSTILE in seen.text
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+
+def about_image(place: Path, record: dict[str, Any]) -> Any:
+    with open_shared(place).own_path(record["layers"][-1]["digest"]).open("rb") as file:
+        return json.loads(SquashfsReader(file).read_file("opt/ekiben/image.json"))
+
+
+def put_run(folder: Path, about: Any, **changes: Any) -> Path:
+    folder.mkdir(parents=True)
+    record = {**run_record(*SPEEDS[0]), "image": about, **changes}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_runs_are_kept_with_their_version_without_what_is_private(flat: Own, store: Store, tmp_path: Path) -> None:
+    place, results = tmp_path / "lab", tmp_path / "results"
+    done = put(flat, store, place)
+    about = about_image(place, done.record)
+    put_run(
+        results / "a/b",
+        about,
+        settings={"model": "/home/me/secret/my-model", "method": "lora", "token": "hf_secret", "learning_rate": 3e-4},
+    )
+    put_run(results / "c", about, status="interrupted")
+    put_run(results / "d", {"recipe": "other"})
+    put_run(results / "e", about, started="yesterday")
+    put_run(results / "f", about, model={"name": "/home/me/secret/my-model", "parameters": float("nan")})
+    (results / "job").mkdir()
+    (results / "job/run.json").write_text('{"scheduler": "slurm", "steps": []}')
+    (results / "half").mkdir()
+    (results / "half/run.json").write_text('{"image"')
+    made = make(place, runs=[results])
+    assert len(made.runs.new) == 2
+    assert (made.runs.known, made.runs.unfinished, made.runs.others) == (0, 1, 1)
+    assert sorted(Path(file).parent.name for file, _ in made.runs.broken) == ["e", "half"]
+    kept = list((done.sif.parent / f"{done.sif.stem}.runs").iterdir())
+    assert len(kept) == 2
+    for path in (*kept, *made.out.rglob("*.*")):
+        assert b"secret" not in path.read_bytes(), path
+    runs = made.catalog["images"][0]["versions"][0]["runs"]
+    assert {run["model"]["name"] for run in runs} == {"cyberagent/open-calm-3b", "my-model"}
+    assert [run["settings"] for run in runs if run["model"]["name"] != "my-model"] == [{"learning_rate": 3e-4}]
+    assert "cyberagent/open-calm-3b" in page(made)
+    before = {path: path.read_bytes() for path in kept}
+    again = make(place, runs=[results])
+    assert (again.runs.new, again.runs.known) == ([], 2)
+    assert {path: path.read_bytes() for path in (done.sif.parent / f"{done.sif.stem}.runs").iterdir()} == before
+    assert again.catalog == made.catalog
+    with pytest.raises(UsageError, match="no such folder"):
+        make(place, runs=[tmp_path / "nowhere"])
+
+
+def test_runs_go_with_their_version(flat: Own, store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "lab"
+    done = put(flat, store, place)
+    put_run(tmp_path / "results", about_image(place, done.record))
+    make(place, runs=[tmp_path / "results"])
+    put_next(flat, store, place)
+    prune(place, names=[done.sif.name])
+    assert [path.name for path in done.sif.parent.iterdir() if path.name.startswith(done.sif.stem)] == []
+    prune(place, grace=0)
+    assert list((place / "trash").iterdir()) == []
+
+
+def test_runs_of_versions_with_the_same_layers(flat: Own, store: Store, tmp_path: Path) -> None:
+    """The last layer cannot hold its own key: the newest of those that were there when the run began."""
+    place = tmp_path / "lab"
+    first = put(flat, store, place)
+    flat.write("entrypoints/greet.py", "print('hello again')\n")
+    second = put(flat, store, place)
+    about = about_image(place, second.record)
+    assert about == about_image(place, first.record)
+    for done, day in ((first, "2026-01-01"), (second, "2026-03-01")):
+        edit(done.sif.with_suffix(".json"), published=f"{day}T00:00:00.000+00:00")
+    for name, day in (("before", "2025-12-24"), ("between", "2026-02-02"), ("after", "2026-03-03")):
+        put_run(tmp_path / "results" / name, about, started=f"{day}T10:00:00Z")
+    made = make(place, runs=[tmp_path / "results"])
+    newest, oldest = made.catalog["images"][0]["versions"]
+    assert [run["started"][:10] for run in newest["runs"]] == ["2026-03-03"]
+    assert [run["started"][:10] for run in oldest["runs"]] == ["2026-02-02", "2025-12-24"]
+
+
+def test_a_kept_record_that_somebody_edited(flat: Own, store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "lab"
+    done = put(flat, store, place)
+    folder = done.sif.parent / f"{done.sif.stem}.runs"
+    folder.mkdir()
+    (folder / "bad.json").write_text("[]")
+    kept = reduced(run_record(*SPEEDS[0]))
+    (folder / "good.json").write_text(json.dumps({**kept, "tokens_per_s": "<b>", "model": 7, "host": "secret"}))
+    made = make(place)
+    (run,) = made.catalog["images"][0]["versions"][0]["runs"]
+    assert (run["id"], run["tokens_per_s"], run["model"]["name"], run["settings"]) == (
+        "good",
+        None,
+        None,
+        {"lora.r": 4},
+    )
+    assert made.catalog["skipped"] == [
+        {"file": f"images/own/{folder.name}/bad.json", "why": "is no record of format 1"}
+    ]
+    assert "secret" not in page(made)
+
+
+@pytest.mark.parametrize(("given", "kept"), [
+    ("cyberagent/open-calm-3b", "cyberagent/open-calm-3b"), ("/home/me/models/mine/", "mine"), ("../mine", "mine"), ("~/mine", "mine"),
+    ("https://me:token@host/mine", "mine"), ("mine", "mine"), ("a\nb", None), ("/", None), (7, None), (None, None), ("x" * 101, None),
+])  # fmt: skip
+def test_of_a_model_s_path_only_the_end_is_kept(given: Any, kept: str | None) -> None:
+    record = run_record(*SPEEDS[0])
+    record["model"]["name"] = given
+    record["settings"].pop("model")
+    assert reduced(record)["model"]["name"] == kept
+
+
+def test_a_plot_has_a_row_for_each_model_and_device() -> None:
+    runs = [{"version": "1", **reduced(run_record(*row))} for row in (*SPEEDS, SPEEDS[0])]
+    speed, mfu = plots(runs)
+    assert [(row["label"], row["best"], len(row["dots"])) for row in speed["rows"]] == [
+        ("cyberagent/open-calm-small · NVIDIA L4", "141,000", 1), ("cyberagent/open-calm-3b · NVIDIA H200", "19,500", 2),
+        ("cyberagent/open-calm-7b · 4 × NVIDIA H200", "9,200", 1), ("gpt2 · Tesla V100S-PCIE-32GB", "410", 1),
+    ]  # fmt: skip
+    assert [tick["said"] for tick in speed["ticks"]] == [
+        "100",
+        "1,000",
+        "10,000",
+        "100,000",
+        "1,000,000",
+    ]  # far apart: by powers of ten
+    assert [tick["said"] for tick in mfu["ticks"]] == ["0", "25.0 %", "50.0 %"]
+    places = [dot["x"] for plot in (speed, mfu) for row in plot["rows"] for dot in row["dots"]]
+    assert all(0 <= place <= 100 for place in places)
+    assert len(mfu["rows"]) == 3  # the V100S' is not known
+    assert plots([]) == []
+
+
+# -------------------------------------------------------------------------------------------------------- the command line
+
+
+def test_by_command(run_cli: RunCli, flat: Own, store: Store, tmp_path: Path) -> None:
+    place = tmp_path / "lab"
+    done = put(flat, store, place)
+    put_run(tmp_path / "results", about_image(place, done.record))
+    done.sif.with_name("own-0-0123456789ab.json").write_text("{")
+    said = run_cli("--store", tmp_path / "mine", "catalog", place, "--runs", "results")
+    assert f"written  {place}/catalog/index.html  1 images, 1 versions" in said.stdout
+    assert "runs     1 new, 0 known, 0 not finished, 0 of no image here" in said.stdout
+    assert "left out: images/own/own-0-0123456789ab.json: is not JSON" in said.stderr
+    told = json.loads(run_cli("--store", tmp_path / "mine", "catalog", place, "-o", "pages", "--json").stdout)
+    assert (told["path"], told["images"], len(told["skipped"])) == (str(tmp_path / "pages"), 1, 1)
+    assert "nothing was published there yet" in run_cli("catalog", tmp_path / "results", code=6).stderr
+    assert "no such folder" in run_cli("catalog", place, "--runs", "nowhere", code=2).stderr
