@@ -24,7 +24,8 @@ The record, one JSON object:
     name, version, stack, description
     file         the SIF's name in this folder
     sha256, size the SIF's (bytes)
-    sif          its UUID; equal ones promise equal files
+    sif          its UUID; equal ones promise equal files, but for their signatures
+    signature    fingerprint and user id of the PGP key that signed the SIF; null when nobody did
     image        the digest of its config: the image id in a Docker daemon
     manifest     the digest of its manifest in store/
     layers       bottom first: name, cache_key, diff_id, digest, size, tar_size, notes (drift, for one)
@@ -57,10 +58,12 @@ from builder import oci
 from builder.assemble import Product
 from builder.chain import platform
 from builder.errors import StoreError, UsageError, VerifyError, nearest
+from builder.gpg import Key
 from builder.pipeline import Image
 from builder.progress import Progress
 from builder.shared import IMAGES, SharedStore, open_shared
 from builder.sif import Partition, copy_partition, sif_id, write_sif
+from builder.sign import sign_image
 from builder.store import Store
 from builder.verify import verify
 
@@ -76,6 +79,7 @@ Container images, published with Ekiben. To run one, no Ekiben is needed:
 
     singularity exec --nv images/NAME/current TASK          (or apptainer exec)
     sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
+    apptainer verify images/NAME/current                    (whose it is, where it was signed)
 
 An image's .json says what it is, its .cdx.json what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
 An empty file NAME-….pin beside an image, or a link to it, keeps it from `build.py prune --in <this folder>`.
@@ -96,8 +100,9 @@ class Published:
 def publish(
     image: Image, store: Store, place: Path, progress: Progress, *,
     version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
+    key: Key | None = None,
 ) -> Published:  # fmt: skip
-    """Layers and SIF into ``place``, tested before anyone sees them. Errors: StoreError, VerifyError, UsageError."""
+    """Layers and SIF into ``place``, tested before anyone sees them, signed with ``key``. Errors: StoreError, VerifyError, UsageError."""
     shared = open_place(place, version=version, tags=tags)
     with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
         _write_readme(shared)
@@ -105,17 +110,17 @@ def publish(
         shared.policy.make_folder(folder)
         moved, made = 0, False
         for _ in range(_ATTEMPTS):
-            found = _whole(shared, folder, image, version)
+            found = _whole(shared, folder, image, version, key)
             if found is None:
                 made = True
-                moved += _put(image, store, shared, folder, progress, version, check)
-                if (found := _whole(shared, folder, image, version)) is None:
+                moved += _put(image, store, shared, folder, progress, version, check, key)
+                if (found := _whole(shared, folder, image, version, key)) is None:
                     continue  # a prune that had begun before it was announced here took it away
             if pin:
                 _write(shared, (folder / found["file"]).with_suffix(".pin"), b"")
             for tag in (*([CURRENT] if current else []), *tags):
                 _link(folder, tag, found["file"])
-            if _whole(shared, folder, image, version) is not None:
+            if _whole(shared, folder, image, version, key) is not None:
                 return Published(folder / found["file"], found, moved, made)
     raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
                      hint="somebody prunes it: publish it again afterwards")  # fmt: skip
@@ -133,14 +138,17 @@ def open_place(place: Path, *, version: str | None = None, tags: Sequence[str] =
     return shared
 
 
-def _whole(shared: SharedStore, folder: Path, image: Image, version: str | None) -> dict[str, Any] | None:
-    """The record of this very image, when it and all its layers are there."""
+def _whole(
+    shared: SharedStore, folder: Path, image: Image, version: str | None, key: Key | None
+) -> dict[str, Any] | None:
+    """The record of this very image, when it and all its layers are there. Without ``key``, a signed one before others."""
     wanted = _sif_id(image)
     if any(shared.layer(layer.cache_key) is None for layer in image.layers):
         return None
-    return next(
-        (item for item in records(folder) if item["sif"] == wanted and version in (None, item["version"])), None
-    )
+    found = [item for item in records(folder) if item["sif"] == wanted and version in (None, item["version"])]
+    if key:
+        found = [item for item in found if (item.get("signature") or {}).get("fingerprint") == key.fingerprint]
+    return min(found, key=lambda item: not item.get("signature"), default=None)
 
 
 def _sif_id(image: Image) -> str:
@@ -148,8 +156,9 @@ def _sif_id(image: Image) -> str:
 
 
 def _put(
-    image: Image, store: Store, shared: SharedStore, folder: Path, progress: Progress, version: str | None, check: bool
-) -> int:
+    image: Image, store: Store, shared: SharedStore, folder: Path, progress: Progress, version: str | None, check: bool,
+    key: Key | None,
+) -> int:  # fmt: skip
     """Whole files only: everything lies in staging/ until it is proven, and takes its name then. Returns bytes of layers moved."""
     missing = {layer.digest: layer for layer in image.layers if shared.layer(layer.cache_key) is None}
     sif_size = sum(layer.size for layer in image.layers)
@@ -157,6 +166,7 @@ def _put(
     room = os.statvfs(shared.place)
     if room.f_bavail * room.f_frsize < moved + sif_size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    signature = sign_image(image, store, key) if key else None  # before the work: it may ask for a passphrase
     with shared.staging() as staging:
         with progress.step(f"copy {len(missing)} of {len(image.layers)} layers", total=moved):
             for digest, layer in missing.items():
@@ -171,7 +181,7 @@ def _put(
             partitions = [Partition(places[layer.digest], 0, layer.size, layer.digest) for layer in image.layers]
             try:
                 write_sif(made, partitions, id=_sif_id(image), deffile=image.chain.deffile, arch=platform().split("/")[1],
-                          epoch=image.chain.stack.file.epoch, on_bytes=progress.count, whole=sha)  # fmt: skip
+                          epoch=image.chain.stack.file.epoch, on_bytes=progress.count, whole=sha, signature=signature)  # fmt: skip
             except StoreError as error:
                 raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
         checks = verify(image, store, [Product("sif", str(made), 0, True)], progress) if check else []
@@ -192,7 +202,8 @@ def _put(
     record = {
         "format": RECORD_FORMAT, "name": image.name, "version": version, "stack": image.chain.stack.name,
         "description": image.chain.recipe.file.description, "file": f"{stem}.sif", "sha256": sha.hexdigest(), "size": size,
-        "sif": _sif_id(image), "image": image.image_id, "manifest": manifest,
+        "sif": _sif_id(image), "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
+        "image": image.image_id, "manifest": manifest,
         "layers": [{"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "digest": layer.digest,
                     "size": layer.size, "tar_size": layer.tar_size, "notes": dict(layer.notes)} for layer in image.layers],
         "tasks": {name: task.help for name, task in image.chain.recipe.file.tasks.items()},

@@ -10,7 +10,7 @@ import os
 import secrets
 import tarfile
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
@@ -18,23 +18,33 @@ from typing import IO, Any
 from builder.assemble import Product
 from builder.chain import platform
 from builder.errors import FetchError, StoreError
+from builder.gpg import Key, Keys, SignatureError
 from builder.layer import DigestSink, pour, tar_members
 from builder.progress import Progress
 from builder.push import MEDIA_LAYER_CONFIG, MEDIA_SIF, MEDIA_SIF_CONFIG
 from builder.registry import Reference, Registry, unpacked
 from builder.sif import Partition, read_sif, sif_id, write_sif
+from builder.sign import check_pushed, check_sif, unsigned
 from builder.squashfs import SquashfsReader, SquashfsWriter
 from builder.store import Store, StoredLayer
 
 _DEFFILE = ".singularity.d/Singularity"
 
 
-def pull(reference: Reference, store: Store, out: Path | None, progress: Progress) -> tuple[Product, str]:
-    """A SIF at ``out`` (by default ./<name>.sif), and the manifest's digest. Errors: FetchError, StoreError."""
+def pull(
+    reference: Reference, store: Store, out: Path | None, progress: Progress, *, keys: Keys | None = None
+) -> tuple[Product, str, Key | None]:
+    """A SIF at ``out`` (by default ./<name>.sif), and the manifest's digest. With ``keys``, it has to be signed: by whom it is.
+
+    Errors: FetchError, StoreError, SignatureError.
+    """
     registry = Registry(reference)
     if reference.tag and reference.digest and (now := registry.tag_digest(reference.tag)) != reference.digest:
         progress.tell(f"the tag {reference.tag} has moved to {now or 'nothing'}; taking {reference.digest} as asked")
     _, digest = registry.fetch_manifest()
+    signer = check_pushed(registry, digest, keys) if keys else None
+    if keys:
+        registry = Registry(replace(reference, digest=digest))  # whose tag may have moved since
     manifest = registry.manifest(platform())
     kind = manifest["config"].get("mediaType")
     out = out or Path(f"{reference.repository.rpartition('/')[2]}.sif")
@@ -44,17 +54,23 @@ def pull(reference: Reference, store: Store, out: Path | None, progress: Progres
         raise FetchError(f"{reference} is a layer, not an image", hint=f"EKIBEN_REGISTRY={reference.host}/{reference.repository} "
                          "lets a build take it")  # fmt: skip
     if kind == MEDIA_SIF_CONFIG or manifest["layers"][0].get("mediaType") == MEDIA_SIF:
-        return _pull_sif(registry, manifest["layers"][0], out, progress), digest
-    return _pull_image(registry, manifest, store, out, progress), digest
+        inside = keys if keys and signer is None else None  # nobody signed it in the registry: it may be signed itself
+        product, found = _pull_sif(registry, manifest["layers"][0], out, progress, inside)
+        return product, digest, signer or found
+    if keys and signer is None:
+        raise unsigned(str(reference), f"build.py push RECIPE {reference} --sign")
+    return _pull_image(registry, manifest, store, out, progress), digest, signer
 
 
-def _pull_sif(registry: Registry, layer: dict[str, Any], out: Path, progress: Progress) -> Product:
+def _pull_sif(
+    registry: Registry, layer: dict[str, Any], out: Path, progress: Progress, keys: Keys | None
+) -> tuple[Product, Key | None]:
     digest, size = layer["digest"], int(layer.get("size") or 0)
     with contextlib.suppress(OSError):
         if out.stat().st_size == size:
             with out.open("rb") as stream:
                 if "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest() == digest:
-                    return Product("sif", str(out), size, False)
+                    return Product("sif", str(out), size, False), check_sif(out, keys)[0] if keys else None
     with _partial(out, digest) as partial:
         had = partial.stat().st_size
         space = os.statvfs(out.absolute().parent)
@@ -67,11 +83,18 @@ def _pull_sif(registry: Registry, layer: dict[str, Any], out: Path, progress: Pr
         with progress.step(f"pull {out}", total=size):
             registry.blob(digest, partial, progress.count, size)
         read_sif(partial)
+        try:
+            signer = check_sif(partial, keys)[0] if keys else None
+        except SignatureError as error:
+            partial.unlink()
+            raise SignatureError(
+                f"{registry.reference}{str(error).removeprefix(str(partial))}", rank=0, hint=error.hint
+            ) from error
         umask = os.umask(0)
         os.umask(umask)
         partial.chmod(0o777 & ~umask)
         partial.rename(out)
-    return Product("sif", str(out), size, True)
+    return Product("sif", str(out), size, True), signer
 
 
 @contextlib.contextmanager

@@ -24,10 +24,12 @@ from typing import Any
 from builder import oci
 from builder.chain import platform
 from builder.errors import UsageError
+from builder.gpg import Key
 from builder.pipeline import Image
 from builder.progress import Progress
 from builder.registry import Blob, Reference, Registry, digest_of
-from builder.sif import Partition, SifBytes, sif_id
+from builder.sif import Partition, SifBytes, Signature, sif_id
+from builder.sign import sign_image, sign_pushed
 from builder.store import MEDIA_CONFIG, MEDIA_LAYER, MEDIA_MANIFEST, Store, StoredLayer
 
 FORMATS = ("docker", "sif", "layers")
@@ -47,16 +49,22 @@ class Pushed:
     there: int
 
 
-def push(image: Image, store: Store, reference: Reference, format: str, progress: Progress) -> Pushed:
-    """Errors: FetchError, StoreError, UsageError."""
+def push(
+    image: Image, store: Store, reference: Reference, format: str, progress: Progress, *, key: Key | None = None
+) -> Pushed:
+    """Signed with ``key``: beside the image, and in the SIF. Errors: FetchError, StoreError, UsageError, EngineError."""
     if reference.digest:
         raise UsageError(f"{reference}: a digest is what comes of pushing; give a tag")
     if format == "layers":
+        if key:
+            raise UsageError(
+                "layers are not signed: a build knows them by their keys; sign the image that is made of them"
+            )
         if reference.tag:
             raise UsageError(f"{reference}: layers are tagged with their keys; give a repository without a tag")
         return _push_layers(image, store, reference, progress)
     sender = _Sender(store, reference, progress)
-    config, layers, note = _docker(image, store) if format == "docker" else _sif(image, store, progress)
+    config, layers, note = _docker(image, store) if format == "docker" else _sif(image, store, progress, key)
     config_blob = _bytes_blob(config)
     sender.send([config_blob, *(blob for blob, _ in layers)])
     manifest = {
@@ -65,7 +73,10 @@ def push(image: Image, store: Store, reference: Reference, format: str, progress
         "layers": [described for _, described in layers],
         "annotations": {"org.opencontainers.image.title": image.name, "org.ekiben.image": image.image_id},
     }  # fmt: skip
-    return sender.named(manifest, reference.wanted)
+    done = sender.named(manifest, reference.wanted)
+    if key:
+        sign_pushed(sender.registry, done.place.rpartition("@")[2], key)
+    return done
 
 
 def _docker(image: Image, store: Store) -> tuple[bytes, list[tuple[Blob, dict[str, Any]]], dict[str, str]]:
@@ -85,12 +96,13 @@ def _tar_from(store: Store, layer: StoredLayer) -> Callable[[int], Iterator[byte
 
 
 def _sif(
-    image: Image, store: Store, progress: Progress
+    image: Image, store: Store, progress: Progress, key: Key | None
 ) -> tuple[bytes, list[tuple[Blob, dict[str, Any]]], dict[str, str]]:
     for layer in image.layers:
         store.check_blob(layer.digest)
-    sif = sif_bytes(image, store)
-    name = f"sif-{sif.id}"
+    signature = sign_image(image, store, key) if key else None
+    sif = sif_bytes(image, store, signature)
+    name = f"sif-{sif.id}" + (f"-{digest_of(signature.data)[7:23]}" if signature else "")
     if (known := store.check(name)) is None or known.get("size") != sif.size:
         sha = hashlib.sha256()
         with progress.step("digest of the SIF", total=sif.size):
@@ -105,12 +117,12 @@ def _sif(
     return b"{}", [(blob, described)], {"config": MEDIA_SIF_CONFIG}
 
 
-def sif_bytes(image: Image, store: Store) -> SifBytes:
+def sif_bytes(image: Image, store: Store, signature: Signature | None = None) -> SifBytes:
     """The SIF that make_sif() would write."""
     partitions = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in image.layers]
     id = sif_id([layer.digest for layer in image.layers], image.chain.deffile)
     return SifBytes(partitions, id=id, deffile=image.chain.deffile, arch=platform().split("/")[1],
-                    epoch=image.chain.stack.file.epoch)  # fmt: skip
+                    epoch=image.chain.stack.file.epoch, signature=signature)  # fmt: skip
 
 
 def _push_layers(image: Image, store: Store, reference: Reference, progress: Progress) -> Pushed:

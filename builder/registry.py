@@ -35,6 +35,7 @@ _MANIFESTS = (
     "application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json",
     "application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json",
 )  # fmt: skip
+MEDIA_INDEX = _MANIFESTS[2]
 _LOCAL = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 _REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
 _TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
@@ -173,6 +174,62 @@ class Registry:
             raise FetchError(f"{self.reference}: the registry answered with something that is no manifest: {data[:60]!r}",
                              hint="is that the registry's address, and not a web page's?")  # fmt: skip
         return found
+
+    # -- what refers to a manifest ------------------------------------------------------------------------------
+
+    def referrers(self, digest: str) -> list[dict[str, Any]]:
+        """Descriptors of what was attached to a manifest: as the registry lists them, or, where it does not, an index does.
+
+        That index has the tag sha256-…: https://github.com/opencontainers/distribution-spec/blob/main/spec.md#referrers-tag-schema
+        """
+        answer = self._ask("GET", f"referrers/{digest}", headers={"Accept": MEDIA_INDEX}, good=(200, 404))
+        if answer.status_code == 200:
+            return self._items(self._json(answer.content, ""), "manifests")
+        return self._listed(_list_tag(digest))
+
+    def _listed(self, tag: str) -> list[dict[str, Any]]:
+        if self.tag_digest(tag) is None:
+            return []
+        return self._items(self._json(*self.fetch_manifest(tag)), "manifests")
+
+    def attached(self, digest: str) -> list[bytes]:
+        """The content of something attached."""
+        manifest = self._json(*self.fetch_manifest(digest))
+        return [self.small_blob(layer["digest"]) for layer in self._items(manifest, "layers")]
+
+    def attach(self, subject: str, kind: str, data: bytes, annotations: Mapping[str, str]) -> str:
+        """Store ``data`` as an artifact of the media type ``kind`` that refers to the manifest ``subject``. Returns its digest."""
+        about, _ = self.fetch_manifest(subject)
+        blobs = [Blob(digest_of(item), len(item), lambda offset, item=item: [item[offset:]]) for item in (b"{}", data)]  # type: ignore[misc]
+        for blob in blobs:
+            if not self.has_blob(blob.digest):
+                self.send_blob(blob, lambda _: None)
+        empty, content = ({"digest": blob.digest, "size": blob.size} for blob in blobs)
+        manifest = {
+            "schemaVersion": 2, "mediaType": _MANIFESTS[0], "artifactType": kind,
+            "config": {"mediaType": "application/vnd.oci.empty.v1+json", **empty},
+            "layers": [{"mediaType": kind, **content}],
+            "subject": {"mediaType": self._json(about, subject).get("mediaType", _MANIFESTS[0]), "digest": subject, "size": len(about)},
+            "annotations": dict(annotations),
+        }  # fmt: skip
+        made = json.dumps(manifest, sort_keys=True).encode()
+        digest = digest_of(made)
+        headers = {"Content-Type": _MANIFESTS[0]}
+        answer = self._ask("PUT", f"manifests/{digest}", data=made, headers=headers, good=(201,), push=True)
+        if "OCI-Subject" not in answer.headers:  # the registry does not know of referrers
+            item = {"mediaType": _MANIFESTS[0], "artifactType": kind, "digest": digest, "size": len(made), "annotations": dict(annotations)}  # fmt: skip
+            self._list_too(_list_tag(subject), item)
+        return digest
+
+    def _list_too(self, tag: str, item: dict[str, Any]) -> None:
+        """There is no lock: whoever finds that another's list took the place of his does it again."""
+        for _ in range(5):
+            items = self._listed(tag)
+            if item["digest"] in [other["digest"] for other in items]:
+                return
+            index = {"schemaVersion": 2, "mediaType": MEDIA_INDEX, "manifests": [*items, item]}
+            self.put_manifest(json.dumps(index, sort_keys=True).encode(), MEDIA_INDEX, tag)
+        raise FetchError(f"{self.reference}: others change the list {tag} again and again", hint="try again")
 
     # -- blobs, down --------------------------------------------------------------------------------------------
 
@@ -586,6 +643,10 @@ def _with_query(url: str, **more: str) -> str:
 
 def _platform(said: dict[str, str]) -> str:
     return f"{said.get('os')}/{said.get('architecture')}"
+
+
+def _list_tag(digest: str) -> str:
+    return digest.replace(":", "-")
 
 
 def digest_of(data: bytes) -> str:

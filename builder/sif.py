@@ -17,7 +17,7 @@ import shlex
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -32,16 +32,21 @@ VERSION = b"01\0"
 HEADER = struct.Struct("<32s10s3s3s16s8q")  # launch, magic, version, arch, id, times, descriptors, data
 DESCRIPTOR = struct.Struct("<i?3I3q2q2q128s384s")  # type, used, ids, extent, times, owners, name, extra
 PARTITION_EXTRA = struct.Struct("<2i3s")  # file system, partition type, arch
+SIGNATURE_EXTRA = struct.Struct("<i256s")  # hash, the signer's fingerprint
+SIGNED_HEADER = struct.Struct("<32s10s3s16s")  # what signatures cover of it: launch, magic, version, id
+SIGNED_DESCRIPTOR = struct.Struct("<i?2I4q128s384s")  # type, used, ids, size, created, owners, name, extra
 DESCRIPTORS_AT = 4096
 DESCRIPTOR_COUNT = 48
 DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
 PAGE = 4096  # partitions are mounted in place
 COPY = 1 << 20
 
-DEFFILE, PARTITION = 0x4001, 0x4004
+DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
+NO_GROUP = 0xF000_0000
 GROUP = 0xF000_0001  # group 1, as every SIF of Apptainer has it
 SQUASHFS = 1
 PRIMARY, OVERLAY = 2, 4
+HASHES = {"sha256": 1, "sha384": 2, "sha512": 3}
 ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0", "ppc64le": b"06\0"}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -61,8 +66,19 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
+class Signature:
+    """What becomes a SIF's signature object: a clear-signed message(), by whom (a fingerprint in hex), over which hash."""
+
+    data: bytes
+    fingerprint: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
 class Descriptor:
-    """One piece of a SIF. ``file_system`` and ``part_type`` are 0 where it is no partition."""
+    """One piece of a SIF. ``file_system`` and ``part_type`` are 0 where it is no partition; ``link`` is 0, or the object or
+    group that a signature is of; ``extra`` is what its kind has to say, ``row`` all of it as it stands in the file.
+    """
 
     number: int
     data_type: int
@@ -72,6 +88,9 @@ class Descriptor:
     name: str
     file_system: int = 0
     part_type: int = 0
+    link: int = 0
+    extra: bytes = b""
+    row: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +99,7 @@ class SifInfo:
     arch: str
     created: int
     descriptors: tuple[Descriptor, ...]
+    head: bytes = field(default=b"", repr=False)
 
     @property
     def layers(self) -> tuple[Descriptor, ...]:
@@ -108,18 +128,19 @@ def write_sif(
     epoch: int,
     on_bytes: Callable[[int], None] = lambda _: None,
     whole: hashlib._Hash | None = None,
+    signature: Signature | None = None,
 ) -> None:
     """A SIF at ``out``, there only when it is whole; ``on_bytes`` hears how many bytes each step copied.
 
-    ``whole`` takes all bytes of the file, in order, as they are read back while the rest is copied.
+    ``whole`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature`` is that of
+    signed_message() with the same arguments.
     Errors: StoreError for a partition whose bytes are not its digest's, and for a full disk.
     """
-    if not 0 < len(partitions) < DESCRIPTOR_COUNT:
-        raise StoreError(
-            f"{out}: a SIF holds 1 to {DESCRIPTOR_COUNT - 1} layers, not {len(partitions)}", hint="make it --flat"
-        )
+    most = DESCRIPTOR_COUNT - 1 - bool(signature)
+    if not 0 < len(partitions) <= most:
+        raise StoreError(f"{out}: a SIF holds 1 to {most} layers, not {len(partitions)}", hint="make it --flat")
     definition = deffile.encode("utf-8", "surrogateescape")
-    descriptors = _lay_out(partitions, definition)
+    descriptors = _lay_out(partitions, definition, signature)
     size = descriptors[-1].offset + descriptors[-1].size
     with _new_file(out, size) as file:
         file.write(_head(descriptors, uuid.UUID(id), _arch_code(arch), epoch))
@@ -129,21 +150,58 @@ def write_sif(
             each = stack.enter_context(_Hasher(file.fileno()))
             all_of_it = stack.enter_context(_Hasher(file.fileno(), whole)) if whole is not None else None
             end = 0
-            for partition, descriptor in zip(partitions, descriptors[1:], strict=True):
+            for partition, descriptor in zip(partitions, descriptors[1:], strict=False):
                 file.seek(descriptor.offset)
                 file.truncate(descriptor.offset)  # what lies between is there to be read
                 if all_of_it:
                     all_of_it.take(end, descriptor.offset)
                 copy_partition(partition, file, on_bytes, None if partition.is_checked else each, all_of_it)
                 end = descriptor.offset + descriptor.size
+            if signature:
+                file.seek(end)
+                file.write(signature.data)
+                if all_of_it:
+                    all_of_it.take(end, size)
+
+
+def signed_message(partitions: Sequence[Partition], *, id: str, deffile: str, arch: str, epoch: int) -> bytes:
+    """What a signature of the SIF that write_sif() would write has to sign: known before the file is there."""
+    definition = deffile.encode("utf-8", "surrogateescape")
+    descriptors = _lay_out(partitions, definition)
+    table = _head(descriptors, uuid.UUID(id), _arch_code(arch), epoch)
+    digests = ["sha256:" + hashlib.sha256(definition).hexdigest(), *(item.digest for item in partitions)]
+    rows = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
+    objects = [{"relativeId": number, "descriptorDigest": _sha256(signed_descriptor(row, number)), "objectDigest": digest}
+               for number, (row, digest) in enumerate(zip(rows, digests, strict=True))]  # fmt: skip
+    message = {"version": 1, "header": {"digest": _sha256(signed_header(table))}, "objects": objects}
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def signed_header(head: bytes) -> bytes:
+    """The fields of a header that a signature covers."""
+    launch, magic, version, _, id = HEADER.unpack_from(head)[:5]
+    return SIGNED_HEADER.pack(launch, magic, version, id)
+
+
+def signed_descriptor(row: bytes, relative: int) -> bytes:
+    """The fields of a descriptor that a signature covers; ``relative`` is its number less that of its group's first."""
+    data_type, used, _, _, link, _, size, _, created, _, uid, gid, name, extra = DESCRIPTOR.unpack(row)
+    return SIGNED_DESCRIPTOR.pack(data_type, used, relative, link, size, created, uid, gid, name, extra)
+
+
+def _sha256(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 class SifBytes:
     """The bytes of the SIF that write_sif() would write, without the file. ``read(offset)`` gives them from there on."""
 
-    def __init__(self, partitions: Sequence[Partition], *, id: str, deffile: str, arch: str, epoch: int) -> None:
+    def __init__(
+        self, partitions: Sequence[Partition], *, id: str, deffile: str, arch: str, epoch: int, signature: Signature | None = None
+    ) -> None:  # fmt: skip
         definition = deffile.encode("utf-8", "surrogateescape")
-        self._partitions, self._descriptors = partitions, _lay_out(partitions, definition)
+        self._partitions, self._descriptors = partitions, _lay_out(partitions, definition, signature)
+        self._tail = signature.data if signature else b""
         self._head = _head(self._descriptors, uuid.UUID(id), _arch_code(arch), epoch).ljust(DATA_AT, b"\0") + definition
         self.id, self.size = id, self._descriptors[-1].offset + self._descriptors[-1].size
 
@@ -152,12 +210,14 @@ class SifBytes:
         if head := self._head[offset:]:
             yield head
         end = len(self._head)
-        for partition, descriptor in zip(self._partitions, self._descriptors[1:], strict=True):
+        for partition, descriptor in zip(self._partitions, self._descriptors[1:], strict=False):
             if offset < descriptor.offset:
                 yield bytes(descriptor.offset - max(offset, end))
             end = descriptor.offset + descriptor.size
             if offset < end:
                 yield from _read_partition(partition, max(0, offset - descriptor.offset))
+        if tail := self._tail[max(0, offset - end) :]:
+            yield tail
 
 
 def _read_partition(partition: Partition, start: int) -> Iterator[bytes]:
@@ -177,7 +237,9 @@ def _arch_code(arch: str) -> bytes:
     return ARCHITECTURES[arch]
 
 
-def _lay_out(partitions: Sequence[Partition], definition: bytes) -> list[Descriptor]:
+def _lay_out(
+    partitions: Sequence[Partition], definition: bytes, signature: Signature | None = None
+) -> list[Descriptor]:
     descriptors = [Descriptor(1, DEFFILE, GROUP, DATA_AT, len(definition), "")]
     end = DATA_AT + len(definition)
     for number, partition in enumerate(partitions, 2):
@@ -185,6 +247,10 @@ def _lay_out(partitions: Sequence[Partition], definition: bytes) -> list[Descrip
         part_type = PRIMARY if number == 2 else OVERLAY
         descriptors.append(Descriptor(number, PARTITION, GROUP, start, partition.size, "", SQUASHFS, part_type))
         end = start + partition.size
+    if signature:
+        extra = SIGNATURE_EXTRA.pack(HASHES[signature.hash], bytes.fromhex(signature.fingerprint))
+        number, size = len(descriptors) + 1, len(signature.data)
+        descriptors.append(Descriptor(number, SIGNATURE, NO_GROUP, end, size, "", link=GROUP, extra=extra))
     return descriptors
 
 
@@ -192,10 +258,12 @@ def _head(descriptors: Sequence[Descriptor], id: uuid.UUID, arch: bytes, epoch: 
     end = DATA_AT
     table = b""
     for item in descriptors:
-        extra = PARTITION_EXTRA.pack(item.file_system, item.part_type, arch) if item.data_type == PARTITION else b""
+        extra = item.extra
+        if item.data_type == PARTITION:
+            extra = PARTITION_EXTRA.pack(item.file_system, item.part_type, arch)
         padded = item.offset + item.size - end
         table += DESCRIPTOR.pack(
-            *(item.data_type, True, item.number, item.group, 0, item.offset, item.size, padded),
+            *(item.data_type, True, item.number, item.group, item.link, item.offset, item.size, padded),
             *(epoch, epoch, 0, 0, item.name.encode(), extra),
         )
         end = item.offset + item.size
@@ -345,12 +413,12 @@ def read_sif(path: Path) -> SifInfo:
             table = _read_table(path, file, *fields[8:11])
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    descriptors = tuple(_descriptor(*DESCRIPTOR.unpack(row)) for row in table if row[4])
+    descriptors = tuple(_descriptor(row) for row in table if row[4])
     for item in descriptors:
         if item.offset < 0 or item.size < 0 or item.offset + item.size > size:
             raise StoreError(f"{path}: not whole: data object {item.number} ends behind the file's {size} bytes")
     arch = next((name for name, code in ARCHITECTURES.items() if code == fields[3]), "unknown")
-    return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors)
+    return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors, head)
 
 
 def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:
@@ -363,14 +431,11 @@ def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int
     return [table[start : start + DESCRIPTOR.size] for start in range(0, length, DESCRIPTOR.size)]
 
 
-def _descriptor(
-    data_type: int, used: bool, number: int, group: int, link: int, offset: int, size: int, padded: int,
-    created: int, modified: int, uid: int, gid: int, name: bytes, extra: bytes,
-) -> Descriptor:  # fmt: skip
+def _descriptor(row: bytes) -> Descriptor:
+    data_type, _, number, group, link, offset, size, _, _, _, _, _, name, extra = DESCRIPTOR.unpack(row)
     file_system, part_type, _ = PARTITION_EXTRA.unpack_from(extra) if data_type == PARTITION else (0, 0, b"")
-    return Descriptor(
-        number, data_type, group, offset, size, name.rstrip(b"\0").decode(errors="replace"), file_system, part_type
-    )
+    said = name.rstrip(b"\0").decode(errors="replace")
+    return Descriptor(number, data_type, group, offset, size, said, file_system, part_type, link, extra, row)
 
 
 # --------------------------------------------------------------------------------------- what runtimes look for inside

@@ -29,7 +29,7 @@ has() { command -v "$1" >/dev/null 2>&1; }
 packages() {
     case $1 in
         # Rootless work in general; every group gets these.
-        base) echo ca-certificates uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap debootstrap curl shellcheck iproute2 procps openssl git gcc libc6-dev ;;
+        base) echo ca-certificates gnupg uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap debootstrap curl shellcheck iproute2 procps openssl git gcc libc6-dev ;;
         docker) echo docker.io iptables ;;
         apptainer) ;;                            # see install_apptainer
         buildah) echo buildah crun runc ;;

@@ -83,7 +83,7 @@ def test_a_docker_image_there_and_back(flat: Own, store: Store, host: str, tmp_p
     assert send(image, store, f"{host}/lab/own:1") == Pushed(done.place, 0, 0, 4)
     assert send(image, store, f"{host}/lab/own:2").place == done.place
     make_sif(image, store, tmp_path / "made.sif", flat=False, on_bytes=lambda count: None)
-    product, pulled = pull(
+    product, pulled, _ = pull(
         Reference.parse(f"{host}/lab/own:1"), Store(tmp_path / "other"), tmp_path / "pulled.sif", quiet()
     )
     assert (product.made, pulled) == (True, digest)

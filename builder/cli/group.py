@@ -87,6 +87,29 @@ def chain_options(command: Command) -> Command:
     return click.option("--stack", help="Another stack of images/stacks/ than the recipe's own.")(command)
 
 
+def sign_option(command: Command) -> Command:
+    return click.option(
+        "--sign",
+        is_flag=False,
+        flag_value="",
+        metavar="[KEY]",
+        help="Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one.",
+    )(command)
+
+
+def signature_options(command: Command) -> Command:
+    command = click.option(
+        "--key",
+        "signer",
+        metavar="FILE|FINGERPRINT",
+        help="Whose signature: the public key in FILE, or one of your keyring (default: any of your keyring). "
+        "Means --require-signature.",
+    )(command)
+    return click.option("--require-signature", is_flag=True, help="Refuse what is not signed, by whom you know.")(
+        command
+    )
+
+
 def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from builder.cli.group import bound, chain_options, json_option, main, open_store, resolved, size
+from builder.cli.group import (
+    bound,
+    chain_options,
+    json_option,
+    main,
+    open_store,
+    resolved,
+    signature_options,
+    size,
+)
 from builder.errors import UsageError
 
 if TYPE_CHECKING:
@@ -309,7 +318,7 @@ def inspect(store_path: Path | None, /, image: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("recipe")
+@click.argument("recipe", metavar="RECIPE|FILE.sif|REF")
 @click.option(
     "--sif", type=click.Path(path_type=Path), help="The file to test (default: ./<recipe>.sif when it is there)."
 )
@@ -319,6 +328,7 @@ def inspect(store_path: Path | None, /, image: str, as_json: bool) -> None:
 @click.option(
     "--engine", default="auto", metavar="auto|apptainer|buildah|docker", help="What runs the scripts of --rebuild."
 )
+@signature_options
 @chain_options
 @json_option
 @click.pass_obj
@@ -329,6 +339,8 @@ def verify(
     sif: Path | None,
     again: bool,
     engine: str,
+    require_signature: bool,
+    signer: str | None,
     stack: str | None,
     gpu_arch: str | None,
     arguments: tuple[str, ...],
@@ -340,11 +352,24 @@ def verify(
     Examples:
       build.py verify lora-opencalm
       build.py verify lora-opencalm --rebuild --engine docker      the same image again? names the files that differ
+      build.py verify ./lora-opencalm.sif --require-signature      is it whole, and signed by a key of my keyring?
+      build.py verify registry.example.org/lab/lora-opencalm:1.2 --key lab.asc
     """
     from builder.executors import check_name
     from builder.inspect import drift_of, prove
 
     check_name(engine)
+    if require_signature or signer:
+        from dataclasses import asdict
+
+        from builder.sign import check_image
+
+        whose = check_image(recipe, sif, signer)
+        if not whose.of_recipe:
+            about = {"image": whose.name, "signed": [asdict(key) for key in whose.signers]}
+            click.echo(json.dumps(about, indent=1) if as_json else str(whose))
+            return
+        click.echo(str(whose), err=as_json)
     chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
     if again:
         say_rebuilt(chain, store, engine, bound(arguments).get("mirror"), as_json)

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from builder.cli.group import bound, chain_options, json_option, main, open_store, resolved, size
+from builder.cli.group import (
+    bound,
+    chain_options,
+    json_option,
+    main,
+    open_store,
+    resolved,
+    sign_option,
+    signature_options,
+    size,
+)
 
 if TYPE_CHECKING:
     pass
@@ -24,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--pin", is_flag=True, help="Never prune this version.")
 @click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the SIF before it is seen.")
+@sign_option
 @click.option(
     "--engine", default="auto", show_default=True, metavar="auto|apptainer|buildah|docker", help="What builds."
 )
@@ -32,7 +43,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def publish(
     store_path: Path | None, /, recipe: str, place: Path, version: str | None, tags: tuple[str, ...], pin: bool,
-    no_current: bool, no_verify: bool, engine: str, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...],
+    no_current: bool, no_verify: bool, sign: str | None, engine: str, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...],
     as_json: bool,
 ) -> None:  # fmt: skip
     """Put an image and its layers where others run it and build on it; what is not built yet is built.
@@ -41,9 +52,11 @@ def publish(
     Examples:
       build.py publish lora-opencalm --to /groups/lab/ekiben
       build.py publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable
+      build.py publish lora-opencalm --to /groups/lab/ekiben --sign you@example.org
     """
     from builder.config import read_config
     from builder.executors import check_name
+    from builder.gpg import find_key
     from builder.pipeline import Options, build
     from builder.progress import Progress
     from builder.publish import open_place
@@ -52,10 +65,11 @@ def publish(
     check_name(engine)
     chain, store, progress = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), Progress()
     open_place(place.expanduser().absolute(), version=version, tags=tags)  # an image takes minutes, a refusal none
+    key = find_key(sign) if sign is not None else None
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"), registry=read_config().registry)
     image = build(chain, store, options, progress)
     done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
-               current=not no_current, check=not no_verify)  # fmt: skip
+               current=not no_current, check=not no_verify, key=key)  # fmt: skip
     if as_json:
         click.echo(json.dumps({**done.record, "path": str(done.sif), "moved": done.moved}, indent=1))
         return
@@ -63,6 +77,8 @@ def publish(
     shown = done.sif if no_current else done.sif.with_name("current")
     click.echo(f"published  {done.sif}  {size(done.record['size'])}"
                + (f", {size(done.moved)} of layers moved" if done.made else "  (was there)"))  # fmt: skip
+    if signed := done.record.get("signature"):
+        click.echo(f"signed     by {signed['user']} {signed['fingerprint']}")
     click.echo(f"run        singularity exec --nv {shown} {task}")
     click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
 
@@ -78,11 +94,12 @@ def publish(
     show_default=True,
     help="What it is there: for docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.",
 )
+@sign_option
 @chain_options
 @json_option
 @click.pass_obj
 def push(
-    store_path: Path | None, /, recipe: str, reference: str, format_: str, stack: str | None, gpu_arch: str | None,
+    store_path: Path | None, /, recipe: str, reference: str, format_: str, sign: str | None, stack: str | None, gpu_arch: str | None,
     arguments: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Send an image to a registry; what the registry has is not sent again, and what broke off goes on.
@@ -92,8 +109,10 @@ def push(
       build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2
       build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2-sif --format sif
       build.py push lora-opencalm registry.example.org/lab/layers --format layers
+      build.py push lora-opencalm registry.example.org/lab/lora-opencalm:1.2 --sign
     """
     from builder.config import read_config
+    from builder.gpg import find_key
     from builder.pipeline import Options, build
     from builder.progress import Progress
     from builder.push import push as send
@@ -102,13 +121,16 @@ def push(
     place, progress = Reference.parse(reference), Progress()
     chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
     options = Options(mirror=bound(arguments).get("mirror"), registry=read_config().registry)
-    done = send(build(chain, store, options, progress), store, place, format_, progress)
+    key = find_key(sign) if sign is not None else None
+    done = send(build(chain, store, options, progress), store, place, format_, progress, key=key)
     if as_json:
         click.echo(
             json.dumps({"place": done.place, "sent": done.sent, "mounted": done.mounted, "there": done.there}, indent=1)
         )
         return
     click.echo(f"pushed  {done.place}  {size(done.sent)} sent, {done.mounted} blobs mounted, {done.there} were there")
+    if key:
+        click.echo(f"signed  by {key}")
     lines = {"docker": f"docker pull {place}", "sif": f"apptainer pull oras://{place}",
              "layers": f"EKIBEN_REGISTRY={reference} make image recipe={recipe}"}  # fmt: skip
     click.echo(f"use     {lines[format_]}")
@@ -117,29 +139,46 @@ def push(
 @main.command()
 @click.argument("reference", metavar="REF")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the SIF goes (default: ./<name>.sif).")
+@signature_options
 @json_option
 @click.pass_obj
-def pull(store_path: Path | None, /, reference: str, output: Path | None, as_json: bool) -> None:
+def pull(
+    store_path: Path | None, /, reference: str, output: Path | None, require_signature: bool, signer: str | None, as_json: bool
+) -> None:  # fmt: skip
     """Take an image from a registry as a SIF: one that was pushed as SIF, whose broken download goes on, or as Docker image.
 
     \b
     Examples:
       build.py pull registry.example.org/lab/lora-opencalm:1.2-sif
       build.py pull registry.example.org/lab/lora-opencalm:1.2 -o /tmp/image.sif
+      build.py pull registry.example.org/lab/lora-opencalm:1.2 --require-signature --key lab.asc
     """
+    from contextlib import nullcontext
+
+    from builder.gpg import known_keys
     from builder.progress import Progress
     from builder.pull import pull as take
     from builder.registry import Reference
 
-    product, digest = take(Reference.parse(reference), open_store(store_path), output, Progress())
+    with known_keys(signer) if require_signature or signer else nullcontext() as keys:
+        product, digest, who = take(Reference.parse(reference), open_store(store_path), output, Progress(), keys=keys)
     if as_json:
         click.echo(
             json.dumps(
-                {"path": product.place, "size": product.size, "manifest": digest, "made": product.made}, indent=1
+                {
+                    "path": product.place,
+                    "size": product.size,
+                    "manifest": digest,
+                    "made": product.made,
+                    "signed": {"fingerprint": who.fingerprint, "user": who.user} if who else None,
+                },
+                indent=1,
             )
         )
         return
     click.echo(f"pulled  {product.place}  {size(product.size)}  {digest[:19]}{'' if product.made else '  (was there)'}")
+    if who:
+        click.echo(f"signed  by {who}")
     click.echo(f"run     singularity exec --nv {product.place}")
 
 

@@ -1,0 +1,250 @@
+"""GnuPG, started to sign and to check signatures: the user's own keyring, agent and cards. We read no key ourselves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import unquote
+
+from builder.errors import EngineError, UsageError, VerifyError
+from builder.process import run, which
+
+_HASHES = {"8": "sha256", "9": "sha384", "10": "sha512"}  # RFC 4880, 9.4; the older ones count for nothing
+_FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
+_PASSPHRASE = re.compile(r"pinentry|passphrase|ioctl|cancel|timeout|PIN\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """``fingerprint`` is the primary key's, whichever subkey signs."""
+
+    fingerprint: str
+    user: str
+
+    def __str__(self) -> str:
+        return f"{self.user} {self.fingerprint}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Whose signatures count: those of ``fingerprints``, or, where that is None, of every key in the keyring of ``home``."""
+
+    home: Path | None = None
+    fingerprints: frozenset[str] | None = None
+
+
+class SignatureError(VerifyError):
+    """No good signature. ``rank``: of several reasons, the one with the highest is told."""
+
+    def __init__(self, message: str, *, rank: int, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
+
+
+# ------------------------------------------------------------------------------------------------------------- signing
+
+
+def find_key(wanted: str = "") -> Key:
+    """The secret key that ``wanted`` names as gpg takes it (fingerprint, mail address), else gpg's default, else the only one.
+
+    Errors: UsageError that lists what there is.
+    """
+    asked = wanted or _default_key()
+    found = _listed("--list-secret-keys", asked)
+    usable = [key for key, trouble in found if not trouble]
+    said = f"--sign {wanted}".rstrip()
+    if len(usable) == 1:
+        return usable[0]
+    if usable:
+        raise UsageError(
+            f"{said}: {len(usable)} keys can be meant:{_lines(usable)}", hint="name one by its fingerprint"
+        )
+    if found:
+        raise UsageError(f"{said}: cannot sign with {'; '.join(f'{key}: {trouble}' for key, trouble in found)}",
+                         hint="gpg --quick-set-expire FINGERPRINT 1y prolongs a key; another one: --sign KEY")  # fmt: skip
+    others = [key for key, trouble in _listed("--list-secret-keys") if not trouble] if asked else []
+    if others:
+        raise UsageError(f"--sign {asked}: no such secret key. There are:{_lines(others)}")
+    raise UsageError(f"{said}: there is no secret key in {os.environ.get('GNUPGHOME') or '~/.gnupg'}",
+                     hint="gpg --quick-generate-key 'Your Name <you@example.org>' ed25519 sign 2y makes one; GNUPGHOME names "
+                          "another keyring")  # fmt: skip
+
+
+def sign(data: bytes, key: Key, *, clear: bool) -> tuple[bytes, str]:
+    """A signed message, as clear text or as gpg --sign makes it, and the hash that was signed. Errors: EngineError."""
+    with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
+        message, out = Path(folder, "message"), Path(folder, "signed")
+        message.write_bytes(data)
+        # SHA-512 fits every kind of key: gpg shortens it for those that take less, and refuses a shorter one for the others.
+        how = ["--clear-sign"] if clear else ["--no-armor", "--sign"]
+        done, status, said = _gpg(
+            "--digest-algo", "SHA512", "--local-user", key.fingerprint, "--output", out, *how, message
+        )
+        if done or not (made := _status(status, "SIG_CREATED")):
+            raise _cannot_sign(key, status, said)
+        return out.read_bytes(), _HASHES[made[0][2]]
+
+
+def _cannot_sign(key: Key, status: str, said: str) -> EngineError:
+    lines = [line for line in said.splitlines() if line.startswith("gpg: ")]
+    reason = lines[-1].rpartition(": ")[2] if lines else "it says nothing"
+    asked = _PASSPHRASE.search(reason) or _status(status, "PINENTRY_LAUNCHED")
+    return EngineError(
+        f"gpg does not sign as {key}: {reason}",
+        hint="it could not ask for the passphrase, or got none. In a terminal: export GPG_TTY=$(tty). In a batch job: unlock the "
+        "key before (gpg-preset-passphrase), or, in a GNUPGHOME that only the job reads, put 'pinentry-mode loopback' and "
+        "'passphrase-file FILE' into gpg.conf" if asked else None,
+    )  # fmt: skip
+
+
+def _default_key() -> str:
+    """`default-key` of gpg.conf, as gpgconf tells it."""
+    program = which("gpgconf")
+    said = run([program, "--list-options", "gpg"], check=False, env=_environment()).stdout if program else ""
+    values = [line.split(":")[9] for line in said.splitlines() if line.startswith("default-key:")]
+    return unquote(values[0].removeprefix('"').partition(',"')[0]) if values else ""
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+@contextlib.contextmanager
+def known_keys(wanted: str | None) -> Iterator[Keys]:
+    """The user's own keyring; of it, the key with the fingerprint ``wanted``; or only what is in the file of that name.
+
+    Errors: UsageError.
+    """
+    if wanted is None:
+        yield Keys()
+    elif Path(wanted).is_file():
+        with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
+            home = Path(folder)
+            _gpg("--no-autostart", "--import", wanted, home=home)
+            keys = [key.fingerprint for key, _ in _listed("--list-keys", home=home)]
+            if not keys:
+                raise UsageError(
+                    f"--key {wanted}: holds no public key", hint="gpg --armor --export KEY > key.asc writes one"
+                )
+            yield Keys(home, frozenset(keys))
+    else:
+        fingerprint = wanted.replace(" ", "").removeprefix("0x").upper()
+        if not _FINGERPRINT.fullmatch(fingerprint):
+            raise UsageError(f"--key {wanted}: neither a file nor a whole fingerprint",
+                             hint="gpg --fingerprint shows fingerprints, 40 digits; shorter ones can be forged")  # fmt: skip
+        if not (found := _listed("--list-keys", fingerprint)):
+            raise UsageError(
+                f"--key {wanted}: no such key in your keyring", hint="gpg --import its file, or --key FILE"
+            )
+        yield Keys(None, frozenset(key.fingerprint for key, _ in found))
+
+
+def check(signed: bytes, keys: Keys) -> tuple[bytes, Key]:
+    """What a signed message says, and who signed it. Errors: SignatureError, its text to follow the thing's name."""
+    with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
+        message, out = Path(folder, "signed"), Path(folder, "message")
+        message.write_bytes(signed)
+        # Only what gpg gives back was signed: around a clear-signed text there may be another.
+        # And no key comes into the keyring by being used.
+        code, status, _ = _gpg("--no-auto-key-retrieve", "--output", out, "--verify", message, home=keys.home)
+        signer = _judge(status, keys)
+        if code or not out.exists():
+            raise SignatureError(f"its signature by {signer} cannot be read", rank=2)
+        return out.read_bytes(), signer
+
+
+def _judge(status: str, keys: Keys) -> Key:
+    words = [line.split(" ")[1] for line in status.split("\n") if line.startswith("[GNUPG:] ")]
+    verdicts = [word for word in words if word.endswith("SIG") and word != "NEWSIG"]
+    said = _status(status, verdicts[0])[0] if verdicts else []
+    who = " ".join(said[1:]) or said[0] if said else "somebody"
+    match verdicts:
+        case ["ERRSIG"] if said[5:6] == ["9"]:
+            issuer = said[6] if len(said) > 6 and said[6] != "-" else said[0]
+            where = "your keyring" if keys.home is None else "the file of --key"
+            raise SignatureError(f"it is signed by a key that is not in {where}: {issuer}", rank=0,
+                                 hint="once its owner has told you that this is theirs: gpg --import their public key, or --key FILE")  # fmt: skip
+        case ["ERRSIG"]:
+            raise SignatureError("this gpg cannot check its kind of signature", rank=2)
+        case ["EXPKEYSIG", *_]:
+            raise SignatureError(f"it is signed by {who}, whose key has expired", rank=1, hint="gpg --refresh-keys, or import "
+                                 "the key again: its owner may have prolonged it")  # fmt: skip
+        case ["REVKEYSIG", *_]:
+            raise SignatureError(f"it is signed by {who}, whose key was revoked", rank=3)
+        case ["EXPSIG", *_]:
+            raise SignatureError(f"its signature by {who} has expired", rank=1)
+        case ["BADSIG"]:
+            raise SignatureError(f"its signature is no good: it says {who}, and does not fit what was signed", rank=4)
+        case ["GOODSIG", "VALIDSIG"]:
+            pass
+        case _:
+            raise SignatureError("its signature cannot be read: it is damaged, or not of PGP", rank=2)
+    valid = _status(status, "VALIDSIG")[0]
+    signer = Key(valid[-1], who)
+    if valid[7] not in (*_HASHES, "11"):
+        raise SignatureError(f"its signature by {signer} rests on a hash that can be forged", rank=2)
+    if keys.fingerprints is not None and signer.fingerprint not in keys.fingerprints:
+        raise SignatureError(
+            f"it is signed by {signer}, not by the key of --key: {', '.join(sorted(keys.fingerprints))}", rank=1
+        )
+    return signer
+
+
+# ------------------------------------------------------------------------------------------------------------- the door
+
+
+def _gpg(*words: str | Path, home: Path | None = None) -> tuple[int, str, str]:
+    """Exit code, status lines, and what it says to people. Errors: EngineError when there is no gpg."""
+    program = which("gpg", "gpg2")
+    if program is None:
+        raise EngineError("signatures are made and checked with gpg, which is not installed", hint="apt install gnupg")
+    place: list[str | Path] = ["--homedir", home] if home else []
+    done = run([program, "--batch", "--yes", "--status-fd", "1", *place, *words], check=False, env=_environment())
+    return done.returncode, done.stdout, done.stderr
+
+
+def _environment() -> dict[str, str]:
+    """With the terminal that a passphrase is asked for on, which gpg does not find out by itself."""
+    settings = {**os.environ, "LC_ALL": "C.UTF-8"}
+    for stream in (0, 2):
+        with contextlib.suppress(OSError):
+            settings.setdefault("GPG_TTY", os.ttyname(stream))
+    return settings
+
+
+def _status(status: str, word: str) -> list[list[str]]:
+    """The arguments of each status line of that kind. Other line ends than gpg's own may stand in somebody's name."""
+    start = f"[GNUPG:] {word} "
+    return [line.removeprefix(start).split(" ") for line in status.split("\n") if f"{line} ".startswith(start)]
+
+
+def _listed(what: str, name: str = "", home: Path | None = None) -> list[tuple[Key, str]]:
+    """Keys, and why each cannot be used; "" when it can."""
+    _, said, _ = _gpg("--with-colons", "--fixed-list-mode", what, *(["--", name] if name else []), home=home)
+    found = list[tuple[Key, str]]()
+    for line in said.split("\n"):
+        row = line.split(":")
+        if row[0] in ("sec", "pub"):
+            found.append((Key("", ""), _trouble(row)))
+        elif found and row[0] == "fpr" and not found[-1][0].fingerprint:
+            found[-1] = Key(row[9], ""), found[-1][1]
+        elif found and row[0] == "uid" and not found[-1][0].user:
+            found[-1] = Key(found[-1][0].fingerprint, row[9].replace("\\x3a", ":")), found[-1][1]
+    return found
+
+
+def _trouble(row: Sequence[str]) -> str:
+    if row[1] == "e":
+        return f"it expired on {datetime.fromtimestamp(int(row[6]), UTC):%Y-%m-%d}"
+    if row[1] == "r":
+        return "it was revoked"
+    return "" if "S" in row[11] and "D" not in row[11] and row[1] not in "di" else "it is not one that signs"
+
+
+def _lines(keys: Sequence[Key]) -> str:
+    return "".join(f"\n  {key}" for key in keys)

@@ -1,0 +1,121 @@
+"""What we sign Apptainer verifies, and what Apptainer signs we do: as root, and as a user who has only the public key."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from builder import gpg
+from builder.gpg import Key, Keys, SignatureError
+from builder.sign import check_sif
+from keyrings import Keyring, keyring, used
+from rooms import USER, give, need
+from test_sif import make
+from test_sign import ALICE, layers, make_signed
+
+
+@pytest.fixture(params=["ed25519", "rsa2048", "nistp384"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ring() -> Iterator[Keyring]:
+    need("apptainer")
+    with keyring() as made, used(made):
+        yield made
+
+
+def apptainer(*words: str | Path, config: Path, user: str = "", code: int = 0) -> str:
+    """With a keyring of its own, which is none of gpg's."""
+    before = ["runuser", "-u", user, "--"] if user else []
+    argv = [*before, "env", f"APPTAINER_CONFIGDIR={config}", "apptainer", *words]
+    done = subprocess.run(argv, input="\n", capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def folder(path: Path, user: str = "") -> Path:
+    path.mkdir()
+    if user:
+        give(path, user)
+    return path
+
+
+def test_apptainer_verifies_what_we_signed(ring: Keyring, kind: str, tmp_path: Path) -> None:
+    alice = Key(ring.make(ALICE, kind=kind), ALICE)
+    sif = make_signed(tmp_path / "x.sif", layers(tmp_path, "base", "python", "top"), alice)
+    public = ring.export(ALICE, tmp_path / "alice.asc")
+    for place in (tmp_path, *tmp_path.parents[:2]):
+        place.chmod(0o755)
+    for user in ("", USER):
+        config = folder(tmp_path / f"config-{user}", user)
+        refused = apptainer("verify", sif, config=config, user=user, code=255)
+        assert "signature made by unknown entity" in refused
+        apptainer("key", "import", public, config=config, user=user)
+        for words in (["verify"], ["verify", "--all"]):
+            said = apptainer(*words, sif, config=config, user=user)
+            assert f"Fingerprint: {alice.fingerprint}" in " ".join(said.split())
+            assert ALICE in said and "Verified signature(s)" in said
+            rows = [line.split("|")[0].strip() for line in said.splitlines() if "|1 " in line]
+            assert rows == ["1", "2", "3", "4"]  # definition and all layers
+    listed = apptainer("sif", "list", sif, config=config)
+    assert "Signature (SHA-512)" in listed and "1   (G)" in listed
+    assert alice.fingerprint in apptainer("sif", "info", "5", sif, config=config)
+    data = bytearray(sif.read_bytes())
+    data[data.rindex(b"-----BEGIN PGP SIGNED") - 3000] ^= 1
+    sif.write_bytes(data)
+    assert "integrity compromised: 4" in apptainer("verify", sif, config=config, code=255)
+
+
+def test_we_verify_what_apptainer_signed(ring: Keyring, kind: str, tmp_path: Path) -> None:
+    alice = Key(ring.make(ALICE, kind=kind), ALICE)
+    secret, config = tmp_path / "secret.asc", folder(tmp_path / "config")
+    secret.write_bytes(ring.gpg("--armor", "--export-secret-keys", ALICE))
+    sif = tmp_path / "x.sif"
+    make(sif, *layers(tmp_path, "base", "python", "top"))
+    apptainer("key", "import", secret, config=config)
+    apptainer("sign", sif, config=config)
+    assert check_sif(sif, Keys()) == [alice]
+    # A second signature, of a stranger's, takes nothing from the first.
+    with keyring() as other:
+        with used(other):
+            mallory = Key(other.make("Mallory"), "Mallory")
+            with pytest.raises(SignatureError, match=f"not in your keyring: {alice.fingerprint}"):
+                check_sif(sif, Keys())
+        secret.write_bytes(other.gpg("--armor", "--export-secret-keys", "Mallory"))
+        apptainer("key", "import", secret, config=folder(tmp_path / "other"))
+        apptainer("sign", sif, config=tmp_path / "other")
+        with used(other):
+            assert check_sif(sif, Keys()) == [mallory]
+    assert check_sif(sif, Keys()) == [alice]
+    # What is added after that is covered by nobody.
+    apptainer("sif", "add", "--datatype", "3", "--groupid", "1", sif, secret, config=config)
+    with pytest.raises(SignatureError, match="changed after Alice"):
+        check_sif(sif, Keys())
+
+
+def test_both_sign_the_same_text(ring: Keyring, tmp_path: Path) -> None:
+    ring.make(ALICE)
+    secret, config = tmp_path / "secret.asc", folder(tmp_path / "config")
+    secret.write_bytes(ring.gpg("--armor", "--export-secret-keys", ALICE))
+    parts = layers(tmp_path, "base", "top")
+    ours, theirs = make_signed(tmp_path / "ours.sif", parts, gpg.find_key()), tmp_path / "theirs.sif"
+    make(theirs, *parts)
+    apptainer("key", "import", secret, config=config)
+    apptainer("sign", theirs, config=config)
+    texts = [path.read_bytes().split(b'{"version"')[1].split(b"\n")[0] for path in (ours, theirs)]
+    assert texts[0] == texts[1]
+
+
+def test_a_key_that_is_not_of_pgp(tmp_path: Path) -> None:
+    need("apptainer", "openssl")
+    config, pem = folder(tmp_path / "config"), tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", pem], check=True, capture_output=True)
+    make(tmp_path / "x.sif", *layers(tmp_path, "base"))
+    apptainer("sign", "--key", pem, tmp_path / "x.sif", config=config)
+    with pytest.raises(SignatureError, match="a key that is not of PGP"):
+        check_sif(tmp_path / "x.sif", Keys())
