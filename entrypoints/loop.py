@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -138,6 +139,7 @@ class Run:
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
         self.checkpointed = plan.checkpointed
         self.pending: list[_Pending] = []
+        self.order: tuple[int, torch.Tensor] | None = None  # of the rows, in an epoch
         self.last_loss, self.last_test_loss = math.nan, math.nan
         self.peak = flops.peak_flops(device.name)
 
@@ -239,7 +241,7 @@ class Run:
 
     def _pack(self, rows: Sequence[Example]) -> packing.Pack:
         """An empty pack is played by the shortest row; its loss does not count."""
-        played = rows or [min(self.train, key=lambda row: len(row.ids))]
+        played = rows or [self._shortest]
         return packing.pack(played, self.learner.layout).to(self.device.place)
 
     def _packs(self, packs: list[list[Example]], learnt: int) -> torch.Tensor | None:
@@ -274,12 +276,16 @@ class Run:
                 "more GPUs, or GPUs nobody else is using"
             )
 
+    @functools.cached_property
+    def _shortest(self) -> Example:
+        return min(self.train, key=lambda row: len(row.ids))
+
     def _rows_of(self, step: int) -> list[Example]:
-        per_epoch = self.plan.steps_per_epoch(len(self.train))
-        epoch, place = divmod(step, per_epoch)
-        generator = torch.Generator().manual_seed(self.plan.seed + epoch)
-        order = torch.randperm(len(self.train), generator=generator)
-        chosen = order[place * self.plan.batch_size : (place + 1) * self.plan.batch_size]
+        epoch, place = divmod(step, self.plan.steps_per_epoch(len(self.train)))
+        if self.order is None or self.order[0] != epoch:  # drawn once: of millions of rows it takes as long as a step
+            generator = torch.Generator().manual_seed(self.plan.seed + epoch)
+            self.order = (epoch, torch.randperm(len(self.train), generator=generator))
+        chosen = self.order[1][place * self.plan.batch_size : (place + 1) * self.plan.batch_size]
         return [self.train[index] for index in chosen.tolist()]
 
     def _count(self, rows: Sequence[Example], learnt: int) -> None:

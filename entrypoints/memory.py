@@ -52,7 +52,7 @@ class Needs:
     optimizer_size: int = 12  # bytes per trainable weight: AdamW's two moments and an exact copy, all fp32
     strategy: Strategy = "none"
     gpus: int = 1
-    offload: bool = False  # optimizer and sharded weights in the host's memory
+    offload: Literal["none", "optimizer", "all"] = "none"  # what is in the host's memory; all: sharded weights, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Memory:
     loss: int
     per_token: int
     per_token_checkpointed: int
+    host: int = 0  # of the host's memory instead, for this GPU
 
     @property
     def fixed(self) -> int:
@@ -112,13 +113,18 @@ def expect_memory(needs: Needs) -> Memory:
         frozen += int(needs.products * (needs.bits / 8 + 4 / 64 - needs.size))
     weights = frozen + needs.trainable * needs.size
     gradients, optimizer = needs.trainable * needs.gradient_size, needs.trainable * needs.optimizer_size
-    if shares_weights:
-        # Two units gathered at once: the one at work and the next.
-        weights = 2 * needs.unit * needs.size + (0 if needs.offload else weights // needs.gpus)
+    host = 0
     if shares_rest:
         gradients, optimizer = gradients // needs.gpus, optimizer // needs.gpus
-    if needs.offload:
-        gradients, optimizer = (gradients if needs.strategy == "none" else 0), 0
+    if needs.offload != "none":
+        host = gradients + optimizer
+        gradients, optimizer = 0, 0
+    if shares_weights:
+        own = weights // needs.gpus
+        if needs.offload == "all":
+            host, own = host + own, 0
+        # Two units gathered at once: the one at work and the next.
+        weights = 2 * needs.unit * needs.size + own
     return Memory(
         weights,
         gradients,
@@ -126,6 +132,7 @@ def expect_memory(needs: Needs) -> Memory:
         loss=CHUNK * needs.vocabulary * (2 * needs.size + 8),
         per_token=int(needs.kept * needs.layers * needs.size),
         per_token_checkpointed=int((needs.width * needs.layers + 2 * needs.kept) * needs.size),
+        host=host,
     )
 
 
@@ -144,7 +151,7 @@ def suggest(needs: Needs, room: int, *, quantises: bool = True) -> list[str]:
     if shorter >= 256:
         found.append(f"rows of at most {shorter:,} tokens (--set max_length={shorter})")
     for gpus in (2, 4, 8, 16, 32, 64, 128):
-        if gpus > needs.gpus and expected(strategy="fsdp", gpus=gpus) <= room:
+        if gpus > needs.gpus and expected(strategy="fsdp", gpus=gpus, offload="none") <= room:
             found.append(f"{gpus} GPUs like this one that share the weights (--set parallel=fsdp)")
             break
     everything = needs.frozen + needs.trainable

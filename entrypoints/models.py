@@ -51,7 +51,7 @@ def choose_device(wanted: str, index: int = 0) -> Device:
         if "OMP_NUM_THREADS" not in os.environ:
             # Left alone, torch counts the machine's cores, not those this job may use.
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        return Device(torch.device("cpu"), "CPU", torch.float32, _free_ram())
+        return Device(torch.device("cpu"), "CPU", torch.float32, free_ram())
     if not torch.cuda.is_available():
         raise TaskError(_no_gpu())
     device = torch.device("cuda", index)
@@ -288,7 +288,7 @@ def _no_gpu() -> str:
     )
 
 
-def _free_ram() -> int:
+def free_ram() -> int:
     """What can be had without swapping: free pages alone leave out the file cache, which gives way."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,8 +58,8 @@ def check(parallel: str, settings: Settings) -> None:
     """Errors: TaskError where this image lacks what ``parallel`` needs."""
     if parallel == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise TaskError(
-            "setting parallel=deepspeed: this image has no DeepSpeed; build the recipe on the layer that has it "
-            "(layer: deepspeed in recipe.yaml), or take parallel=fsdp, which shares the weights in the same way"
+            "setting parallel=deepspeed: this image has no DeepSpeed; use the recipe finetune, build this one on a layer that "
+            "has it (layer: deepspeed-plain in recipe.yaml), or take parallel=fsdp, which shares the weights in the same way"
         )
 
 
@@ -68,7 +69,7 @@ def memory_choices(parallel: str, settings: Settings, device: models.Device, wor
     return {
         "strategy": stage if parallel == "deepspeed" else parallel,
         "gpus": world.size,
-        "offload": parallel == "deepspeed" and settings.deepspeed.offload != "none",
+        "offload": settings.deepspeed.offload if parallel == "deepspeed" else "none",
         "bits": settings.bits,
         "size": device.dtype.itemsize,
     }
@@ -79,6 +80,8 @@ def load(parallel: str, place: str, settings: Settings, plan: Plan, device: mode
     from replicated import Replicated
 
     if parallel == "deepspeed":
+        # Left alone, DeepSpeed takes a GPU that is there, also where the CPU was asked for.
+        os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.is_gpu else "cpu")
         from zero import Partitioned
 
         return Partitioned(place, settings, plan, device, world)

@@ -68,6 +68,7 @@ def announce(intent: Intent) -> list[str]:
     where = f"{intent.processes} x {device.name} {_HOW[intent.parallel]}" if intent.processes > 1 else device.name
     twice = f", {plan.checkpointed} of {intent.layers} blocks checkpointed" if plan.checkpointed else ""
     expected = f"{intent.expected_bytes / models.GIB:.1f} GiB expected"
+    host = f", and {intent.memory.host / models.GIB:.1f} GiB of the host's for each" if intent.memory.host else ""
     lines = [
         f"model       {settings.model}: {intent.parameters:,} parameters{bits}",
         f"trains      {intent.trained}: {intent.trainable:,} trainable",
@@ -78,12 +79,12 @@ def announce(intent: Intent) -> list[str]:
         f"steps       {steps:,} of {plan.batch_size} rows, {plan.epochs} epoch{'s' * (plan.epochs > 1)}",
         f"device      {where}, {str(device.dtype).removeprefix('torch.')}, {compiling}",
         f"attention   {intent.attention}",
-        f"memory      {expected} of {device.memory / models.GIB:.1f} GiB free{' on each' * (intent.processes > 1)}{twice}",
+        f"memory      {expected} of {device.memory / models.GIB:.1f} GiB free{' on each' * (intent.processes > 1)}{twice}{host}",
         f"output      {intent.output.absolute()}",
     ]
     if intent.no_device:
         lines[7] = f"device      none: {intent.no_device}"
-        lines[9] = f"memory      {expected}{twice}"
+        lines[9] = f"memory      {expected}{twice}{host}"
     if settings.warmup_steps > steps // 10:
         lines.append(f"note        warm-up is {steps // 10} steps, a tenth of all, not {settings.warmup_steps}")
     return lines

@@ -37,7 +37,8 @@ def prove(settings: Settings, sample: Path, output: Path | None) -> int:
             form=settings.form, method=settings.method,
             max_length=1024, lora=Lora(r=8, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
             epochs=6, max_steps=72, batch_size=16, learning_rate=2e-2, warmup_steps=4,
-            eval_every=0, log_seconds=2, compile=False, device=device,
+            eval_every=0, log_seconds=2, compile=False, device=device, deepspeed=settings.deepspeed,
+            parallel="deepspeed" if settings.parallel == "deepspeed" else "auto",
         )  # fmt: skip
         if train.train(tiny, sample.parent.parent, folder, fresh=True) != 0:
             raise TaskError("smoke: interrupted")

@@ -248,7 +248,15 @@ def _fit_memory(
 def _refuse_what_cannot_fit(intent: report.Intent, needs: memories.Needs) -> None:
     """Errors: TaskError, with what would make it fit. The estimate is an upper one: a little more than there is may pass."""
     import memory as memories
+    import models
 
+    # What DeepSpeed keeps in the host's memory, for all GPUs of this node.
+    host = intent.memory.host * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if intent.no_device is None and host > (free := models.free_ram()):
+        raise TaskError(
+            f"{intent.settings.model}: about {host / memories.GIB:.0f} GiB of this node's own memory would be needed, and "
+            f"{free / memories.GIB:.0f} GiB are free; take more nodes, or keep less there (--set deepspeed.offload=none)"
+        )
     room = intent.device.memory
     expected = intent.expected_bytes
     if expected <= room:

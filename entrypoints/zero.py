@@ -1,6 +1,7 @@
 """The weights shared among the processes by DeepSpeed: ZeRO-2 and ZeRO-3, with what does not fit in the host's memory.
 
-DeepSpeed's own optimizers are taken where they were compiled into the image; none is compiled while a job runs.
+Nothing is compiled while a job runs, and nothing has to be: PyTorch's fused AdamW steps on the GPU and, for what is kept in
+the host's memory, on the CPU. DeepSpeed's own for the CPU is taken where it was compiled into the image.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class Partitioned:
     collective = True
 
     def __init__(self, place: str, settings: Settings, plan: Plan, device: models.Device, world: World) -> None:
+        # On the CPU DeepSpeed would begin with a compiler; gloo does without that op.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = installed_ops.get("deepspeed_shm_comm", False)
         deepspeed.init_distributed()  # takes up torch's group
         config = make_config(settings, plan, device)
         # While this lives, from_pretrained() gives every weight away as soon as it is read.
@@ -68,7 +71,7 @@ class Partitioned:
         self.engine, *_ = deepspeed.initialize(
             model=self.learner,
             model_parameters=trained,
-            optimizer=_make_optimizer(trained, plan, device, offloads=settings.deepspeed.offload != "none"),
+            optimizer=_make_optimizer(trained, plan, offloads=settings.deepspeed.offload != "none"),
             config=config,
             dist_init_required=False,
         )
@@ -113,10 +116,10 @@ class Partitioned:
         return found
 
 
-def _make_optimizer(parameters: list[torch.Tensor], plan: Plan, device: models.Device, *, offloads: bool) -> Any:
+def _make_optimizer(parameters: list[torch.Tensor], plan: Plan, *, offloads: bool) -> Any:
     groups = decay_groups(parameters, plan)
     if offloads and installed_ops.get("cpu_adam"):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, lr=plan.learning_rate, adamw_mode=True)
-    return torch.optim.AdamW(groups, lr=plan.learning_rate, fused=device.is_gpu and not offloads)
+    return torch.optim.AdamW(groups, lr=plan.learning_rate, fused=True)

@@ -174,13 +174,33 @@ def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, room: Room) -> N
     exact = re.findall(r"^(?:pytest|pluggy|iniconfig)==\S+", lock, re.MULTILINE)
     # What other recipes' images add is pure Python, or nearly: their tasks' tests run here, too, without an image each.
     layers = "".join(
-        (built.checkout / f"images/stacks/cu130/{name}.lock").read_text() for name in ("megatron", "mlperf")
+        (built.checkout / f"images/stacks/cu130/{name}.lock").read_text()
+        for name in ("megatron", "mlperf", "deepspeed", "deepspeed-source")
     )
-    exact += re.findall(r"^(?:megatron-core|mlperf-logging)==\S+", layers, re.MULTILINE)
-    assert len(exact) == 5
+    exact += re.findall(
+        r"^(?:megatron-core|mlperf-logging|hjson|msgpack|nvidia-ml-py|py-cpuinfo|deepspeed)==\S+", layers, re.MULTILINE
+    )
+    assert len(exact) == 10
     inside = ["apptainer", "--silent", "exec", "--cleanenv", "--pwd", out]
-    trust = ["--bind", CA_BUNDLE, "--env", f"UV_SYSTEM_CERTS=1,SSL_CERT_FILE={CA_BUNDLE}"]
-    install = ["uv", "pip", "install", "--quiet", "--no-deps", "--no-cache", "--target", out / "pytest", *exact]
+    trust = [
+        "--bind",
+        CA_BUNDLE,
+        "--env",
+        f"UV_SYSTEM_CERTS=1,SSL_CERT_FILE={CA_BUNDLE},DS_BUILD_OPS=0,DS_ACCELERATOR=cuda",
+    ]
+    # DeepSpeed comes as a source: it is put together with what the image has.
+    install = [
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-cache",
+        "--target",
+        out / "pytest",
+        *exact,
+    ]
     run_as(USER, *inside, "--bind", out, *trust, built.sif, *install, cwd=out)
     tests = sorted(str(path) for path in (built.checkout / "tests").glob("test_entrypoints_*.py"))
     tests.remove(str(built.checkout / "tests/test_entrypoints_hello.py"))  # another recipe's task
