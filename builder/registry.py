@@ -182,9 +182,14 @@ class Registry:
 
         That index has the tag sha256-…: https://github.com/opencontainers/distribution-spec/blob/main/spec.md#referrers-tag-schema
         """
-        answer = self._ask("GET", f"referrers/{digest}", headers={"Accept": MEDIA_INDEX}, good=(200, 404))
-        if answer.status_code == 200:
-            return self._items(self._json(answer.content, ""), "manifests")
+        headers = {"Accept": MEDIA_INDEX}
+        with self._ask("GET", f"referrers/{digest}", headers=headers, stream=True, good=(200, 400, 404, 405)) as answer:
+            if answer.status_code == 200 and answer.headers.get("Content-Type", "").startswith(MEDIA_INDEX):
+                try:
+                    data = b"".join(self._received(answer, _MANIFEST_SIZE))
+                except _Broken as error:
+                    raise FetchError(f"{self.reference}: {self.reference.host} broke off: {error}") from error
+                return self._items(self._json(data, digest), "manifests")
         return self._listed(_list_tag(digest))
 
     def _listed(self, tag: str) -> list[dict[str, Any]]:
@@ -222,7 +227,7 @@ class Registry:
         return digest
 
     def _list_too(self, tag: str, item: dict[str, Any]) -> None:
-        """There is no lock: whoever finds that another's list took the place of his does it again."""
+        """Registries have no locks: whoever finds that another's list took the place of his does it again, which nearly helps."""
         for _ in range(5):
             items = self._listed(tag)
             if item["digest"] in [other["digest"] for other in items]:

@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -152,20 +151,13 @@ def _refuse_other_claim(said: bytes, signer: Key, reference: Reference, digest: 
 # ----------------------------------------------------------------------------------------------------- checking: by name
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What was checked, and who signed it. ``of_recipe``: it is the SIF of a recipe, of which more can be proven."""
-
-    name: str
-    signers: tuple[Key, ...]
-    of_recipe: bool = False
-
-    def __str__(self) -> str:
-        return "\n".join(f"{self.name}  signed by {key}" for key in self.signers)
+def is_image(name: str) -> bool:
+    """Whether it is a file, or a reference to a registry, rather than a recipe."""
+    return Path(name).is_file() or name.endswith(".sif") or (not Path(name).exists() and _is_reference(name))
 
 
-def check_image(name: str, sif: Path | None, signer: str | None) -> Checked:
-    """A SIF file, an image in a registry, or a recipe's SIF (``sif``, else ./<recipe>.sif): who signed it.
+def check_image(name: str, signer: str | None) -> tuple[str, list[Key]]:
+    """A SIF file, or an image in a registry: what was looked at, and who signed it. ``signer`` is known_keys()' ``wanted``.
 
     Errors: SignatureError, StoreError, FetchError, UsageError.
     """
@@ -178,17 +170,14 @@ def check_image(name: str, sif: Path | None, signer: str | None) -> Checked:
             found = check_pushed(registry, digest, keys)
             if found is None:
                 raise unsigned(name, f"build.py pull {name} --require-signature, if it is a SIF that is signed itself")
-            return Checked(f"{name.partition('@')[0]}@{digest}", (found,))
-        of_recipe = not Path(name).is_file()
-        path = sif or (Path(f"{Path(name).resolve().name}.sif") if of_recipe else Path(name))
-        if not path.is_file():
+            return f"{name.partition('@')[0]}@{digest}", [found]
+        if not Path(name).is_file():
             raise UsageError(
-                f"{path}: no such file, and no registry's image",
-                hint="as in ./file.sif, or registry.example.org/lab/name:tag",
+                f"{name}: no such file, of which the signature could be checked", hint="name it, or make it"
             )
         progress = Progress()
-        with progress.step(f"check the signature of {path}", total=path.stat().st_size):
-            return Checked(str(path), tuple(check_sif(path, keys, progress.count)), of_recipe)
+        with progress.step(f"check the signature of {name}", total=Path(name).stat().st_size):
+            return name, check_sif(Path(name), keys, progress.count)
 
 
 def _is_reference(name: str) -> bool:
@@ -207,6 +196,10 @@ def check_sif(path: Path, keys: Keys, on_bytes: Callable[[int], None] = lambda _
     parts = [item for item in info.descriptors if item.data_type != SIGNATURE]
     if not signatures:
         raise unsigned(str(path), f"apptainer sign {path}")
+    if len({item.number for item in info.descriptors}) < len(info.descriptors):
+        raise SignatureError(
+            f"{path}: two of its objects have one number, and a signature cannot tell them apart", rank=5
+        )
     if loose := [item.number for item in parts if item.group == NO_GROUP]:
         raise SignatureError(f"{path}: no signature covers its object {loose[0]}, which is in no group", rank=5)
     signers = list[Key]()
@@ -309,7 +302,7 @@ def _refuse_changes(said: bytes, signer: Key, info: SifInfo, parts: Sequence[Des
         raise SignatureError(f"{changed}: its header", rank=4)
     there = {item.number for item in parts}
     if added := sorted(there - set(signed)):
-        raise SignatureError(f"{changed}: object {added[0]} was added", rank=4)
+        raise SignatureError(f"{signer} did not sign its object {added[0]}: it was added later, or left out", rank=4)
     if gone := sorted(set(signed) - there):
         raise SignatureError(f"{changed}: object {gone[0]} is gone", rank=4)
     for item in sorted(parts, key=lambda item: item.size):

@@ -20,7 +20,7 @@ from builder.progress import Progress
 from builder.publish import Published, publish, records, tags
 from builder.pull import pull
 from builder.push import push
-from builder.registry import Reference, Registry
+from builder.registry import MEDIA_INDEX, Reference, Registry, digest_of
 from builder.sif import (
     DESCRIPTOR,
     DESCRIPTORS_AT,
@@ -37,7 +37,7 @@ from builder.sign import MEDIA_SIGNATURE, _is_reference, check_image, check_sif,
 from builder.store import Store
 from keyrings import Keyring, keyring, used
 from own_recipe import Own, RunCli, seeded
-from registries import real_registry
+from registries import Answer, bad_registry, real_registry
 from test_pipeline import chain_of
 from test_sif import DEFFILE, ID, squashfs
 
@@ -176,6 +176,13 @@ def added(data: bytearray) -> None:
     data[free + 5 : free + 9] = (6).to_bytes(4, "little")
 
 
+def doubled(data: bytearray) -> None:
+    """Another content under the number of a layer that was signed."""
+    first, free = DESCRIPTORS_AT + DESCRIPTOR.size, DESCRIPTORS_AT + 5 * DESCRIPTOR.size
+    data[free : free + DESCRIPTOR.size] = data[first : first + DESCRIPTOR.size]
+    data[free + 17] ^= 1  # where it begins is not signed
+
+
 def added_elsewhere(data: bytearray) -> None:
     added(data)
     at = DESCRIPTORS_AT + 5 * DESCRIPTOR.size + 9
@@ -196,7 +203,8 @@ def added_outside(data: bytearray) -> None:
         (in_id, "it was changed after Alice .* signed it: its header"),
         (in_description, "it was changed after Alice .* signed it: the description of object 3"),
         (taken_away, "it was changed after Alice .* signed it: object 4 is gone"),
-        (added, "it was changed after Alice .* signed it: object 6 was added"),
+        (added, "Alice .* did not sign its object 6: it was added later, or left out"),
+        (doubled, "two of its objects have one number"),
         (added_elsewhere, "changed after it was signed, or signed in part: no signature covers its object 6"),
         (added_outside, "no signature covers its object 6, which is in no group"),
         (in_message, "its signature is no good: it says Alice .*, and does not fit what was signed"),
@@ -301,14 +309,20 @@ def test_the_command_line(flat: Own, store: Store, tmp_path: Path, run_cli: RunC
     done = run_cli(*words, "--sign", "alice@example.org")
     assert f"signed     by {alice}" in done.stdout
     current = tmp_path / "lab/images/own/current"
-    said = run_cli("verify", current, "--require-signature").stdout
-    assert said == f"{current}  signed by {alice}\n"
+    for option in ([], ["--require-signature"]):
+        said = run_cli("verify", current, *option).stdout
+        assert said == f"{current}  signed by {alice}\n"
     file = ring.export(ALICE, tmp_path / "alice.asc")
     with keyring() as other:
         assert "not in your keyring" in run_cli("verify", current, "--require-signature", env=other.env, code=8).stderr
         shown = json.loads(run_cli("verify", current, "--key", file, "--json", env=other.env).stdout)
     assert shown["signed"] == [{"fingerprint": alice.fingerprint, "user": ALICE}]
-    assert "no such file" in run_cli("verify", flat.path, "--require-signature", code=2).stderr
+    # Of a recipe, the SIF that the tests run in.
+    own = ("--store", store.root, "verify", flat.path, "--require-signature")
+    assert f"{flat.path.name}.sif: no such file" in run_cli(*own, code=2).stderr
+    assert f"signed by {alice}" in run_cli(*own, "--sif", current.resolve(), code=8).stdout  # nothing runs in it
+    run_cli("--store", store.root, "image", flat.path, "--format", "sif", "--no-verify")
+    assert f"{flat.path.name}.sif is not signed" in run_cli(*own, code=8).stderr
 
 
 def test_what_is_a_reference_and_what_a_path() -> None:
@@ -406,7 +420,7 @@ def test_pulled_only_when_signed(flat: Own, store: Store, host: str, alice: Key,
         assert (
             take(f"{place}@{digest}", store, folder / "x.sif", Keys(fingerprints=frozenset([key.fingerprint]))) == key
         )
-    assert check_image(place, None, alice.fingerprint).signers == (alice,)
+    assert check_image(place, alice.fingerprint) == (f"{place}@{digest}", [alice])
 
 
 def test_a_sif_that_is_signed_itself_is_good_enough(
@@ -481,6 +495,32 @@ def test_a_signature_in_a_registry_that_is_no_good(
         no_pull(place, store, folder)
         sign_pushed(registry, digest, alice)
         assert take(place, store, folder / "x.sif", Keys()) == alice  # one good one is enough
+
+
+def test_a_registry_that_lists_what_refers(alice: Key, tmp_path: Path) -> None:
+    """As OCI 1.1 has it, which the real one here does not know."""
+    manifest = json.dumps({"mediaType": MEDIA_INDEX.replace("index", "manifest")}).encode()
+    digest, kept = digest_of(manifest), dict[str, bytes]()
+
+    def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
+        if f"/referrers/{digest}" in path:
+            listed = [{"digest": "sha256:" + "1" * 64, "artifactType": "application/spdx+json"}]
+            return Answer(
+                body=json.dumps({"manifests": listed}).encode(),
+                headers={"Content-Type": kept.get("type", b"").decode()},
+            )
+        if method == "PUT" and "/manifests/" in path:
+            return Answer(201, headers={"OCI-Subject": digest} if "/manifests/sha256:" in path else {})
+        return Answer(body=manifest if path.endswith(digest) else b"") if "sha256-" not in path else Answer(404)
+
+    with bad_registry(answer) as (host, asked):
+        registry = Registry(Reference.parse(f"{host}/lab/x:1"))
+        assert registry.referrers(digest) == []  # a web page is no list
+        kept["type"] = MEDIA_INDEX.encode()
+        assert [item["artifactType"] for item in registry.referrers(digest)] == ["application/spdx+json"]
+        registry.attach(digest, MEDIA_SIGNATURE, b"signed", {})
+        put = [path for method, path, _ in asked if method == "PUT" and "/manifests/" in path]
+        assert len(put) == 1 and "/manifests/sha256:" in put[0]  # and no list of our own
 
 
 def test_layers_are_not_signed(flat: Own, store: Store, host: str, alice: Key) -> None:

@@ -348,29 +348,27 @@ def verify(
 ) -> None:
     """Prove an image again: every blob's digest, and every %test in the finished image on the runtimes here.
 
+    Of a file, or an image in a registry: that it is whole, and signed by a key you know.
+
     \b
     Examples:
       build.py verify lora-opencalm
       build.py verify lora-opencalm --rebuild --engine docker      the same image again? names the files that differ
-      build.py verify ./lora-opencalm.sif --require-signature      is it whole, and signed by a key of my keyring?
+      build.py verify ./lora-opencalm.sif                          whole, and signed by a key of my keyring?
       build.py verify registry.example.org/lab/lora-opencalm:1.2 --key lab.asc
     """
     from builder.executors import check_name
     from builder.inspect import drift_of, prove
+    from builder.pipeline import image_name
+    from builder.sign import is_image
 
     check_name(engine)
-    if require_signature or signer:
-        from dataclasses import asdict
-
-        from builder.sign import check_image
-
-        whose = check_image(recipe, sif, signer)
-        if not whose.of_recipe:
-            about = {"image": whose.name, "signed": [asdict(key) for key in whose.signers]}
-            click.echo(json.dumps(about, indent=1) if as_json else str(whose))
-            return
-        click.echo(str(whose), err=as_json)
+    if is_image(recipe):  # of which nothing else can be proven
+        say_signers(recipe, signer, as_json)
+        return
     chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
+    if require_signature or signer:
+        say_signers(str(sif or f"{image_name(chain)}.sif"), signer, False)
     if again:
         say_rebuilt(chain, store, engine, bound(arguments).get("mirror"), as_json)
         return
@@ -384,6 +382,19 @@ def verify(
             click.echo(f"drift   {line}")
         for item in checks:
             click.echo(f"passed under {item.runtime}, {item.seconds:.0f} s")
+
+
+def say_signers(name: str, signer: str | None, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from builder.sign import check_image
+
+    image, signers = check_image(name, signer)
+    if as_json:
+        click.echo(json.dumps({"image": image, "signed": [asdict(key) for key in signers]}, indent=1))
+        return
+    for key in signers:
+        click.echo(f"{image}  signed by {key}")
 
 
 def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_json: bool) -> None:

@@ -125,7 +125,16 @@ def push(
     done = send(build(chain, store, options, progress), store, place, format_, progress, key=key)
     if as_json:
         click.echo(
-            json.dumps({"place": done.place, "sent": done.sent, "mounted": done.mounted, "there": done.there}, indent=1)
+            json.dumps(
+                {
+                    "place": done.place,
+                    "sent": done.sent,
+                    "mounted": done.mounted,
+                    "there": done.there,
+                    "signed": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
+                },
+                indent=1,
+            )
         )
         return
     click.echo(f"pushed  {done.place}  {size(done.sent)} sent, {done.mounted} blobs mounted, {done.there} were there")
