@@ -437,7 +437,7 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
     compilers: dict[str, str] = {}
     for below in stage.layers:
         locked = below.inputs.get("packages", {})
-        compilers |= {name: version for name, version in locked.items() if re.fullmatch(r"g\+\+-\d+", name)}
+        compilers |= {name: version for name, version in locked.items() if re.fullmatch(r"g(?:cc|\+\+)-\d+", name)}
         nvcc = {pin[0]: pin[1] for file in below.files for pin in _pins(file)}.get("nvidia-cuda-nvcc")
         if version := nvcc or (below.stage.arguments.get("nvcc") if below.stage else None):
             compilers["nvcc"] = version

@@ -285,11 +285,12 @@ def _broken(part: Part, why: str) -> VerifyError:
 def _check_file_lists(image: Opened, tree: Tree, known: set[str]) -> None:
     """A status file that was cut short reads well; dpkg's lists of files tell. (What was removed and not purged keeps its list,
     but no checksums.)"""
-    for path, (_, number) in tree.items():
+    part = image.parts[tree[DPKG_STATUS][1]]
+    for path in tree:
         if path.startswith("var/lib/dpkg/info/") and path.endswith(".list"):
             name = path.removeprefix("var/lib/dpkg/info/").removesuffix(".list").partition(":")[0]
             if name not in known and f"{path.removesuffix('.list')}.md5sums" in tree:
-                raise _broken(image.parts[number], f"there is no record of {name}, whose files are listed in {path}")
+                raise _broken(part, f"there is no record of {name}, whose files are listed in {path}")
 
 
 def _debian_package(record: Mapping[str, str], layer: int) -> DebianPackage:

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from builder import oci
@@ -35,27 +35,40 @@ from builder.store import MEDIA_CONFIG, MEDIA_LAYER, MEDIA_MANIFEST, Store, Stor
 FORMATS = ("docker", "sif", "layers")
 MEDIA_SIF = "application/vnd.sylabs.sif.layer.v1.sif"
 MEDIA_SIF_CONFIG = "application/vnd.sylabs.sif.config.v1+json"
+MEDIA_BILL = "application/vnd.cyclonedx+json"
 MEDIA_LAYER_CONFIG = "application/vnd.ekiben.layer.config.v1+json"
 AT_ONCE = 3  # uploads and downloads
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """``place``: the reference by digest. Bytes ``sent``; blobs ``mounted`` from another repository, and ``there`` already."""
+    """``place``: the reference by digest. Bytes ``sent``; blobs ``mounted`` from another repository, and ``there`` already.
+    ``bill``: the bill of materials attached to it, by digest."""
 
     place: str
     sent: int
     mounted: int
     there: int
+    bill: str = ""
 
 
 def push(
-    image: Image, store: Store, reference: Reference, format: str, progress: Progress, *, key: Key | None = None
+    image: Image,
+    store: Store,
+    reference: Reference,
+    format: str,
+    progress: Progress,
+    *,
+    key: Key | None = None,
+    sbom: bool = False,
 ) -> Pushed:
-    """Signed with ``key``: beside the image, and in the SIF. Errors: FetchError, StoreError, UsageError, EngineError."""
+    """Signed with ``key``: beside the image, and in the SIF. ``sbom``: with its bill of materials attached.
+    Errors: FetchError, StoreError, UsageError, EngineError; VerifyError for the bill."""
     if reference.digest:
         raise UsageError(f"{reference}: a digest is what comes of pushing; give a tag")
     if format == "layers":
+        if sbom:
+            raise UsageError("--sbom: a bill of materials is of an image, not of its layers")
         if key:
             raise UsageError(
                 "layers are not signed: a build knows them by their keys; sign the image that is made of them"
@@ -63,6 +76,7 @@ def push(
         if reference.tag:
             raise UsageError(f"{reference}: layers are tagged with their keys; give a repository without a tag")
         return _push_layers(image, store, reference, progress)
+    bill = _bill(image, store) if sbom else None  # what is wrong with it is said before anything is sent
     sender = _Sender(store, reference, progress)
     config, layers, note = _docker(image, store) if format == "docker" else _sif(image, store, progress, key)
     config_blob = _bytes_blob(config)
@@ -74,9 +88,20 @@ def push(
         "annotations": {"org.opencontainers.image.title": image.name, "org.ekiben.image": image.image_id},
     }  # fmt: skip
     done = sender.named(manifest, reference.wanted)
+    digest = done.place.rpartition("@")[2]
     if key:
-        sign_pushed(sender.registry, done.place.rpartition("@")[2], key)
+        sign_pushed(sender.registry, digest, key)
+    if bill:
+        title = {"org.opencontainers.image.title": f"{image.name}.cdx.json"}
+        attached = sender.registry.attach(digest, MEDIA_BILL, bill, title)
+        done = replace(done, bill=str(Reference(reference.host, reference.repository, attached)))
     return done
+
+
+def _bill(image: Image, store: Store) -> bytes:
+    from builder.sbom import bill_of_image  # late: its library takes a third of a second
+
+    return bill_of_image(image, store).encode()
 
 
 def _docker(image: Image, store: Store) -> tuple[bytes, list[tuple[Blob, dict[str, Any]]], dict[str, str]]:

@@ -209,7 +209,10 @@ class Registry:
         for blob in blobs:
             if not self.has_blob(blob.digest):
                 self.send_blob(blob, lambda _: None)
-        empty, content = ({"digest": blob.digest, "size": blob.size} for blob in blobs)
+        empty, content = (dict[str, Any](digest=blob.digest, size=blob.size) for blob in blobs)
+        title = "org.opencontainers.image.title"
+        if title in annotations:  # what a client calls the file that it pulls
+            content["annotations"] = {title: annotations[title]}
         manifest = {
             "schemaVersion": 2, "mediaType": _MANIFESTS[0], "artifactType": kind,
             "config": {"mediaType": "application/vnd.oci.empty.v1+json", **empty},

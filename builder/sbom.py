@@ -65,7 +65,6 @@ from builder.sif import read_sif, sif_id
 from builder.stack import read_pins
 from builder.store import Store, StoredLayer
 
-MEDIA_TYPE = "application/vnd.cyclonedx+json"
 _IMAGE = "image"
 _COMPILED = ("torch", "cuda", "python", "cxx11_abi", "capabilities", "compilers", "cache_key")
 _ORIGIN = {"package", "source", *_COMPILED}
@@ -292,7 +291,7 @@ def _python(
     if origin:
         purl, pedigree = _compiled_from(origin, purl)
         hashes = _installed_from(read_file(image, tree, f"{package.place}/direct_url.json"))
-        properties |= {f"ekiben:compiled:{field}": _words(origin[field]) for field in _COMPILED}
+        properties |= {f"ekiben:compiled:{field}": said for field in _COMPILED if (said := _words(origin[field]))}
     return _package(
         package.name, package.version, purl, _of(package.layer, image, layers), python_licenses(metadata), _author(metadata), properties,
         description=str(metadata["Summary"] or "") or None, pedigree=pedigree, bom_ref=ref or str(purl),

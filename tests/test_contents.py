@@ -66,13 +66,18 @@ def test_debian_packages_and_the_layers_they_are_from(tmp_path: Path, stack: con
     ({STATUS: b"Package: a\nStatus: install ok installed\nArchitecture: amd64\n\n"}, "a has no Version"),
     ({STATUS: b"Version: 1\nStatus: install ok installed\n\n"}, "a record has no Package"),
     ({STATUS: record("a", "1").encode() + bytes(40)}, r"line 6 is no field: '\\x00"),
-    ({**status(record("a", "1")), "var/lib/dpkg/info/b:amd64.list": b"/.\n", "var/lib/dpkg/info/b:amd64.md5sums": b""},
+    (status(record("a", "1")),
      "there is no record of b, whose files are listed in var/lib/dpkg/info/b:amd64.list"),
 ])  # fmt: skip
 def test_a_broken_database_is_named(
     tmp_path: Path, stack: contextlib.ExitStack, files: Files, said: str
 ) -> None:  # fmt: skip
-    one = image(tmp_path, stack, "a", {"etc/x": b""}, files)
+    below = {
+        **status(record("b", "1")),
+        "var/lib/dpkg/info/b:amd64.list": b"/.\n",
+        "var/lib/dpkg/info/b:amd64.md5sums": b"",
+    }
+    one = image(tmp_path, stack, "a", below, files)
     with pytest.raises(VerifyError, match=rf"layer layer1: dpkg's database is broken: {STATUS}: .*{said}"):
         debian_packages(one, tree_of(one))
 

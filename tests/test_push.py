@@ -17,8 +17,9 @@ from builder.errors import FetchError, UsageError
 from builder.pipeline import Image, Options, build
 from builder.progress import Progress
 from builder.pull import LayerCache, pull
-from builder.push import Pushed, push
+from builder.push import MEDIA_BILL, Pushed, push
 from builder.registry import Reference, Registry
+from builder.sbom import bill_of_image
 from builder.sif import SifBytes
 from builder.store import Store
 from own_recipe import Own, RunCli, seeded
@@ -89,6 +90,29 @@ def test_a_docker_image_there_and_back(flat: Own, store: Store, host: str, tmp_p
     assert (product.made, pulled) == (True, digest)
     assert (tmp_path / "pulled.sif").read_bytes() == (tmp_path / "made.sif").read_bytes()
     assert list((tmp_path / "other/staging").iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["docker", "sif"])
+def test_its_bill_of_materials_is_attached(flat: Own, store: Store, host: str, format: str) -> None:
+    image, place = image_of(flat, store), Reference.parse(f"{host}/lab/bill-{format}:1")
+    plain = push(image, store, place, format, quiet())
+    done = push(image, store, place, format, quiet(), sbom=True)
+    assert (done.place, plain.bill) == (plain.place, "")
+    registry, digest = Registry(place), done.place.rpartition("@")[2]
+    (found,) = registry.referrers(digest)
+    assert (found["artifactType"], found["annotations"]) == (
+        MEDIA_BILL,
+        {"org.opencontainers.image.title": "own.cdx.json"},
+    )
+    assert done.bill == f"{host}/lab/bill-{format}@{found['digest']}"
+    assert registry.attached(found["digest"]) == [bill_of_image(image, store).encode()]
+    assert push(image, store, place, format, quiet(), sbom=True) == done
+    assert registry.referrers(digest) == [found]
+
+
+def test_layers_have_no_bill(flat: Own, store: Store, host: str) -> None:
+    with pytest.raises(UsageError, match="a bill of materials is of an image"):
+        push(image_of(flat, store), store, Reference.parse(f"{host}/lab/layers"), "layers", quiet(), sbom=True)
 
 
 def test_only_what_changed_is_sent_and_the_rest_is_mounted(flat: Own, store: Store, host: str) -> None:

@@ -95,12 +95,13 @@ def publish(
     help="What it is there: for docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.",
 )
 @sign_option
+@click.option("--sbom", is_flag=True, help="Attach its bill of materials (CycloneDX), as OCI 1.1 attaches artifacts.")
 @chain_options
 @json_option
 @click.pass_obj
 def push(
-    store_path: Path | None, /, recipe: str, reference: str, format_: str, sign: str | None, stack: str | None, gpu_arch: str | None,
-    arguments: tuple[str, ...], as_json: bool,
+    store_path: Path | None, /, recipe: str, reference: str, format_: str, sign: str | None, sbom: bool, stack: str | None,
+    gpu_arch: str | None, arguments: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Send an image to a registry; what the registry has is not sent again, and what broke off goes on.
 
@@ -122,7 +123,7 @@ def push(
     chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
     options = Options(mirror=bound(arguments).get("mirror"), registry=read_config().registry)
     key = find_key(sign) if sign is not None else None
-    done = send(build(chain, store, options, progress), store, place, format_, progress, key=key)
+    done = send(build(chain, store, options, progress), store, place, format_, progress, key=key, sbom=sbom)
     if as_json:
         click.echo(
             json.dumps(
@@ -132,6 +133,7 @@ def push(
                     "mounted": done.mounted,
                     "there": done.there,
                     "signed": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
+                    "bill": done.bill,
                 },
                 indent=1,
             )
@@ -140,6 +142,8 @@ def push(
     click.echo(f"pushed  {done.place}  {size(done.sent)} sent, {done.mounted} blobs mounted, {done.there} were there")
     if key:
         click.echo(f"signed  by {key}")
+    if done.bill:
+        click.echo(f"sbom    {done.bill}")
     lines = {"docker": f"docker pull {place}", "sif": f"apptainer pull oras://{place}",
              "layers": f"EKIBEN_REGISTRY={reference} make image recipe={recipe}"}  # fmt: skip
     click.echo(f"use     {lines[format_]}")

@@ -251,6 +251,19 @@ def test_what_is_compiled_does_not_ship_the_compiler(built: Built, room: Room, c
     assert list(about["notes"]["handed over"].values()) == [wheel["files"][0]["digest"][7:]]
 
 
+def test_the_bill_of_materials_says_how_it_was_compiled(built: Built, cli: Cli, tiny: Tiny) -> None:
+    (wheel,) = wheels(built.store)
+    bill = json.loads(cli.run("--store", built.store.parent / "nothing", "sbom", built.store.parent / "own.sif").stdout)
+    (found,) = (item for item in bill["components"] if item["name"] == "tiny")
+    assert found["hashes"] == [{"alg": "SHA-256", "content": wheel["files"][0]["digest"][7:]}]
+    assert found["pedigree"]["commits"] == [{"uid": tiny.commit, "url": "https://example.invalid/tiny"}]
+    assert found["purl"] == f"pkg:generic/tiny@1.0?vcs_url=git%2Bhttps://example.invalid/tiny%40{tiny.commit}"
+    said = {item["name"]: item["value"] for item in found["properties"]}
+    assert said["ekiben:compiled:cache_key"] == wheel["key"]
+    assert (said["ekiben:compiled:capabilities"], said["ekiben:compiled:torch"]) == ("9.0", "2.11.0")
+    assert said["ekiben:layer"] == "tiny"
+
+
 def test_an_edited_runtime_layer_compiles_nothing(built: Built, cli: Cli, tiny: Tiny) -> None:
     def plan() -> dict[str, str]:
         rows = json.loads(cli.run("--store", built.store, "plan", tiny.path, "--json").stdout)

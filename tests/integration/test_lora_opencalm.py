@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bills import check_bill
+from builder.stack import find_stack, read_pins
 from rooms import CA_BUNDLE, ME, USER, Cli, Room, as_user, copy_checkout, home_of, need
 
 pytestmark = pytest.mark.slow
@@ -131,6 +133,22 @@ def test_doctor_finds_the_device_code_that_is_in_it(built: Built, room: Room) ->
     assert {f"sm_{name.replace('.', '')}" for name in declared} <= set(
         re.findall(r"sm_\d+a?", next(iter(code.values())))
     )
+
+
+def test_the_bill_of_materials_has_what_is_locked_and_all_that_is_installed(built: Built, room: Room) -> None:
+    bill = built.cli(room).run("--store", built.store, "sbom", "lora-opencalm").stdout
+    debian, python = check_bill(bill, built.sif)
+    stack = find_stack("cu130", [built.checkout / "images"])
+    texts = [(stack.folder / f"{name}.lock").read_text() for name in ("python", "pytorch", "huggingface")]
+    locked = {name: version for text in texts for name, version, _ in read_pins(text)}
+    assert {"torch", "transformers"} <= locked.keys()
+    assert python == locked
+    drifted = re.findall(r'"ekiben:drift",\s*"value": "(\S+) ', bill)  # what the mirror here has in another version
+    there = {
+        name: version for name, version in stack.apt_lock().packages.items() if name in debian and name not in drifted
+    }
+    assert "libc6" in {*there, *drifted}
+    assert {name: debian[name] for name in there} == there
 
 
 @pytest.mark.parametrize("user", [ME, USER])
