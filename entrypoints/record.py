@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -22,11 +23,22 @@ def versions() -> dict[str, str]:
 
 
 def image() -> Any:
-    """What the builder wrote about this image, or None outside one."""
+    """What the builder wrote about this image, with the checksum of the recipe's files in it; None outside one."""
     try:
-        return json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
+        about = json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
+        return {**about, "recipe_sha256": checksum(Path("/opt/ekiben/recipe"))}
     except (OSError, ValueError):
         return None
+
+
+def checksum(folder: Path) -> str:
+    """Of all files' names and contents; builder/catalog/runs.py reckons the same of a published image."""
+    digest = hashlib.sha256()
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    for name in sorted(name for name in files if "__pycache__" not in name):
+        data = files[name].read_bytes()
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
 
 
 def site() -> dict[str, str]:

@@ -8,13 +8,14 @@ import os
 import re
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from builder import catalog as module
-from builder.catalog import Made, make_catalog
+from builder.catalog import Made, make_catalog, runs
 from builder.catalog.gather import Contents
 from builder.catalog.pages import HERE, plots
 from builder.catalog.runs import reduced
@@ -30,6 +31,9 @@ from own_recipe import Own, RunCli
 from test_publish import put, put_next, store
 
 __all__ = ["store"]  # the fixture
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "entrypoints"))
+import record
 
 
 def make(place: Path, **options: Any) -> Made:
@@ -325,9 +329,9 @@ def test_a_hostile_record_on_the_disk(flat: Own, store: Store, tmp_path: Path) -
 # ------------------------------------------------------------------------------------------------------------ runs
 
 
-def about_image(place: Path, record: dict[str, Any]) -> Any:
-    with open_shared(place).own_path(record["layers"][-1]["digest"]).open("rb") as file:
-        return json.loads(SquashfsReader(file).read_file("opt/ekiben/image.json"))
+def about_image(place: Path, published: dict[str, Any]) -> dict[str, Any]:
+    with open_shared(place).own_path(published["layers"][-1]["digest"]).open("rb") as file:
+        return runs.about_image(SquashfsReader(file))
 
 
 def put_run(folder: Path, about: Any, **changes: Any) -> Path:
@@ -387,20 +391,37 @@ def test_runs_go_with_their_version(flat: Own, store: Store, tmp_path: Path) -> 
     assert list((place / "trash").iterdir()) == []
 
 
-def test_runs_of_versions_with_the_same_layers(flat: Own, store: Store, tmp_path: Path) -> None:
-    """The last layer cannot hold its own key: the newest of those that were there when the run began."""
+def test_a_run_goes_to_the_version_whose_files_it_had(flat: Own, store: Store, tmp_path: Path) -> None:
+    """Two versions that differ in the recipe's own layer, and what a task in each says of its image."""
     place = tmp_path / "lab"
     first = put(flat, store, place)
     flat.write("entrypoints/greet.py", "print('hello again')\n")
     second = put(flat, store, place)
-    about = about_image(place, second.record)
-    assert about == about_image(place, first.record)
+    for done in (first, second):
+        about, inside = about_image(place, done.record), tmp_path / done.sif.stem
+        with open_shared(place).own_path(done.record["layers"][-1]["digest"]).open("rb") as file:
+            for entry, chunks in SquashfsReader(file).members():
+                if entry.path.startswith("opt/ekiben/recipe/") and entry.kind == "file":
+                    (inside / entry.path).parent.mkdir(parents=True, exist_ok=True)
+                    (inside / entry.path).write_bytes(b"".join(chunks or ()))
+        assert record.checksum(inside / "opt/ekiben/recipe") == about["recipe_sha256"]
+        put_run(tmp_path / "results" / done.sif.stem, about, seed=1 if done is first else 2)
+    newest, oldest = make(place, runs=[tmp_path / "results"]).catalog["images"][0]["versions"]
+    assert ([run["seed"] for run in oldest["runs"]], [run["seed"] for run in newest["runs"]]) == ([1], [2])
+
+
+def test_runs_that_name_several_versions(flat: Own, store: Store, tmp_path: Path) -> None:
+    """Without a checksum, as older ones: the newest version that was there when the run began, else the oldest."""
+    place = tmp_path / "lab"
+    first = put(flat, store, place)
+    flat.write("entrypoints/greet.py", "print('hello again')\n")
+    second = put(flat, store, place)
+    about = {name: value for name, value in about_image(place, second.record).items() if name != "recipe_sha256"}
     for done, day in ((first, "2026-01-01"), (second, "2026-03-01")):
         edit(done.sif.with_suffix(".json"), published=f"{day}T00:00:00.000+00:00")
     for name, day in (("before", "2025-12-24"), ("between", "2026-02-02"), ("after", "2026-03-03")):
         put_run(tmp_path / "results" / name, about, started=f"{day}T10:00:00Z")
-    made = make(place, runs=[tmp_path / "results"])
-    newest, oldest = made.catalog["images"][0]["versions"]
+    newest, oldest = make(place, runs=[tmp_path / "results"]).catalog["images"][0]["versions"]
     assert [run["started"][:10] for run in newest["runs"]] == ["2026-03-03"]
     assert [run["started"][:10] for run in oldest["runs"]] == ["2026-02-02", "2025-12-24"]
 
@@ -471,6 +492,9 @@ def test_by_command(run_cli: RunCli, flat: Own, store: Store, tmp_path: Path) ->
     assert f"written  {place}/catalog/index.html  1 images, 1 versions" in said.stdout
     assert "runs     1 new, 0 known, 0 not finished, 0 of no image here" in said.stdout
     assert "left out: images/own/own-0-0123456789ab.json: is not JSON" in said.stderr
+    flat.write("files/data.txt", "new\n")
+    published = run_cli("--store", store.root, "publish", flat.path, "--to", place, "--no-verify").stdout
+    assert f"build.py catalog {place} " in published
     told = json.loads(run_cli("--store", tmp_path / "mine", "catalog", place, "-o", "pages", "--json").stdout)
     assert (told["path"], told["images"], len(told["skipped"])) == (str(tmp_path / "pages"), 1, 1)
     assert "nothing was published there yet" in run_cli("catalog", tmp_path / "results", code=6).stderr

@@ -31,7 +31,6 @@ The same place gives the same bytes. The folder is written beside itself and the
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Sequence
@@ -85,23 +84,22 @@ def _write_folder(shared: SharedStore | None, out: Path, files: dict[str, bytes]
     """All of it or nothing. Two renames: for a moment there is none, but never half of one, nor pages of two."""
     made, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}") for _ in range(2))
     try:
-        with contextlib.nullcontext() if shared is None else shared.translated_errors():
-            for folder in (made, made / IMAGES):
-                folder.mkdir()
-                if shared:
-                    shared.settle(folder, 0)
-            for name, data in files.items():
-                (made / name).write_bytes(data)
-                if shared:
-                    shared.settle(made / name, 0o444)
-            if out.exists():
-                out.rename(old)
-            try:
-                made.rename(out)
-            except OSError:
-                if old.exists():
-                    old.rename(out)
-                raise
+        for folder in (made, made / IMAGES):
+            folder.mkdir()
+            if shared:
+                shared.settle(folder, 0)
+        for name, data in files.items():
+            (made / name).write_bytes(data)
+            if shared:
+                shared.settle(made / name, 0o444)
+        if out.exists():
+            out.rename(old)
+        try:
+            made.rename(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}", hint="give another folder with -o") from error
     finally:

@@ -282,7 +282,7 @@ def commands(
     in_folder = f'cd "$PBS_O_WORKDIR" && {line}'
     asks = {
         "slurm": ("Slurm", f"sbatch{' --gpus-per-node=1' * gpu} --time=2:00:00 --wrap {shlex.quote(line)}"),
-        "sge": ("Grid Engine", f"qsub -cwd -V -b y{' -l gpu=1' * gpu} -l h_rt=2:00:00 {line}"),
+        "sge": ("Grid Engine", f"qsub -cwd -V -b y -shell n{' -l gpu=1' * gpu} -l h_rt=2:00:00 {line}"),
         "pbs": ("PBS", f"echo {shlex.quote(in_folder)} | qsub -l select=1{':ngpus=1' * gpu} -l walltime=2:00:00"),
     }  # fmt: skip
     for kind, (title, submit) in asks.items():

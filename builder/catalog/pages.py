@@ -19,7 +19,7 @@ from markupsafe import Markup
 from builder.shared import IMAGES
 
 HERE = Path(__file__).parent
-_WORDS = {"fine": ("yes", "yes"), "note": ("yes", "yes"), "but": ("partly", "partly"), "fail": ("no", "no")}
+_WORDS = {"fine": ("yes", "yes"), "note": ("yes", "yes"), "but": ("yes, but", "partly"), "fail": ("no", "no")}
 _MAIN = (
     "torch",
     "transformers",
@@ -109,7 +109,7 @@ def _difference(sizes: Sequence[int]) -> str:
 def _main_packages(version: Mapping[str, Any]) -> list[tuple[str, str]]:
     debian = version["debian"].get("base-files", "")
     facts = [("CUDA", version["cuda"]), *((name, version["python"].get(name)) for name in _MAIN),
-             ("Python", _python(version["debian"])), ("glibc", version["glibc"]), ("Debian", debian.partition("+")[0])]  # fmt: skip
+             ("Python", _python(version["debian"])), ("glibc", version["glibc"]), ("Debian", debian.partition(".")[0])]  # fmt: skip
     return [(name, value) for name, value in facts if value]
 
 

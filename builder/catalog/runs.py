@@ -1,8 +1,9 @@
 """Run records kept with the image they were made with: people's run.json lie in their own folders, and those go.
 
-A run.json (entrypoints/report.py) says with `image` what it ran in: /opt/ekiben/image.json. The version whose file says the
-same gets the record, in images/<name>/<stem>.runs/<first 12 digits of its sha256>.json. Where two versions have the same layers
-but the last, with the recipe's own files, that is the newest that was there when the run began.
+A run.json (entrypoints/report.py) says with `image` what it ran in: /opt/ekiben/image.json, which names the layers but the last,
+and the checksum of the recipe's own files, which are that one. The version that has the same gets the record, in
+images/<name>/<stem>.runs/<first 12 digits of its sha256>.json. Of several that have (the same image under two versions, or a
+record from before there was a checksum) it is the newest that was there when the run began.
 
 Only what is named here is kept: model and its size, method, device, numbers and switches among the settings, the data's
 checksum and size, when it began, steps, speed, time, memory, losses, seed, packages' versions. Of a model's path only the
@@ -27,6 +28,7 @@ from builder.shared import IMAGES, SharedStore
 from builder.squashfs import SquashfsReader
 
 FORMAT = 1
+_RECIPE = "opt/ekiben/recipe/"
 _MOST = 1_000_000  # bytes of a run.json
 _NUMBERS = ("steps", "time_to_train_s", "tokens_per_s", "mfu", "peak_memory_bytes", "final_loss", "final_test_loss",
             "final_test_perplexity", "seed")  # fmt: skip
@@ -97,7 +99,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 class _Version:
     folder: Path  # of its runs
     published: str
-    about: Any
+    about: dict[str, Any]
 
 
 def _versions(shared: SharedStore) -> Iterator[_Version]:
@@ -106,14 +108,30 @@ def _versions(shared: SharedStore) -> Iterator[_Version]:
             stem = record["file"].removesuffix(".sif")
             try:
                 with shared.own_path(record["layers"][-1]["digest"]).open("rb") as file:
-                    about = json.loads(SquashfsReader(file).read_file("opt/ekiben/image.json"))
+                    about = about_image(SquashfsReader(file))
             except (OSError, ValueError, KeyError, IndexError, TypeError, StoreError):
                 continue
             yield _Version(folder / f"{stem}.runs", str(record["published"]), about)
 
 
+def about_image(layer: SquashfsReader) -> dict[str, Any]:
+    """What a run says of the image whose last layer this is (entrypoints/record.py). Errors: StoreError, ValueError."""
+    files = {entry.path: b"".join(chunks or ()) for entry, chunks in layer.members()
+             if entry.path.startswith(_RECIPE) and entry.kind == "file" and "__pycache__" not in entry.path}  # fmt: skip
+    digest = hashlib.sha256()
+    for path, data in sorted(files.items()):
+        digest.update(f"{path.removeprefix(_RECIPE)}\0{len(data)}\0".encode() + data)
+    return {**json.loads(layer.read_file("opt/ekiben/image.json")), "recipe_sha256": digest.hexdigest()}
+
+
 def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> Path | None:
-    same = sorted((one for one in versions if one.about == run["image"]), key=lambda one: one.published)
+    said = run["image"]
+    same = [
+        one
+        for one in versions
+        if {name: one.about[name] for name in one.about if name in said or name != "recipe_sha256"} == said
+    ]
+    same.sort(key=lambda one: one.published)
     before = [one for one in same if one.published[:19] <= str(run.get("started"))[:19]]
     return (before or same[:1])[-1].folder if same else None
 

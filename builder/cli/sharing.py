@@ -81,6 +81,10 @@ def publish(
         click.echo(f"signed     by {signed['user']} {signed['fingerprint']}")
     click.echo(f"run        singularity exec --nv {shown} {task}")
     click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
+    if done.made and (place.expanduser() / "catalog").is_dir():
+        click.echo(
+            f"catalogue  build.py catalog {place.expanduser().absolute()}   # its pages do not know this version yet"
+        )
 
 
 @main.command()
