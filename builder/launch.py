@@ -32,15 +32,15 @@ _PREFIXES = (
     "ACCELERATE_", "BNB_", "DS_", "EKIBEN_", "FI_", "GLOO_", "HF_", "MKL_", "MLFLOW_", "NCCL_", "OMPI_", "OMP_", "PBS_", "PMIX_",
     "PMI_", "PYTORCH_", "SGE_", "SLURM_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
 )  # fmt: skip
-_FOLDERS = (
+FOLDERS = (
     "EKIBEN_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_CACHE_PATH",
 )  # fmt: skip
 LOCAL = ("SLURM_TMPDIR", "SGE_LOCALDIR", "PBS_LOCALDIR", "TMPDIR")  # a job's own folder on the node, best first
-_CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 # What a site's modules may have set for every container, and what breaks ours.
-_LEAKS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH")
-_IMAGES_OWN = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt/ekiben", "/opt/venv", "/proc", "/sbin", "/sys", "/usr")
+LEAKS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH")
+IMAGES_OWN = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/opt/ekiben", "/opt/venv", "/proc", "/sbin", "/sys", "/usr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def launch(program: str, sif: Path, tag: str, wish: Wish, environment: Mapping[s
 def _sif(program: str, sif: Path, wish: Wish, environment: Mapping[str, str], folders: Sequence[str]) -> Launch:
     """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; whoever is called singularity may be either."""
     prefixes = ["APPTAINERENV_"] if Path(program).name == "apptainer" else ["APPTAINERENV_", "SINGULARITYENV_"]
-    leaks = {f"{prefix}{name}" for prefix in ("APPTAINERENV_", "SINGULARITYENV_") for name in _LEAKS}
+    leaks = {f"{prefix}{name}" for prefix in ("APPTAINERENV_", "SINGULARITYENV_") for name in LEAKS}
     kept = {name: value for name, value in environment.items() if name not in leaks}
     inside = {f"{prefix}{name}": environment[name] for name in _passed(environment) for prefix in prefixes}
     here = Path.cwd()
@@ -129,9 +129,7 @@ def _shared_memory() -> int:
 
 def passes() -> str:
     """Which names get in, as a pattern for `grep -Ex` in a job script."""
-    return "|".join(
-        [*(f"{prefix}.*" for prefix in _PREFIXES), *sorted({*_LET_THROUGH, *_CERTIFICATES, *LOCAL, "USER"})]
-    )
+    return "|".join([*(f"{prefix}.*" for prefix in _PREFIXES), *sorted({*_LET_THROUGH, *CERTIFICATES, *LOCAL, "USER"})])
 
 
 def staged_name(sif: Path) -> str:
@@ -143,7 +141,7 @@ def staged_name(sif: Path) -> str:
 
 def _passed(environment: Mapping[str, str]) -> list[str]:
     """Names only: a token's value never stands on a command line."""
-    wanted = {*_LET_THROUGH, *_CERTIFICATES, *LOCAL, "USER"}
+    wanted = {*_LET_THROUGH, *CERTIFICATES, *LOCAL, "USER"}
     return sorted(key for key in environment if key in wanted or key.startswith(_PREFIXES))
 
 
@@ -159,7 +157,7 @@ def folders_to_bind(wish: Wish, environment: Mapping[str, str]) -> list[str]:
     for folder in wish.binds:
         if not folder.exists():
             raise UsageError(f"--bind {folder}: is not there")
-    places = [environment.get(name) for name in (*_FOLDERS, *LOCAL)]
+    places = [environment.get(name) for name in (*FOLDERS, *LOCAL)]
     wanted = [
         here,
         *(Path(place) for place in places if place and Path(place).is_dir()),
@@ -169,7 +167,7 @@ def folders_to_bind(wish: Wish, environment: Mapping[str, str]) -> list[str]:
     folders = _outermost(os.path.abspath(path) for path in wanted)
     # Of a site with a CA of its own the bundle replaces the image's, wherever it lies.
     bundles = {
-        os.path.abspath(file) for name in _CERTIFICATES if (file := environment.get(name)) and Path(file).is_file()
+        os.path.abspath(file) for name in CERTIFICATES if (file := environment.get(name)) and Path(file).is_file()
     }
     return folders + sorted(
         file for file in bundles if not any(Path(file).is_relative_to(folder) for folder in folders)
@@ -197,7 +195,7 @@ def _named(words: Iterable[str], here: Path) -> list[Path]:
             if ("/" not in value and value != "..") or "://" in value:
                 continue
             path = Path(os.path.normpath(here / value))
-            if any(path.is_relative_to(own) for own in _IMAGES_OWN):
+            if any(path.is_relative_to(own) for own in IMAGES_OWN):
                 continue
             while not path.is_dir() and path != path.parent:
                 path = path.parent
@@ -210,7 +208,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     kept: list[str] = []
     for text in sorted(set(paths)):
         path = Path(text)
-        images_own = any(path.is_relative_to(own) or Path(own).is_relative_to(path) for own in _IMAGES_OWN)
+        images_own = any(path.is_relative_to(own) or Path(own).is_relative_to(path) for own in IMAGES_OWN)
         if not images_own and not any(path.is_relative_to(other) for other in kept):
             kept.append(text)
     return kept

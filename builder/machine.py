@@ -22,6 +22,7 @@ from builder.process import run, which
 from builder.site import Gpu, Network, Node, Resource, Runtime, Scheduler, SiteFile, Storage
 
 GIB = 1 << 30
+GPU_DEVICE = "/dev/nvidiactl"  # is there where NVIDIA's driver is
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
 _SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs", "panfs", "pvfs2", "wekafs"}
 # For drivers whose nvidia-smi does not know compute_cap yet (before 510).
@@ -116,7 +117,7 @@ def gpus_listed(said: str) -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
+    return Path(GPU_DEVICE).exists()
 
 
 def _capability(model: str) -> str:

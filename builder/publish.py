@@ -9,7 +9,9 @@
             <name>-<version>-<digest12>.json          its record, see below
             <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
             <name>-<version>-<digest12>.runs/         records of runs with it, kept by builder/catalog/runs.py
+            <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (builder/modulefile.py)
             current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
+        modulefiles/ekiben/<name>/                when asked for: <version>-<digest12>, links to modulefiles; .modulerc
         store/                                    the layers by key (builder/store.py, builder/shared.py); an image of it
                                                   for each record, under the same name
         catalog/                                  pages about all this, when builder/catalog wrote them
@@ -59,6 +61,7 @@ from builder.assemble import Product
 from builder.chain import platform
 from builder.errors import StoreError, UsageError, VerifyError, nearest
 from builder.gpg import Key
+from builder.modulefile import MODULES, check_place, command_files, module_folder, module_name, modulefile, rc_file
 from builder.pipeline import Image
 from builder.progress import Progress
 from builder.shared import IMAGES, SharedStore, open_shared
@@ -73,6 +76,7 @@ BILL = ".cdx.json"  # as CycloneDX has it
 _ATTEMPTS = 5
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
 _ENDINGS = (".sif", ".sha256", ".json", ".pin")
+_OF_A_VERSION = re.compile(r"(.+)\.(sif|sif\.sha256|cdx\.json|runs|module|bin)")
 _DAY = 86400
 _README = """\
 Container images, published with Ekiben. To run one, no Ekiben is needed:
@@ -81,6 +85,7 @@ Container images, published with Ekiben. To run one, no Ekiben is needed:
     sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
     apptainer verify images/NAME/current                    (whose it is, where it was signed)
 
+Where there is modulefiles/: `module use <this folder>/modulefiles`, then `module load ekiben/NAME` for its tasks as commands.
 An image's .json says what it is, its .cdx.json what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
 An empty file NAME-….pin beside an image, or a link to it, keeps it from `build.py prune --in <this folder>`.
 """
@@ -89,21 +94,25 @@ An empty file NAME-….pin beside an image, or a link to it, keeps it from `buil
 @dataclass(frozen=True, slots=True)
 class Published:
     """What publish() did. ``moved``: bytes of layers that went there, of which the SIF is made there; ``made`` is False when all
-    was there."""
+    was there; ``module``: what `module load` takes."""
 
     sif: Path
     record: dict[str, Any]
     moved: int
     made: bool
+    module: str | None = None
 
 
 def publish(
     image: Image, store: Store, place: Path, progress: Progress, *,
     version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
-    key: Key | None = None,
+    key: Key | None = None, module: bool = False,
 ) -> Published:  # fmt: skip
-    """Layers and SIF into ``place``, tested before anyone sees them, signed with ``key``. Errors: StoreError, VerifyError, UsageError."""
-    shared = open_place(place, version=version, tags=tags)
+    """Layers and SIF into ``place``, tested before anyone sees them, signed with ``key``. Errors: StoreError, VerifyError, UsageError.
+
+    ``module``: with a modulefile, as all versions have once one has it: the default would stay behind `current` otherwise.
+    """
+    shared = open_place(place, version=version, tags=tags, module=module)
     with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
         _write_readme(shared)
         folder = place / IMAGES / image.name
@@ -120,14 +129,21 @@ def publish(
                 _write(shared, (folder / found["file"]).with_suffix(".pin"), b"")
             for tag in (*([CURRENT] if current else []), *tags):
                 _link(folder, tag, found["file"])
+            loads = None
+            if module or (place / module_folder(image.name)).is_dir():
+                loads = _put_module(shared, folder, image, found["file"].removesuffix(".sif"))
             if _whole(shared, folder, image, version, key) is not None:
-                return Published(folder / found["file"], found, moved, made)
+                return Published(folder / found["file"], found, moved, made, loads)
     raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
                      hint="somebody prunes it: publish it again afterwards")  # fmt: skip
 
 
-def open_place(place: Path, *, version: str | None = None, tags: Sequence[str] = ()) -> SharedStore:
+def open_place(
+    place: Path, *, version: str | None = None, tags: Sequence[str] = (), module: bool = False
+) -> SharedStore:
     """What can be refused before anything is built. Errors: StoreError, UsageError."""
+    if module:
+        check_place(place)
     if version is not None and not _VERSION.fullmatch(version):
         raise UsageError(f"--version {version}: letters, digits, '.', '_' and '+', at most 64")
     for tag in tags:
@@ -268,13 +284,31 @@ def _put_manifest(image: Image, shared: SharedStore, stem: str) -> str:
     return str(shared.put_image(stem, oci.store_manifest(image.config, image.layers), about)["manifest"])
 
 
+def _put_module(shared: SharedStore, folder: Path, image: Image, stem: str) -> str:
+    """The link by which it is found comes last. Returns the module's name."""
+    about, name = image.chain.recipe.file, module_name(image.name, stem)
+    tasks = {task: what.help for task, what in about.tasks.items()}
+    modules = shared.place / module_folder(image.name)
+    for needed in (shared.place / MODULES, modules.parent, modules, folder / f"{stem}.bin"):
+        shared.policy.make_folder(needed)
+    for command, script in command_files(image.name, stem, tasks).items():
+        _write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
+    _write(shared, folder / f"{stem}.module", modulefile(image.name, stem, about.description, tasks).encode())
+    _write(shared, modules / ".modulerc", rc_file(image.name).encode())
+    _link(modules, Path(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
+    return name
+
+
 def _write_readme(shared: SharedStore) -> None:
     if not (shared.place / "README").exists():
         _write(shared, shared.place / "README", _README.encode())
 
 
-def _write(shared: SharedStore, path: Path, data: bytes) -> None:
-    shared.write_file(path, data)
+def _write(shared: SharedStore, path: Path, data: bytes, mode: int = 0o444) -> None:
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    shared.write_file(path, data, mode)
 
 
 def _link(folder: Path, name: str, target: str) -> None:
@@ -367,6 +401,7 @@ def prune(
                     elif stem in going:
                         _discard_version(shared, place / IMAGES / name, stem)
                 _discard_strays(shared, place / IMAGES / name)
+            _discard_dangling(shared)
         going += _nameless(shared, known)
         gone = shared.prune(forget=[stem for stem in going if shared.image(stem)], dry_run=dry_run)
         removed = shared.empty_trash(grace * _DAY, dry_run=dry_run)
@@ -431,9 +466,15 @@ def _discard_strays(shared: SharedStore, folder: Path) -> None:
     kept = {path.stem for path in _records(folder)}
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            stray = path.name.startswith(".") or (
-                path.name.endswith((".sif", ".sif.sha256", BILL, ".runs")) and not path.is_symlink()
-                and path.name.removesuffix(".runs").removesuffix(BILL).removesuffix(".sha256").removesuffix(".sif") not in kept
-            )  # fmt: skip
+            found = None if path.is_symlink() else _OF_A_VERSION.fullmatch(path.name)
+            stray = path.name.startswith(".") or (found is not None and found[1] not in kept)
             if stray and path.lstat().st_mtime < time.time() - _DAY:
+                shared.discard(path)
+
+
+def _discard_dangling(shared: SharedStore) -> None:
+    """Modules of versions that are gone: nothing finds them any more, but there they are."""
+    for path in (shared.place / MODULES).glob("*/*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_symlink() and not path.exists():
                 shared.discard(path)

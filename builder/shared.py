@@ -146,13 +146,13 @@ class SharedStore(Store):
     def settle(self, path: Path, mode: int) -> None:
         self.policy.settle(path, mode)
 
-    def write_file(self, path: Path, data: bytes) -> None:
+    def write_file(self, path: Path, data: bytes, mode: int = 0o444) -> None:
         """A small file that is no blob, whole or not at all."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             with temporary.open("xb") as stream:
                 stream.write(data)
-            self.settle(temporary, 0o444)
+            self.settle(temporary, mode)
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)

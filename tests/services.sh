@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
-#   tests/services.sh install [NAME…]   docker apptainer buildah registry slurm gridengine browser (these when none is named)
-#                                       peers
+#   tests/services.sh install [NAME…]   docker apptainer buildah registry slurm gridengine browser modules (these when none
+#                                       is named) peers
 #   tests/services.sh start [NAME…]     docker registry slurm gridengine (these when none is named)
 #   tests/services.sh env               what is there, one line each
 set -euo pipefail
@@ -13,6 +13,7 @@ RELEASE=$(. /etc/os-release && echo "${VERSION_CODENAME:-} $PRETTY_NAME")
 readonly USER_NAME=builder                       # the ordinary user of the rootless tests
 readonly COLLEAGUE=colleague LAB=ekiben-lab      # a second one, and the group of both
 readonly LIBS=/opt/apptainer-libs                # a newer glibc that only apptainer sees
+readonly MODULES=/opt/ekiben-modules             # Environment Modules and Lmod
 readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
 readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
 readonly REGISTRY_HOME=/var/lib/ekiben-test-registry
@@ -36,9 +37,11 @@ packages() {
         registry) echo docker-registry apache2-utils skopeo ;;
         slurm) echo slurm-wlm slurmctld slurmd slurm-client munge ;;
         gridengine) echo gridengine-master gridengine-exec gridengine-client ;;
+        # What the two themselves need; see install_modules.
+        modules) echo less tcl8.6 libtcl8.6 tcl lua5.3 lua-filesystem lua-json lua-posix lua-term ;;
         peers) echo charliecloud podman skopeo umoci ;;
         browser) echo chromium ;;
-        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm gridengine browser peers" 2 ;;
+        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm gridengine browser modules peers" 2 ;;
     esac
 }
 
@@ -48,7 +51,7 @@ is_installed() { dpkg-query -W -f '${db:Status-Status}\n' "$1" 2>/dev/null | gre
 
 install() {
     local group wanted="" groups=("$@")
-    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry slurm gridengine browser)
+    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry slurm gridengine browser modules)
     has apt-get || die "needs apt-get: this script knows Debian and its relatives only" 4
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh install ${groups[*]}" 4
     for group in base "${groups[@]}"; do
@@ -60,7 +63,7 @@ install() {
     make_user
     open_fuse
     for group in "${groups[@]}"; do
-        if [ "$group" = apptainer ]; then install_apptainer; fi
+        case $group in apptainer | modules) "install_$group" ;; esac
     done
 }
 
@@ -157,6 +160,20 @@ Ubuntu: add-apt-repository -y ppa:apptainer/ppa, then run this again" 4
     cp -a --no-preserve=ownership "$work"/new/* /
     apptainer version >/dev/null || die "apptainer was installed and does not start"
 }
+
+# Debian lets only one of the two be installed; unpacked, they leave each other and this machine's shells alone.
+install_modules() (
+    [ ! -d "$MODULES" ] || exit 0
+    fresh_lists
+    say "unpacking environment-modules and lmod into $MODULES"
+    rm -rf "$MODULES.new"
+    mkdir "$MODULES.new"
+    cd "$MODULES.new"
+    quietly apt-get download environment-modules lmod
+    for name in environment-modules lmod; do dpkg-deb -x "$name"_*.deb "$name"; done
+    rm ./*.deb
+    mv "$MODULES.new" "$MODULES"
+)
 
 # The host's own mirror of Debian: whatever its administrator chose.
 debian_mirror() {
@@ -431,6 +448,7 @@ env_lines() {
     line skopeo "$(first_line skopeo --version)"
     line slurm "$(slurm_version)"
     line gridengine "$(gridengine_version)"
+    line modules "$(modules_version)"
     line podman "$(first_line podman --version)"
     line ch-run "$(first_line ch-run --version)"
     line umoci "$(first_line umoci --version)"
@@ -443,6 +461,12 @@ line() { printf '%-11s %s\n' "$1" "$2"; }
 
 first_line() {
     if has "$1"; then "$@" 2>&1 | sed -n 1p || true; else echo -; fi
+}
+
+modules_version() {
+    [ -d "$MODULES" ] || { echo -; return; }
+    echo "$(tclsh8.6 "$MODULES/environment-modules/usr/lib/modulecmd.tcl" sh --version 2>&1 | sed -n 1p)," \
+        "Lmod $(basename "$(readlink "$MODULES/lmod/usr/share/lmod/lmod")")"
 }
 
 docker_version() {

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 )
 @click.option("--pin", is_flag=True, help="Never prune this version.")
 @click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
+@click.option("--modulefile", is_flag=True, help="Its tasks as commands, for `module load`; see below.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the SIF before it is seen.")
 @sign_option
 @click.option(
@@ -43,15 +44,17 @@ if TYPE_CHECKING:
 @click.pass_obj
 def publish(
     store_path: Path | None, /, recipe: str, place: Path, version: str | None, tags: tuple[str, ...], pin: bool,
-    no_current: bool, no_verify: bool, sign: str | None, engine: str, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...],
-    as_json: bool,
+    no_current: bool, modulefile: bool, no_verify: bool, sign: str | None, engine: str, stack: str | None, gpu_arch: str | None,
+    arguments: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     """Put an image and its layers where others run it and build on it; what is not built yet is built.
+
+    With --modulefile, Environment Modules and Lmod find it below DIR/modulefiles, and so do its later versions.
 
     \b
     Examples:
       build.py publish lora-opencalm --to /groups/lab/ekiben
-      build.py publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable
+      build.py publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable --modulefile
       build.py publish lora-opencalm --to /groups/lab/ekiben --sign you@example.org
     """
     from builder.config import read_config
@@ -64,14 +67,17 @@ def publish(
 
     check_name(engine)
     chain, store, progress = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path), Progress()
-    open_place(place.expanduser().absolute(), version=version, tags=tags)  # an image takes minutes, a refusal none
+    place = place.expanduser().absolute()
+    open_place(place, version=version, tags=tags, module=modulefile)  # an image takes minutes, a refusal none
     key = find_key(sign) if sign is not None else None
     options = Options(engine=engine, mirror=bound(arguments).get("mirror"), registry=read_config().registry)
     image = build(chain, store, options, progress)
-    done = put(image, store, place.expanduser().absolute(), progress, version=version, tags=tags, pin=pin,
-               current=not no_current, check=not no_verify, key=key)  # fmt: skip
+    done = put(image, store, place, progress, version=version, tags=tags, pin=pin,
+               current=not no_current, check=not no_verify, key=key, module=modulefile)  # fmt: skip
     if as_json:
-        click.echo(json.dumps({**done.record, "path": str(done.sif), "moved": done.moved}, indent=1))
+        click.echo(
+            json.dumps({**done.record, "path": str(done.sif), "moved": done.moved, "module": done.module}, indent=1)
+        )
         return
     task = next(iter(chain.recipe.file.tasks), "")
     shown = done.sif if no_current else done.sif.with_name("current")
@@ -80,11 +86,12 @@ def publish(
     if signed := done.record.get("signature"):
         click.echo(f"signed     by {signed['user']} {signed['fingerprint']}")
     click.echo(f"run        singularity exec --nv {shown} {task}")
-    click.echo(f"build on   EKIBEN_SHARED={place.expanduser().absolute()} make image recipe={recipe}")
-    if done.made and (place.expanduser() / "catalog").is_dir():
-        click.echo(
-            f"catalogue  build.py catalog {place.expanduser().absolute()}   # its pages do not know this version yet"
-        )
+    if done.module:
+        loaded = done.module if no_current else done.module.rpartition("/")[0]
+        click.echo(f"module     module use {place}/modulefiles; module load {loaded}")
+    click.echo(f"build on   EKIBEN_SHARED={place} make image recipe={recipe}")
+    if done.made and (place / "catalog").is_dir():
+        click.echo(f"catalogue  build.py catalog {place}   # its pages do not know this version yet")
 
 
 @main.command()
