@@ -459,6 +459,18 @@ def test_of_a_model_s_path_only_the_end_is_kept(given: Any, kept: str | None) ->
     assert reduced(record)["model"]["name"] == kept
 
 
+def test_a_pretrained_model_is_called_by_its_size() -> None:
+    """recipes/pretrain-gpt's record has no name of a model."""
+    given = {
+        **run_record(*SPEEDS[0]),
+        "model": {"parameters": 7, "layers": 2},
+        "settings": {"size": "125m", "data": "/home/me/secret"},
+    }
+    kept = reduced(given)
+    assert (kept["model"]["name"], kept["model"]["parameters"]) == ("GPT 125m", 7)
+    assert "secret" not in json.dumps(kept)
+
+
 def test_a_plot_has_a_row_for_each_model_and_device() -> None:
     runs = [{"version": "1", **reduced(run_record(*row))} for row in (*SPEEDS, SPEEDS[0])]
     speed, mfu = plots(runs)

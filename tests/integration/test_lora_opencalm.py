@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from bills import check_bill
+from builder.catalog.runs import about_image, reduced
+from builder.squashfs import SquashfsReader
 from builder.stack import find_stack, read_pins
+from builder.store import Store
 from rooms import CA_BUNDLE, ME, USER, Cli, Room, as_user, copy_checkout, home_of, need
 
 pytestmark = pytest.mark.slow
@@ -265,7 +268,16 @@ def test_two_nodes_of_slurm_learn_what_one_process_learns(built: Built, room: Ro
                  "--", *words, "--output", "two", cwd=out, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
     (log,) = out.glob("ekiben-runs/*/1-train.log")
     assert "on c1,c2" in log.read_text()
-    assert json.loads((out / "two/run.json").read_text())["device"]["count"] == 2
+    runs = [json.loads((out / name / "run.json").read_text()) for name in ("one", "two")]
+    assert [run["device"]["count"] for run in runs] == [1, 2]
+    # Each says of its image just what the catalogue finds in the last layer, and so finds it.
+    store = Store(built.store)
+    top = store.layer((store.image("lora-opencalm") or {})["keys"][-1])
+    assert top is not None
+    with store.blob_path(top.digest).open("rb") as file:
+        about = about_image(SquashfsReader(file))
+    assert [run["image"] for run in runs] == [about, about]
+    assert [reduced(run)["model"]["name"] for run in runs] == ["base", "base"]
     losses = {
         name: [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
