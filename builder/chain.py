@@ -407,7 +407,8 @@ def _with_recipe_layer(chain: Chain) -> Chain:
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
     about: dict[str, Any] = {"recipe": recipe.name, "stack": chain.stack.name,
              "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in chain.layers]}  # fmt: skip
-    if compiled := [_origin(layer, stage) for layer in chain.layers for stage in stages_of(layer.taken) if stage.wheel]:
+    made = [_origin(layer, stage) for layer in chain.layers for stage in stages_of(layer.taken)]
+    if compiled := [item for item in made if item["package"]]:
         about["compiled"] = compiled
     files += _test_files(chain)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(about, indent=1).encode() + b"\n"))
@@ -425,15 +426,23 @@ def _with_recipe_layer(chain: Chain) -> Chain:
 
 
 def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
-    """How a wheel is compiled: the image says it itself, for the stage and its compilers are not in it."""
+    """How a stage made a package: the image says it itself, for the stage and its compilers are not in it."""
     inputs, arguments = stage.inputs, stage.stage.arguments
     pins = [pin for file in stage.files for pin in _pins(file)]
     source: dict[str, Any] = {"name": pins[0][0], "version": pins[0][1], "sha256": pins[0][2]} if len(pins) == 1 else {}
     for name, commit in arguments.items():
-        if name.endswith("_commit") and commit and stage.wheel and commit in stage.stage.post:
+        if name.endswith("_commit") and commit and commit in stage.stage.post:
             said = arguments.get(name.removesuffix("_commit") + "_repository", "")
             # A folder of this machine, or a URL with a password in it, is nobody else's business.
             source = {"repository": said if re.fullmatch(r"(https?|git|ssh)://[^@]+", said) else "", "commit": commit}
+    about = {
+        "package": stage.wheel or source.get("name"),
+        "layer": layer.name,
+        "cache_key": stage.cache_key,
+        "source": source,
+    }
+    if stage.wheel is None:  # nothing of it is compiled for a GPU
+        return about
     compilers: dict[str, str] = {}
     for below in stage.layers:
         locked = below.inputs.get("packages", {})
@@ -441,7 +450,7 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
         nvcc = {pin[0]: pin[1] for file in below.files for pin in _pins(file)}.get("nvidia-cuda-nvcc")
         if version := nvcc or (below.stage.arguments.get("nvcc") if below.stage else None):
             compilers["nvcc"] = version
-    return {"package": stage.wheel, "layer": layer.name, "cache_key": stage.cache_key, "source": source, "compilers": compilers,
+    return {**about, "compilers": compilers,
             **{name: inputs[name] for name in ("torch", "cuda", "python", "cxx11_abi", "capabilities")}}  # fmt: skip
 
 

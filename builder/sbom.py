@@ -9,9 +9,9 @@ for byte, wherever it is made; its serial number is the hash of its content, its
     properties           ekiben:layer    the layer that brought a package in this version
                          ekiben:drift    the version that was locked, where another one was installed
                          ekiben:locked:sha256    hashes of the files that the lock allows (one of them was installed)
-                         ekiben:compiled:…       of a compiled wheel: torch, cuda, python, cxx11_abi, capabilities,
-                                                 compilers, cache_key (see build.py wheels list);
-                                                 its source is its pedigree's ancestor, or commit
+                         ekiben:compiled:…       of a wheel that a build stage made: cache_key (see build.py wheels
+                                                 list); torch, cuda, python, cxx11_abi, capabilities, compilers when
+                                                 it is compiled for GPUs. Its source is its pedigree's ancestor, or commit
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from builder.store import Store, StoredLayer
 
 _IMAGE = "image"
 _COMPILED = ("torch", "cuda", "python", "cxx11_abi", "capabilities", "compilers", "cache_key")
-_ORIGIN = {"package", "source", *_COMPILED}
+_ORIGIN = {"package", "source", "cache_key"}
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
@@ -290,8 +290,11 @@ def _python(
             properties["ekiben:locked:sha256"], hashes = " ".join(hashes), ()
     if origin:
         purl, pedigree = _compiled_from(origin, purl)
+        properties |= {
+            f"ekiben:compiled:{field}": said for field in _COMPILED if (said := _words(origin.get(field, "")))
+        }
+    if not locked:
         hashes = _installed_from(read_file(image, tree, f"{package.place}/direct_url.json"))
-        properties |= {f"ekiben:compiled:{field}": said for field in _COMPILED if (said := _words(origin[field]))}
     return _package(
         package.name, package.version, purl, _of(package.layer, image, layers), python_licenses(metadata), _author(metadata), properties,
         description=str(metadata["Summary"] or "") or None, pedigree=pedigree, bom_ref=ref or str(purl),

@@ -34,6 +34,12 @@ OTHER = "cd" * 32
 ORIGIN = {"package": "flash_attn", "layer": "top", "cache_key": "k" * 64, "torch": "2.11.0", "cuda": "13.0", "python": "3.11",
           "cxx11_abi": True, "capabilities": ["8.0", "9.0"], "compilers": {"nvcc": "13.0.88", "g++-12": "12.2"},
           "source": {"name": "flash-attn", "version": "2.8", "sha256": [HASH]}}  # fmt: skip
+OF_PYTHON = {
+    "package": "plain",
+    "layer": "top",
+    "cache_key": "p" * 64,
+    "source": {"name": "plain", "version": "3", "sha256": [HASH]},
+}
 OF_A_REPOSITORY = {
     **ORIGIN,
     "package": "apex",
@@ -161,8 +167,9 @@ def test_compiled_wheels(tmp_path: Path, stack: contextlib.ExitStack) -> None:
         **dist_info("flash_attn", "2.8"),
         f"{SITE}/flash_attn-2.8.dist-info/direct_url.json": direct,
         **dist_info("apex", "0.1"),
+        **dist_info("plain", "3"),
     }
-    bill = bill_with(tmp_path, stack, files, compiled=[ORIGIN, OF_A_REPOSITORY])
+    bill = bill_with(tmp_path, stack, files, compiled=[ORIGIN, OF_A_REPOSITORY, OF_PYTHON])
     found = by_name(bill)
     flash, apex = found["flash_attn"], found["apex"]
     assert flash["hashes"] == [{"alg": "SHA-256", "content": OTHER}]
@@ -172,6 +179,8 @@ def test_compiled_wheels(tmp_path: Path, stack: contextlib.ExitStack) -> None:
         "layer": "layer0", "compiled:torch": "2.11.0", "compiled:cuda": "13.0", "compiled:python": "3.11", "compiled:cxx11_abi": "true",
         "compiled:capabilities": "8.0 9.0", "compiled:compilers": "g++-12=12.2 nvcc=13.0.88", "compiled:cache_key": "k" * 64,
     }  # fmt: skip
+    assert properties(found["plain"]) == {"layer": "layer0", "compiled:cache_key": "p" * 64}
+    assert found["plain"]["pedigree"]["ancestors"][0]["purl"] == "pkg:pypi/plain@3"
     # The package index has another apex.
     assert apex["purl"] == f"pkg:generic/apex@0.1?vcs_url=git%2Bhttps://example.org/apex%40{'1' * 40}"
     assert apex["pedigree"]["commits"] == [{"uid": "1" * 40, "url": "https://example.org/apex"}]

@@ -11,7 +11,7 @@ import pytest
 from builder.chain import resolve
 from builder.errors import DefinitionError
 from builder.recipe import HOUSE, find_recipe
-from builder.stack import Stack, find_stack
+from builder.stack import Stack, find_stack, read_pins
 from own_recipe import Own
 
 
@@ -99,3 +99,10 @@ def test_what_was_edited_by_hand_is_named(own: Own) -> None:
         f"{folder}/apt.lock: was locked, and is gone",
     ]
     assert "build.py lock tiny --keep" in str(caught.value.hint)
+
+
+def test_what_a_lock_of_python_packages_pins() -> None:
+    one, two = "a" * 64, "b" * 64
+    text = f"# by hand\nidna==3.1 ; python_version > '3' \\\n    --hash=sha256:{two} \\\n    --hash=sha256:{one}\n# not locked: x==1\nTorch==2+cu118\n"
+    assert read_pins(text) == [("idna", "3.1", [one, two]), ("Torch", "2+cu118", [])]
+    assert read_pins("") == []

@@ -43,6 +43,42 @@ def tiny(own: Own) -> Own:
     return compiled(own)
 
 
+def origins(own: Own) -> Any:
+    (about,) = (file for file in chain_of(own).top.files if file.destination == "/opt/ekiben/image.json")
+    return json.loads(about.content).get("compiled")
+
+
+def test_the_image_says_how_its_wheel_was_made(tiny: Own) -> None:
+    tiny.write("images/stacks/tiny/apt.lock", "[walls]\ng++-12=12.2\nlibc6=2\n")
+    tiny.write("files/source/tiny-source.lock", f"tiny==1.0 \\\n    --hash=sha256:{'a' * 64}\n")
+    tiny.write("files/tool.lock", f"nvidia-cuda-nvcc==13.0.88 \\\n    --hash=sha256:{'b' * 64}\n")
+    tiny.replace("images/walls.def", "files/tool.sh /opt/tool.sh", "files/tool.lock /opt/tool.lock")
+    assert origins(tiny) == [{
+        "package": "tiny", "layer": "roof", "cache_key": stage_of(tiny).cache_key, "torch": "2.11.0", "cuda": "13.0", "python": "3.11",
+        "cxx11_abi": True, "capabilities": ["9.0"], "compilers": {"g++-12": "12.2", "nvcc": "13.0.88"},
+        "source": {"name": "tiny", "version": "1.0", "sha256": ["a" * 64]},
+    }]  # fmt: skip
+    # Of a stage that compiles for no GPU, the source alone; of one that makes no package, nothing.
+    tiny.replace("images/roof.def", "org.ekiben.wheel tiny", "some.label tiny")
+    (plain,) = origins(tiny)
+    assert plain.keys() == {"package", "layer", "cache_key", "source"}
+    (tiny.path / "files/source/tiny-source.lock").unlink()
+    assert origins(tiny) is None
+
+
+@pytest.mark.parametrize(("repository", "said"), [
+    ("https://example.org/tiny", "https://example.org/tiny"), ("/home/me/tiny", ""), ("https://me:word@example.org/tiny", ""),
+])  # fmt: skip
+def test_of_a_repository_only_what_others_may_know(tiny: Own, repository: str, said: str) -> None:
+    commit = "1" * 40
+    tiny.stack(arguments={"tiny_repository": repository, "tiny_commit": commit})
+    tiny.replace(
+        "images/roof.def", "    capabilities=8.0\n", "    capabilities=8.0\n    tiny_repository=\n    tiny_commit=\n"
+    )
+    tiny.replace("images/roof.def", "echo compile for", "fetch {{ tiny_repository }} {{ tiny_commit }} for")
+    assert origins(tiny)[0]["source"] == {"repository": said, "commit": commit}
+
+
 # ------------------------------------------------------------------------------------------------------------------- keys
 
 
