@@ -150,15 +150,24 @@ def test_an_empty_place(tmp_path: Path) -> None:
 
 
 def test_a_module_and_a_signature_are_shown_where_they_are(flat: Own, store: Store, tmp_path: Path) -> None:
-    place = tmp_path / "the lab"
-    done = put(flat, store, place)
-    assert "module load" not in page(make(place))
-    (place / "modulefiles/ekiben/own").mkdir(parents=True)
-    edit(done.sif.with_suffix(".json"), signature={"fingerprint": "9F3A55", "user": "Tanaka <t@example.org>"})
+    place = tmp_path / "lab"
+    first = put(flat, store, place)
     made = make(place)
-    (way,) = (way for way in made.catalog["images"][0]["commands"] if "Modules" in way["title"])
-    assert way["lines"] == [f"module use '{place}/modulefiles'", "module load ekiben/own", "greet"]
+    assert "module load" not in page(made)
+    assert "apptainer verify" not in page(made)
+    second = put_next(flat, store, place, module=True)
+    edit(second.sif.with_suffix(".json"), signature={"fingerprint": "9F3A55", "user": "Tanaka <t@example.org>"})
+    made = make(place)
+    ways = {way["title"]: way["lines"] for way in made.catalog["images"][0]["commands"]}
+    assert ways["Environment Modules, Lmod"] == [f"module use {place}/modulefiles", "module load ekiben/own", "greet"]
+    assert ways["Check it"][1] == f"apptainer verify {second.sif}"
     assert "Tanaka &lt;t@example.org&gt;" in page(made)
+    (first.sif.parent / "current").unlink()
+    (first.sif.parent / "current").symlink_to(first.sif.name)
+    assert "module load" not in page(make(place))  # what is shown then has none
+    (first.sif.parent / "current").unlink()
+    ways = {way["title"]: way["lines"] for way in make(place).catalog["images"][0]["commands"]}
+    assert ways["Environment Modules, Lmod"][1] == f"module load {second.module}"
 
 
 def test_lines_for_a_shell_are_whole_words(tmp_path: Path) -> None:

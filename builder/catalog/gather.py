@@ -16,6 +16,7 @@ from builder.diff import changes, compare_layers, layer_differences
 from builder.doctor import FLOORS, TOOLKIT_DRIVERS, check_image, worst
 from builder.errors import StoreError
 from builder.facts import ImageFacts, facts_of_layers
+from builder.modulefile import MODULES, module_name
 from builder.publish import CURRENT, RECORD_FORMAT, tags
 from builder.shared import IMAGES, SharedStore
 from builder.site import Gpu, Node, SiteFile, version_of
@@ -271,10 +272,10 @@ def commands(
     stack = f" --stack {shlex.quote(version['stack'])}" if folder.name != recipe else ""
     ways = [{"title": "Singularity, Apptainer", "about": "Nothing else is needed.",
              "lines": [f"{run} {file} {task}", f"{run.replace('singularity', 'apptainer')} {file} {task}"]}]  # fmt: skip
-    if (place / "modulefiles" / "ekiben" / folder.name).exists():
+    if (folder / f"{version['stem']}.module").exists():
+        module = f"ekiben/{folder.name}" if is_current else module_name(folder.name, version["stem"])
         ways.append({"title": "Environment Modules, Lmod", "about": "The tasks are then on PATH.",
-                     "lines": [f"module use {shlex.quote(str(place / 'modulefiles'))}",
-                               f"module load {shlex.quote(f'ekiben/{folder.name}')}", task]})  # fmt: skip
+                     "lines": [f"module use {shlex.quote(str(place / MODULES))}", f"module load {shlex.quote(module)}", task]})  # fmt: skip
     shared = f"EKIBEN_SHARED={shlex.quote(str(place))} build.py image {shlex.quote(recipe)}{stack} --format docker"
     ways.append({"title": "Docker", "about": "From a checkout of Ekiben, which takes the layers from here and builds none of them.",
                  "lines": [shared, f"docker run --rm{' --gpus all' if gpu else ''} ekiben/{shlex.quote(folder.name)} {task}"]})  # fmt: skip
@@ -292,4 +293,9 @@ def commands(
         if gpu and kind == "sge":
             about += " What a GPU is called differs from site to site."
         ways.append({"title": title, "about": about, "lines": [submit, again]})
+    check = [f"cd {shlex.quote(str(folder))} && sha256sum -c {shlex.quote(version['file'])}.sha256"]
+    if version["signature"]:
+        check += [f"apptainer verify {fixed}", f"build.py verify {fixed} --require-signature"]
+    about = "That the file is whole" + (", and signed by a key you know: import it first." if len(check) > 1 else ".")
+    ways.append({"title": "Check it", "about": about, "lines": check})
     return ways

@@ -48,6 +48,7 @@ def paste(line: str, desk: Path, **more: str) -> str:
 def test_singularity_and_apptainer(ways: dict[str, list[str]], desk: Path) -> None:
     for line in ways["Singularity, Apptainer"]:
         assert SAID in paste(line, desk)
+    assert paste(ways["Check it"][0], desk).endswith(".sif: OK\n")
 
 
 def test_slurm(ways: dict[str, list[str]], desk: Path) -> None:
