@@ -7,6 +7,7 @@ for byte, wherever it is made; its serial number is the hash of its content, its
     components           the distribution; Debian's packages, as dpkg has them; Python's, as their METADATA has them
     dependencies         Debian's Depends and Pre-Depends, Python's Requires-Dist, as far as installed
     properties           ekiben:layer    the layer that brought a package in this version
+                         ekiben:incomplete    of the image: why packages may be missing here
                          ekiben:drift    the version that was locked, where another one was installed
                          ekiben:locked:sha256    hashes of the files that the lock allows (one of them was installed)
                          ekiben:compiled:…       of a wheel that a build stage made: cache_key (see build.py wheels
@@ -43,6 +44,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from builder import oci
 from builder.chain import platform
 from builder.contents import (
+    DPKG_STATUS,
     DebianPackage,
     Opened,
     Part,
@@ -115,7 +117,7 @@ def write_bill(image: Opened, store: Store, progress: Progress, known: Iterable[
         same = plain_name(item.name), item.version
         components[_key(item)] = _python(item, image, tree, about, layers, locks, item.place if same in seen else "")
         seen.add(same)
-    whole = _whole(image, about, layers, drift)
+    whole = _whole(image, about, layers, drift, DPKG_STATUS in tree)
     needs = {**_debian_needs(debian), **_python_needs(python, image, tree)}
     needs[_IMAGE] = set(_roots(components, needs))
     refs = {name: component.bom_ref for name, component in {_IMAGE: whole, **components}.items()}
@@ -208,7 +210,9 @@ def _drift(layers: Iterable[StoredLayer]) -> dict[str, str]:
     return {line.split(" ", 1)[0]: line for layer in layers for line in layer.notes.get("drift", ())}
 
 
-def _whole(image: Opened, about: _About, layers: Sequence[StoredLayer], drift: Mapping[str, str]) -> Component:
+def _whole(
+    image: Opened, about: _About, layers: Sequence[StoredLayer], drift: Mapping[str, str], has_debian: bool
+) -> Component:
     identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
     properties = [Property(name="ekiben:stack", value=about.stack)]
     if layers[0].diff_id:
@@ -222,6 +226,10 @@ def _whole(image: Opened, about: _About, layers: Sequence[StoredLayer], drift: M
             if value := getattr(layer, field):
                 properties.append(Property(name=f"ekiben:layer:{number:02}:{field}", value=str(value)))
     properties += [Property(name="ekiben:drift", value=line) for line in drift.values()]
+    if not has_debian:  # Fedora's, say: of an image on a registry's
+        properties.append(
+            Property(name="ekiben:incomplete", value=f"no {DPKG_STATUS}: what the distribution installed is not listed")
+        )
     return Component(
         name=about.recipe, type=ComponentType.CONTAINER, version=identity, bom_ref=_IMAGE, hashes=hashes, properties=properties,
         description=about.labels.get("org.opencontainers.image.description"),

@@ -24,7 +24,7 @@ from builder.publish import publish
 from builder.recipe import find_recipe
 from builder.sbom import bill_of, bill_of_image, write_bill
 from builder.sif import sif_id
-from builder.store import Store
+from builder.store import Store, StoredLayer
 from own_recipe import Own, RunCli, seeded
 from test_contents import dist_info, record, status
 from test_diff import SITE, Files, image
@@ -124,6 +124,26 @@ def test_debian_packages(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     # perl is what nobody needs; of the circle of libc6 and libgcc-s1 one has to be named, that both are reached.
     assert needs(bill, "image") == ["os", found["libc6"]["purl"], found["perl"]["purl"]]
     assert (found["debian"]["type"], found["debian"]["version"]) == ("operating-system", "12")
+
+
+def test_what_drifted_is_said_of_the_package_and_of_the_image(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    one = image(
+        tmp_path, stack, "own", {**RELEASE, **status(record("libc6", "2"), record("bash", "5"))}, said([], "layer0")
+    )
+    part = one.parts[0]
+    layer = StoredLayer(name="layer0", cache_key="k", diff_id="sha256:" + HASH, tar_size=1, digest=part.digest, size=part.size,
+                        executor="", seconds=0.0, inputs={}, notes={"drift": ["libc6 1 → 2"]})  # fmt: skip
+    bill = checked(write_bill(one, Store(tmp_path / "store"), quiet(), [layer]))
+    assert properties(by_name(bill)["libc6"]) == {"layer": "layer0", "drift": "libc6 1 → 2"}
+    assert "drift" not in properties(by_name(bill)["bash"])
+    whole = properties(bill["metadata"]["component"])
+    assert (whole["drift"], whole["layer:01:diff_id"]) == ("libc6 1 → 2", "sha256:" + HASH)
+    assert "incomplete" not in whole
+
+
+def test_a_distribution_that_is_not_debians(tmp_path: Path, stack: contextlib.ExitStack) -> None:
+    bill = bill_with(tmp_path, stack, {**dist_info("idna", "3"), "var/lib/rpm/rpmdb.sqlite": b"x"})
+    assert properties(bill["metadata"]["component"])["incomplete"].startswith("no var/lib/dpkg/status")
 
 
 def test_python_packages(tmp_path: Path, stack: contextlib.ExitStack) -> None:
