@@ -13,9 +13,11 @@ from builder.chain import Chain
 from builder.errors import UsageError, VerifyError, nearest
 from builder.pipeline import Image, image_name, plan
 from builder.progress import Progress
-from builder.sif import read_sif
+from builder.sif import DEFFILE, SIGNATURE, read_sif
 from builder.store import Store, StoredLayer
 from builder.verify import Check, verify
+
+_KINDS = {DEFFILE: "definition", SIGNATURE: "signature"}
 
 
 def describe(name: str, store: Store) -> dict[str, Any]:
@@ -46,7 +48,9 @@ def _describe_sif(path: Path) -> dict[str, Any]:
     layers = {layer.number: place for place, layer in enumerate(info.layers)}
     parts = [
         {
-            "name": f"layer {layers[item.number]}" if item.number in layers else item.name or "definition",
+            "name": f"layer {layers[item.number]}"
+            if item.number in layers
+            else item.name or _KINDS.get(item.data_type, "other"),
             "offset": item.offset,
             "size": item.size,
         }

@@ -15,6 +15,7 @@ import pytest
 from builder import gpg
 from builder.errors import UsageError
 from builder.gpg import Key, Keys, SignatureError
+from builder.inspect import describe
 from builder.pipeline import Image, Options, build
 from builder.progress import Progress
 from builder.publish import Published, publish, records, tags
@@ -111,6 +112,9 @@ def test_a_signed_sif_is_whole_and_says_by_whom(signed: Path, alice: Key, bob: K
     info = read_sif(signed)
     assert sum(heard) == sum(item.size for item in info.descriptors if item.data_type != SIGNATURE)
     assert [item.number for item in info.layers] == [2, 3, 4]  # runs as before
+    assert [part["name"] for part in describe(str(signed), Store(signed.parent))["parts"]] == [
+        "definition", "layer 0", "layer 1", "layer 2", "signature",
+    ]  # fmt: skip
     assert check_sif(signed, Keys(fingerprints=frozenset([alice.fingerprint]))) == [alice]
     assert refusal(signed, Keys(fingerprints=frozenset([bob.fingerprint]))) == (
         f"{signed}: it is signed by {alice}, not by the key of --key: {bob.fingerprint}"
@@ -295,10 +299,12 @@ def test_signed_again_it_is_the_same_file(flat: Own, store: Store, tmp_path: Pat
     one, other = put(flat, store, tmp_path / "one", alice), put(flat, store, tmp_path / "other", alice)
     assert one.sif.name == other.sif.name
     assert one.sif.read_bytes() == other.sif.read_bytes()
-    # A signature that is kept and no good is made anew.
+    # A signature that is kept and is damaged, or of something else, is made anew.
     kept = next((store.root / "checks").glob("signature-*"))
-    kept.write_text(kept.read_text().replace("BEGIN PGP SIGNATURE-----", "BEGIN PGP SIGNATURE"))
-    assert check_sif(put(flat, store, tmp_path / "third", alice).sif, Keys()) == [alice]
+    for wrong in (b"garbage", gpg.sign(b"something else", alice, clear=True)[0]):
+        kept.write_text(json.dumps({**json.loads(kept.read_text()), "signature": wrong.decode()}))
+        place = tmp_path / hashlib.sha256(wrong).hexdigest()
+        assert check_sif(put(flat, store, place, alice).sif, Keys()) == [alice]
 
 
 def test_the_command_line(flat: Own, store: Store, tmp_path: Path, run_cli: RunCli, ring: Keyring, alice: Key) -> None:

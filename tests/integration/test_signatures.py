@@ -11,11 +11,18 @@ import pytest
 
 from builder import gpg
 from builder.gpg import Key, Keys, SignatureError
+from builder.pipeline import Options, build
+from builder.pull import pull
+from builder.push import push
+from builder.registry import Reference
 from builder.sign import check_sif
 from keyrings import Keyring, keyring, used
+from own_recipe import Own, seeded
+from registries import real_registry
 from rooms import USER, give, need
+from test_pipeline import chain_of
 from test_sif import make
-from test_sign import ALICE, layers, make_signed
+from test_sign import ALICE, layers, make_signed, quiet
 
 
 @pytest.fixture(params=["ed25519", "rsa2048", "nistp384"])
@@ -116,6 +123,26 @@ def test_both_sign_the_same_text(ring: Keyring, tmp_path: Path) -> None:
     apptainer("sign", theirs, config=config)
     texts = [path.read_bytes().split(b'{"version"')[1].split(b"\n")[0] for path in (ours, theirs)]
     assert texts[0] == texts[1]
+
+
+def test_a_signed_sif_through_a_registry(ring: Keyring, flat: Own, tmp_path: Path) -> None:
+    """What Apptainer pulls it verifies; what Apptainer pushes we do not take unsigned."""
+    alice = Key(ring.make(ALICE), ALICE)
+    store, config = seeded(flat, tmp_path / "store", "ground"), folder(tmp_path / "config")
+    image = build(chain_of(flat), store, Options(), quiet())
+    apptainer("key", "import", ring.export(ALICE, tmp_path / "alice.asc"), config=config)
+    with real_registry(folder(tmp_path / "registry")) as host:
+        push(image, store, Reference.parse(f"{host}/lab/own:1"), "sif", quiet(), key=alice)
+        apptainer("pull", tmp_path / "pulled.sif", f"oras://{host}/lab/own:1", config=config)
+        assert alice.fingerprint in apptainer("verify", "--all", tmp_path / "pulled.sif", config=config)
+        apptainer("push", "-U", tmp_path / "pulled.sif", f"oras://{host}/lab/theirs:1", config=config)
+        taken = pull(Reference.parse(f"{host}/lab/theirs:1"), store, tmp_path / "taken.sif", quiet(), keys=Keys())
+        assert taken[2] == alice
+        make(tmp_path / "plain.sif", *layers(tmp_path, "base"))
+        apptainer("push", "-U", tmp_path / "plain.sif", f"oras://{host}/lab/plain:1", config=config)
+        with pytest.raises(SignatureError, match="is not signed"):
+            pull(Reference.parse(f"{host}/lab/plain:1"), store, tmp_path / "refused.sif", quiet(), keys=Keys())
+        assert not (tmp_path / "refused.sif").exists()
 
 
 def test_a_key_that_is_not_of_pgp(tmp_path: Path) -> None:
