@@ -14,9 +14,13 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Kind = Literal["dir", "file", "symlink", "hardlink", "fifo", "whiteout"]
 
@@ -133,11 +137,38 @@ def tar_stream(members: Iterable[Member]) -> Iterator[bytes]:
 
 
 class DigestSink(TarSink):
-    """Hashes the tar form without keeping it; ``diff_id`` and ``size`` are valid after ``close``."""
+    """Hashes the tar form without keeping it, on a thread of its own; ``diff_id`` and ``size`` are valid after ``close``."""
 
     def __init__(self) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
+        super().__init__(self._take)
         self._hash = hashlib.sha256()
-        super().__init__(self._hash.update)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="diff_id")
+        self._jobs: deque[Future[None]] = deque()
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+
+    def _take(self, data: bytes) -> None:
+        self._batch.append(data)
+        self._batch_bytes += len(data)
+        if self._batch_bytes >= CHUNK:
+            self._submit()
+
+    def _submit(self) -> None:
+        self._jobs.append(self._pool.submit(self._update, self._batch))
+        self._batch, self._batch_bytes = [], 0
+        if len(self._jobs) > 4:
+            self._jobs.popleft().result()
+
+    def _update(self, batch: Sequence[bytes]) -> None:
+        for data in batch:
+            self._hash.update(data)
+
+    def close(self) -> None:
+        super().close()
+        self._submit()
+        self._pool.shutdown()
 
     @property
     def diff_id(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from builder.chain import BUILD_MOUNT
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
+from builder.executors import TAR_OF_UPPER, Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import Argv, piped, quoted, run, stream, which
 from builder.store import remove_tree
 
@@ -72,7 +72,7 @@ def execute(job: Job) -> Iterator[Changes]:
         _execute(job, overlay)
         upper = overlay / "upper"
         marked = _find_marks(job, upper)
-        with piped(_inside(job, upper, ["tar", "-C", f"/{BUILD_MOUNT}", *_TAR, "."])) as archive:
+        with piped(_inside(job, upper, [*TAR_OF_UPPER, "-C", f"/{BUILD_MOUNT}", "."])) as archive:
             yield Changes(archive, opaque=marked)
     finally:
         _remove(job, overlay)
@@ -89,10 +89,6 @@ def try_run(job: Job) -> None:
         _execute(job, overlay)
     finally:
         _remove(job, overlay)
-
-
-_TAR = ("--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
-        "--xattrs", "--xattrs-include=*.overlay.opaque")  # fmt: skip
 
 
 def _execute(job: Job, overlay: Path) -> None:

@@ -16,12 +16,10 @@ from pathlib import Path
 from builder import oci
 from builder.chain import BUILD_MOUNT, DEFAULT_PATH, platform
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
+from builder.executors import TAR_OF_UPPER, Changes, Job, JobFailed, is_gone, shared_packages
 from builder.process import ProcessError, piped, run, stream, which
 
 LAYER_IMAGES = "localhost/ekiben/layer"
-_TAR = ("tar", "--create", "--file=-", "--format=pax", "--sort=name", "--numeric-owner", "--one-file-system",
-        "--xattrs", "--xattrs-include=*.overlay.opaque")  # fmt: skip
 
 
 def unavailable() -> str | None:
@@ -54,7 +52,7 @@ def execute(job: Job) -> Iterator[Changes]:
         upper = Path(mounted).parent / "diff"
         if not mounted or not _is_folder(upper):
             raise EngineError(f"buildah's storage is not laid out as expected: no {upper}")
-        with piped(_rootful([*_TAR, "-C", str(upper), "."]), env=_environment()) as archive:
+        with piped(_rootful([*TAR_OF_UPPER, "-C", str(upper), "."]), env=_environment()) as archive:
             yield Changes(archive, opaque=_marks(upper))
 
 

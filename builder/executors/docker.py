@@ -14,7 +14,7 @@ from builder.capture import is_noise
 from builder.chain import BUILD_MOUNT, DEFAULT_PATH, platform
 from builder.daemon import client, load_image, unavailable
 from builder.errors import EngineError
-from builder.executors import Changes, Job, JobFailed, is_gone, shared_packages
+from builder.executors import TAR, Changes, Job, JobFailed, is_gone, shared_packages
 from builder.layer import sort_key
 from builder.squashfs import SquashfsReader, merged_entries
 
@@ -31,8 +31,7 @@ def execute(job: Job) -> Iterator[Changes]:
             _run(job, container)
         changed, deleted = _changes(job, container, started)
         (job.mount / "paths").write_bytes(os.fsencode("".join(f"./{path}\0" for path in changed)))
-        command = ["tar", "-C", "/", "--create", "--file=-", "--format=pax", "--no-recursion", "--numeric-owner",
-                   "--null", f"--files-from=/{BUILD_MOUNT}/paths"]  # fmt: skip
+        command = [*TAR, "-C", "/", "--no-recursion", "--null", f"--files-from=/{BUILD_MOUNT}/paths"]
         yield Changes(_output(container, command), deleted=deleted)
 
 
