@@ -59,32 +59,42 @@ def _add_stages(taken: Sequence[Taken], found: dict[str, Step]) -> None:
         found[stage.cache_key] = stage
 
 
-def _bootstrap_command(layer: Layer) -> str:
+def _bases(chain: Chain) -> list[Layer]:
+    """What the image stands on, and then what only build stages stand on."""
+    made = [step for step in _steps(chain.layers) if isinstance(step, Layer) and step.kind == "bootstrap"]
+    return [chain.layers[0], *(layer for layer in made if layer.cache_key != chain.layers[0].cache_key)]
+
+
+def _bootstrap_command(layer: Layer, tar: str) -> str:
     assert layer.stage is not None
     header = layer.stage.header
     include = ",".join(header.get("include", "").replace(",", " ").split())
     return (f"SOURCE_DATE_EPOCH={layer.epoch} mmdebstrap --variant=minbase"
-            f"{f' --include={include}' if include else ''} {header['osversion']} root.tar")  # fmt: skip
+            f"{f' --include={include}' if include else ''} {header['osversion']} {tar}")  # fmt: skip
 
 
 def dockerfile(chain: Chain) -> str:
     """Needs BuildKit. Every layer is one RUN; the base is a tar, since no registry is needed for it."""
     base, *others = chain.layers
-    assert base.stage is not None
     lines = [f"# {chain.recipe.name}: {chain.recipe.file.description}"]
-    if base.stage.bootstrap == "debootstrap":
+    tars = {layer.cache_key: "root.tar" if layer.cache_key == base.cache_key else f"root-{layer.name}.tar"
+            for layer in _bases(chain) if layer.stage and layer.stage.bootstrap == "debootstrap"}  # fmt: skip
+    if tars:
+        commands = [
+            _bootstrap_command(layer, tars[layer.cache_key]) for layer in _bases(chain) if layer.cache_key in tars
+        ]
         lines += [
-            "# Beside this file, once:", f"#   {_bootstrap_command(base)}",
+            "# Beside this file, once:", *(f"#   {command}" for command in commands),
             "# then:", f"#   docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt -t {chain.recipe.name} .",
-            "FROM scratch", "ADD root.tar /",
         ]  # fmt: skip
-    else:
-        lines += [f"FROM {base.stage.header['from']}"]
     environment: dict[str, str] = {}
     if any(layer.taken for layer in others):
-        lines[-1 if base.stage.bootstrap != "debootstrap" else -2] += f" AS {_docker_name(base)}"
+        for layer in _bases(chain):
+            start, *rest = _docker_base(layer, tars)
+            lines += [f"{start} AS {_docker_name(layer)}", *rest]
         environment = _docker_stages(chain, lines)
     else:
+        lines += _docker_base(base, tars)
         for layer in others:
             lines += ["", f"# layer {layer.name}"]
             environment |= _docker_step(layer, environment, lines)
@@ -95,6 +105,12 @@ def dockerfile(chain: Chain) -> str:
         if environment.get(key) != value
     ]
     return "\n".join([*lines, 'CMD ["/bin/sh", "/.singularity.d/runscript"]', ""])
+
+
+def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
+    assert layer.stage is not None
+    tar = tars.get(layer.cache_key)
+    return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
 
 
 def _docker_stages(chain: Chain, lines: list[str]) -> dict[str, str]:

@@ -21,10 +21,12 @@ from typing import Any
 
 import pytest
 
-from rooms import ENGINES, ME, Cli, Engine, Room, share_layers
+from rooms import ENGINES, ME, USER, Cli, Engine, Room, give, share_layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from compiled import extension
+
+REGISTRY = "127.0.0.1:5000"
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +61,11 @@ Stage: build
     files/device.so /opt/device.so
 
 %post
-    python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$EKIBEN_WORK/tiny"
-    cd "$EKIBEN_WORK/tiny"
+    source="${EKIBEN_WORK:-/opt/work}/tiny"
+    python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$source"
+    cd "$source"
     echo "for {{ capabilities }} with $MAX_JOBS jobs and $TOOLS"
-    LDFLAGS=-Wl,--strip-all python /opt/ekiben/compile.py "$EKIBEN_WORK/tiny" /opt/wheels/tiny
+    LDFLAGS=-Wl,--strip-all python /opt/ekiben/compile.py "$source" /opt/wheels/tiny
     # What nvcc leaves in a library, added to what gcc made.
     python - <<'END'
 import base64, csv, hashlib, pathlib, zipfile
@@ -453,3 +456,108 @@ def test_a_bundle_has_the_sources_and_with_the_compiler_compiles_offline(
     (wheel,) = (item for item in wheels(other) if item["inputs"]["capabilities"] == ["8.0"])
     assert wheel["origin"] == "compiled"
     assert wheel["notes"]["extensions"]["tiny_device.so"] == ["sm_80"]
+
+
+PUSHED = """\
+Bootstrap: docker
+From: {image}
+
+%environment
+    export PATH=/opt/venv/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+"""
+
+
+@pytest.fixture
+def on_registry(built: Built, cli: Cli, tiny: Tiny, room: Room) -> Tiny:
+    """The recipe, standing on images in a registry: its first layers then cost seconds wherever it is built anew."""
+    about = json.loads((tiny.path / "recipe.yaml").read_text())
+    for name, layer in (("ground", "python"), ("bench", "tools")):
+        tiny.write("recipe.yaml", json.dumps({**about, "layer": layer}))
+        pushed = cli.run("--store", built.store, "push", tiny.path, f"{REGISTRY}/ekiben-test/{name}:1", "--json").stdout
+        tiny.write(f"images/{name}.def", PUSHED.format(image=json.loads(pushed)["place"]))
+    tiny.write("recipe.yaml", json.dumps(about))
+    tiny.replace("images/bench.def", "bin\n", "bin\n    export TOOLS=here\n")
+    tiny.replace("images/tiny.def", "From: tools.sif", "From: bench.sif")
+    tiny.replace("images/tiny.def", "From: python.sif", "From: ground.sif")
+    return tiny
+
+
+def test_rebuilt_as_a_whole_a_compiled_extension_is_the_same_bytes(on_registry: Tiny, cli: Cli, room: Room) -> None:
+    """From an empty store: compiled again, its layer, the image's config, the SIF."""
+    store, engine = room.folder("store") / "store", ("--engine", "apptainer")
+    cli.image(
+        store, on_registry.path, *engine, "--format", "sif", "--no-verify", cwd=store.parent, env=on_registry.settings
+    )
+    words = ("verify", on_registry.path, "--rebuild", *engine, "--json")
+    done = cli.run("--store", store, *words, env=on_registry.settings)
+    assert "stage tiny.build (compiles tiny)" in done.stderr
+    about = json.loads(done.stdout)
+    assert about["same"] is True
+    assert {layer["name"]: layer["diff_id"][0] == layer["diff_id"][1] for layer in about["layers"]} == {
+        "ground": True, "tiny": True, "own": True}  # fmt: skip
+    assert about["sif"][0] == about["sif"][1]
+
+
+RENDERED = (
+    r"find /opt/venv/lib -path '*tiny*' -type f -exec sha256sum {} + | sort; ls -d /opt/work /opt/wheels; command -v gcc; "
+    "python -c 'import tiny; print(tiny.answer())'"
+)
+
+
+def test_plain_docker_and_plain_apptainer_make_it_of_the_rendered_files(
+    on_registry: Tiny, cli: Cli, room: Room
+) -> None:
+    """A build stage in a Dockerfile and in a definition file, built without Ekiben: the same files in the image."""
+    if not Path("/usr/bin/docker").exists():
+        pytest.skip("docker is not installed (tests/services.sh install docker)")
+    tiny, place = on_registry, room.folder("rendered")
+    for name in ("tiny.c", "setup.py"):
+        shutil.copy(tiny.mirror / name, tiny.path / "files" / name)
+    tiny.replace("images/tiny.def", "    files/device.so /opt/device.so\n",
+                 "    files/device.so /opt/device.so\n    files/tiny.c /opt/tiny/tiny.c\n    files/setup.py /opt/tiny/setup.py\n")  # fmt: skip
+    tiny.replace("images/tiny.def", 'python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$source"',
+                 'mkdir -p "${source%/*}"; cp -r /opt/tiny "$source"')  # fmt: skip
+    tiny.replace("images/tiny.def", "    tiny_repository=\n    tiny_commit=\n", "")
+    tiny.stack(arguments={"stack": "x", "python": "3.11"})
+    cli.image(
+        place / "store", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify", "-o", place / "own.sif"
+    )
+    inside = ("/bin/sh", "-c", RENDERED)
+
+    def said(*command: str | Path) -> list[str]:
+        done = subprocess.run([*command, *inside], capture_output=True, text=True, check=False)
+        return done.stdout.splitlines()
+
+    ours = said("apptainer", "--silent", "exec", "--cleanenv", "--contain", place / "own.sif")
+    assert len(ours) >= 5
+    assert ours[-1] == "42"
+    assert not [line for line in ours if line.startswith("/")], "no source, no wheel and no compiler ships"
+
+    cli.run("render", tiny.path, "--to", "dockerfile", "-o", place / "docker")
+    name = "ekiben-test/stages"
+    build = [
+        "/usr/bin/docker",
+        "build",
+        "--quiet",
+        "--no-cache",
+        "--network",
+        "none",
+        "-t",
+        name,
+        str(place / "docker"),
+    ]
+    done = subprocess.run(
+        build, env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    try:
+        assert said("/usr/bin/docker", "run", "--rm", name) == ours
+    finally:
+        subprocess.run(["/usr/bin/docker", "rmi", "--force", name], check=False, capture_output=True)
+
+    file = Path(cli.run("render", tiny.path, "--to", "def", "-o", place / "def").stdout.strip())
+    give(place / "def", USER)
+    command = f"cd {place}/def && apptainer build --fakeroot --no-https x.sif {file.name}"
+    done = subprocess.run(["su", USER, "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said("apptainer", "--silent", "exec", "--cleanenv", "--contain", place / "def/x.sif") == ours
