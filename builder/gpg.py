@@ -145,13 +145,16 @@ def known_keys(wanted: str | None) -> Iterator[Keys]:
 
 
 def check(signed: bytes, keys: Keys) -> tuple[bytes, Key]:
-    """What a signed message says, and who signed it. Errors: SignatureError, its text to follow the thing's name."""
+    """What a signed message says, and who signed it. Errors: SignatureError, its text to follow the thing's name; EngineError."""
     with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
         message, out = Path(folder, "signed"), Path(folder, "message")
         message.write_bytes(signed)
         # Only what gpg gives back was signed: around a clear-signed text there may be another.
         # And no key comes into the keyring by being used.
-        code, status, _ = _gpg("--no-auto-key-retrieve", "--output", out, "--verify", message, home=keys.home)
+        code, status, said = _gpg("--no-auto-key-retrieve", "--output", out, "--verify", message, home=keys.home)
+        if code and not status.strip():
+            raise EngineError(f"gpg cannot check a signature here: {said.strip()[-200:]}",
+                              hint="GNUPGHOME names a folder for your keyring; --key FILE needs none")  # fmt: skip
         signer = _judge(status, keys)
         if code or not out.exists():
             raise SignatureError(f"its signature by {signer} cannot be read", rank=2)

@@ -76,6 +76,16 @@ def test_no_gpg(monkeypatch: pytest.MonkeyPatch) -> None:
         find_key()
 
 
+def test_no_place_for_a_keyring(alice: Key, ring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed, file = sign(TEXT, alice, clear=True)[0], ring.export(ALICE, tmp_path / "alice.asc")
+    monkeypatch.delenv("GNUPGHOME")
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    with pytest.raises(EngineError, match=r"cannot check a signature here: .*/proc/nobody"):
+        check(signed, Keys())
+    with known_keys(str(file)) as keys:
+        assert check(signed, keys)[1] == alice
+
+
 @pytest.mark.parametrize("kind", ["ed25519", "rsa2048", "nistp384"])
 def test_every_kind_of_key(ring: Keyring, kind: str) -> None:
     key = Key(ring.make(ALICE, kind=kind), ALICE)
