@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,17 @@ def test_what_was_there_stays_when_it_cannot_be_written(
     assert failed
     assert page(made) == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".pages")] == []
+
+
+def test_several_at_once(flat: Own, store: Store, tmp_path: Path) -> None:
+    put(flat, store, tmp_path / "lab")
+    first = make(tmp_path / "lab")
+    files = {path.relative_to(first.out): path.read_bytes() for path in first.out.rglob("*") if path.is_file()}
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(make, tmp_path / "lab") for _ in range(24)]:
+            done.result()
+    assert {path.relative_to(first.out): path.read_bytes() for path in first.out.rglob("*") if path.is_file()} == files
+    assert [path.name for path in (tmp_path / "lab").iterdir() if path.name.startswith(".")] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ strangers' words

@@ -31,8 +31,11 @@ The same place gives the same bytes. The folder is written beside itself and the
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,8 @@ from builder.catalog.runs import Taken, take_runs
 from builder.errors import UsageError
 from builder.shared import IMAGES, SharedStore, open_shared
 from builder.store import Store, remove_tree
+
+_ATTEMPTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +73,25 @@ def make_catalog(place: Path, store: Store, *, out: Path | None, runs: Sequence[
 
 def _refuse_other(out: Path) -> None:
     """Only an empty folder or an earlier catalogue is replaced."""
-    if not out.exists() and not out.is_symlink():
-        return
-    try:
-        if out.is_dir() and (
-            not any(out.iterdir()) or json.loads((out / "catalog.json").read_bytes())["format"] <= FORMAT
-        ):
+    for _ in range(3):
+        if _is_replaceable(out):
             return
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+        time.sleep(0.05)  # another may be replacing it just now
     raise UsageError(f"{out} is there, and is no catalogue", hint="give another folder with -o")
 
 
+def _is_replaceable(out: Path) -> bool:
+    if not out.exists() and not out.is_symlink():
+        return True
+    try:
+        return not any(out.iterdir()) or json.loads((out / "catalog.json").read_bytes())["format"] <= FORMAT
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def _write_folder(shared: SharedStore | None, out: Path, files: dict[str, bytes]) -> None:
-    """All of it or nothing. Two renames: for a moment there is none, but never half of one, nor pages of two."""
-    made, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}") for _ in range(2))
+    """All of it or nothing."""
+    made = _hidden(out)
     try:
         for folder in (made, made / IMAGES):
             folder.mkdir()
@@ -92,17 +101,34 @@ def _write_folder(shared: SharedStore | None, out: Path, files: dict[str, bytes]
             (made / name).write_bytes(data)
             if shared:
                 shared.settle(made / name, 0o444)
-        if out.exists():
-            out.rename(old)
-        try:
-            made.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
+        _take_name(made, out)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}", hint="give another folder with -o") from error
     finally:
-        for left in (made, old):
-            if left.exists():
-                remove_tree(left)
+        if made.exists():
+            remove_tree(made)
+
+
+def _hidden(out: Path) -> Path:
+    return out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+
+
+def _take_name(made: Path, out: Path) -> None:
+    """Two renames: for a moment there is none, but never half of one, nor pages of two. Several may do it at once: the last
+    one's stays."""
+    for attempt in range(_ATTEMPTS):
+        old = _hidden(out)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                out.rename(old)
+            made.rename(out)
+            return
+        except OSError as error:
+            beaten = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # another took the name in between
+            if not beaten and old.exists():
+                old.rename(out)
+            if not beaten or attempt == _ATTEMPTS - 1:
+                raise
+        finally:
+            if old.exists():
+                remove_tree(old)
