@@ -50,11 +50,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from builder import oci
 from builder.assemble import Product
@@ -183,12 +183,12 @@ def _put(
     if room.f_bavail * room.f_frsize < moved + sif_size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     signature = sign_image(image, store, key) if key else None  # before the work: it may ask for a passphrase
-    with shared.staging() as staging:
+    with shared.staging() as staging, _syncing() as sync:
         with progress.step(f"copy {len(missing)} of {len(image.layers)} layers", total=moved):
             for digest, layer in missing.items():
-                _copy_blob(
-                    Partition(store.blob_path(digest), 0, layer.size, digest), shared, staging / digest[7:], progress
-                )
+                part, copy = Partition(store.blob_path(digest), 0, layer.size, digest), staging / digest[7:]
+                _copy_blob(part, shared, copy, progress)
+                sync(copy)
         places = {layer.digest: staging / layer.digest[7:] if layer.digest in missing else shared.own_path(layer.digest)
                   for layer in image.layers}  # fmt: skip
         made, sha = staging / "image.sif", hashlib.sha256()
@@ -200,6 +200,7 @@ def _put(
                           epoch=image.chain.stack.file.epoch, on_bytes=progress.count, whole=sha, signature=signature)  # fmt: skip
             except StoreError as error:
                 raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
+        sync(made)
         checks = verify(image, store, [Product("sif", str(made), 0, True)], progress) if check else []
         for digest in missing:
             shared.put_file(places[digest], digest)
@@ -241,6 +242,22 @@ def _bill(image: Image, store: Store, progress: Progress) -> str | None:
     except VerifyError as error:
         progress.tell(f"no bill of materials: {error}")
         return None
+
+
+@contextlib.contextmanager
+def _syncing() -> Iterator[Callable[[Path], None]]:
+    """A function that brings a file to the disk beside what follows; when the block ends, all of them are there."""
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    def sync(stream: BinaryIO) -> None:
+        with stream:
+            os.fsync(stream.fileno())
+
+    with ThreadPoolExecutor(1, thread_name_prefix="sync") as pool:
+        waiting: list[Future[None]] = []
+        yield lambda path: waiting.append(pool.submit(sync, path.open("rb")))
+        for one in waiting:
+            one.result()
 
 
 def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:
