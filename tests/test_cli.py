@@ -209,7 +209,7 @@ def test_image_list_inspect_and_prune(run_cli: RunCli, flat: Own, tmp_path: Path
 
     again = run_cli(*at, "image", flat.path, "--format", "sif", "--no-verify", "-o", tmp_path / "own.sif")
     assert "own: all 3 layers are stored" in again.stderr
-    assert "(was there)" in again.stdout
+    assert "(there already)" in again.stdout
     assert "run     singularity exec --nv" in again.stdout
 
     plan = run_cli(*at, "plan", flat.path).stdout.splitlines()

@@ -339,7 +339,7 @@ def test_publish_and_prune_by_command(run_cli: RunCli, flat: Own, store: Store, 
     first = run_cli(*words, "--version", "1")
     assert f"singularity exec --nv {tmp_path}/lab/images/own/current greet" in first.stdout
     assert "of layers moved" in first.stdout
-    assert "(was there)" in run_cli(*words, "--version", "1").stdout
+    assert "(there already)" in run_cli(*words, "--version", "1").stdout
     record = json.loads(run_cli(*words, "--json").stdout)
     assert (record["version"], record["moved"]) == ("1", 0)
     flat.write("files/data.txt", "new\n")

@@ -93,7 +93,7 @@ def image(
         click.echo(json.dumps(results if len(results) > 1 else results[0], indent=1))
     else:
         for result in results:
-            click.echo(summary(result))
+            click.echo(summary(result, check=not no_verify))
 
 
 def make_image(
@@ -175,19 +175,21 @@ def run_lines(chain: Chain, products: list[Product]) -> list[str]:
     return lines
 
 
-def summary(result: dict[str, Any]) -> str:
+def summary(result: dict[str, Any], *, check: bool) -> str:
     lines = [
         f"image   {result['name']}  {result['image'][:19]}  {size(result['size'])} in {len(result['layers'])} layers"
     ]
     for item in result["products"]:
         label = "docker" if item["kind"] == "docker" else "file"
-        lines.append(f"{label:<7} {item['place']}  {size(item['size'])}{'' if item['made'] else '  (was there)'}")
+        lines.append(f"{label:<7} {item['place']}  {size(item['size'])}{'' if item['made'] else '  (there already)'}")
     lines += [f"data    {path}" for path in result["data"]]
     for check in result["checks"]:
         lines.append(
             f"tested  under {check['runtime']}, {check['seconds']:.0f} s{' (before, same image)' if check['known'] else ''}"
         )
-    if not result["checks"]:
+    if not check:
+        lines.append(f"tested  no: --no-verify was given; `build.py verify {result['recipe']}` does it")
+    elif not result["checks"]:
         lines.append(
             "tested  no: nothing here can run the image; `build.py verify` does it where Apptainer or Docker is"
         )

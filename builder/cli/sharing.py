@@ -82,7 +82,7 @@ def publish(
     task = next(iter(chain.recipe.file.tasks), "")
     shown = done.sif if no_current else done.sif.with_name("current")
     click.echo(f"published  {done.sif}  {size(done.record['size'])}"
-               + (f", {size(done.moved)} of layers moved" if done.made else "  (was there)"))  # fmt: skip
+               + (f", {size(done.moved)} of layers moved" if done.made else "  (there already)"))  # fmt: skip
     if signed := done.record.get("signature"):
         click.echo(f"signed     by {signed['user']} {signed['fingerprint']}")
     click.echo(f"run        singularity exec --nv {shown} {task}")
@@ -200,7 +200,9 @@ def pull(
             )
         )
         return
-    click.echo(f"pulled  {product.place}  {size(product.size)}  {digest[:19]}{'' if product.made else '  (was there)'}")
+    click.echo(
+        f"pulled  {product.place}  {size(product.size)}  {digest[:19]}{'' if product.made else '  (there already)'}"
+    )
     if who:
         click.echo(f"signed  by {who}")
     click.echo(f"run     singularity exec --nv {product.place}")
