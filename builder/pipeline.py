@@ -19,7 +19,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Action:
     """What is to be done for one layer, and why. ``stored`` is the layer when there is nothing to do; ``needs`` is what
-    the build stages it takes from come to, in order."""
+    the build stages it takes from come to, in order; ``in_registry``: it would be fetched (see ask_registry)."""
 
     layer: Layer
     stored: StoredLayer | None
     reason: str
     needs: tuple[Need, ...] = ()
+    in_registry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Need:
     step: Layer | BuildStage
     is_stored: bool
     reason: str
+    in_registry: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,23 @@ def plan(chain: Chain, store: Store) -> list[Action]:
     """An action for each layer, bottom first. Nothing is written and nothing is run. Every skip and every run carries its
     reason."""
     return _plan_layers(chain.layers, store)
+
+
+def ask_registry(actions: Sequence[Action], cache: LayerCache) -> list[Action]:
+    """What build() would fetch is not built, and nothing is for it."""
+    why = f"from {cache.registry.reference}"
+
+    def asked(need: Need) -> Need:
+        if not isinstance(need.step, Layer) or need.is_stored or not cache.has(need.step.cache_key):
+            return need
+        return replace(need, reason=why, in_registry=True)
+
+    def planned(action: Action) -> Action:
+        if action.stored is None and cache.has(action.layer.cache_key):
+            return replace(action, reason=why, needs=(), in_registry=True)
+        return replace(action, needs=tuple(map(asked, action.needs)))
+
+    return list(map(planned, actions))
 
 
 def _plan_layers(layers: Sequence[Layer], store: Store) -> list[Action]:

@@ -179,16 +179,24 @@ class LayerCache:
 
     def fetch(self, cache_key: str, store: Store) -> StoredLayer | None:
         """The layer, now in ``store``; None when the registry has none."""
-        if self._useless:
+        if not self.has(cache_key):
             return None
         try:
-            if self.registry.tag_digest(cache_key) is None:
-                return None
             return self._fetch(cache_key, store)
         except FetchError as error:
-            self._useless = True
-            self.progress.tell(f"{error}; going on without that registry")
+            self._leave(error)
             return None
+
+    def has(self, cache_key: str) -> bool:
+        try:
+            return not self._useless and self.registry.tag_digest(cache_key) is not None
+        except FetchError as error:
+            self._leave(error)
+            return False
+
+    def _leave(self, error: FetchError) -> None:
+        self._useless = True
+        self.progress.tell(f"{error}; going on without that registry")
 
     def _fetch(self, cache_key: str, store: Store) -> StoredLayer:
         data, _ = self.registry.fetch_manifest(cache_key)

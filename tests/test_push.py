@@ -13,8 +13,10 @@ import pytest
 
 from builder import registry
 from builder.assemble import make_sif
+from builder.chain import Layer
 from builder.errors import FetchError, UsageError
-from builder.pipeline import Image, Options, build
+from builder.oci import MEDIA_MANIFEST
+from builder.pipeline import Image, Options, ask_registry, build, plan
 from builder.progress import Progress
 from builder.pull import LayerCache, pull
 from builder.push import MEDIA_BILL, Pushed, push
@@ -22,7 +24,8 @@ from builder.registry import Reference, Registry
 from builder.sbom import bill_of_image
 from builder.sif import SifBytes
 from builder.store import Store
-from own_recipe import Own, RunCli, seeded
+from compiled import compiled
+from own_recipe import WALLS, Own, RunCli, seeded
 from registries import real_registry
 from test_pipeline import chain_of
 
@@ -208,6 +211,53 @@ def test_a_registry_behind_the_stores(flat: Own, store: Store, host: str, tmp_pa
     for layer in again.layers:
         mine.check_blob(layer.digest, again=True)
     assert said.getvalue().count(f"from {host}/lab/layers") == 6  # each begins and ends
+
+
+def test_plan_says_what_would_be_fetched(run_cli: RunCli, flat: Own, store: Store, host: str, tmp_path: Path) -> None:
+    """As a build then does: an edited layer and what stands on it are not in the registry, the others are."""
+    send(image_of(flat, store), store, f"{host}/lab/plan", "layers")
+    flat.write("files/data.txt", "edited\n")
+    plan = ("--store", tmp_path / "mine", "plan", flat.path)
+    asks = {"EKIBEN_REGISTRY": f"{host}/lab/plan"}
+    said = [line.split(maxsplit=3) for line in run_cli(*plan, env=asks).stdout.splitlines()]
+    assert [(words[0], words[1]) for words in said] == [("fetch", "ground"), ("build", "roof"), ("build", "own")]
+    assert said[0][3] == f"from {host}/lab/plan"
+    rows = json.loads(run_cli(*plan, "--json", env=asks).stdout)
+    assert [(row["stored"], row["in_registry"]) for row in rows] == [(False, True), (False, False), (False, False)]
+    assert not (tmp_path / "mine").exists()
+    build(chain_of(flat), Store(tmp_path / "mine"), Options(registry=f"{host}/lab/plan"), Progress(io.StringIO()))
+    assert {
+        line.split()[0] for line in run_cli(*plan, env={"EKIBEN_REGISTRY": "127.0.0.1:9/none"}).stdout.splitlines()
+    } == {"keep"}
+    away = run_cli("--store", tmp_path / "other", "plan", flat.path, env={"EKIBEN_REGISTRY": "127.0.0.1:9/none"})
+    assert {line.split()[0] for line in away.stdout.splitlines()} == {"build"}
+    assert away.stderr.count("going on without that registry") == 1
+
+
+def test_what_is_fetched_needs_no_build_stage(flat: Own, store: Store, host: str, tmp_path: Path) -> None:
+    send(image_of(flat, store), store, f"{host}/lab/stages", "layers")
+    cache, empty = LayerCache(f"{host}/lab/stages", Progress(io.StringIO())), Store(tmp_path / "mine")
+    flat.write("images/walls.def", WALLS)
+    chain = chain_of(compiled(flat))  # ground ← roof, which takes a wheel of a stage on walls
+    ground, roof, _ = chain.layers
+    (walls,) = (need.step for action in plan(chain, empty) for need in action.needs if isinstance(need.step, Layer))
+
+    def planned() -> list[tuple[str, bool]]:
+        rows: list[tuple[str, bool]] = []
+        for action in ask_registry(plan(chain, empty), cache):
+            rows += [(f"{need.step.name} *", need.in_registry) for need in action.needs]
+            rows.append((action.layer.name, action.in_registry))
+        return rows
+
+    stage = ("roof.build *", False)
+    assert planned() == [("ground", True), ("walls *", False), stage, ("roof", False), ("own", False)]
+    data, _ = cache.registry.fetch_manifest(
+        ground.cache_key
+    )  # it is asked for a key, and that is all that is looked at
+    cache.registry.put_manifest(data, MEDIA_MANIFEST, walls.cache_key)
+    assert planned() == [("ground", True), ("walls *", True), stage, ("roof", False), ("own", False)]
+    cache.registry.put_manifest(data, MEDIA_MANIFEST, roof.cache_key)
+    assert planned() == [("ground", True), ("roof", True), ("own", False)]
 
 
 def test_a_registry_that_fails_is_told_and_left(flat: Own, store: Store, host: str, tmp_path: Path) -> None:

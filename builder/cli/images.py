@@ -210,36 +210,48 @@ def plan(
     arguments: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Say what would run and why, layer by layer. Nothing is run or written.
+    """Say what would run and why, layer by layer. Nothing is run or written; a registry of layers is asked what it has.
 
     \b
     Examples:
       build.py plan lora-opencalm
       build.py plan mine --gpu-arch 8.0,9.0
     """
+    from builder.config import read_config
     from builder.pipeline import plan as make_plan
 
     chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
-    actions = make_plan(chain, store)
+    actions, registry = make_plan(chain, store), read_config().registry
+    if registry and any(action.stored is None for action in actions):
+        from builder.pipeline import ask_registry
+        from builder.progress import Progress
+        from builder.pull import LayerCache
+
+        actions = ask_registry(actions, LayerCache(registry, Progress()))
     if as_json:
         rows = [{"layer": a.layer.name, "kind": a.layer.kind, "cache_key": a.layer.cache_key, "stored": a.stored is not None,
-                 "reason": a.reason, "inputs": a.layer.inputs,
+                 "in_registry": a.in_registry, "reason": a.reason, "inputs": a.layer.inputs,
                  **({"needs": [{"step": need.step.name, "cache_key": need.step.cache_key, "stored": need.is_stored,
-                                "reason": need.reason, "inputs": need.step.inputs} for need in a.needs]} if a.needs else {})}
+                                "in_registry": need.in_registry, "reason": need.reason, "inputs": need.step.inputs} for need in a.needs]} if a.needs else {})}
                 for a in actions]  # fmt: skip
         click.echo(json.dumps(rows, indent=1))
         return
+
+    def deed(is_stored: bool, in_registry: bool) -> str:
+        return "keep " if is_stored else "fetch" if in_registry else "build"
+
     rows_of_text = [
         row
         for action in actions
         for row in (
-            *((need.is_stored, f"{need.step.name} *", need.step.cache_key, need.reason) for need in action.needs),
-            (action.stored is not None, action.layer.name, action.layer.cache_key, action.reason),
+            *((deed(need.is_stored, need.in_registry), f"{need.step.name} *", need.step.cache_key, need.reason)
+              for need in action.needs),
+            (deed(action.stored is not None, action.in_registry), action.layer.name, action.layer.cache_key, action.reason),
         )
-    ]
+    ]  # fmt: skip
     width = max(len(name) for _, name, _, _ in rows_of_text)
-    for is_stored, name, key, reason in rows_of_text:
-        click.echo(f"{'keep ' if is_stored else 'build'}  {name:<{width}}  {key[:12]}  {reason}")
+    for done, name, key, reason in rows_of_text:
+        click.echo(f"{done}  {name:<{width}}  {key[:12]}  {reason}")
     if any(action.needs for action in actions):
         click.echo("* for a build stage: nothing of it ships but what it hands over")
     if gpu_arch:
