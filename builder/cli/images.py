@@ -382,7 +382,7 @@ def verify(
         return
     chain, store = resolved(recipe, stack, arguments, gpu_arch), open_store(store_path)
     if require_signature or signer:
-        say_signers(str(sif or f"{image_name(chain)}.sif"), signer, False)
+        say_signers(str(sif or f"{image_name(chain)}.sif"), signer, False, err=as_json)
     if again:
         say_rebuilt(chain, store, engine, bound(arguments).get("mirror"), as_json)
         return
@@ -398,7 +398,7 @@ def verify(
             click.echo(f"passed under {item.runtime}, {item.seconds:.0f} s")
 
 
-def say_signers(name: str, signer: str | None, as_json: bool) -> None:
+def say_signers(name: str, signer: str | None, as_json: bool, *, err: bool = False) -> None:
     from dataclasses import asdict
 
     from builder.sign import check_image
@@ -408,7 +408,7 @@ def say_signers(name: str, signer: str | None, as_json: bool) -> None:
         click.echo(json.dumps({"image": image, "signed": [asdict(key) for key in signers]}, indent=1))
         return
     for key in signers:
-        click.echo(f"{image}  signed by {key}")
+        click.echo(f"{image}  signed by {key}", err=err)
 
 
 def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_json: bool) -> None:
