@@ -93,7 +93,7 @@ def image(
         click.echo(json.dumps(results if len(results) > 1 else results[0], indent=1))
     else:
         for result in results:
-            click.echo(summary(result, check=not no_verify))
+            click.echo(summary(result, asked=not no_verify))
 
 
 def make_image(
@@ -175,7 +175,7 @@ def run_lines(chain: Chain, products: list[Product]) -> list[str]:
     return lines
 
 
-def summary(result: dict[str, Any], *, check: bool) -> str:
+def summary(result: dict[str, Any], *, asked: bool) -> str:
     lines = [
         f"image   {result['name']}  {result['image'][:19]}  {size(result['size'])} in {len(result['layers'])} layers"
     ]
@@ -187,7 +187,7 @@ def summary(result: dict[str, Any], *, check: bool) -> str:
         lines.append(
             f"tested  under {check['runtime']}, {check['seconds']:.0f} s{' (before, same image)' if check['known'] else ''}"
         )
-    if not check:
+    if not asked:
         lines.append(f"tested  no: --no-verify was given; `build.py verify {result['recipe']}` does it")
     elif not result["checks"]:
         lines.append(
