@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,10 +19,20 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: of kill, timeout, a batch system. What was started must not outlive us."""
+
+
+def _terminate(signum: int, frame: object) -> None:
+    raise Terminated
+
+
 class Errors(click.Group):
-    """Expected errors become one message and an exit code of their own; Ctrl-C is 130."""
+    """Expected errors become one message and an exit code of their own; Ctrl-C is 130, SIGTERM 143."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _terminate)
         try:
             return super().invoke(ctx)
         except EkibenError as error:
@@ -29,9 +41,9 @@ class Errors(click.Group):
             if error.hint:
                 click.echo(f"hint: {error.hint}", err=True)
             ctx.exit(error.exit_code)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             click.echo("interrupted; what was finished is kept, run the same command to go on", err=True)
-            ctx.exit(130)
+            ctx.exit(143 if isinstance(error, Terminated) else 130)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         from builder.errors import nearest

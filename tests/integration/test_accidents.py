@@ -151,6 +151,21 @@ def test_an_interrupted_build_goes_on(
     assert (out / "own.sif").read_bytes() != sif
 
 
+def test_a_terminated_build_leaves_nothing_running(room: Room, own_recipe: RecipeFolder, new_store: NewStore) -> None:
+    """SIGTERM to us alone, as kill, timeout and batch systems send it."""
+    engine = Engine("apptainer", USER)
+    cli, store, out = Cli(room, USER), new_store(USER, "base"), room.folder("out", USER)
+    own_recipe.layer("slow", "base", "echo begun\n[ ! -e /run/ekiben/cache/sleep ] || sleep 600")
+    own_recipe.top("slow")
+    with started(cli, store, own_recipe.path, engine, out) as process:
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "interrupted" in said
+    assert staged(store) == []
+    assert processes_in(store) == []
+
+
 def bases_in_the_making() -> list[str]:
     found = subprocess.run(["pgrep", "-af", "perl.*mmdebstrap"], capture_output=True, text=True, check=False)
     return found.stdout.splitlines()

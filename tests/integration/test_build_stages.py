@@ -415,6 +415,37 @@ def test_a_compile_that_runs_out_of_something(cli: Cli, tiny: Tiny, store_with: 
     assert wheels(store)[0]["notes"]["jobs"] == 1
 
 
+def test_a_full_disk_while_it_compiles(cli: Cli, tiny: Tiny, store_with: Callable[..., Path]) -> None:
+    """A real one: the first extension fits, the second does not; with more room only the second is compiled."""
+    (tiny.mirror / "large.c").write_text("char data[8 << 20] = {1};\n" + SOURCE.replace("tiny", "large"))
+    (tiny.mirror / "setup.py").write_text(
+        SETUP.replace("])\n", ', Extension("large", ["large.c"], define_macros=[("ANSWER", "1")])])\n')
+    )
+    git(tiny.mirror, "add", ".")
+    git(tiny.mirror, "commit", "--quiet", "-m", "a large one")
+    tiny.stack()
+    store = store_with(ME, "base", "python", "tools")
+    work = store.parent / "cache-root/work"
+    work.mkdir(parents=True)
+    words = ("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=755", "none", work], check=True)
+    try:
+        said = cli.run(*words, cwd=store.parent, env=tiny.settings, code=5).stderr
+        assert "no space left on the disk while it compiled" in said
+        assert "build.py prune" in said
+        assert nothing_kept(store)
+        subprocess.run(["mount", "-o", "remount,size=64m", work], check=True)
+        for log in (store / "logs").iterdir():
+            log.unlink()
+        cli.run(*words, cwd=store.parent, env=tiny.settings)
+    finally:
+        subprocess.run(["umount", work], check=True)
+    (log,) = (store / "logs").glob("*tiny.build*")
+    assert "building 'large' extension" in log.read_text()
+    assert "building 'tiny' extension" not in log.read_text()
+    assert wheels(store)[0]["origin"] == "compiled"
+
+
 def test_a_bundle_has_the_sources_and_with_the_compiler_compiles_offline(
     cli: Cli, tiny: Tiny, room: Room, store_with: Callable[..., Path]
 ) -> None:
