@@ -187,9 +187,10 @@ set images [file normalize [file dirname $here]/../../../images/{image}]
 foreach link [lsort [glob -nocomplain -directory $images -types l *]] {{
     if {{[catch {{file readlink $link}} target]}} continue
     set version [string range [file rootname $target] {len(image) + 1} end]
-    if {{![file exists $images/{image}-$version.module]}} continue
-    module-version ekiben/{image}/$version [file tail $link]
-    if {{[file tail $link] eq "current"}} {{ module-version ekiben/{image}/$version default }}
+    set tag [file tail $link]
+    if {{$tag eq "default" || ![file exists $images/{image}-$version.module]}} continue
+    module-version ekiben/{image}/$version $tag
+    if {{$tag eq "current"}} {{ module-version ekiben/{image}/$version default }}
 }}
 """
 

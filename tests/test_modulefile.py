@@ -146,7 +146,7 @@ def test_other_places_are_not_refused() -> None:
 
 
 def test_the_default_is_what_is_current(modules: ModuleSystem, flat: Own, store: Store, place: Path) -> None:
-    first = put(flat, store, place, version="9", tags=["stable"], module=True)
+    first = put(flat, store, place, version="9", tags=["stable", "default"], module=True)
     assert loaded(modules, place, "ekiben/own") == first.sif.name
     second = put_next(flat, store, place, version="10")
     third = put_next(flat, store, place, version="11", current=False)
