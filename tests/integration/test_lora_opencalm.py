@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from builder.catalog.runs import about_image, reduced
 from builder.squashfs import SquashfsReader
 from builder.stack import find_stack, read_pins
 from builder.store import Store
-from rooms import CA_BUNDLE, ME, USER, Cli, Room, as_user, copy_checkout, home_of, need
+from rooms import CA_BUNDLE, ME, ROOT, USER, Cli, Room, as_user, copy_checkout, home_of, need
 
 pytestmark = pytest.mark.slow
 
@@ -236,6 +237,35 @@ def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, room: Room) -> N
         assert " passed" in said
         assert "skipped" not in said, said[-3000:]
         print(said.splitlines()[-1])
+
+
+OTHERS = sorted({path.parent.name for path in ROOT.glob("recipes/*/recipe.yaml")} - {"hello", "lora-opencalm"})
+# The layers of lora-opencalm have passed theirs in its own image.
+OWN_TESTS = """
+for script in /opt/ekiben/tests/*; do
+    case "$script" in
+        *-base.sh | *-python.sh | *-pytorch.sh | *-huggingface.sh) ;;
+        *) echo "test: ${script##*/}"; sh -e "$script" </dev/null || exit 1 ;;
+    esac
+done
+"""
+
+
+def test_the_other_recipes_pass_their_tests_in_images_of_their_own(built: Built, room: Room) -> None:
+    """Made as a user makes them, two at once: a core each. Docker has the layers of lora-opencalm."""
+    assert {"finetune", "fsdp-llama", "lora-bench", "pretrain-gpt"} <= {*OTHERS}
+
+    def prove(recipe: str) -> str:
+        made = built.cli(room).image(built.store, recipe, "--format", "docker", "--no-verify")
+        alone = ["--rm", "--network", "none", "--shm-size", "1g", "--env", "OMP_NUM_THREADS=1"]
+        try:
+            return run_as(ME, DOCKER, "run", *alone, made["image"], "sh", "-c", OWN_TESTS, cwd=room.path)
+        finally:
+            subprocess.run([DOCKER, "image", "rm", "--force", f"ekiben/{recipe}"], capture_output=True, check=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        for recipe, said in zip(OTHERS, pool.map(prove, OTHERS), strict=True):
+            assert re.search(rf"^test: \d+-{recipe}\.sh$", said, re.MULTILINE), said
 
 
 MAKE_BASE = """
