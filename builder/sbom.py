@@ -132,7 +132,7 @@ def write_bill(image: Opened, store: Store, progress: Progress, known: Iterable[
     bom.metadata.tools.components.add(Component(name="ekiben", type=ComponentType.APPLICATION))
     text = JsonV1Dot6(bom).output_as_string(indent=1) + "\n"
     serial = uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16], version=5)
-    return text.replace(str(uuid.UUID(int=0)), str(serial), 1)
+    return text.replace(f'"serialNumber": "urn:uuid:{uuid.UUID(int=0)}"', f'"serialNumber": "urn:uuid:{serial}"')
 
 
 # -- the image ------------------------------------------------------------------------------------------------------------

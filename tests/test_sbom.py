@@ -187,7 +187,7 @@ def test_compiled_wheels(tmp_path: Path, stack: contextlib.ExitStack) -> None:
         **dist_info("flash_attn", "2.8"),
         f"{SITE}/flash_attn-2.8.dist-info/direct_url.json": direct,
         **dist_info("apex", "0.1"),
-        **dist_info("plain", "3"),
+        **dist_info("plain", "3", f"Summary: not {uuid.UUID(int=0)}"),
     }
     bill = bill_with(tmp_path, stack, files, compiled=[ORIGIN, OF_A_REPOSITORY, OF_PYTHON])
     found = by_name(bill)
@@ -201,6 +201,10 @@ def test_compiled_wheels(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     }  # fmt: skip
     assert properties(found["plain"]) == {"layer": "layer0", "compiled:cache_key": "p" * 64}
     assert found["plain"]["pedigree"]["ancestors"][0]["purl"] == "pkg:pypi/plain@3"
+    assert (
+        found["plain"]["description"] == f"not {uuid.UUID(int=0)}"
+    )  # what stands for the serial number until it is known
+    assert uuid.UUID(bill["serialNumber"]).int
     # The package index has another apex.
     assert apex["purl"] == f"pkg:generic/apex@0.1?vcs_url=git%2Bhttps://example.org/apex%40{'1' * 40}"
     assert apex["pedigree"]["commits"] == [{"uid": "1" * 40, "url": "https://example.org/apex"}]
