@@ -40,11 +40,14 @@ class Learner(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
         # Looked up here and not before: a sharded head is whole only while its model runs.
         return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, pack.targets, self.chunk_loss)
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, backend: Any = "inductor") -> None:
         """Compile each block in place: alike blocks share one compilation, where a whole model takes minutes."""
+        rotary = getattr(self.body, "rotary_emb", None)
+        if rotary is not None:
+            rotary.register_forward_hook(_fix_width)
         for block in find_blocks(self.body):
-            block.compile(dynamic=True)
-        self.chunk_loss = torch.compile(losses.softmax_loss, dynamic=True)
+            block.compile(dynamic=True, backend=backend)
+        self.chunk_loss = torch.compile(losses.softmax_loss, dynamic=True, backend=backend)
 
     def checkpoint_activations(self, count: int) -> None:
         """Compute the activations of the first ``count`` blocks again in the backward pass instead of keeping them."""
@@ -53,6 +56,13 @@ class Learner(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
         (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
         for block in find_blocks(self.body)[count:]:
             block.gradient_checkpointing = False
+
+
+def _fix_width(_module: Any, _inputs: Any, angles: tuple[torch.Tensor, ...]) -> None:
+    """Only the number of tokens varies. Where nothing says so (GPT-NeoX cuts queries at the width of these), the kernels would
+    divide by a width that they do not know."""
+    for part in angles:
+        torch._dynamo.mark_static(part, part.ndim - 1)
 
 
 def find_blocks(body: Any) -> list[Any]:

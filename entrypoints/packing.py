@@ -124,9 +124,11 @@ def attend(
     With ``even_rows`` as a batch of so many rows, with ``row_lengths`` row by row, without them by the variable-length
     flash kernel; without any, as one row. No attention dropout: the kernels for packed rows have none.
     """
+    # A branch, for a comparison is no plain bool where sharded blocks are compiled, and that would break their graph in pieces.
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if even_rows:
         q, k, v = (tensor[0].unflatten(1, (even_rows, -1)).transpose(0, 1) for tensor in (query, key, value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=_is_grouped(q, k))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, **grouped)
         return mixed.transpose(1, 2).flatten(0, 1)[None], None
     if cu_seq_lens_q is not None and not row_lengths:
         from torch.nn.attention.varlen import varlen_attn
@@ -138,10 +140,7 @@ def attend(
         return torch.as_tensor(mixed)[None], None
     rows = row_lengths or (query.shape[2],)
     parts = zip(query.split(rows, 2), key.split(rows, 2), value.split(rows, 2), strict=True)
-    outputs = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=_is_grouped(q, k))
-        for q, k, v in parts
-    ]
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, **grouped) for q, k, v in parts]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
@@ -206,10 +205,6 @@ def even_kernels(device: torch.device) -> Iterator[None]:
     ]
     with sdpa_kernel(order, set_priority=True):
         yield
-
-
-def _is_grouped(query: torch.Tensor, key: torch.Tensor) -> bool:
-    return bool(query.shape[1] != key.shape[1])
 
 
 def _tensor(array: Any) -> torch.Tensor:

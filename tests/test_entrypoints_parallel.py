@@ -21,20 +21,23 @@ RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"
 ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
 sys.path.insert(0, str(ENTRYPOINTS))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import checkpoint  # noqa: E402
 import loop  # noqa: E402, F401  # imported once here, and not in every fork
 import models  # noqa: E402
+import packing  # noqa: E402
 import parallel  # noqa: E402
 import report  # noqa: E402, F401
 import rows  # noqa: E402
-import sharded  # noqa: E402, F401
+import sharded  # noqa: E402
 import tiny  # noqa: E402
 import together  # noqa: E402
 import train  # noqa: E402
-from prompt import text_of  # noqa: E402
+from learner import Learner  # noqa: E402
+from prompt import Example, text_of  # noqa: E402
 from settings import TaskError  # noqa: E402
 from train_settings import resolve_parallel  # noqa: E402
 from world import REQUEUE, World, join  # noqa: E402
@@ -143,6 +146,32 @@ def test_checkpointed_blocks_change_nothing_when_sharded(bases: dict[str, Path],
         said = together.run(2, tmp_path / f"log-{name}", fit, settings, tmp_path / name)
         assert ("2 of 2 blocks checkpointed" in said) == twice
     assert losses(tmp_path / "twice") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+
+
+def test_a_sharded_block_is_one_graph_for_any_number_of_tokens(tmp_path: Path) -> None:
+    """What is traced, without generating code: one graph of all blocks and one of the loss, not pieces."""
+
+    def work() -> int:
+        world = join("cpu")
+        packing.register()
+        model = tiny.random_model("llama", 300)
+        model.set_attn_implementation(packing.ATTENTION)
+        learner = Learner(model, torch.float32)
+        graphs: list[int] = []
+
+        def look(graph: Any, _inputs: Any) -> Any:
+            graphs.append(len(graph.graph.nodes))
+            return graph.forward
+
+        learner.compile_blocks(backend=look)
+        sharded.shard(learner, torch.device("cpu"), world, trained=True)
+        for rows_ in (4, 6):
+            learner(packing.pack([Example(np.arange(128) % 300, 5)] * rows_)).backward()
+        print(f"graphs {graphs}")
+        world.leave()
+        return 0 if len(graphs) == 2 else 7
+
+    together.run(2, tmp_path / "log", work)
 
 
 def test_only_the_first_process_holds_the_weights(bases: dict[str, Path]) -> None:

@@ -249,6 +249,34 @@ def test_rows_of_one_length_take_another_way_to_the_same_loss(kind: str) -> None
         assert learner(pack).item() == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_a_block_is_one_graph_for_any_number_of_tokens(kind: str) -> None:
+    """What is traced, without generating code: no breaks, no width left open, nothing traced again for other rows."""
+    from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+    model = tiny.random_model(kind, 300).eval()
+    packing.register()
+    model.set_attn_implementation(packing.ATTENTION)
+    learner = Learner(model.requires_grad_(False), torch.float32)
+    packs = [packing.pack([Example(np.arange(128) % 300, 5)] * rows) for rows in (5, 3)]
+    shapes: list[list[Any]] = []
+
+    def look(graph: Any, _inputs: Any) -> Any:
+        found = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+        shapes.append([part.shape for part in found if isinstance(part, torch.Tensor)])
+        return graph.forward
+
+    with torch.no_grad():
+        expected = [learner(pack).item() for pack in packs]
+        torch._dynamo.reset()
+        learner.compile_blocks(backend=look)
+        assert [learner(pack).item() for pack in packs] == pytest.approx(expected, rel=1e-6)
+    assert len(shapes) == 1
+    states = [shape for shape in shapes[0] if len(shape) == 3]
+    assert len(states) == 3  # of the rows, and the cosines and sines of their places
+    assert [(is_concrete_int(shape[1]), is_concrete_int(shape[2])) for shape in states] == 3 * [(False, True)]
+
+
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, head, targets = torch.randn(50, 16), torch.randn(30, 16), torch.randint(0, 30, (50,))
