@@ -45,6 +45,7 @@ _FREE = {
     "apache 2.0 license": "Apache-2.0",
     "apache license 2.0": "Apache-2.0",
     "apache license, version 2.0": "Apache-2.0",
+    "apache software license 2.0": "Apache-2.0",
     "mit license": "MIT",
     "new bsd": "BSD-3-Clause",
     "new bsd license": "BSD-3-Clause",
