@@ -498,29 +498,54 @@ From: {image}
 """
 
 
-@pytest.fixture
-def on_registry(built: Built, cli: Cli, tiny: Tiny, room: Room) -> Tiny:
-    """The recipe, standing on images in a registry: its first layers then cost seconds wherever it is built anew."""
+@dataclass(frozen=True)
+class Pushed:
+    """The recipe on images in a registry, its first layers; built in ``store``, as ``sif``."""
+
+    tiny: Tiny
+    store: Path
+    sif: Path
+
+
+@pytest.fixture(scope="module")
+def pushed(built: Built, cli: Cli, room: Room) -> Iterator[Pushed]:
+    """Its source lies beside it, so that plain tools can build what is rendered of it, too."""
+    place = Path(tempfile.mkdtemp(prefix="pushed-", dir=room.path))
+    place.chmod(0o755)
+    tiny = make_tiny(room, place)
     about = json.loads((tiny.path / "recipe.yaml").read_text())
     for name, layer in (("ground", "python"), ("bench", "tools")):
         tiny.write("recipe.yaml", json.dumps({**about, "layer": layer}))
-        pushed = cli.run("--store", built.store, "push", tiny.path, f"{REGISTRY}/ekiben-test/{name}:1", "--json").stdout
-        tiny.write(f"images/{name}.def", PUSHED.format(image=json.loads(pushed)["place"]))
+        words = ("push", tiny.path, f"{REGISTRY}/ekiben-test/{name}:1", "--json")
+        tiny.write(
+            f"images/{name}.def",
+            PUSHED.format(image=json.loads(cli.run("--store", built.store, *words).stdout)["place"]),
+        )
     tiny.write("recipe.yaml", json.dumps(about))
     tiny.replace("images/bench.def", "bin\n", "bin\n    export TOOLS=here\n")
-    tiny.replace("images/tiny.def", "From: tools.sif", "From: bench.sif")
-    tiny.replace("images/tiny.def", "From: python.sif", "From: ground.sif")
-    return tiny
+    for old, new in (
+        ("From: tools.sif", "From: bench.sif"),
+        ("From: python.sif", "From: ground.sif"),
+        ("    tiny_repository=\n    tiny_commit=\n", ""),
+        ("    files/device.so /opt/device.so\n",
+         "    files/device.so /opt/device.so\n    files/tiny.c /opt/tiny/tiny.c\n    files/setup.py /opt/tiny/setup.py\n"),
+        ('python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$source"',
+         'mkdir -p "${source%/*}"; cp -r /opt/tiny "$source"'),
+    ):  # fmt: skip
+        tiny.replace("images/tiny.def", old, new)
+    for name in ("tiny.c", "setup.py"):
+        shutil.copy(tiny.mirror / name, tiny.path / "files" / name)
+    tiny.stack(arguments={"stack": "x", "python": "3.11"})
+    store, sif = place / "store", place / "own.sif"
+    cli.image(store, tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify", "-o", sif)
+    yield Pushed(tiny, store, sif)
+    shutil.rmtree(place, ignore_errors=True)
 
 
-def test_rebuilt_as_a_whole_a_compiled_extension_is_the_same_bytes(on_registry: Tiny, cli: Cli, room: Room) -> None:
+def test_rebuilt_as_a_whole_a_compiled_extension_is_the_same_bytes(pushed: Pushed, cli: Cli) -> None:
     """From an empty store: compiled again, its layer, the image's config, the SIF."""
-    store, engine = room.folder("store") / "store", ("--engine", "apptainer")
-    cli.image(
-        store, on_registry.path, *engine, "--format", "sif", "--no-verify", cwd=store.parent, env=on_registry.settings
-    )
-    words = ("verify", on_registry.path, "--rebuild", *engine, "--json")
-    done = cli.run("--store", store, *words, env=on_registry.settings)
+    words = ("verify", pushed.tiny.path, "--rebuild", "--engine", "apptainer", "--json")
+    done = cli.run("--store", pushed.store, *words)
     assert "stage tiny.build (compiles tiny)" in done.stderr
     about = json.loads(done.stdout)
     assert about["same"] is True
@@ -535,31 +560,18 @@ RENDERED = (
 )
 
 
-def test_plain_docker_and_plain_apptainer_make_it_of_the_rendered_files(
-    on_registry: Tiny, cli: Cli, room: Room
-) -> None:
+def test_plain_docker_and_plain_apptainer_make_it_of_the_rendered_files(pushed: Pushed, cli: Cli, room: Room) -> None:
     """A build stage in a Dockerfile and in a definition file, built without Ekiben: the same files in the image."""
     if not Path("/usr/bin/docker").exists():
         pytest.skip("docker is not installed (tests/services.sh install docker)")
-    tiny, place = on_registry, room.folder("rendered")
-    for name in ("tiny.c", "setup.py"):
-        shutil.copy(tiny.mirror / name, tiny.path / "files" / name)
-    tiny.replace("images/tiny.def", "    files/device.so /opt/device.so\n",
-                 "    files/device.so /opt/device.so\n    files/tiny.c /opt/tiny/tiny.c\n    files/setup.py /opt/tiny/setup.py\n")  # fmt: skip
-    tiny.replace("images/tiny.def", 'python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$source"',
-                 'mkdir -p "${source%/*}"; cp -r /opt/tiny "$source"')  # fmt: skip
-    tiny.replace("images/tiny.def", "    tiny_repository=\n    tiny_commit=\n", "")
-    tiny.stack(arguments={"stack": "x", "python": "3.11"})
-    cli.image(
-        place / "store", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify", "-o", place / "own.sif"
-    )
+    tiny, place = pushed.tiny, room.folder("rendered")
     inside = ("/bin/sh", "-c", RENDERED)
 
     def said(*command: str | Path) -> list[str]:
         done = subprocess.run([*command, *inside], capture_output=True, text=True, check=False)
         return done.stdout.splitlines()
 
-    ours = said("apptainer", "--silent", "exec", "--cleanenv", "--contain", place / "own.sif")
+    ours = said("apptainer", "--silent", "exec", "--cleanenv", "--contain", pushed.sif)
     assert len(ours) >= 5
     assert ours[-1] == "42"
     assert not [line for line in ours if line.startswith("/")], "no source, no wheel and no compiler ships"
@@ -588,7 +600,7 @@ def test_plain_docker_and_plain_apptainer_make_it_of_the_rendered_files(
 
     file = Path(cli.run("render", tiny.path, "--to", "def", "-o", place / "def").stdout.strip())
     give(place / "def", USER)
-    command = f"cd {place}/def && apptainer build --fakeroot --no-https x.sif {file.name}"
+    command = f"cd {place}/def && apptainer build --fakeroot --no-https --sandbox x {file.name}"
     done = subprocess.run(["su", USER, "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert said("apptainer", "--silent", "exec", "--cleanenv", "--contain", place / "def/x.sif") == ours
+    assert said("apptainer", "--silent", "exec", "--cleanenv", "--contain", place / "def/x") == ours
