@@ -147,6 +147,7 @@ class Stages:
                         capabilities=len(stage.inputs.get("capabilities", ())))  # fmt: skip
         work = self._work(stage.name, stage.cache_key)
         work.mkdir(parents=True, exist_ok=True)
+        goes_on = any(work.iterdir())  # then what is compiled now is not all there is to it
         os.utime(work)  # it is in use: prune leaves it alone
         inside = f"/{BUILD_MOUNT}/cache/work/{work.name}"
         began, notes = time.monotonic(), dict[str, Any]()
@@ -169,7 +170,7 @@ class Stages:
                 except JobFailed as error:
                     killed = error.returncode in (137, -9) or compilation.was_killed or oom_kills() > kills
                     if killed and jobs.count > 1:
-                        jobs = jobs.halved()
+                        jobs, goes_on = jobs.halved(), True
                         self.progress.tell(
                             f"stage {stage.name}: a compiler was killed for lack of memory; on with half the jobs"
                         )
@@ -177,7 +178,7 @@ class Stages:
                     raise LayerError(_why_failed(stage, log, error, compilation, killed, allowed.memory)) from error
         seconds = round(time.monotonic() - began, 1)
         if stage.wheel:
-            self._learn(stage.wheel, measured, compilation, seconds, jobs.count)
+            self._learn(stage.wheel, measured, 0 if goes_on else compilation.done, seconds, jobs.count)
         compiled = {"units": compilation.done, "jobs": jobs.count, **measured}
         self.progress.tell(f"stage {stage.name}: {compilation.done} units compiled in {minutes(seconds)}")
         return StoredResult(
@@ -236,10 +237,10 @@ class Stages:
                 self.store.drop_blob(file.digest)
             raise
 
-    def _learn(self, name: str, measured: dict[str, Any], compilation: Compilation, seconds: float, jobs: int) -> None:
+    def _learn(self, name: str, measured: dict[str, Any], units: int, seconds: float, jobs: int) -> None:
         before = self.store.learnt(name)
         seen = {"job_memory": max(before.get("job_memory", 0), measured.get("job_memory", 0)) or None,
-                "units": max(before.get("units") or 0, compilation.done) or None, "seconds": seconds, "jobs": jobs}  # fmt: skip
+                "units": max(before.get("units") or 0, units) or None, "seconds": seconds, "jobs": jobs}  # fmt: skip
         self.store.put_learnt(name, {key: value for key, value in seen.items() if value})
 
     def adopt(self, stage: BuildStage, wheel: Path, record: StoredResult | None) -> StoredResult:

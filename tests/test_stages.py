@@ -409,6 +409,19 @@ def test_what_is_taken_and_what_is_learnt(tiny: Own, tmp_path: Path, good: dict[
     assert file.source == store.blob_path(result.files[0].digest)
 
 
+def test_what_a_stage_that_goes_on_compiles_is_not_all_there_is(
+    tiny: Own, tmp_path: Path, good: dict[str, bytes]
+) -> None:
+    store = Store(tmp_path / "cache/store")
+    (taken,) = chain_of(tiny).layers[-2].taken
+    work = store.cache / f"work/roof.build-{taken.stage.cache_key[:12]}"
+    work.mkdir(parents=True)
+    (work / "half.o").touch()
+    compile_with(tiny, store, (["[1/1] b"], good))
+    assert "units" not in store.learnt("tiny")
+    assert store.learnt("tiny")["job_memory"] == 1000000
+
+
 def test_a_kill_halves_the_jobs_and_goes_on(
     tiny: Own, tmp_path: Path, good: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
