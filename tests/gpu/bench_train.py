@@ -4,6 +4,10 @@
     python3 tests/gpu/bench_train.py lora full --steps 10    some groups of them
     python3 tests/gpu/bench_train.py lora/ours full/trainer  single cases
     python3 tests/gpu/bench_train.py --here lora/ours --profile    one, in this process, with its kernels
+    python3 tests/gpu/bench_train.py --tiny lora full        shrunken, on the CPU: only to see that the cases run
+
+Each takes about a minute, nearly all of it imports, the model and compiling, so within ten minutes on one GPU:
+lora/trainer lora/sft lora/ours lora/trainer-mixed lora/ours-mixed full/trainer full/ours
 
 Each case is a process (or torchrun) of its own; medians need several calls. Weights are random, shapes are real:
 lora   OpenCALM-3B, 8 rows of 1024 tokens a step, all learnt; "mixed": 32 rows as instruction data has them
@@ -53,6 +57,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 8, "intermediate_size": 28_672,
     }),
 }  # fmt: skip
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 500,
+    "head_dim": 16,
+}
 # case → (shape, method, GPUs, rows a step, tokens a row; 0: of mixed length)
 CASES: dict[str, tuple[str, str, int, int, int]] = {
     "lora/trainer": ("calm-3b", "lora", 1, 8, 1024),
@@ -80,6 +92,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, help="fewer blocks than the shape has, to try it out")
     parser.add_argument("--checkpointed", type=int, default=-1, help="blocks; -1: as the memory asks")
+    parser.add_argument("--tiny", action="store_true", help="on the CPU, with shapes to match: numbers without meaning")
     parser.add_argument("--profile", action="store_true", help="print where the time on the GPU goes")
     args = parser.parse_args()
     if args.here:
@@ -97,12 +110,13 @@ def main() -> int:
     )
     for case in wanted:
         gpus = CASES[case][2]
-        if gpus > torch.cuda.device_count():
+        if gpus > torch.cuda.device_count() and not args.tiny:
             print(f"{case:<20} needs {gpus} GPUs, and {torch.cuda.device_count()} are here", flush=True)
             continue
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
         options = ["--here", case, "--steps", str(args.steps), "--checkpointed", str(args.checkpointed)]
         options += ["--layers", str(args.layers)] if args.layers else []
+        options += ["--tiny"] if args.tiny else []
         done = subprocess.run([sys.executable, *launcher, __file__, *options], capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
@@ -129,16 +143,18 @@ def measure(case: str, args: Any) -> dict[str, Any]:
     import packing
     import world
 
-    here = world.join("auto")
-    device = models.choose_device("auto", here.local_rank)
+    here = world.join("cpu" if args.tiny else "auto")
+    device = models.choose_device("cpu" if args.tiny else "auto", here.local_rank)
     packing.register()
     packing.prefer_kernels(device.place, device.dtype)
     kind, sizes = SHAPES[CASES[case][0]]
     if args.layers:
         sizes = {**sizes, "num_hidden_layers": args.layers}
-    examples = make_rows(case, args.steps, sizes["vocab_size"])
+    if args.tiny:
+        sizes = {**sizes, **TINY, "num_key_value_heads": min(sizes.get("num_key_value_heads", 4), 2)}
+    examples = make_rows(case, args.steps, sizes["vocab_size"], shrink=16 if args.tiny else 1)
     if "trainer" in case or "sft" in case:
-        found = run_peer(case, make_model(kind, sizes, device.place, "sdpa"), examples, args.steps)
+        found = run_peer(case, make_model(kind, sizes, device.place, device.dtype, "sdpa"), examples, args.steps)
     else:
         found = run_ours(case, kind, sizes, device, examples, args, here)
     host = [0.0] * here.size
@@ -153,7 +169,7 @@ def measure(case: str, args: Any) -> dict[str, Any]:
     }
 
 
-def make_rows(case: str, steps: int, vocabulary: int) -> list[Any]:
+def make_rows(case: str, steps: int, vocabulary: int, *, shrink: int) -> list[Any]:
     from prompt import Example
 
     _, _, _, rows, length = CASES[case]
@@ -161,11 +177,11 @@ def make_rows(case: str, steps: int, vocabulary: int) -> list[Any]:
     lengths = [length] * rows * steps
     if not length:
         lengths = [int(n) for n in np.clip(generator.lognormal(5.0, 0.7, rows * steps), 48, 1024)]
-    ids = [generator.integers(0, vocabulary, size, dtype=np.int32) for size in lengths]
-    return [Example(row, 0 if length else max(len(row) // 3, 40)) for row in ids]
+    ids = [generator.integers(0, vocabulary, max(size // shrink, 8), dtype=np.int32) for size in lengths]
+    return [Example(row, 0 if length else max(len(row) // 3, 40 // shrink)) for row in ids]
 
 
-def make_model(kind: str, sizes: dict[str, Any], place: Any, attention: str) -> Any:
+def make_model(kind: str, sizes: dict[str, Any], place: Any, dtype: Any, attention: str) -> Any:
     """Random weights, on the CPU by repeating a few: real ones would take longer to make than to train."""
     import torch
     import transformers
@@ -173,11 +189,9 @@ def make_model(kind: str, sizes: dict[str, Any], place: Any, attention: str) -> 
 
     config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
     with torch.device(place), no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
-    some = torch.randn(1 << 20, device=place, dtype=torch.bfloat16) * 0.02
+    some = torch.randn(1 << 20, device=place, dtype=dtype) * 0.02
     for name, part in model.named_parameters():
         flat = part.data.view(-1)
         if part.ndim == 1:
@@ -209,7 +223,7 @@ def run_ours(
     if "varlen" in case:
         packing.Pack.is_even = property(lambda _: False)  # type: ignore[assignment, method-assign]
     settings = train.Settings(
-        method=method, batch_size=rows, compile="eager" not in case, learning_rate=3e-4, epochs=1, warmup_steps=0,
+        method=method, batch_size=rows, compile="eager" not in case and not args.tiny, learning_rate=3e-4, epochs=1, warmup_steps=0,
         eval_every=0, save_minutes=600, log_seconds=60, parallel="fsdp" if gpus > 1 else "none",
         lora=train.Lora(r=4, alpha=16, dropout=0.05),
     )  # fmt: skip
@@ -227,9 +241,9 @@ def run_ours(
     if args.checkpointed >= 0:
         plan = dataclasses.replace(plan, checkpointed=args.checkpointed)
     if here.size == 1:
-        model = make_model(kind, sizes, device.place, packing.ATTENTION)
+        model = make_model(kind, sizes, device.place, device.dtype, packing.ATTENTION)
     elif here.leads:
-        model = make_model(kind, sizes, torch.device("cpu"), packing.ATTENTION)
+        model = make_model(kind, sizes, torch.device("cpu"), device.dtype, packing.ATTENTION)
     else:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
@@ -262,7 +276,12 @@ def run_ours(
         wall = time.monotonic() - begun
         speed, mfu = run.speed()
         losses = run.metrics.series("loss") if here.leads else [(0, 0.0)]
-    return {"tokens_per_s": speed, "mfu": mfu, "first_loss": losses[0][1], "start_s": wall - run.meter.seconds}
+    return {
+        "tokens_per_s": speed,
+        "mfu": float("nan") if mfu is None else mfu,
+        "first_loss": losses[0][1],
+        "start_s": wall - run.meter.seconds,
+    }
 
 
 def profiled(work: Any) -> None:
@@ -291,7 +310,7 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
             """Leaves the first two steps out."""
             if state.global_step == 2:
-                torch.cuda.synchronize()
+                _wait()
                 clock["started"] = time.monotonic()
 
     def collate(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -308,7 +327,7 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
     at_once = 4 if not length else rows if method == "lora" else 8
     common: dict[str, Any] = {
         "per_device_train_batch_size": at_once, "gradient_accumulation_steps": rows // at_once, "max_steps": steps,
-        "bf16": True, "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "bf16": torch.cuda.is_available(), "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -330,12 +349,13 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
                 model=model, args=arguments, train_dataset=table_, data_collator=collate, callbacks=[Clock()]
             )
         trainer.train()
-        torch.cuda.synchronize()
+        _wait()
         ended = time.monotonic()
     # The Trainer shuffles: the rows of the timed steps are taken to be as long as all are on average.
     share, lengths = (steps - 2) / steps, [len(row.ids) for row in examples]
     seconds = ended - clock["started"]
-    peak = flops.peak_flops(torch.cuda.get_device_name()) or float("nan")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    peak = flops.peak_flops(name) or float("nan")
     needed = share * costs.of_rows(lengths, sum(row.learnt for row in examples))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -344,6 +364,13 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
         "first_loss": losses[0],
         "start_s": clock["started"] - clock["begun"],
     }
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _tokenizer() -> Any:
