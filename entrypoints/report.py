@@ -144,14 +144,18 @@ def result(intent: Intent, run: loop.Run, peak: int, exit_code: int | None, star
 def conclude(found: dict[str, Any], what: str, output: Path) -> list[str]:
     """what: 'adapter' or 'model', the folder of ``output`` that holds what was trained."""
     mfu = f", MFU {found['mfu']:.0%}" if found["mfu"] else ""
-    # What this recipe has to ask the result with.
-    ask = "generate" if shutil.which("generate") else "chat"
-    question = ' "質問"' if ask == "chat" else ""
+    # What this recipe has to go on with.
+    place = output / what
+    ways = {
+        "generate": f"generate --{what} {place}", "chat": f'chat --{what} {place} "質問"',
+        "evaluate": f"evaluate --{what} {place}", "upload": f"upload --input {place} --name you/{output.name} --dry-run",
+    }  # fmt: skip
+    task = next((name for name in ways if shutil.which(name)), "chat")
     return [
         f"done        {found['steps']:,} steps in {found['time_to_train_s']:,.0f} s, {found['tokens_per_s']:,.0f} tokens/s"
         f"{mfu}, at most {found['peak_memory_bytes'] / 2**30:.1f} GiB",
-        f"{what:<12}{output / what}   loss {output / 'loss.png'}   record {output / 'run.json'}",
-        f"try         {ask} --{what} {output / what}{question}",
+        f"{what:<12}{place}   loss {output / 'loss.png'}   record {output / 'run.json'}",
+        f"try         {ways[task]}",
     ]
 
 

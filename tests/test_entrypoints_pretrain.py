@@ -326,6 +326,7 @@ def test_what_a_run_leaves(trained: Path, data: Path) -> None:
     result = json.loads((trained / "run.json").read_text())
     assert (result["status"], result["steps"], result["device"]["dtype"]) == ("finished", 6, "float32")
     assert result["tokens_per_s"] > 0
+    assert result["site"]["host"] == socket.gethostname()
     assert [path.name for path in steps.list_checkpoints(trained / "checkpoints")] == ["step-0000003", "step-0000006"]
     assert (trained / pieces.MODEL).read_bytes() == (data / pieces.MODEL).read_bytes()
     assert (trained / "loss.png").is_file()

@@ -37,6 +37,7 @@ import merge  # noqa: E402
 import models  # noqa: E402
 import packing  # noqa: E402
 import plot  # noqa: E402
+import report  # noqa: E402
 import rows  # noqa: E402
 import settings as options  # noqa: E402
 import smoke  # noqa: E402
@@ -247,6 +248,23 @@ def test_rows_of_one_length_take_another_way_to_the_same_loss(kind: str) -> None
     with torch.no_grad():
         alone = sum(learner(packing.pack([Example(row, 5)])).item() for row in ids)
         assert learner(pack).item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("generate", "generate --adapter out/adapter"), ("evaluate", "evaluate --adapter out/adapter"),
+        ("upload", "upload --input out/adapter --name you/out --dry-run"),
+    ],
+)  # fmt: skip
+def test_what_to_try_is_a_task_of_the_image(
+    task: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / task).write_text("#!/bin/sh\n")
+    (tmp_path / task).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {"mfu": None, "steps": 1, "time_to_train_s": 1.0, "tokens_per_s": 1.0, "peak_memory_bytes": 1}
+    assert report.conclude(found, "adapter", Path("out"))[-1] == f"try         {said}"
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama"])

@@ -416,6 +416,7 @@ def _result(
             "name": name, "count": run.world.size, "dtype": str(plan.dtype).removeprefix("torch."),
             "micro_batch": plan.micro_batch, "recompute": plan.recompute,
         },
+        "site": record.site(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "steps": run.step,
         "time_to_train_s": round(run.wall, 1),
