@@ -3,6 +3,7 @@
 sft --data openassistant_best_replies_train.jsonl --set train.model=converted --output tuned
 sft --set instruction_template='### 指示:' --set response_template='### 応答:' --data rows.jsonl
 sft --dry-run
+sft --smoke                  every task of the recipe on a tiny model, offline
 sft --gpus 4                 on several GPUs of this node; on several nodes, build.py submit starts it
 """
 
@@ -42,6 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") == "0":
         print("".join(f"{line}\n" for line in places.prepare_caches(os.environ)), end="", flush=True)
     recipe = options.recipe_folder(args.config, __file__)
+    if args.smoke:
+        import prove
+
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return prove.prove(recipe)
     rows = args.data or ["dialogues"]
     files = texts.find_files(
         [str(recipe / "data" / "dialogues.jsonl") if row == "dialogues" else row for row in rows], recipe
@@ -112,6 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tuned"), help="default: tuned")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model through every task, offline, and check it")
     parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
     parser.add_argument("--fresh", action="store_true", help="start again, though --output holds a checkpoint")
     return parser.parse_args(arguments)
