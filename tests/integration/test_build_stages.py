@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tarfile
@@ -510,6 +511,11 @@ class Pushed:
 @pytest.fixture(scope="module")
 def pushed(built: Built, cli: Cli, room: Room) -> Iterator[Pushed]:
     """Its source lies beside it, so that plain tools can build what is rendered of it, too."""
+    host, port = REGISTRY.split(":")
+    try:
+        socket.create_connection((host, int(port)), 5).close()
+    except OSError:
+        pytest.skip(f"no registry answers at {REGISTRY} (tests/services.sh start)")
     place = Path(tempfile.mkdtemp(prefix="pushed-", dir=room.path))
     place.chmod(0o755)
     tiny = make_tiny(room, place)
