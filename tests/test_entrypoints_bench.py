@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ import sanity_check  # noqa: E402
 import smoke  # noqa: E402
 import train  # noqa: E402
 from settings import TaskError  # noqa: E402
+from together import same_environment  # noqa: E402, F401
 from train_settings import Lora  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -46,14 +46,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     smoke.make_base(folder, SAMPLE)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    saved = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def small(base: Path, **changes: Any) -> train.Settings:

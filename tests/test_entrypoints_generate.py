@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from forms import Form  # noqa: E402
 from generate import Question, Settings  # noqa: E402
 from sampling import Sampling, sample  # noqa: E402
 from settings import SettingError, TaskError  # noqa: E402
+from together import same_environment  # noqa: E402, F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 TEXTS = [f"設問: {number}番の山の高さは? 答え: {number * 37}m です。" for number in range(40)]
@@ -62,14 +62,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"question": f"{number}番の山の" + "高さ" * (number % 5) + "は?"} for number in range(20)]
     (folder / "rows.json").write_text(json.dumps(rows, ensure_ascii=False), encoding="utf-8")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    saved = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def settings(place: Path, output: Path, **changes: Any) -> Settings:

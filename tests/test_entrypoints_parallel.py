@@ -8,7 +8,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ import train  # noqa: E402
 from learner import Learner  # noqa: E402
 from prompt import Example, text_of  # noqa: E402
 from settings import TaskError  # noqa: E402
+from together import same_environment  # noqa: E402, F401
 from train_settings import resolve_parallel  # noqa: E402
 from world import REQUEUE, World, join  # noqa: E402
 
@@ -56,14 +56,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in KINDS:
         tiny.make_model(folder / kind, texts, kind)
     return {kind: folder / kind for kind in KINDS}
-
-
-@pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    saved = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def settings_of(base: Path, **changes: Any) -> train.Settings:

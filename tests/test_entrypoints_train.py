@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ import train  # noqa: E402
 from learner import Learner, dress  # noqa: E402
 from prompt import Example, Row, encode_prompts, encode_rows, escape, render_prompt  # noqa: E402
 from settings import TaskError  # noqa: E402
+from together import same_environment  # noqa: E402, F401
 from world import REQUEUE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -70,15 +70,6 @@ def tokenizer(base: Path) -> Any:
 @pytest.fixture(scope="session")
 def device() -> models.Device:
     return models.choose_device(CPU)
-
-
-@pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    """The tasks set cache folders for the libraries they start; each test starts from what was there."""
-    saved = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def small(base: Path, **changes: Any) -> train.Settings:

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import train  # noqa: E402
 import zero  # noqa: E402, F401
 from prompt import text_of  # noqa: E402
 from settings import TaskError  # noqa: E402
+from together import same_environment  # noqa: E402, F401
 from world import REQUEUE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -48,14 +48,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for kind in ("gpt2", "llama"):
         tiny.make_model(folder / kind, texts, kind)
     return {kind: folder / kind for kind in ("gpt2", "llama")}
-
-
-@pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    saved = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(saved)
 
 
 def settings_of(base: Path, **changes: Any) -> train.Settings:

@@ -1,4 +1,5 @@
-"""Several processes of one run, as torchrun would start them, without importing torch anew in each: forks of this one."""
+"""What tests of tasks share: several processes of one run, as torchrun would start them, as forks of this one (so that not each
+imports torch anew), and an environment that is afterwards as it was."""
 
 from __future__ import annotations
 
@@ -7,9 +8,20 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """The tasks set cache folders for the libraries they start; each test of a module that imports this starts from what was there."""
+    saved = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
 
 
 def free_port() -> int:
