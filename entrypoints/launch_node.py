@@ -305,8 +305,10 @@ class Launcher:
         self.stopping = True
         handed_on = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
         for worker in self.workers:
-            with contextlib.suppress(ProcessLookupError):
-                worker.send_signal(handed_on)
+            # Not send_signal(): it asks first whether the process has ended, and then asyncio never learns how.
+            if worker.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, handed_on)
         if not self.workers:
             self._decide(Outcome(REQUEUE))
         for node in self.peers:
