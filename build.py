@@ -3,7 +3,7 @@
 
 import gc
 
-gc.set_threshold(100_000)  # what starting up makes stays: to look through it again and again is a tenth of its time
+gc.set_threshold(100_000)  # what starting up makes stays: to look through it again and again takes some milliseconds
 
 from builder.cli import main  # noqa: E402
 

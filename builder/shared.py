@@ -270,4 +270,7 @@ def open_shared(place: Path) -> SharedStore:
     return SharedStore(place)
 
 
-_HINT = "it is named by --shared, EKIBEN_SHARED or config.yaml (build.py --help); EKIBEN_SHARED= goes without"
+_HINT = (
+    "name the folder that `build.py publish --to` filled; for builds --shared, EKIBEN_SHARED or config.yaml does it, "
+    "and EKIBEN_SHARED= goes without"
+)

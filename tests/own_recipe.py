@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from builder.chain import Layer, resolve
+from builder.chain import Chain, Layer, resolve
 from builder.layer import DigestSink, Entry, Member, pour
 from builder.oci import digest_of
+from builder.pipeline import Image, Options, build
+from builder.progress import Progress
 from builder.recipe import find_recipe
 from builder.squashfs import SquashfsWriter
 from builder.store import Store, StoredLayer
@@ -113,3 +116,15 @@ def seeded(own: Own, root: Path, *names: str) -> Store:
         if layer.name in names:
             seed(store, layer)
     return store
+
+
+def chain_of(own: Own) -> Chain:
+    return resolve(find_recipe(str(own.path)))
+
+
+def quiet() -> Progress:
+    return Progress(io.StringIO(), quiet=True)
+
+
+def image_of(own: Own, store: Store) -> Image:
+    return build(chain_of(own), store, Options(), quiet())

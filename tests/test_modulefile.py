@@ -17,8 +17,7 @@ from builder.publish import Published, prune, publish
 from builder.shared import SharedStore
 from builder.store import Store
 from module_systems import NAMES, ModuleSystem, module_system
-from own_recipe import Own, RunCli, seeded
-from test_pipeline import chain_of
+from own_recipe import Own, RunCli, chain_of, seeded
 from test_publish import image_of, put, put_next, quiet, unused
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from builder import oci
 from builder.assemble import deliver, make_archive, make_sif
-from builder.chain import Chain, resolve
+from builder.chain import resolve
 from builder.errors import EngineError, StoreError
 from builder.pipeline import Image, Options, build, image_name, plan, prepare_job
 from builder.progress import Progress
@@ -24,13 +24,9 @@ from builder.recipe import find_recipe
 from builder.sif import read_sif
 from builder.squashfs import SquashfsReader
 from builder.store import Store
-from own_recipe import Own, seed, seeded
+from own_recipe import Own, chain_of, seed, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def chain_of(own: Own) -> Chain:
-    return resolve(find_recipe(str(own.path)))
 
 
 def built(own: Own, store: Store) -> Image:

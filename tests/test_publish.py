@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -16,27 +15,16 @@ import pytest
 
 from builder import publish as module
 from builder.errors import StoreError, UsageError
-from builder.pipeline import Image, Options, build
-from builder.progress import Progress
 from builder.publish import Published, prune, publish, published, records, tags
 from builder.shared import SharedStore, open_shared
 from builder.sif import read_sif
 from builder.store import Store
-from own_recipe import Own, RunCli, seeded
-from test_pipeline import chain_of
-
-
-def quiet() -> Progress:
-    return Progress(io.StringIO(), quiet=True)
+from own_recipe import Own, RunCli, image_of, quiet, seeded
 
 
 @pytest.fixture
 def store(flat: Own, tmp_path: Path) -> Store:
     return seeded(flat, tmp_path / "store", "ground")
-
-
-def image_of(flat: Own, store: Store) -> Image:
-    return build(chain_of(flat), store, Options(), quiet())
 
 
 def put(flat: Own, store: Store, place: Path, **options: Any) -> Published:

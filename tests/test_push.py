@@ -25,9 +25,8 @@ from builder.sbom import bill_of_image
 from builder.sif import SifBytes
 from builder.store import Store
 from compiled import compiled
-from own_recipe import WALLS, Own, RunCli, seeded
+from own_recipe import WALLS, Own, RunCli, chain_of, image_of, quiet, seeded
 from registries import real_registry
-from test_pipeline import chain_of
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +44,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def store(flat: Own, tmp_path: Path) -> Store:
     flat.write("files/data.txt", str(tmp_path) * 1000)  # each test's image is another one
     return seeded(flat, tmp_path / "store", "ground")
-
-
-def quiet() -> Progress:
-    return Progress(io.StringIO(), quiet=True)
-
-
-def image_of(flat: Own, store: Store) -> Image:
-    return build(chain_of(flat), store, Options(), quiet())
 
 
 def send(image: Image, store: Store, place: str, format: str = "docker") -> Pushed:

@@ -25,7 +25,7 @@ from builder.recipe import find_recipe
 from builder.sbom import bill_of, bill_of_image, write_bill
 from builder.sif import sif_id
 from builder.store import Store, StoredLayer
-from own_recipe import Own, RunCli, seeded
+from own_recipe import Own, RunCli, quiet, seeded
 from test_contents import dist_info, record, status
 from test_diff import SITE, Files, image
 
@@ -51,10 +51,6 @@ OF_A_REPOSITORY = {
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as opened:
         yield opened
-
-
-def quiet() -> Progress:
-    return Progress(io.StringIO(), quiet=True)
 
 
 def checked(text: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
 import subprocess
@@ -16,8 +15,6 @@ from builder import gpg
 from builder.errors import UsageError
 from builder.gpg import Key, Keys, SignatureError
 from builder.inspect import describe
-from builder.pipeline import Image, Options, build
-from builder.progress import Progress
 from builder.publish import Published, publish, records, tags
 from builder.pull import pull
 from builder.push import push
@@ -37,9 +34,8 @@ from builder.sif import (
 from builder.sign import MEDIA_SIGNATURE, _is_reference, check_image, check_sif, sign_pushed
 from builder.store import Store
 from keyrings import Keyring, keyring, used
-from own_recipe import Own, RunCli, seeded
+from own_recipe import Own, RunCli, image_of, quiet, seeded
 from registries import Answer, bad_registry, real_registry
-from test_pipeline import chain_of
 from test_sif import DEFFILE, ID, squashfs
 
 ALICE, BOB = "Alice <alice@example.org>", "Bob <bob@example.org>"
@@ -256,14 +252,6 @@ def test_unsigned_or_by_a_stranger(tmp_path: Path, stranger: Key, ring: Keyring)
 def store(flat: Own, tmp_path: Path) -> Store:
     flat.write("files/data.txt", str(tmp_path) * 1000)  # each test's image is another one
     return seeded(flat, tmp_path / "store", "ground")
-
-
-def quiet() -> Progress:
-    return Progress(io.StringIO(), quiet=True)
-
-
-def image_of(flat: Own, store: Store) -> Image:
-    return build(chain_of(flat), store, Options(), quiet())
 
 
 def put(flat: Own, store: Store, place: Path, key: Key | None) -> Published:

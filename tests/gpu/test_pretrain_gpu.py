@@ -19,6 +19,7 @@ for package in ("torch", "transformers", "sentencepiece", "megatron.core"):
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
+    assert not Path("/dev/nvidiactl").exists(), "there is an NVIDIA driver, and this torch sees no GPU"
     pytest.skip("no GPU", allow_module_level=True)
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPE = ROOT / "recipes" / "pretrain-gpt"

@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
+    assert not Path("/dev/nvidiactl").exists(), "there is an NVIDIA driver, and this torch sees no GPU"
     pytest.skip("no GPU", allow_module_level=True)
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"))

@@ -17,10 +17,9 @@ from builder.push import push
 from builder.registry import Reference
 from builder.sign import check_sif
 from keyrings import Keyring, keyring, used
-from own_recipe import Own, seeded
+from own_recipe import Own, chain_of, seeded
 from registries import real_registry
 from rooms import USER, give, need
-from test_pipeline import chain_of
 from test_sif import make
 from test_sign import ALICE, layers, make_signed, quiet
 

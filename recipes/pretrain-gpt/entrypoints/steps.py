@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
+import flops
 import gpt
 import record
 from loop import Meter
@@ -169,8 +170,9 @@ class Run:
         """(tokens per second, MFU or None) of all GPUs together."""
         if not self.meter.tokens:
             return 0.0, None
-        mfu = self.meter.flops / self.meter.seconds / (self.world.size * self.peak) if self.peak else None
-        return self.meter.tokens / self.meter.seconds, mfu
+        meter = self.meter
+        mfu = flops.utilisation(meter.flops, meter.seconds, self.world.size, self.peak) if self.peak else None
+        return meter.tokens / meter.seconds, mfu
 
     # ------------------------------------------------------------------ one step
 
