@@ -15,12 +15,16 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
+    """``synced``: the clock stops when all that was written is on the disk."""
+
     argv: Sequence[str]
     cwd: Path
     env: Mapping[str, str] = field(default_factory=dict)
+    synced: bool = False
 
     def __str__(self) -> str:
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)])
+        words = [*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)]
+        return " ".join(words) + (" && sync" if self.synced else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,8 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
         watched = _Watch(child.pid)
         out, _ = child.communicate()
+        if command.synced:
+            os.sync()
         seconds = time.monotonic() - began
         errors.write(out)
     if child.returncode:

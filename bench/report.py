@@ -16,7 +16,7 @@ TITLES = {
     "second": "second recipe on the same layers → SIF",
     "scratch": "from nothing, downloads cached → SIF",
     "help": "`build.py --help`",
-    "publish": "published to a new folder: layers and SIF",
+    "publish": "published to a new folder",
     "publish-edit": "published with another entrypoint",
     "push": "SIF → registry",
     "pull": "SIF ← registry",

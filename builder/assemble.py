@@ -22,22 +22,24 @@ Count = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One thing made. ``place``: a path or a tag; ``size`` in bytes; ``made`` is False when it was there already."""
+    """One thing made. ``place``: a path or a tag; ``size`` in bytes; ``made`` is False when it was there already; ``sha256`` of
+    a file, where it is known."""
 
     kind: str
     place: str
     size: int
     made: bool
+    sha256: str | None = None
 
 
 def deliver(
     chain: Chain, store: Store, options: Options, progress: Progress, *,
-    formats: Sequence[str] = (), output: Path | None = None, flat: bool = False,
+    formats: Sequence[str] = (), output: Path | None = None, flat: bool = False, hashed: bool = False,
 ) -> tuple[Image, list[Product]]:  # fmt: skip
     """Build the image and make its products. A damaged blob met on the way is dropped and made again, once."""
     try:
         image = build(chain, store, options, progress)
-        return image, make(image, store, progress, formats=formats, output=output, flat=flat)
+        return image, make(image, store, progress, formats=formats, output=output, flat=flat, hashed=hashed)
     except StoreError:
         if not (damaged := _damaged(chain, store)):
             raise
@@ -45,7 +47,7 @@ def deliver(
         progress.tell(f"{error}; it is made again")
         store.drop_blob(error.digest)
     image = build(chain, store, options, progress)
-    return image, make(image, store, progress, formats=formats, output=output, flat=flat)
+    return image, make(image, store, progress, formats=formats, output=output, flat=flat, hashed=hashed)
 
 
 def _damaged(chain: Chain, store: Store) -> list[CorruptBlob]:
@@ -68,6 +70,7 @@ def make(
     formats: Sequence[str] = (),
     output: Path | None = None,
     flat: bool = False,
+    hashed: bool = False,
 ) -> list[Product]:
     """By default a SIF, and the Docker image when a daemon answers. Asked for docker without one, an archive instead."""
     if not formats:
@@ -84,44 +87,66 @@ def make(
         out = output or Path(f"{image.name}.sif" if name == "sif" else f"{image.name}.tar")
         with progress.step(f"write {out}", total=image.size):
             if name == "sif":
-                products.append(make_sif(image, store, out, flat=flat, on_bytes=progress.count))
+                products.append(make_sif(image, store, out, flat=flat, hashed=hashed, on_bytes=progress.count))
             else:
                 products.append(make_archive(image, store, out, on_bytes=progress.count))
     return products
 
 
-def make_sif(image: Image, store: Store, out: Path, *, flat: bool, on_bytes: Count) -> Product:
-    """A SIF of the image's layers at ``out``, which is replaced only when the new one is whole. Errors: StoreError."""
+def make_sif(
+    image: Image, store: Store, out: Path, *, flat: bool, hashed: bool = False, on_bytes: Count = lambda count: None
+) -> Product:
+    """A SIF of the image's layers at ``out``, which is replaced only when the new one is whole. Errors: StoreError.
+
+    ``hashed``: its SHA-256 is taken on the way and kept, for whoever publishes or pushes it. It is a matter of the layers, so
+    what was kept once holds for every file of them; but not of a flat one, which is compressed anew.
+    """
     blobs = [layer.digest for layer in image.layers]
     wanted = sif_id(["flat", *blobs] if flat else blobs, image.chain.deffile)
     with contextlib.suppress(OSError, StoreError):
         if read_sif(out).id == wanted:
-            return Product("sif", str(out), out.stat().st_size, False)
+            return Product("sif", str(out), out.stat().st_size, False, known_sif(store, wanted))
     if not out.parent.is_dir():
         raise StoreError(f"{out}: there is no folder {out.parent}")
     for layer in image.layers:
         store.check_blob(layer.digest)
-    partitions = [
-        Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest, is_checked=True) for layer in image.layers
-    ]
+    partitions = [store.partition(layer, is_checked=True) for layer in image.layers]
     with contextlib.ExitStack() as stack:
         if flat:
             store.open_for_writing()
             partitions = [_flattened(image, store, stack.enter_context(store.staging()) / "flat.squashfs")]
+        known = known_sif(store, wanted)
+        whole = hashlib.sha256() if hashed and not flat and not known else None
         write_sif(out, partitions, id=wanted, deffile=image.chain.deffile, arch=platform().split("/")[1],
-                  epoch=image.chain.stack.file.epoch, on_bytes=on_bytes)  # fmt: skip
-    return Product("sif", str(out), out.stat().st_size, True)
+                  epoch=image.chain.stack.file.epoch, on_bytes=on_bytes, whole=whole)  # fmt: skip
+    if whole:
+        known = keep_sif(store, wanted, whole)
+    return Product("sif", str(out), out.stat().st_size, True, known)
+
+
+def known_sif(store: Store, id: str, signature: bytes = b"") -> str | None:
+    """The SHA-256, 64 hex digits, of the SIF of this id with this signature, where it was ever taken."""
+    known = (store.check(_sif_check(id, signature)) or {}).get("sha256")
+    return known if isinstance(known, str) else None
+
+
+def keep_sif(store: Store, id: str, whole: hashlib._Hash, signature: bytes = b"") -> str:
+    if os.access(store.root, os.W_OK):
+        store.put_check(_sif_check(id, signature), {"sha256": whole.hexdigest()})
+    return whole.hexdigest()
+
+
+def _sif_check(id: str, signature: bytes) -> str:
+    return f"sif-{id}" + (f"-{hashlib.sha256(signature).hexdigest()[:16]}" if signature else "")
 
 
 def _flattened(image: Image, store: Store, path: Path) -> Partition:
     """All layers as one partition, for tools that read only the first."""
     from builder.layer import pour
-    from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
+    from builder.squashfs import SquashfsWriter, merged_members
 
     with contextlib.ExitStack() as stack:
-        layers = [
-            SquashfsReader(stack.enter_context(store.blob_path(layer.digest).open("rb"))) for layer in image.layers
-        ]
+        layers = [stack.enter_context(store.reader(layer.digest)) for layer in image.layers]
         out = stack.enter_context(path.open("w+b"))
         pour(merged_members(layers), SquashfsWriter(out, epoch=image.chain.stack.file.epoch))
         out.seek(0)

@@ -145,16 +145,24 @@ prepare_engine() {
         has_engine || die 4 "buildah is installed and cannot be used here: $engine_problems"
     fi
     # Not an end by itself: the image may be in a store already, or stand on a base that needs no mmdebstrap.
-    has mmdebstrap ||
-        install_packages "mmdebstrap is missing, which makes the Debian base layer" mmdebstrap mmdebstrap ||
-        say "going on without mmdebstrap: an image that has to build its base layer will say so"
+    { has mmdebstrap && has_debian_keys; } ||
+        install_packages "mmdebstrap or Debian's keys are missing, with which the Debian base layer is made" \
+            "mmdebstrap debian-archive-keyring" "mmdebstrap debian-keyring" ||
+        say "going on without them: an image that has to build its base layer will say so"
 }
+
+# Ubuntu's mmdebstrap comes without.
+has_debian_keys() { [ -e /usr/share/keyrings/debian-archive-keyring.gpg ]; }
 
 # Cheapest question first. What was there and of no use is in $engine_problems.
 has_engine() {
     found=
     for engine_name in apptainer singularity buildah; do
         has "$engine_name" || continue
+        if is_singularityce "$engine_name" && [ "$(id -u)" != 0 ]; then
+            found="${found}SingularityCE is here, which builds as root only; "
+            continue
+        fi
         if has_user_namespaces; then return; fi
         found="$found$engine_name is here, but this account has no user namespaces; "
     done
@@ -165,6 +173,11 @@ has_engine() {
     engine_problems=${found:-no docker, apptainer, singularity or buildah; }
     engine_problems=${engine_problems%; }
     return 1
+}
+
+is_singularityce() {  # or Apptainer under its old name
+    case $1 in singularity) ;; *) return 1 ;; esac
+    case $(singularity --version 2>/dev/null) in singularity*) ;; *) return 1 ;; esac
 }
 
 has_user_namespaces() {

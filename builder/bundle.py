@@ -40,7 +40,6 @@ from builder.lock import packages_of
 from builder.pipeline import Image, Options, obtain_layers, prepare_job
 from builder.progress import Progress
 from builder.sources import keep_repository, lend_kept, pinned_repositories, write_kept
-from builder.squashfs import SquashfsReader
 from builder.store import Handed, Store, StoredLayer, StoredResult, remove_tree
 
 FORMAT = 2
@@ -99,6 +98,7 @@ def write_bundle(
     """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With ``compiler``
     what its build stages stand on comes along. Returns bundle.json. Errors: UsageError, FetchError, EngineError, StoreError."""
     chain = image.chain
+    _refuse_output(out)
     if (base := chain.definitions[0].final).bootstrap != "debootstrap":
         raise UsageError(
             f"{chain.definitions[0].path}: a base of Bootstrap: {base.bootstrap} can't be bundled, only debootstrap's"
@@ -138,6 +138,20 @@ def write_bundle(
             }  # fmt: skip
             _write(out, about, files, chain.stack.file.epoch)
     return about
+
+
+def _refuse_output(out: Path) -> None:
+    """What can be known before minutes of downloads."""
+    folder = out.absolute().parent
+    try:
+        if not folder.is_dir():
+            raise UsageError(f"-o {out}: there is no folder {folder}; make it first")
+        if out.is_dir():
+            raise UsageError(f"-o {out}: is a folder; name the file in it, as {out / 'recipe.bundle'}")
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written: {error.strerror}", hint="name a file elsewhere with -o") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"{out} cannot be written: no permission in {folder}", hint="name a file elsewhere with -o")
 
 
 def _facts(name: str, path: Path) -> dict[str, Any]:
@@ -267,8 +281,7 @@ def _packages(image: Image, store: Store) -> list[str]:
     stages = [stage for definition in image.chain.definitions for stage in definition.stages]
     wanted = {name: locked.get(name, "") for name in packages_of(stages)}
     for layer in image.layers:
-        with store.blob_path(layer.digest).open("rb") as blob:
-            reader = SquashfsReader(blob)
+        with store.reader(layer.digest) as reader:
             if (entry := reader.lookup(DPKG_STATUS)) and entry.kind == "file":
                 wanted |= installed_packages(reader.read_file(DPKG_STATUS).decode())
     return [f"{name}={version}" if version else name for name, version in sorted(wanted.items())]
@@ -464,7 +477,7 @@ def bundle_supply(bundle: Bundle, chain: Chain) -> Supply:
         "PIP_FIND_LINKS": f"{wheels} {sources}",
         **lend_kept(bundle.folder / "sources", sources),
     }
-    return Supply(None, f"deb [trusted=yes] file:{inside}/debs ./\n", chain.stack.apt_lock().packages, environment,
+    return Supply("", f"deb [trusted=yes] file:{inside}/debs ./\n", chain.stack.apt_lock().packages, environment,
                   debs=bundle.folder / "debs")  # fmt: skip
 
 

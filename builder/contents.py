@@ -76,13 +76,13 @@ def open_image(name: str, store: Store) -> Iterator[Opened]:
         parts = []
         for key, layer in zip(ref["keys"], manifest["layers"], strict=True):
             try:
-                stream = stack.enter_context(store.blob_path(layer["digest"]).open("rb"))
+                reader = stack.enter_context(store.reader(layer["digest"]))
             except OSError as error:
                 raise StoreError(f"{name}: layer {layer['digest']} is not in {store.root}: {error.strerror}",
                                  hint=f"build.py image {ref['recipe']}") from error  # fmt: skip
             known, called = store.layer(key), layer["annotations"]["org.ekiben.layer"]
             stored = known if known and known.digest == layer["digest"] else None
-            parts.append(Part(called, layer["digest"], layer["size"], SquashfsReader(stream), stored))
+            parts.append(Part(called, layer["digest"], layer["size"], reader, stored))
         yield Opened(
             name, tuple(parts), dict(item.split("=", 1) for item in config["config"]["Env"]), config["architecture"]
         )
@@ -103,13 +103,19 @@ def _open_blob(
     name: str, digest: str, store: Store, stack: contextlib.ExitStack, hint: str | None = None
 ) -> SquashfsReader:
     try:
-        return SquashfsReader(stack.enter_context(store.blob_path(digest).open("rb")))
+        return stack.enter_context(store.reader(digest))
     except OSError as error:
         raise StoreError(f"{name}: layer {digest} is not in {store.root}: {error.strerror}", hint=hint) from error
 
 
 def _open_sif(path: Path, stack: contextlib.ExitStack) -> Opened:
-    info = read_sif(path)
+    try:
+        info = read_sif(path)
+    except StoreError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        raise StoreError(str(error), hint="build.py list names the images of the store; what has a / in it or ends in .sif is a file, "
+                                          "which build.py image NAME --format sif -o FILE.sif makes") from error  # fmt: skip
     stream = stack.enter_context(path.open("rb"))
     parts = []
     for number, item in enumerate(info.layers, 1):

@@ -7,11 +7,9 @@ import contextlib
 import os
 import shlex
 import shutil
-import ssl
 import tarfile
 import tempfile
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,26 +20,44 @@ from builder.layer import Member
 from builder.process import MARK, ProcessError, piped, run, which
 
 _PINS = Path("/etc/apt/preferences.d/ekiben")
+_TRUSTED = Path("/etc/apt/trusted.gpg.d")
+_KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")  # in an image, too
 _FIELDS = "$(CREATED_BY) $(SITE) $(RELEASE) $(COMPONENT) $(REPO_URI)"
 
 
-def apt_sources(suite: str, mirror: str | None) -> str | None:
-    """sources.list lines for ``suite``: from ``mirror``, else as the host's own apt has them, else None.
+def apt_sources(suite: str, mirror: str | None) -> str:
+    """sources.list lines for ``suite``: from ``mirror``, else as the host's own apt has them, else mmdebstrap's own; "" without.
 
     ``mirror``: the URI of a Debian archive, or whole sources.list lines.
     """
     if mirror:
-        return mirror if mirror.startswith("deb ") else f"deb {mirror} {suite} main\n"
-    if which("apt-get") is None:
-        return None
-    told = run(["apt-get", "indextargets", "--format", _FIELDS], check=False)
+        return mirror if mirror.startswith("deb ") else f"deb {_signed()}{mirror} {suite} main\n"
     lines: dict[str, None] = {}
-    for line in told.stdout.splitlines():
+    told = run(["apt-get", "indextargets", "--format", _FIELDS], check=False).stdout if which("apt-get") else ""
+    for line in told.splitlines():
         kind, _, release, component, uri = (line.split(" ") + [""] * 5)[:5]
         if kind == "Packages" and component == "main" and release in (suite, f"{suite}-updates", f"{suite}-security"):
-            lines[f"deb {uri.rstrip('/')} {release} main"] = None
-    ordered = sorted(lines, key=lambda line: line.split()[2] != suite)
-    return "\n".join(ordered) + "\n" if any(line.split()[2] == suite for line in ordered) else None
+            lines[f"deb {_signed()}{uri.rstrip('/')} {release} main"] = None
+    ordered = sorted(lines, key=lambda line: f" {suite} " not in line)
+    if not ordered or f" {suite} " not in ordered[0]:  # Ubuntu, or no apt at all
+        ordered = _default_sources(suite)
+    return "".join(f"{line}\n" for line in ordered)
+
+
+def _default_sources(suite: str) -> list[str]:
+    """What mmdebstrap would take the suite from: it has written that down when its first hook runs."""
+    if unavailable():
+        return []
+    ask = ["mmdebstrap", "--quiet", "--variant=custom", '--setup-hook=cat "$1/etc/apt/sources.list" >&2; exit 1']
+    told = run([*ask, suite, "/dev/null"], check=False).stderr
+    return [line for line in told.splitlines() if line.startswith("deb ")]
+
+
+def _signed(*options: str) -> str:
+    """Options of a sources.list line. Where the host's apt trusts no Debian archive, on Ubuntu say, whose keys count."""
+    if not any(_TRUSTED.glob("debian-archive-*")) and _KEYS.exists():
+        options = (*options, f"signed-by={_KEYS}")
+    return f"[{' '.join(options)}] " if options else ""
 
 
 SNAPSHOT = "https://snapshot.debian.org/archive"  # EKIBEN_SNAPSHOT names another one; "" none
@@ -55,6 +71,9 @@ def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
     place = os.environ.get("EKIBEN_SNAPSHOT", SNAPSHOT).rstrip("/")
     if not moment or not place:
         return ""
+    import ssl  # late: a build that finds all its layers asks nobody
+    import urllib.request
+
     answers: list[bool] = []
 
     def ask() -> None:
@@ -72,7 +91,8 @@ def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
         return ""
     places = {suite: "debian", f"{suite}-updates": "debian", f"{suite}-security": "debian-security"}
     return "".join(
-        f"deb [check-valid-until=no] {place}/{archive}/{moment} {name} main\n" for name, archive in places.items()
+        f"deb {_signed('check-valid-until=no')}{place}/{archive}/{moment} {name} main\n"
+        for name, archive in places.items()
     )
 
 
@@ -100,7 +120,7 @@ def unavailable() -> str | None:
 
 
 def debootstrap_members(
-    layer: Layer, spool: Path, *, sources: str | None, pins: Mapping[str, str], log: Callable[[str], None]
+    layer: Layer, spool: Path, *, sources: str, pins: Mapping[str, str], log: Callable[[str], None]
 ) -> Iterator[Member]:
     """The members of the root file system the layer's header asks for. Errors: EngineError, FetchError."""
     if reason := unavailable():
@@ -126,9 +146,9 @@ def debootstrap_members(
         # (Without root it works under a subordinate id, to which a folder in somebody's home is closed.)
         argv = ["unshare", "--mount", "--propagation", "private", *argv]
         environment["TMPDIR"] = str(spool.parent)
-    log(f"{suite} from {'the given mirror' if sources else 'mmdebstrap’s default mirror'}")
+    log(f"{suite}, by mmdebstrap")
     source_file = spool.with_suffix(".list")
-    source_file.write_text(sources or "")
+    source_file.write_text(sources)
     try:
         with (
             source_file.open("rb") as stdin,
@@ -143,6 +163,8 @@ def debootstrap_members(
     except ProcessError as error:
         for line in error.stderr.splitlines():
             log(line)
+        hint = "is the mirror reachable? another one is given with --arg mirror=URI"
+        if "NO_PUBKEY" in error.stderr:
+            hint = "the keys of that archive are not here; Debian's own are the package debian-archive-keyring"
         raise FetchError(f"{layer.name}: mmdebstrap failed with exit code {error.returncode}:\n"
-                         + "\n".join(error.stderr.strip().splitlines()[-8:]),
-                         hint="is the mirror reachable? another one is given with --arg mirror=URI") from error  # fmt: skip
+                         + "\n".join(error.stderr.strip().splitlines()[-8:]), hint=hint) from error  # fmt: skip

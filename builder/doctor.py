@@ -307,7 +307,7 @@ def _sif_runtime(runtime: Runtime, node: Node, facts: ImageFacts) -> list[Findin
     return [
         *_namespaces(runtime, node),
         *_stacking(runtime, facts),
-        *_compression(runtime, node),
+        *_compression(runtime, node, facts),
     ] or [Finding("fine", "runtime", f"{_named(runtime)}, {_layers(facts)}")]
 
 
@@ -325,7 +325,7 @@ def _namespaces(runtime: Runtime, node: Node) -> list[Finding]:
 
 
 def _stacking(runtime: Runtime, facts: ImageFacts) -> list[Finding]:
-    """Tried: Apptainer 1.4. Without setuid, SingularityCE mounts a SIF's first partition itself, and older ones unpack it."""
+    """Tried: Apptainer 1.4, SingularityCE 4.1. Without setuid, that mounts or unpacks the first partition alone, as older ones do."""
     if facts.partitions <= 1:  # none: an encrypted one, which is not ours
         return []
     flat = "make it --flat: one layer"
@@ -337,13 +337,25 @@ def _stacking(runtime: Runtime, facts: ImageFacts) -> list[Finding]:
         if version is None or version < (1, 3):
             return [Finding("but", "runtime", f"{_named(runtime)} was not tried with {_layers(facts)}", flat)]
         return []
+    if runtime.setuid is False:
+        return [Finding("fail", "runtime", what, flat)]
+    tried = runtime.kind == "singularity-ce" and version is not None and version >= (4, 1)
+    if tried and runtime.setuid:
+        return []
+    if tried:
+        return [Finding("but", "runtime", f"whether {_named(runtime)} is installed setuid is not known: {what}", flat)]
     tail = "" if runtime.setuid else "; without setuid it sees only the first"
-    level = "fail" if runtime.setuid is False and runtime.kind == "singularity" else "but"
-    return [Finding(level, "runtime", f"{_named(runtime)} was not tried with {_layers(facts)}{tail}", flat)]
+    return [Finding("but", "runtime", f"{_named(runtime)} was not tried with {_layers(facts)}{tail}", flat)]
 
 
-def _compression(runtime: Runtime, node: Node) -> list[Finding]:
-    """Where the kernel mounts the SIF (setuid), it must know zstd: since 4.14, when it was configured so."""
+def _compression(runtime: Runtime, node: Node, facts: ImageFacts) -> list[Finding]:
+    """zstd, in a SIF of others (ours are gzip): no Singularity takes it, and where the kernel mounts it (setuid), that must
+    know it: since 4.14, when it was configured so."""
+    if not facts.zstd:
+        return []
+    if runtime.kind.startswith("singularity"):
+        said = f'{_named(runtime)} refuses a SIF compressed with zstd: it says "unknown compression algorithm value 6"'
+        return [Finding("fail", "runtime", said, "build it with gzip, as Ekiben does, or run it under Apptainer")]
     if runtime.setuid is False or node.squashfs_zstd or (node.kernel is None and node.squashfs_zstd is None):
         return []
     sure = runtime.setuid is True

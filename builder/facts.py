@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from builder.cubins import DeviceCode, read_device_code
 from builder.errors import StoreError
 from builder.layer import Entry
 from builder.sif import SifInfo, read_sif
-from builder.squashfs import SquashfsReader
+from builder.squashfs import SquashfsReader, compression
 from builder.store import Store, StoredLayer
 
 FORMAT = 2  # of what is kept in the store; raise it when more is read
@@ -49,7 +49,8 @@ class LayerFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
     """An image as a whole. ``cuda`` is what its torch was built for, else its CUDA runtime's version; ``compat`` the driver
-    version of NVIDIA's forward compatibility package when it has one; ``partitions`` how many its SIF has."""
+    version of NVIDIA's forward compatibility package when it has one; ``partitions`` how many its SIF has, ``zstd`` whether one
+    is compressed so."""
 
     name: str
     size: int
@@ -63,6 +64,7 @@ class ImageFacts:
     libraries: dict[str, DeviceCode]
     packages: dict[str, str]
     damaged: dict[str, str]
+    zstd: bool = False
 
     @property
     def judged(self) -> dict[str, DeviceCode]:
@@ -87,15 +89,16 @@ def facts_of_sif(path: Path, store: Store, tell: Callable[[str], None]) -> Image
     info, size = read_sif(path), path.stat().st_size
     key = f"facts-{info.id}-{size}"
     whole = _kept(store, key) or _keep(store, key, _of_sif(path, info, tell))
-    return _stacked(str(path), [whole], size=size, partitions=len(info.layers), arch=info.arch)
+    facts = _stacked(str(path), [whole], size=size, partitions=len(info.layers), arch=info.arch)
+    return replace(facts, zstd=any(compression(path, part.offset) == "zstd" for part in info.layers))
 
 
 def _of_blob(store: Store, layer: StoredLayer, tell: Callable[[str], None]) -> LayerFacts:
     if layer.size > 100e6:
         tell(f"reading what layer {layer.name} has device code for (once)")
     try:
-        with store.blob_path(layer.digest).open("rb") as file:
-            return read_layer(SquashfsReader(file))
+        with store.reader(layer.digest) as reader:
+            return read_layer(reader)
     except OSError as error:
         raise StoreError(f"blob {layer.digest} cannot be read: {error.strerror}") from error
 

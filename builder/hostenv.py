@@ -24,8 +24,8 @@ class Supply:
     in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv; ``debs``: a
     folder of Debian packages with their index, instead of ``sources``."""
 
-    sources: str | None
-    sources_inside: str | None
+    sources: str
+    sources_inside: str
     pins: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict)
     debs: Path | None = None
@@ -34,8 +34,7 @@ class Supply:
 def site_supply(stack: Stack, mirror: str | None) -> Supply:
     """The site's own mirrors and indexes, then the snapshot archive for what the mirror no longer has."""
     lock = stack.apt_lock()
-    sources = apt_sources(stack.file.suite, mirror)
-    if sources:
+    if sources := apt_sources(stack.file.suite, mirror):
         sources += snapshot_sources(stack.file.suite, lock.snapshot)
     return Supply(sources, sources, lock.packages)
 

@@ -216,10 +216,6 @@ def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: A
     if which("apt-get") is None or which("dpkg") is None:
         raise FileNotFoundError("apt-get")
     sources = apt_sources(stack.file.suite, mirror)
-    if sources is None:
-        raise FetchError(
-            f"apt's configuration here has no archive of {stack.file.suite}", hint="build.py lock --mirror URI"
-        )
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="ekiben-apt-") as folder:
         settings = _apt_settings(Path(folder), sources, preferences(pins.packages))

@@ -73,12 +73,11 @@ def digest_of(data: bytes) -> str:
 def layer_tar(store: Store, layer: StoredLayer) -> Iterator[bytes]:
     """The layer's tar, checked against its diff_id while it passes. Errors: CorruptBlob."""
     from builder.layer import tar_stream
-    from builder.squashfs import SquashfsReader
 
-    path, sha = store.blob_path(layer.digest), hashlib.sha256()
+    path, sha = store.partition(layer).path, hashlib.sha256()
     try:
-        with path.open("rb") as blob:
-            for chunk in tar_stream(SquashfsReader(blob).members()):
+        with store.reader(layer.digest) as reader:
+            for chunk in tar_stream(reader.members()):
                 sha.update(chunk)
                 yield chunk
     except StoreError as error:

@@ -437,11 +437,9 @@ class _Build:
     @contextlib.contextmanager
     def below(self, lower: Sequence[StoredLayer]) -> Iterator[Lower]:
         from builder.capture import Lower
-        from builder.squashfs import SquashfsReader
 
         with contextlib.ExitStack() as stack:
-            yield Lower([SquashfsReader(stack.enter_context(self.store.blob_path(item.digest).open("rb")))
-                         for item in reversed(lower)])  # fmt: skip
+            yield Lower([stack.enter_context(self.store.reader(item.digest)) for item in reversed(lower)])
 
     def run_test(self, layer: Layer, layers: Sequence[StoredLayer]) -> None:
         """A layer's own %test on ``layers``, of which it is the last. Errors: VerifyError."""

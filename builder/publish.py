@@ -12,8 +12,8 @@
             <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (builder/modulefile.py)
             current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
         modulefiles/ekiben/<name>/                when asked for: <version>-<digest12>, links to modulefiles; .modulerc
-        store/                                    the layers by key (builder/store.py, builder/shared.py); an image of it
-                                                  for each record, under the same name
+        store/                                    which layer is where in these SIFs, by key; what was compiled for them
+                                                  (builder/shared.py)
         catalog/                                  pages about all this, when builder/catalog wrote them
         trash/                                    what prune moved aside, until nobody can have it open
 
@@ -23,13 +23,12 @@ one version lies beside it, as <name>-<version>-<digest12>.<something>, and goes
 The record, one JSON object:
 
     format       1
-    name, version, stack, description
+    name, recipe, version, stack, description
     file         the SIF's name in this folder
     sha256, size the SIF's (bytes)
     sif          its UUID; equal ones promise equal files, but for their signatures
     signature    fingerprint and user id of the PGP key that signed the SIF; null when nobody did
     image        the digest of its config: the image id in a Docker daemon
-    manifest     the digest of its manifest in store/
     layers       bottom first: name, cache_key, diff_id, digest, size, tar_size, notes (drift, for one)
     tasks        name → what it does
     sbom         the name of its bill of materials in this folder; null where a package database of the image is broken
@@ -50,25 +49,29 @@ import os
 import re
 import secrets
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from builder import oci
-from builder.assemble import Product
+from builder.assemble import Product, keep_sif, known_sif
 from builder.chain import platform
 from builder.errors import StoreError, UsageError, VerifyError, nearest
+from builder.files import free_bytes
 from builder.gpg import Key
 from builder.modulefile import MODULES, check_place, command_files, module_folder, module_name, modulefile, rc_file
 from builder.pipeline import Image
 from builder.progress import Progress
 from builder.shared import IMAGES, SharedStore, open_shared
-from builder.sif import Partition, copy_partition, sif_id, write_sif
+from builder.sif import Partition, Signature, copy_partition, sif_id, write_sif
 from builder.sign import sign_image
 from builder.store import Store
 from builder.verify import verify
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 RECORD_FORMAT = 1
 CURRENT = "current"
@@ -93,8 +96,8 @@ An empty file NAME-….pin beside an image, or a link to it, keeps it from `buil
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What publish() did. ``moved``: bytes of layers that went there, of which the SIF is made there; ``made`` is False when all
-    was there; ``module``: what `module load` takes."""
+    """What publish() did. ``moved``: bytes of layers that no SIF there had; ``made`` is False when all was there; ``module``:
+    what `module load` takes."""
 
     sif: Path
     record: dict[str, Any]
@@ -108,7 +111,7 @@ def publish(
     version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
     key: Key | None = None, module: bool = False,
 ) -> Published:  # fmt: skip
-    """Layers and SIF into ``place``, tested before anyone sees them, signed with ``key``. Errors: StoreError, VerifyError, UsageError.
+    """The SIF into ``place``, tested before anyone sees it, signed with ``key``. Errors: StoreError, VerifyError, UsageError.
 
     ``module``: with a modulefile, as all versions have once one has it: the default would stay behind `current` otherwise.
     """
@@ -157,14 +160,25 @@ def open_place(
 def _whole(
     shared: SharedStore, folder: Path, image: Image, version: str | None, key: Key | None
 ) -> dict[str, Any] | None:
-    """The record of this very image, when it and all its layers are there. Without ``key``, a signed one before others."""
+    """The record of this very image, when it is there and its layers are found in it. Without ``key``, a signed one before others."""
     wanted = _sif_id(image)
-    if any(shared.layer(layer.cache_key) is None for layer in image.layers):
-        return None
     found = [item for item in records(folder) if item["sif"] == wanted and version in (None, item["version"])]
     if key:
         found = [item for item in found if (item.get("signature") or {}).get("fingerprint") == key.fingerprint]
-    return min(found, key=lambda item: not item.get("signature"), default=None)
+    record = min(found, key=lambda item: not item.get("signature"), default=None)
+    missing = record and any(shared.layer(layer.cache_key) is None for layer in image.layers)
+    return None if record and missing and not _put_layers(shared, folder / record["file"], image) else record
+
+
+def _put_layers(shared: SharedStore, sif: Path, image: Image) -> bool:
+    """False when a prune took the file meanwhile."""
+    try:
+        shared.put_layers(sif, image.layers)
+    except (StoreError, OSError):
+        if sif.exists():
+            raise
+        return False
+    return True
 
 
 def _sif_id(image: Image) -> str:
@@ -176,51 +190,35 @@ def _put(
     key: Key | None,
 ) -> int:  # fmt: skip
     """Whole files only: everything lies in staging/ until it is proven, and takes its name then. Returns bytes of layers moved."""
-    missing = {layer.digest: layer for layer in image.layers if shared.layer(layer.cache_key) is None}
-    sif_size = sum(layer.size for layer in image.layers)
-    moved = sum(layer.size for layer in missing.values())
-    room = os.statvfs(shared.place)
-    if room.f_bavail * room.f_frsize < moved + sif_size:
+    if free_bytes(shared.place) < image.size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     signature = sign_image(image, store, key) if key else None  # before the work: it may ask for a passphrase
-    with shared.staging() as staging, _syncing() as sync:
-        with progress.step(f"copy {len(missing)} of {len(image.layers)} layers", total=moved):
-            for digest, layer in missing.items():
-                part, copy = Partition(store.blob_path(digest), 0, layer.size, digest), staging / digest[7:]
-                _copy_blob(part, shared, copy, progress)
-                sync(copy)
-        places = {layer.digest: staging / layer.digest[7:] if layer.digest in missing else shared.own_path(layer.digest)
-                  for layer in image.layers}  # fmt: skip
-        made, sha = staging / "image.sif", hashlib.sha256()
-        with progress.step(f"write the SIF in {folder}", total=sif_size):
-            # Every byte of every layer is read back out of the SIF and compared, so the copies it is made of are right, too.
-            partitions = [Partition(places[layer.digest], 0, layer.size, layer.digest) for layer in image.layers]
-            try:
-                write_sif(made, partitions, id=_sif_id(image), deffile=image.chain.deffile, arch=platform().split("/")[1],
-                          epoch=image.chain.stack.file.epoch, on_bytes=progress.count, whole=sha, signature=signature)  # fmt: skip
-            except StoreError as error:
-                raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
-        sync(made)
+    with shared.staging() as staging, _billing(image, store) as billed:
+        made = staging / "image.sif"
+        with progress.step(f"write the SIF in {folder}", total=image.size):
+            sha256, moved = _write_sif(made, image, store, shared, progress, signature)
         checks = verify(image, store, [Product("sif", str(made), 0, True)], progress) if check else []
-        for digest in missing:
-            shared.put_file(places[digest], digest)
-        for layer in image.layers:
-            if layer.digest in missing or shared.layer(layer.cache_key) is None:
-                shared.put_layer(layer)
         _put_wheels(image, store, shared, staging, progress)
-        bill = _bill(image, store, progress)
+        bill = None
+        try:
+            with progress.step("bill of materials"):
+                bill = billed()
+        except VerifyError as error:  # people can run it all the same
+            progress.tell(f"no bill of materials: {error}")
         version = version or datetime.now(UTC).strftime("%Y.%m.%d")
-        stem = f"{image.name}-{version}-{sha.hexdigest()[:12]}"
+        stem = f"{image.name}-{version}-{sha256[:12]}"
         size = _put_sif(shared, made, folder / f"{stem}.sif")
-        _write(shared, folder / f"{stem}.sif.sha256", f"{sha.hexdigest()}  {stem}.sif\n".encode())
+        if not _put_layers(shared, folder / f"{stem}.sif", image):
+            return moved
+        _write(shared, folder / f"{stem}.sif.sha256", f"{sha256}  {stem}.sif\n".encode())
         if bill is not None:
             _write(shared, folder / f"{stem}{BILL}", bill.encode())
-    manifest = _put_manifest(image, shared, stem)
     record = {
-        "format": RECORD_FORMAT, "name": image.name, "version": version, "stack": image.chain.stack.name,
-        "description": image.chain.recipe.file.description, "file": f"{stem}.sif", "sha256": sha.hexdigest(), "size": size,
+        "format": RECORD_FORMAT, "name": image.name, "recipe": image.chain.recipe.name, "version": version,
+        "stack": image.chain.stack.name, "description": image.chain.recipe.file.description,
+        "file": f"{stem}.sif", "sha256": sha256, "size": size,
         "sif": _sif_id(image), "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
-        "image": image.image_id, "manifest": manifest,
+        "image": image.image_id,
         "layers": [{"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "digest": layer.digest,
                     "size": layer.size, "tar_size": layer.tar_size, "notes": dict(layer.notes)} for layer in image.layers],
         "tasks": {name: task.help for name, task in image.chain.recipe.file.tasks.items()},
@@ -232,32 +230,73 @@ def _put(
     return moved
 
 
-def _bill(image: Image, store: Store, progress: Progress) -> str | None:
-    """None, and why, where the image does not say what is in it: people can run it all the same."""
-    from builder.sbom import bill_of_image  # late: for one who publishes what is there already, it is not made
+def _write_sif(
+    made: Path, image: Image, store: Store, shared: SharedStore, progress: Progress, signature: Signature | None
+) -> tuple[str, int]:
+    """Returns its SHA-256 in hex, and how many bytes came from outside the place: what it has, its own server may copy.
 
-    try:
-        with progress.step("bill of materials"):
-            return bill_of_image(image, store)
-    except VerifyError as error:
-        progress.tell(f"no bill of materials: {error}")
-        return None
+    What is there is compared with its digest while it is copied, and left where it is damaged; what comes from the store
+    was compared when it was written, or is now. Errors: StoreError.
+    """
+    id, signed = _sif_id(image), signature.data if signature else b""
+    known = known_sif(store, id, signed)
+    for trusted in (True, False):
+        parts, moved, whole = [], 0, None if known else hashlib.sha256()
+        for layer in image.layers:
+            if trusted and shared.layer(layer.cache_key) is not None:
+                parts.append(shared.partition(layer))
+            else:
+                store.check_blob(layer.digest)
+                parts.append(store.partition(layer, is_checked=True))
+                moved += layer.size
+        try:
+            write_sif(made, parts, id=id, deffile=image.chain.deffile, arch=platform().split("/")[1],
+                      epoch=image.chain.stack.file.epoch, on_bytes=progress.count, whole=whole, signature=signature)  # fmt: skip
+            break
+        except StoreError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
+            if all(part.is_checked for part in parts) or (cause and cause.errno not in (errno.ENOENT, errno.ESTALE)):
+                raise cause or error from None
+            if not cause:  # it was not a prune that took it since it was found
+                progress.tell(f"{error}; every layer is taken from {store.root}")
+    return (keep_sif(store, id, whole, signed) if whole else str(known)), moved
 
 
 @contextlib.contextmanager
-def _syncing() -> Iterator[Callable[[Path], None]]:
-    """A function that brings a file to the disk beside what follows; when the block ends, all of them are there."""
-    from concurrent.futures import Future, ThreadPoolExecutor
+def _billing(image: Image, store: Store) -> Iterator[Callable[[], str]]:
+    """A function that gives the image's bill of materials, which another process makes beside what follows: in a thread of
+    this one it would hold up the copying. Errors: VerifyError where the image does not say what is in it, StoreError."""
+    import multiprocessing
 
-    def sync(stream: BinaryIO) -> None:
-        with stream:
-            os.fsync(stream.fileno())
+    mine, its = (context := multiprocessing.get_context("fork")).Pipe(duplex=False)
+    child = context.Process(target=_send_bill, args=(image, store, its), name="bill", daemon=True)
+    child.start()
+    its.close()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="sync") as pool:
-        waiting: list[Future[None]] = []
-        yield lambda path: waiting.append(pool.submit(sync, path.open("rb")))
-        for one in waiting:
-            one.result()
+    def bill() -> str:
+        try:
+            made = mine.recv()
+        except EOFError as error:
+            raise StoreError("the process that makes the bill of materials was killed") from error
+        if isinstance(made, Exception):
+            raise made
+        return str(made)
+
+    try:
+        yield bill
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _send_bill(image: Image, store: Store, to: Connection) -> None:
+    from builder.sbom import bill_of_image  # late: for one who publishes what is there already, it is not made
+
+    try:
+        to.send(bill_of_image(image, store))
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        to.send(error)
 
 
 def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:
@@ -291,14 +330,6 @@ def _put_sif(shared: SharedStore, made: Path, to: Path) -> int:
         shared.discard(to)
     made.rename(to)
     return size
-
-
-def _put_manifest(image: Image, shared: SharedStore, stem: str) -> str:
-    shared.put_blob(image.config)
-    about = {"config": image.image_id, "recipe": image.chain.recipe.name, "stack": image.chain.stack.name,
-             "tasks": {name: task.help for name, task in image.chain.recipe.file.tasks.items()},
-             "keys": [layer.cache_key for layer in image.layers]}  # fmt: skip
-    return str(shared.put_image(stem, oci.store_manifest(image.config, image.layers), about)["manifest"])
 
 
 def _put_module(shared: SharedStore, folder: Path, image: Image, stem: str) -> str:
@@ -392,14 +423,13 @@ class Fate:
 def prune(
     place: Path, *, names: Sequence[str] = (), unused_for: float = 30, grace: float = 7, dry_run: bool = False
 ) -> tuple[list[Fate], int, int]:
-    """Remove versions that nobody used for ``unused_for`` days, then layers of no image.
+    """Remove versions that nobody used for ``unused_for`` days, and with them layers that no other version has.
 
     What is pinned or tagged stays. ``names`` are files, or images whose every other version goes at once. What goes is
     moved to trash/ and removed ``grace`` days later: until then, a job that began with it goes on.
     Returns the fates, and the bytes moved aside and removed for good. Errors: StoreError, UsageError.
     """
     shared = open_shared(place)
-    shared.unused_for = unused_for * _DAY
     known = published(place)
     _refuse_unknown(names, known)
     fates = []
@@ -419,11 +449,9 @@ def prune(
                         _discard_version(shared, place / IMAGES / name, stem)
                 _discard_strays(shared, place / IMAGES / name)
             _discard_dangling(shared)
-        going += _nameless(shared, known)
-        gone = shared.prune(forget=[stem for stem in going if shared.image(stem)], dry_run=dry_run)
+            shared.drop_dangling()
         removed = shared.empty_trash(grace * _DAY, dry_run=dry_run)
-    aside = sum(fate.size for fate in fates if not fate.kept) + sum(size for _, size in gone)
-    return fates, aside, removed
+    return fates, sum(fate.size for fate in fates if not fate.kept), removed
 
 
 def _refuse_unknown(names: Sequence[str], known: dict[str, list[dict[str, Any]]]) -> None:
@@ -459,12 +487,6 @@ def _is_kept_by_now(shared: SharedStore, record: dict[str, Any], names: Sequence
         return _fate(shared, record, names, unused_for).kept
     except FileNotFoundError:  # another prune was here
         return False
-
-
-def _nameless(shared: SharedStore, known: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Images of the store, a day old, whose record was never written: their publisher was killed."""
-    stems = {record["file"].removesuffix(".sif") for versions in known.values() for record in versions}
-    return [name for name in shared.images() if name not in stems and shared.ref_time(name) < time.time() - _DAY]
 
 
 def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:

@@ -18,6 +18,7 @@ from typing import IO, Any
 from builder.assemble import Product
 from builder.chain import platform
 from builder.errors import FetchError, StoreError
+from builder.files import free_bytes
 from builder.gpg import Key, Keys, SignatureError
 from builder.layer import DigestSink, pour, tar_members
 from builder.progress import Progress
@@ -73,8 +74,7 @@ def _pull_sif(
                     return Product("sif", str(out), size, False), check_sif(out, keys)[0] if keys else None
     with _partial(out, digest) as partial:
         had = partial.stat().st_size
-        space = os.statvfs(out.absolute().parent)
-        if space.f_bavail * space.f_frsize < size - had:
+        if free_bytes(out.absolute().parent) < size - had:
             raise StoreError(
                 f"no room for {out}: it takes {(size - had) / 1e9:.1f} GB more", hint="choose another place with -o"
             )

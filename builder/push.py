@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from builder import oci
+from builder.assemble import keep_sif, known_sif
 from builder.chain import platform
 from builder.errors import UsageError
 from builder.gpg import Key
 from builder.pipeline import Image
 from builder.progress import Progress
 from builder.registry import Blob, Reference, Registry, digest_of
-from builder.sif import Partition, SifBytes, Signature, sif_id
+from builder.sif import SifBytes, Signature, read_partition, sif_id
 from builder.sign import sign_image, sign_pushed
 from builder.store import MEDIA_CONFIG, MEDIA_LAYER, MEDIA_MANIFEST, Store, StoredLayer
 
@@ -126,17 +127,15 @@ def _sif(
     for layer in image.layers:
         store.check_blob(layer.digest)
     signature = sign_image(image, store, key) if key else None
-    sif = sif_bytes(image, store, signature)
-    name = f"sif-{sif.id}" + (f"-{digest_of(signature.data)[7:23]}" if signature else "")
-    if (known := store.check(name)) is None or known.get("size") != sif.size:
+    sif, signed = sif_bytes(image, store, signature), signature.data if signature else b""
+    if (known := known_sif(store, sif.id, signed)) is None:
         sha = hashlib.sha256()
         with progress.step("digest of the SIF", total=sif.size):
             for chunk in sif.read(0):
                 sha.update(chunk)
                 progress.count(len(chunk))
-        known = {"digest": "sha256:" + sha.hexdigest(), "size": sif.size}
-        store.put_check(name, known)
-    blob = Blob(known["digest"], sif.size, sif.read)
+        known = keep_sif(store, sif.id, sha, signed)
+    blob = Blob(f"sha256:{known}", sif.size, sif.read)
     described = {"mediaType": MEDIA_SIF, "digest": blob.digest, "size": blob.size,
                  "annotations": {"org.opencontainers.image.title": f"{image.name}.sif"}}  # fmt: skip
     return b"{}", [(blob, described)], {"config": MEDIA_SIF_CONFIG}
@@ -144,7 +143,7 @@ def _sif(
 
 def sif_bytes(image: Image, store: Store, signature: Signature | None = None) -> SifBytes:
     """The SIF that make_sif() would write."""
-    partitions = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in image.layers]
+    partitions = [store.partition(layer) for layer in image.layers]
     id = sif_id([layer.digest for layer in image.layers], image.chain.deffile)
     return SifBytes(partitions, id=id, deffile=image.chain.deffile, arch=platform().split("/")[1],
                     epoch=image.chain.stack.file.epoch, signature=signature)  # fmt: skip
@@ -169,13 +168,8 @@ def _push_layers(image: Image, store: Store, reference: Reference, progress: Pro
 
 
 def _file_blob(store: Store, layer: StoredLayer) -> Blob:
-    def read(offset: int) -> Iterator[bytes]:
-        with store.blob_path(layer.digest).open("rb") as stream:
-            stream.seek(offset)
-            while chunk := stream.read(1 << 20):
-                yield chunk
-
-    return Blob(layer.digest, layer.size, read)
+    part = store.partition(layer)
+    return Blob(layer.digest, layer.size, lambda offset: read_partition(part, offset))
 
 
 def _bytes_blob(data: bytes) -> Blob:

@@ -17,7 +17,6 @@ from builder.errors import StoreError, VerifyError
 from builder.inspect import stored_image
 from builder.pipeline import Image, Options, build
 from builder.progress import Progress
-from builder.squashfs import SquashfsReader
 from builder.store import Store, StoredLayer, default_root
 
 _NAMED = 20  # differing files said by name, for each layer
@@ -80,14 +79,14 @@ def _compare(before: StoredLayer, after: StoredLayer, store: Store, fresh: Store
     store.check_blob(before.digest)
     differing: list[str] = []
     if before.diff_id != after.diff_id:
-        with store.blob_path(before.digest).open("rb") as one, fresh.blob_path(after.digest).open("rb") as other:
-            differing = list(layer_differences(SquashfsReader(one), SquashfsReader(other)))
+        with store.reader(before.digest) as one, fresh.reader(after.digest) as other:
+            differing = list(layer_differences(one, other))
     return Rebuilt(name=before.name, before=before, after=after, differing=differing)
 
 
 def _sif_digest(image: Image, store: Store, fresh: Store) -> str:
     with fresh.staging() as staging:
-        made = make_sif(image, store, staging / "image.sif", flat=False, on_bytes=lambda count: None)
+        made = make_sif(image, store, staging / "image.sif", flat=False)
         with Path(made.place).open("rb") as stream:
             return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -380,7 +380,7 @@ def _python_needs(packages: Sequence[PythonPackage], image: Opened, tree: Tree) 
     needs: Needs = {_key(package): set() for package in packages}
     waiting = [(package, "") for package in packages]
     done: set[tuple[str, str]] = set()
-    environments = {_site(package): _marker_environment(_site(package), image, tree) for package in packages}
+    environments = {site: _marker_environment(site, image, tree) for site in {_site(package) for package in packages}}
     while waiting:
         package, extra = waiting.pop()
         if (_key(package), extra) in done:

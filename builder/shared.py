@@ -1,5 +1,9 @@
 """A store that many users read and some write, on a file system many machines see.
 
+Its layers are those of the SIFs that were published beside it, each byte written once: a layer is found by a link to a SIF
+that has it, ``layers/<hex of its digest>/<offset>-<size>-<the SIF's name>``, and is gone with the last one. Everything else
+is as in any store (builder/store.py).
+
 What keeps it right is rename and nothing else: no lock (flock may be absent on NFS and Lustre), no database, no server.
 A blob, a record or a link appears whole or not at all; two writers of the same thing write the same bytes; what is removed
 is first moved aside, so that a job that has it open keeps it, on NFS too.
@@ -21,15 +25,18 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from builder.errors import StoreError
-from builder.store import Store, remove_tree
+from builder.sif import Partition, read_sif
+from builder.store import Store, StoredLayer, remove_tree
 
 STORE, IMAGES, TRASH = "store", "images", "trash"
+_LAYERS = "layers"
+_ATTEMPTS = 5
 _LEFT = 7 * 86400  # seconds after which a folder in staging/ is nobody's: its machine may be another one
 
 
@@ -95,8 +102,10 @@ def user_name(number: int) -> str:
 class SharedStore(Store):
     """``DIR/store``. Reading needs no rights but reading; writing follows the folder's policy. Errors: StoreError."""
 
+    version, elsewhere = "2 shared", "publish to a new folder"  # its layers are in SIFs
+
     def __init__(self, place: Path) -> None:
-        self.place, self.unused_for = place, 0.0  # seconds a blob of no image is kept after its last use
+        self.place = place
         self._policy: Policy | None = None
         super().__init__(place / STORE)
 
@@ -110,6 +119,10 @@ class SharedStore(Store):
         """Also makes the folder itself, readable for all and written by its owner, when its parent is there."""
         with self.translated_errors():
             if not self.place.is_dir():
+                if os.path.lexists(self.place):
+                    found = "a link that leads to no folder" if self.place.is_symlink() else "a file"
+                    raise StoreError(f"{self.place} is {found}, and what is published goes into a folder",
+                                     hint="give a folder that is there, or a new name for one to be made")  # fmt: skip
                 self.place.mkdir()
                 self.place.chmod(0o2755)
         self._refuse_unusable()
@@ -117,6 +130,63 @@ class SharedStore(Store):
             for name in (STORE, IMAGES, TRASH):
                 self.policy.make_folder(self.place / name)
         super().open_for_writing()
+        with self.translated_errors():
+            self._make_folder(self.root / _LAYERS)
+
+    def _own(self, digest: str) -> Partition | None:
+        if found := super()._own(digest):
+            return found
+        for link in self._links(digest):
+            offset, size, _ = link.name.split("-", 2)
+            with contextlib.suppress(OSError, ValueError):
+                if link.stat().st_size >= int(offset) + int(size):
+                    target = Path(os.path.normpath(link.parent / link.readlink()))
+                    return Partition(target, int(offset), int(size), digest)
+        return None
+
+    def _links(self, digest: str) -> list[Path]:
+        """The newest first: it is the last to be pruned, and a damaged one gets behind."""
+        try:
+            found = [(path.lstat().st_mtime, path) for path in (self.root / _LAYERS / digest[7:]).iterdir()]
+        except OSError:  # there is none, or prune is at work
+            return []
+        return [path for _, path in sorted(found, reverse=True) if not path.name.startswith(".")]
+
+    def put_layers(self, sif: Path, layers: Sequence[StoredLayer]) -> None:
+        """From now on, whoever looks for these layers finds them in ``sif``, a published file of them. Idempotent."""
+        for layer, part in zip(layers, read_sif(sif).layers, strict=True):
+            folder = self.root / _LAYERS / layer.digest[7:]
+            target = os.path.relpath(sif, folder)
+            for _ in range(_ATTEMPTS):
+                self.policy.make_folder(folder)
+                with contextlib.suppress(FileExistsError, FileNotFoundError):  # prune may remove an empty folder
+                    (folder / f"{part.offset}-{part.size}-{sif.name}").symlink_to(target)
+                if self.find(layer.digest):
+                    break
+            self.put_layer(layer)
+
+    def drop_dangling(self) -> None:
+        """Links to SIFs that are gone, and keys of layers that no SIF has any more."""
+        with self.translated_errors():
+            for folder in (self.root / _LAYERS).iterdir():
+                for link in self._links(f"sha256:{folder.name}"):
+                    with contextlib.suppress(
+                        FileNotFoundError, FileExistsError
+                    ):  # another prune is at work, or a publisher
+                        if not link.exists():
+                            target = link.readlink()
+                            link.unlink()
+                            if (folder / target).exists():  # it was published again between the two
+                                link.symlink_to(target)
+                with contextlib.suppress(OSError):
+                    if not folder.name.startswith(".") or folder.stat().st_mtime < time.time() - _LEFT:
+                        folder.rmdir()  # one with a dot is about to get its name
+            for path in self._list("keys"):
+                record = self._read(f"keys/{path.name}")
+                if record and self.find(record["digest"]) is None and path.stem not in self.announced_keys():
+                    path.unlink(missing_ok=True)
+                    if self.find(record["digest"]):
+                        self.put_layer(StoredLayer(**record))
 
     def _refuse_unusable(self) -> None:
         policy, mine = self.policy, {os.getegid(), *os.getgroups()}
@@ -194,11 +264,6 @@ class SharedStore(Store):
                 if found.st_mtime < old or (found.st_uid == mine and self._is_dead(left.name)):
                     remove_tree(left) if left.is_dir() else left.unlink()
 
-    def drop_blob(self, digest: str) -> None:
-        """Aside, for whoever has it open; empty_trash() removes it later."""
-        with self.translated_errors(), contextlib.suppress(FileNotFoundError):
-            self.discard(self.own_path(digest))
-
     def discard(self, path: Path) -> None:
         """Move to trash/; its time there begins now."""
         path.rename(self.place / TRASH / f"{int(time.time())}__{secrets.token_hex(4)}__{path.name}")
@@ -215,32 +280,12 @@ class SharedStore(Store):
                         remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return total
 
-    def ref_time(self, name: str) -> float:
-        """When the image was named; far in the future when it is not."""
-        try:
-            return (self.root / "refs" / f"{name}.json").stat().st_mtime
-        except OSError:
-            return float("inf")
-
     def knows_last_use(self) -> bool:
         """Whether reading a file leaves a trace here."""
         return not os.statvfs(self.place).f_flag & os.ST_NOATIME
 
     def last_use(self, found: os.stat_result) -> float:
         return max(found.st_mtime, found.st_atime if self.knows_last_use() else 0)
-
-    def _is_unused(self, stat: os.stat_result, since: float) -> bool:
-        return stat.st_mtime < since and self.last_use(stat) <= time.time() - self.unused_for
-
-    def _kept_after_all(self, gone: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """A publisher says what it needs before it looks what is there; so whoever looks last finds it.
-
-        ``needed`` is read again after the blobs were moved: what was asked for before that is moved back.
-        """
-        needed = (self.reachable() | self._being_built()) & {digest for digest, _ in gone}
-        for digest in needed:
-            self.restore(self.own_path(digest))
-        return [item for item in gone if item[0] not in needed]
 
     def restore(self, path: Path) -> None:
         """Out of trash/ again, where nothing has taken its place."""
@@ -265,7 +310,8 @@ def open_shared(place: Path) -> SharedStore:
     except OSError as error:
         raise StoreError(f"the shared store {place} cannot be read: {error.strerror}", hint=_HINT) from error
     if not there:
-        said = "nothing was published there yet" if place.is_dir() else "there is no such folder"
+        missing = "it is a file" if place.exists() else "there is no such folder"
+        said = "nothing was published there yet" if place.is_dir() else missing
         raise StoreError(f"no shared store in {place}: {said}", hint=_HINT)
     return SharedStore(place)
 

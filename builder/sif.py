@@ -15,13 +15,14 @@ import re
 import secrets
 import shlex
 import struct
-import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from builder.errors import StoreError
+from builder.files import free_bytes
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,7 @@ DESCRIPTOR_COUNT = 48
 DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
 PAGE = 4096  # partitions are mounted in place
 COPY = 1 << 20
+_BEHIND = 1 << 28  # bytes
 
 DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
 NO_GROUP = 0xF000_0000
@@ -112,7 +114,19 @@ class SifInfo:
 def sif_id(digests: Sequence[str], deffile: str) -> str:
     """The UUID of the SIF with these partitions: equal ids promise equal files."""
     content = json.dumps(["ekiben sif 1", list(digests), deffile])
-    return str(uuid.UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5))
+    digest = bytearray(hashlib.sha256(content.encode()).digest()[:16])
+    digest[6], digest[8] = digest[6] & 0x0F | 0x50, digest[8] & 0x3F | 0x80  # version 5, of RFC 9562's variant
+    return _uuid_text(digest)
+
+
+# Python's uuid asks what machine this is, which takes as long as reading a recipe.
+def _uuid_text(data: bytes | bytearray) -> str:
+    digits = data.hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def _uuid_bytes(text: str) -> bytes:
+    return bytes.fromhex(text.replace("-", ""))
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -143,7 +157,7 @@ def write_sif(
     descriptors = _lay_out(partitions, definition, signature)
     size = descriptors[-1].offset + descriptors[-1].size
     with _new_file(out, size) as file:
-        file.write(_head(descriptors, uuid.UUID(id), _arch_code(arch), epoch))
+        file.write(_head(descriptors, _uuid_bytes(id), _arch_code(arch), epoch))
         file.seek(descriptors[0].offset)
         file.write(definition)
         with contextlib.ExitStack() as stack:
@@ -168,7 +182,7 @@ def signed_message(partitions: Sequence[Partition], *, id: str, deffile: str, ar
     """What a signature of the SIF that write_sif() would write has to sign: known before the file is there."""
     definition = deffile.encode("utf-8", "surrogateescape")
     descriptors = _lay_out(partitions, definition)
-    table = _head(descriptors, uuid.UUID(id), _arch_code(arch), epoch)
+    table = _head(descriptors, _uuid_bytes(id), _arch_code(arch), epoch)
     digests = ["sha256:" + hashlib.sha256(definition).hexdigest(), *(item.digest for item in partitions)]
     rows = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
     objects = [{"relativeId": number, "descriptorDigest": _sha256(signed_descriptor(row, number)), "objectDigest": digest}
@@ -202,7 +216,9 @@ class SifBytes:
         definition = deffile.encode("utf-8", "surrogateescape")
         self._partitions, self._descriptors = partitions, _lay_out(partitions, definition, signature)
         self._tail = signature.data if signature else b""
-        self._head = _head(self._descriptors, uuid.UUID(id), _arch_code(arch), epoch).ljust(DATA_AT, b"\0") + definition
+        self._head = (
+            _head(self._descriptors, _uuid_bytes(id), _arch_code(arch), epoch).ljust(DATA_AT, b"\0") + definition
+        )
         self.id, self.size = id, self._descriptors[-1].offset + self._descriptors[-1].size
 
     def read(self, offset: int) -> Iterator[bytes]:
@@ -215,12 +231,13 @@ class SifBytes:
                 yield bytes(descriptor.offset - max(offset, end))
             end = descriptor.offset + descriptor.size
             if offset < end:
-                yield from _read_partition(partition, max(0, offset - descriptor.offset))
+                yield from read_partition(partition, max(0, offset - descriptor.offset))
         if tail := self._tail[max(0, offset - end) :]:
             yield tail
 
 
-def _read_partition(partition: Partition, start: int) -> Iterator[bytes]:
+def read_partition(partition: Partition, start: int = 0) -> Iterator[bytes]:
+    """Its bytes from ``start`` on. Errors: StoreError when it ends early."""
     with _opened(partition.path) as source:
         source.seek(partition.offset + start)
         while start < partition.size:
@@ -254,7 +271,7 @@ def _lay_out(
     return descriptors
 
 
-def _head(descriptors: Sequence[Descriptor], id: uuid.UUID, arch: bytes, epoch: int) -> bytes:
+def _head(descriptors: Sequence[Descriptor], id: bytes, arch: bytes, epoch: int) -> bytes:
     end = DATA_AT
     table = b""
     for item in descriptors:
@@ -268,7 +285,7 @@ def _head(descriptors: Sequence[Descriptor], id: uuid.UUID, arch: bytes, epoch: 
         )
         end = item.offset + item.size
     header = HEADER.pack(
-        *(LAUNCH, MAGIC, VERSION, arch, id.bytes, epoch, epoch),
+        *(LAUNCH, MAGIC, VERSION, arch, id, epoch, epoch),
         *(DESCRIPTOR_COUNT - len(descriptors), DESCRIPTOR_COUNT, DESCRIPTORS_AT, DATA_AT - DESCRIPTORS_AT),
         *(DATA_AT, end - DATA_AT),
     )
@@ -280,8 +297,7 @@ def _new_file(out: Path, size: int) -> Iterator[BinaryIO]:
     """A temporary file beside ``out`` that takes its name at the end, or is gone."""
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
-        space = os.statvfs(out.parent)
-        if space.f_bavail * space.f_frsize < size:
+        if free_bytes(out.parent) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with open(temporary, "x+b", buffering=0, opener=_executable) as file:
             yield file
@@ -313,27 +329,29 @@ class _Hasher:
 
         self._file, self._digest, self._buffer = file, digest or hashlib.sha256(), memoryview(bytearray(COPY))
         self._pool: ThreadPoolExecutor = ThreadPoolExecutor(1, thread_name_prefix="sha256")
-        self._last: Future[None] | None = None
+        self._waiting: deque[Future[None]] = deque()
 
     def __enter__(self) -> _Hasher:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._pool.shutdown()
-        if self._last and failure[0] is None:
-            self._last.result()
+        self._pool.shutdown(cancel_futures=failure[0] is not None)
+        if failure[0] is None:
+            self._wait_for_all_but(0)
 
     def take(self, start: int, end: int) -> None:
-        """These bytes come next. Waits for those before."""
+        """These bytes come next. Waits while more than _BEHIND of them are not hashed: what it reads should still be in memory."""
         for at in range(start, end, COPY):
-            if self._last:
-                self._last.result()
-            self._last = self._pool.submit(self._hash, at, min(COPY, end - at))
+            self._wait_for_all_but(_BEHIND // COPY)
+            self._waiting.append(self._pool.submit(self._hash, at, min(COPY, end - at)))
+
+    def _wait_for_all_but(self, count: int) -> None:
+        while len(self._waiting) > count:
+            self._waiting.popleft().result()
 
     def digest(self) -> str:
         """Of what was taken since the last time."""
-        if self._last:
-            self._last.result()
+        self._wait_for_all_but(0)
         found, self._digest = "sha256:" + self._digest.hexdigest(), hashlib.sha256()
         return found
 
@@ -363,6 +381,12 @@ def copy_partition(
             on_bytes(count)
     if own and (found := own.digest()) != partition.digest:
         raise StoreError(f"{partition.path}: should be {partition.digest}, is {found}", hint=_HINT)
+
+
+def copy_checked(partition: Partition, to: Path) -> None:
+    """As a new file. Errors: StoreError when its bytes are not its digest's."""
+    with to.open("x+b", buffering=0) as out, _Hasher(out.fileno()) as own:
+        copy_partition(partition, out, lambda count: None, own)
 
 
 _HINT = "the stored layer is damaged: remove it and build again"
@@ -418,7 +442,7 @@ def read_sif(path: Path) -> SifInfo:
         if item.offset < 0 or item.size < 0 or item.offset + item.size > size:
             raise StoreError(f"{path}: not whole: data object {item.number} ends behind the file's {size} bytes")
     arch = next((name for name, code in ARCHITECTURES.items() if code == fields[3]), "unknown")
-    return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors, head)
+    return SifInfo(_uuid_text(fields[4]), arch, fields[5], descriptors, head)
 
 
 def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:

@@ -29,7 +29,6 @@ from builder.sif import (
     SIGNATURE,
     SIGNATURE_EXTRA,
     Descriptor,
-    Partition,
     SifInfo,
     Signature,
     read_sif,
@@ -50,7 +49,7 @@ _ALGORITHMS = re.compile(r"(sha256|sha384|sha512):[0-9a-f]+")
 
 def sign_image(image: Image, store: Store, key: Key) -> Signature:
     """The signature of the image's SIF. The same again the next time, so that an equal image is an equal file. Errors: EngineError."""
-    partitions = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in image.layers]
+    partitions = [store.partition(layer) for layer in image.layers]
     id = sif_id([item.digest for item in partitions], image.chain.deffile)
     message = signed_message(partitions, id=id, deffile=image.chain.deffile, arch=platform().split("/")[1],
                              epoch=image.chain.stack.file.epoch)  # fmt: skip

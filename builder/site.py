@@ -71,7 +71,7 @@ class Gpu:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A compute node. ``cores`` as its scheduler counts them; ``driver`` is NVIDIA's; ``internet``: can it reach out;
-    ``squashfs_zstd``: can its kernel mount squashfs compressed with zstd, as SIF files of Ekiben are."""
+    ``squashfs_zstd``: can its kernel mount squashfs compressed with zstd, as SIF files of others may be."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None

@@ -27,6 +27,7 @@ import fcntl
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -35,13 +36,17 @@ from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
 from builder.errors import StoreError, UsageError, nearest
+from builder.files import free_bytes
+from builder.sif import Partition, copy_checked, read_partition
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-VERSION = "1"
+    from builder.squashfs import SquashfsReader
+
+_ROOM = 20e9  # bytes free, above which what layers leave behind may stay until the last of them is made
 _NEEDED = "needed"  # in a staging folder: the cache keys of the layers a running build stands on
-MEDIA_LAYER = "application/vnd.ekiben.layer.v1.squashfs"
+MEDIA_LAYER = "application/vnd.ekiben.layer.v2.squashfs"
 MEDIA_CONFIG = "application/vnd.oci.image.config.v1+json"
 MEDIA_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 MEDIA_INDEX = "application/vnd.oci.image.index.v1+json"
@@ -52,7 +57,10 @@ _README = "This folder is an Ekiben store. `build.py list` shows what is in it, 
 class CorruptBlob(StoreError):
     def __init__(self, digest: str, path: Path) -> None:
         super().__init__(f"blob {digest} is damaged: {path} has other bytes than its name says")
-        self.digest = digest
+        self.digest, self.path = digest, path
+
+    def __reduce__(self) -> tuple[type[CorruptBlob], tuple[str, Path]]:
+        return CorruptBlob, (self.digest, self.path)  # from one process to another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,11 @@ def remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _remove_all(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        remove_tree(folder)
+
+
 def _remove(left: Path) -> None:
     if left.is_dir():
         remove_tree(left)
@@ -132,11 +145,15 @@ class Store:
     ``behind`` is looked into for layers that are not here, and never written.
     """
 
+    version = "2"  # those of 1 hold zstd
+    elsewhere = "remove it (what it has is made or fetched again), or give another folder with --store or EKIBEN_STORE"
+
     def __init__(self, root: Path, behind: Store | None = None) -> None:
         self.root, self.behind = root, behind
         self._refused: set[str] = set()  # damaged blobs of ``behind``: made again here
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
+        self._left: list[Path] = []
         self._written: set[str] = set()  # by the build at hand
         try:
             found = (root / "version").read_text(errors="replace").strip()
@@ -145,9 +162,9 @@ class Store:
         except OSError as error:
             raise StoreError(f"the store {root} cannot be read: {error.strerror}",
                              hint="give a place of your own with --store or EKIBEN_STORE") from error  # fmt: skip
-        if found != VERSION:
-            raise StoreError(f"{root} is a store of version {found}; this Ekiben reads version {VERSION}",
-                             hint="give another folder with --store")  # fmt: skip
+        if found != self.version:
+            raise StoreError(f"{root} is a store of version {found}; this Ekiben reads version {self.version}",
+                             hint=self.elsewhere)  # fmt: skip
 
     @property
     def cache(self) -> Path:
@@ -157,12 +174,46 @@ class Store:
     # -- reading ------------------------------------------------------------------------------------------------
 
     def blob_path(self, digest: str) -> Path:
-        """Where its bytes are: here, or behind."""
+        """The file of a blob that is no layer: here, or behind."""
         own = self.own_path(digest)
         if self.behind is None or own.exists():
             return own
         there = self.behind.blob_path(digest)
         return there if there.exists() and digest not in self._refused else own
+
+    def find(self, digest: str) -> Partition | None:
+        """Where a layer's bytes are: a file here or behind, or a part of one."""
+        if found := self._own(digest):
+            return found
+        return self.behind.find(digest) if self.behind and digest not in self._refused else None
+
+    def _own(self, digest: str) -> Partition | None:
+        path = self.own_path(digest)
+        return Partition(path, 0, stat.st_size, digest) if (stat := _stat(path)) else None
+
+    def partition(self, layer: StoredLayer, *, is_checked: bool = False) -> Partition:
+        """The bytes of ``layer``. Where they are gone since it was looked up, reading them says so."""
+        found = self.find(layer.digest) or Partition(self.own_path(layer.digest), 0, 0, layer.digest)
+        return Partition(found.path, found.offset, layer.size, layer.digest, is_checked)
+
+    @contextlib.contextmanager
+    def reader(self, digest: str) -> Iterator[SquashfsReader]:
+        """The files of a layer. Errors: StoreError, OSError."""
+        from builder.squashfs import SquashfsReader
+
+        found = self.find(digest)
+        with (found.path if found else self.own_path(digest)).open("rb") as file:
+            yield SquashfsReader(file, found.offset if found else 0)
+
+    def layer_file(self, layer: StoredLayer) -> Path:
+        """A file that is this layer alone, for who can mount no part of one: copied here where it is in none. Errors: StoreError."""
+        part = self.partition(layer)
+        if part.offset == 0 and _has_size(part.path, layer.size):
+            return part.path
+        with self.staging() as staging:
+            copy_checked(part, staging / "layer")
+            self.put_file(staging / "layer", layer.digest)
+        return self.own_path(layer.digest)
 
     def own_path(self, digest: str) -> Path:
         algorithm, _, value = digest.partition(":")
@@ -170,7 +221,8 @@ class Store:
 
     def has_blob(self, digest: str, size: int) -> bool:
         """Whether a whole blob lies there: a cheap look. The bytes are checked when they are used."""
-        return _has_size(self.blob_path(digest), size)
+        found = self.find(digest)
+        return found is not None and found.size == size
 
     def get_blob(self, digest: str) -> bytes:
         """A small blob, checked."""
@@ -185,22 +237,23 @@ class Store:
 
     def check_blob(self, digest: str, *, again: bool = False) -> None:
         """Read the whole blob and compare. A blob unchanged on disk since the last check is read only if ``again``."""
-        path = self.blob_path(digest)
         if digest in self._written and not again:
             return
+        found, memo = self.find(digest), self.root / "checks" / digest[7:]
+        path = found.path if found else self.own_path(digest)
         try:
             seen = _identity(path)
-            memo = self.root / "checks" / path.name
             if not again and memo.exists() and memo.read_text() == seen:
                 return
-            with path.open("rb") as stream:
-                found = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+            digest_of = hashlib.sha256()
+            for data in read_partition(found or Partition(path, 0, path.stat().st_size, digest)):
+                digest_of.update(data)
         except OSError as error:
             raise StoreError(f"blob {digest} cannot be read: {path}: {error.strerror}") from error
-        if found != digest:
+        if "sha256:" + digest_of.hexdigest() != digest:
             raise CorruptBlob(digest, path)
         if os.access(self.root, os.W_OK):
-            self._write(f"checks/{path.name}", seen.encode())
+            self._write(f"checks/{digest[7:]}", seen.encode())
 
     def layer(self, cache_key: str) -> StoredLayer | None:
         record = self._read(f"keys/{cache_key}.json")
@@ -275,7 +328,7 @@ class Store:
                 "locks",
             ):
                 self._make_folder(self.root / folder)
-            for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", VERSION + "\n"),
+            for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", self.version + "\n"),
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
                 if not (self.root / name).exists():
                     self._write(name, text.encode())
@@ -320,8 +373,7 @@ class Store:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                room = os.statvfs(self.root if self.root.exists() else self.root.anchor)
-                free = room.f_bavail * room.f_frsize
+                free = free_bytes(self.root if self.root.exists() else Path(self.root.anchor))
                 raise StoreError(f"no room in {self.root}: {free / 1e9:.1f} GB free ({error.strerror})",
                                  hint="make room with `build.py prune`, or give another place with --store or EKIBEN_STORE") from error  # fmt: skip
             if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
@@ -341,14 +393,15 @@ class Store:
             with self.translated_errors():
                 yield folder
         finally:
-            self._beside(remove_tree, folder)
+            self._leave(folder)
 
     @contextlib.contextmanager
     def building(self, cache_keys: Iterable[str], *, beside: bool = False) -> Iterator[None]:
         """Until the block ends, prune() keeps these layers and all that is made meanwhile.
 
-        ``beside``: in the block, removing and syncing gigabytes goes on beside the next layer's work; its end waits
-        for them. Not for a store with other readers, who see a blob only when it is on the disk.
+        ``beside``: in the block, syncing gigabytes goes on beside the next layer's work, for which its end waits; and what
+        the layers leave behind is removed after it. Not for a store with other readers, who see a blob only when it is on
+        the disk.
         """
         with self.staging() as folder, contextlib.ExitStack() as stack:
             new = folder / f"{_NEEDED}.new"
@@ -369,8 +422,20 @@ class Store:
             finally:
                 waiting, self._pool = self._waiting, None
                 self._waiting, self._written = [], set()
+                left, self._left = self._left, []
+                threading.Thread(target=_remove_all, args=(left,), name="removal").start()
         for work in waiting:
             work.result()
+
+    def _leave(self, folder: Path) -> None:
+        """Nobody needs it any more. In a build it goes at the end, while the image is written, where the disk has room: a file
+        system that has forgotten thousands of files a moment ago is slow to make new ones, ext4 above all."""
+        if self._pool is None:
+            remove_tree(folder)
+        elif free_bytes(self.root) < _ROOM:
+            self._beside(remove_tree, folder)
+        else:
+            self._left.append(folder)
 
     def _beside(self, work: Callable[..., None], *arguments: Any) -> None:
         """Beside what follows in a build, at once elsewhere."""
@@ -487,7 +552,7 @@ class Store:
     def drop_blob(self, digest: str) -> None:
         """Forget a damaged blob, so that what needs it is made again."""
         with self.translated_errors():
-            if self.behind and self.blob_path(digest) != self.own_path(digest):
+            if self._own(digest) is None and self.behind and self.behind.find(digest):
                 self._refused.add(digest)
                 return
             self.own_path(digest).unlink(missing_ok=True)
@@ -542,22 +607,14 @@ class Store:
             since = self._oldest_live_staging()
             blobs = [(path, _stat(path)) for path in sorted((self.root / "blobs/sha256").iterdir())]
             gone = [("sha256:" + path.name, stat.st_size) for path, stat in blobs
-                    if "sha256:" + path.name not in keep and stat and self._is_unused(stat, since)]  # fmt: skip
+                    if "sha256:" + path.name not in keep and stat and stat.st_mtime < since]  # fmt: skip
             if not dry_run:
                 for digest, _ in gone:
                     self.drop_blob(digest)
-                gone = self._kept_after_all(gone)
                 self._drop_dangling()
                 self._write_index()
                 if wheels:
                     self._drop_unfinished(since)
-        return gone
-
-    def _is_unused(self, stat: os.stat_result, since: float) -> bool:
-        return stat.st_mtime < since
-
-    def _kept_after_all(self, gone: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Where others may have begun to need a blob meanwhile, it is put back; what is gone is returned."""
         return gone
 
     def _oldest_live_staging(self) -> float:
@@ -586,7 +643,7 @@ class Store:
     def _drop_dangling(self) -> None:
         for path in self._list("keys"):
             record = self._read(f"keys/{path.name}")
-            if record and not self.blob_path(record["digest"]).exists():
+            if record and self.find(record["digest"]) is None:
                 path.unlink(missing_ok=True)
         for path in self._list("results"):
             if self.result(path.name.removesuffix(".json")) is None:

@@ -170,6 +170,9 @@ def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; make it first")
     target = folder / Path(handed.path).name
+    if target.exists() and digest_of(target) != handed.digest:
+        raise StoreError(f"{target} is another wheel of that name: for other GPUs, or another stack",
+                         hint="name another folder with -o, or remove it and its .json")  # fmt: skip
     for path, source in ((target, store.blob_path(handed.digest)), (target.with_name(target.name + ".json"), None)):
         temporary = path.with_name(f".{path.name}.new")
         try:

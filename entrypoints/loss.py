@@ -66,6 +66,19 @@ def softmax_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Ten
     return loss, ((wide - log_sum).exp() - is_target.to(wide.dtype)).to(logits.dtype)
 
 
+def compile_loss(backend: Any = "inductor") -> ChunkLoss:
+    """``softmax_loss`` compiled once for any number of positions. The vocabulary's size is told: a kernel that does not know
+    how long its sums are is slower."""
+    work = torch.compile(softmax_loss, dynamic=True, backend=backend)
+
+    def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch._dynamo.mark_static(logits, 1)
+        found: tuple[torch.Tensor, torch.Tensor] = work(logits, targets)
+        return found
+
+    return chunk_loss
+
+
 def summed_loss(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The summed loss alone, for evaluation."""
     total = torch.zeros((), device=hidden.device)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,3 +130,14 @@ def quiet() -> Progress:
 
 def image_of(own: Own, store: Store) -> Image:
     return build(chain_of(own), store, Options(), quiet())
+
+
+def becomes_empty(folder: Path, seconds: float = 10) -> bool:
+    """What a build leaves behind is removed by a thread that the process waits for at its end. A folder that is gone is empty."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(FileNotFoundError):
+        while list(folder.iterdir()):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+    return True

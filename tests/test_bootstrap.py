@@ -181,6 +181,17 @@ def test_without_an_engine_or_root_the_administrators_commands_are_printed(real:
     assert "dnf install -y buildah crun shadow-utils fuse-overlayfs" in refused.stderr
 
 
+def test_singularityce_is_no_engine_without_root(real: Path, bare_path: Path) -> None:
+    """Apptainer under its old name is one."""
+    program = bare_path / "singularity"
+    for version, refused in (("singularity-ce version 4.1.1", True), ("apptainer version 1.4.5", False)):
+        program.write_text(f"#!/bin/sh\necho {version}\n")
+        program.chmod(0o755)
+        done = run(real, "--engine", as_nobody=True, PATH=str(bare_path))
+        assert (done.returncode == 4) == refused, done.stderr
+        assert ("SingularityCE is here, which builds as root only" in done.stderr) == refused
+
+
 def test_an_outdated_environment_of_another_user_is_left_to_its_owner(real: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("needs root: a second user looks at the first one's checkout")

@@ -162,6 +162,25 @@ def test_the_command_line(own: Own, flat: Own, tmp_path: Path, run_cli: RunCli) 
     assert "two of the paths end in the same name" in said
 
 
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("no/x.bundle", "-o no/x.bundle: there is no folder {}/no; make it first"),
+        ("file/x.bundle", "-o file/x.bundle: there is no folder {}/file; make it first"),
+        ("there", "-o there: is a folder; name the file in it, as there/recipe.bundle"),
+    ],
+)
+def test_where_no_bundle_can_be_is_said_before_anything_is_fetched(
+    flat: Own, tmp_path: Path, run_cli: RunCli, output: str, said: str
+) -> None:
+    store = seeded(flat, tmp_path / "store", "ground")
+    run_cli("--store", store.root, "image", flat.path, "--format", "sif", "--no-verify")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "there").mkdir()
+    lines = run_cli("--store", store.root, "bundle", flat.path, "-o", output, code=2).stderr.splitlines()
+    assert lines == [f"error: {said.format(tmp_path)}"]
+
+
 STAGES = """\
 Bootstrap: localimage
 From: ground.sif

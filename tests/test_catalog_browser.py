@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import catalog_samples
 from catalog_samples import HOSTILE
@@ -114,6 +114,7 @@ def test_from_the_list_to_an_image_and_its_runs_in_order(visit: Any, root: str) 
     page = seen.page
     page.goto(f"{root}/catalog/index.html")
     page.get_by_role("link", name="lora-opencalm").click()
+    page.wait_for_url(f"**/{IMAGE}")
     assert page.title().startswith("lora-opencalm")
     assert column(page, "Tokens/s") == ["410", "141,000", "9,200", "19,500"]  # the newest first
     head = page.get_by_role("columnheader", name="Tokens/s")
@@ -137,7 +138,7 @@ def test_from_the_list_to_an_image_and_its_runs_in_order(visit: Any, root: str) 
     older = page.locator(f"details[id='lora-opencalm-1.0-{'1' * 12}']")
     assert older.get_attribute("open") is None
     page.locator("a", has_text=f"lora-opencalm-1.0-{'1' * 12}").first.click()
-    assert older.get_attribute("open") is not None
+    expect(older).to_have_attribute("open", "")  # waits: hashchange comes after the click is over
     assert seen.heard == []
     assert [url for url in seen.asked if not url.startswith((f"{root}/catalog/", "data:,"))] == []
 

@@ -282,8 +282,8 @@ def test_prune_of_an_unknown_image(run_cli: RunCli, flat: Own, tmp_path: Path) -
 def test_a_store_of_another_version(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "version").write_text("99\n")
     said = run_cli("--store", tmp_path, "plan", "hello", code=6).stderr
-    assert f"error: {tmp_path} is a store of version 99; this Ekiben reads version 1" in said
-    assert "hint: give another folder with --store" in said
+    assert f"error: {tmp_path} is a store of version 99; this Ekiben reads version 2" in said
+    assert "hint: remove it (what it has is made or fetched again), or give another folder with --store" in said
 
 
 @pytest.mark.parametrize("junk", [b"", b"x" * 10, b"\0" * 70_000, b"#!/bin/sh\n" * 9000])

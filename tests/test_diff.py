@@ -174,6 +174,8 @@ def test_images_of_the_store_and_sif_files(flat: Own, tmp_path: Path, run_cli: R
     assert "files: nothing changed" in said
     assert json.loads(run_cli("--store", store.root, "diff", "own", "own.sif", "--json").stdout)["files"]["added"] == {}
     assert "no image 'owl'" in run_cli("--store", store.root, "diff", "owl", "own", code=2).stderr
+    said = run_cli("--store", store.root, "diff", "own", "none.sif", code=6).stderr
+    assert "error: none.sif: cannot be read: No such file or directory\nhint: build.py list names the images" in said
     assert "not a SIF" in run_cli("--store", store.root, "diff", __file__, "own", code=6).stderr
     with pytest.raises(UsageError, match="Did you mean 'own'"), open_image("owm", store):
         pass

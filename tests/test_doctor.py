@@ -234,7 +234,8 @@ def test_the_machines_architecture() -> None:
         ("apptainer", "1.4.5", False, 5, "fine"), ("apptainer", "1.3", True, 5, "fine"), ("apptainer", "1.2.5", False, 5, "but"),
         ("apptainer", "1.0.3", False, 5, "fail"), ("apptainer", "1.0.3", False, 1, "fine"), ("apptainer", "1.1", False, 5, "but"),
         ("apptainer", "1.0.3", True, 5, "but"), ("apptainer", None, None, 5, "but"), ("apptainer", None, None, 1, "fine"),
-        ("singularity-ce", "4.3.3", True, 5, "but"), ("singularity-ce", "4.3.3", False, 5, "but"),
+        ("singularity-ce", "4.3.3", True, 5, "fine"), ("singularity-ce", "4.3.3", False, 5, "fail"), ("singularity-ce", "4.1.1", None, 5, "but"),
+        ("singularity-ce", "4.0.3", True, 5, "but"),
         ("singularity-ce", "4.3.3", None, 1, "fine"), ("singularity", "3.8.7", False, 5, "fail"),
         ("singularity", "3.8.7", True, 5, "but"), ("singularity-pro", "4.1", None, 5, "but"),
     ],
@@ -269,8 +270,17 @@ def test_zstd_where_the_kernel_mounts(
     kernel: str | None, zstd: bool | None, setuid: bool | None, level: str | None
 ) -> None:
     place = site(runtime=Runtime(kind="apptainer", version="1.4.5", setuid=setuid), kernel=kernel, squashfs_zstd=zstd)
-    levels = [finding.level for finding in check_image(place, image()) if finding.topic == "kernel"]
+    levels = [finding.level for finding in check_image(place, image(zstd=True)) if finding.topic == "kernel"]
     assert levels == ([level] if level else [])
+    assert not [finding for finding in check_image(place, image()) if finding.topic == "kernel"]  # gzip: any kernel
+
+
+@pytest.mark.parametrize("kind", ["singularity-ce", "singularity-pro", "singularity"])
+def test_no_singularity_takes_zstd(kind: str) -> None:
+    place = site(runtime=Runtime(kind=kind, version="4.3.3", setuid=True), squashfs_zstd=True)
+    finding = found(place, image(partitions=1, zstd=True), "runtime")
+    assert (finding.level, "unknown compression algorithm value 6" in finding.said) == ("fail", True)
+    assert found(place, image(partitions=1), "runtime").level == "fine"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ import without_gpu  # noqa: E402
 
 with warnings.catch_warnings(action="ignore"):
     without_gpu.pretend()
+    import gpt
     import steps
 
 import convert  # noqa: E402
@@ -330,6 +331,29 @@ def test_what_a_run_leaves(trained: Path, data: Path) -> None:
     assert [path.name for path in steps.list_checkpoints(trained / "checkpoints")] == ["step-0000003", "step-0000006"]
     assert (trained / pieces.MODEL).read_bytes() == (data / pieces.MODEL).read_bytes()
     assert (trained / "loss.png").is_file()
+
+
+def test_compiled_layers_are_one_graph_and_learn_the_same(
+    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is traced, without generating code: one for all layers, one for the loss."""
+    build, graphs = gpt.build, []
+
+    def look(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(*words: Any, **named: Any) -> Any:
+        model = build(*words, **named)
+        gpt.compile_parts(model, backend=look)
+        return model
+
+    monkeypatch.setattr(gpt, "build", compiled)
+    torch._dynamo.reset()
+    assert pretrain.pretrain(small(data), tmp_path) == 0
+    assert len(graphs) == 2
+    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-6)
+    assert losses(tmp_path, "test_loss") == pytest.approx(losses(trained, "test_loss"), rel=1e-6)
 
 
 def test_four_processes_learn_the_same_and_one_goes_on(trained: Path, data: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from builder import debootstrap
 from builder.debootstrap import apt_sources, preferences, snapshot_sources
 from builder.hostenv import Supply, write_host_files
 
@@ -64,6 +65,39 @@ def test_no_archive_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_given_mirror() -> None:
     assert apt_sources("bookworm", "http://mirror/debian") == "deb http://mirror/debian bookworm main\n"
     assert apt_sources("bookworm", "deb [trusted=yes] file:/a ./") == "deb [trusted=yes] file:/a ./"
+
+
+@pytest.mark.parametrize("apt", ["none", "another distribution's"])
+def test_where_apt_has_no_archive_of_the_suite_it_is_mmdebstraps(
+    apt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ubuntu, or no Debian at all."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin" if apt != "none" else str(programs))
+    if apt != "none":
+        (programs / "apt-get").write_text("#!/bin/sh\necho Packages http://archive noble main http://archive/\n")
+        (programs / "apt-get").chmod(0o755)
+    else:
+        assert apt_sources("bookworm", None) == ""
+    lines = [f"deb [signed-by=/keys] http://a/debian {suite} main" for suite in ("bookworm", "bookworm-updates")]
+    echoes = "".join(f"echo '{line}' >&2\n" for line in lines)
+    (programs / "mmdebstrap").write_text(f"#!/bin/sh\n{echoes}echo 'E: command failed' >&2\nexit 25\n")
+    (programs / "mmdebstrap").chmod(0o755)
+    assert apt_sources("bookworm", None) == "".join(f"{line}\n" for line in lines)
+
+
+def test_whose_keys_count_is_said_where_apt_does_not_know_debians(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys.gpg"
+    monkeypatch.setattr(debootstrap, "_KEYS", keys)
+    monkeypatch.setattr(debootstrap, "_TRUSTED", tmp_path)
+    assert apt_sources("bookworm", "http://a/debian") == "deb http://a/debian bookworm main\n"
+    keys.touch()
+    assert apt_sources("bookworm", "http://a/debian") == f"deb [signed-by={keys}] http://a/debian bookworm main\n"
+    (tmp_path / "debian-archive-bookworm-automatic.asc").touch()
+    assert apt_sources("bookworm", "http://a/debian") == "deb http://a/debian bookworm main\n"
 
 
 def test_pins_and_sources_reach_apt(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from builder.recipe import find_recipe
 from builder.sif import read_sif
 from builder.squashfs import SquashfsReader
 from builder.store import Store
-from own_recipe import Own, chain_of, seed, seeded
+from own_recipe import Own, becomes_empty, chain_of, seed, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -145,7 +145,7 @@ def test_without_what_makes_a_base_the_error_says_what_to_do(
         built(flat, Store(tmp_path / "store"))
     assert "bootstrap.sh" in str(caught.value.hint)
     assert not list((tmp_path / "store/keys").iterdir())
-    assert not list((tmp_path / "store/staging").iterdir())
+    assert becomes_empty(tmp_path / "store/staging")
 
 
 def test_another_stack_is_another_image(flat: Own, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_killed_at_any_moment_the_next_run_goes_on(flat: Own, tmp_path: Path) ->
             store.check_blob("sha256:" + path.name, again=True)
         assert built(flat, store).image_id == expected
         store.open_for_writing()
-        assert list((store.root / "staging").iterdir()) == []
+        assert becomes_empty(store.root / "staging")
     assert 8 <= kills < 40
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
-import stat
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from builder.assemble import make_sif
 from builder.chain import Chain, resolve
 from builder.errors import StoreError
 from builder.pipeline import Image, Options, build, plan
 from builder.progress import Progress
 from builder.recipe import find_recipe
 from builder.shared import Policy, SharedStore, open_shared
-from builder.store import CorruptBlob, Store, StoredLayer
+from builder.sif import read_partition
+from builder.store import CorruptBlob, Store
 from own_recipe import Own, RunCli, seed, seeded
 
 
@@ -29,12 +32,12 @@ def make(own: Own, store: Store) -> Image:
     return build(chain_of(own), store, Options(), Progress(io.StringIO(), quiet=True))
 
 
-def copy_layers(store: Store, shared: SharedStore, *layers: StoredLayer) -> None:
-    for layer in layers:
-        with shared.staging() as staging:
-            (staging / "blob").write_bytes(store.blob_path(layer.digest).read_bytes())
-            shared.put_file(staging / "blob", layer.digest)
-        shared.put_layer(layer)
+def copy_layers(store: Store, shared: SharedStore, image: Image) -> None:
+    """As a published SIF."""
+    sif = shared.place / "images" / "own.sif"
+    make_sif(image, store, sif, flat=False)
+    shared.settle(sif, 0o444)
+    shared.put_layers(sif, image.layers)
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def shared(tmp_path: Path) -> SharedStore:
 def filled(flat: Own, tmp_path: Path, shared: SharedStore) -> SharedStore:
     """A shared store with every layer of the recipe."""
     store = seeded(flat, tmp_path / "other", "ground")
-    copy_layers(store, shared, *make(flat, store).layers)
+    copy_layers(store, shared, make(flat, store))
     return shared
 
 
@@ -67,7 +70,7 @@ def test_what_the_other_store_has_is_not_built(flat: Own, tmp_path: Path, filled
     image = make(flat, mine)
     blobs = {path.name for path in (tmp_path / "mine/blobs/sha256").iterdir()}
     assert not blobs & {layer.digest[7:] for layer in image.layers}  # config and manifest only
-    assert all(mine.blob_path(layer.digest).is_relative_to(filled.place) for layer in image.layers)
+    assert all(mine.partition(layer).path.is_relative_to(filled.place) for layer in image.layers)
     assert mine.reachable() >= {layer.digest for layer in image.layers}
 
 
@@ -76,8 +79,8 @@ def test_ones_own_comes_first_and_the_other_is_never_written(flat: Own, tmp_path
     mine = Store(tmp_path / "mine", open_shared(filled.place))
     seed(mine, chain_of(flat).layers[0])
     image = make(flat, mine)
-    assert mine.blob_path(image.layers[0].digest).is_relative_to(tmp_path / "mine")
-    assert mine.blob_path(image.layers[1].digest).is_relative_to(filled.place)
+    assert mine.partition(image.layers[0]).path.is_relative_to(tmp_path / "mine")
+    assert mine.partition(image.layers[1]).path.is_relative_to(filled.place)
     mine.prune(forget=["own"])
     assert before == {path: path.stat().st_mtime_ns for path in filled.place.rglob("*")}
 
@@ -85,29 +88,54 @@ def test_ones_own_comes_first_and_the_other_is_never_written(flat: Own, tmp_path
 def test_a_damaged_blob_of_the_other_is_made_again_here(flat: Own, tmp_path: Path, filled: SharedStore) -> None:
     mine = Store(tmp_path / "mine", open_shared(filled.place))
     roof = make(flat, mine).layers[1]
-    path = filled.own_path(roof.digest)
-    path.chmod(0o644)
-    path.write_bytes(bytes(roof.size))
+    part = filled.partition(roof)
+    part.path.chmod(0o644)
+    with part.path.open("r+b") as stream:
+        stream.seek(part.offset)
+        stream.write(bytes(roof.size))
     with pytest.raises(CorruptBlob):
         mine.check_blob(roof.digest, again=True)
     mine.drop_blob(roof.digest)
-    assert path.exists()
+    assert part.path.exists()
     assert make(flat, mine).layers[1].digest == roof.digest
     mine.check_blob(roof.digest, again=True)
-    assert mine.blob_path(roof.digest).is_relative_to(tmp_path / "mine")
+    assert mine.partition(roof).path.is_relative_to(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("where", ["shared", "mine"])
-def test_another_users_half_written_blob_is_none(flat: Own, tmp_path: Path, filled: SharedStore, where: str) -> None:
+def test_another_users_half_written_file_is_none(flat: Own, tmp_path: Path, filled: SharedStore, where: str) -> None:
     mine = Store(tmp_path / "mine", open_shared(filled.place))
     roof = make(flat, mine).layers[1]
-    half = filled.own_path(roof.digest) if where == "shared" else mine.own_path(roof.digest)
-    data = filled.own_path(roof.digest).read_bytes()
-    half.unlink(missing_ok=True)
-    half.write_bytes(data[:100])
+    part = filled.partition(roof)
+    data = b"".join(read_partition(part))
+    if where == "shared":
+        part.path.chmod(0o644)
+        os.truncate(part.path, part.offset + 100)
+    else:
+        mine.own_path(roof.digest).write_bytes(data[:100])
     assert mine.layer(roof.cache_key) is None
     image = make(flat, mine)
-    assert mine.blob_path(image.layers[1].digest).read_bytes() == data
+    assert b"".join(read_partition(mine.partition(image.layers[1]))) == data
+
+
+def test_a_layer_as_a_file_of_its_own(flat: Own, tmp_path: Path, filled: SharedStore) -> None:
+    """For what mounts no part of a file: copied here, once, and compared."""
+    mine = Store(tmp_path / "mine", open_shared(filled.place))
+    ground, roof, _ = make(flat, mine).layers
+    path = mine.layer_file(roof)
+    assert path == mine.own_path(roof.digest)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == roof.digest[7:]
+    before = path.stat()
+    assert mine.layer_file(roof) == path
+    assert path.stat().st_ino == before.st_ino
+    part = filled.partition(ground)
+    part.path.chmod(0o644)
+    with part.path.open("r+b") as stream:
+        stream.seek(part.offset + 100)
+        stream.write(b"other")
+    with pytest.raises(StoreError, match=r"should be sha256:.*, is sha256:"):
+        mine.layer_file(ground)
+    assert not mine.own_path(ground.digest).exists()
 
 
 # ----------------------------------------------------------------------------------------------------- groups and modes
@@ -128,11 +156,10 @@ def test_what_is_written_is_as_the_folder_is_whatever_the_umask(flat: Own, tmp_p
     try:
         shared = SharedStore(place)
         shared.open_for_writing()
-        copy_layers(store, shared, *make(flat, store).layers)
-        shared.put_image("x", {"layers": [], "config": {"digest": "sha256:0"}}, {"config": "sha256:0", "keys": []})
+        copy_layers(store, shared, make(flat, store))
     finally:
         os.umask(before)
-    assert modes(place / "store") == {("folder", 0o2770, group), ("file", 0o440, group)}
+    assert modes(place / "store") | modes(place / "images") == {("folder", 0o2770, group), ("file", 0o440, group)}
 
 
 def test_a_folder_made_by_publishing_is_for_all_to_read(shared: SharedStore) -> None:
@@ -150,6 +177,17 @@ def test_a_folder_closed_to_its_group_is_said(tmp_path: Path) -> None:
 def test_a_parent_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be written: No such file or directory"):
         SharedStore(tmp_path / "no" / "lab").open_for_writing()
+
+
+def test_a_file_where_a_folder_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "lab").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, said in (("lab", "a file"), ("link", "a link that leads to no folder")):
+        wanted = f"{tmp_path / name} is {said}, and what is published goes into a folder"
+        with pytest.raises(StoreError, match=re.escape(wanted)) as caught:
+            SharedStore(tmp_path / name).open_for_writing()
+        assert caught.value.hint == "give a folder that is there, or a new name for one to be made"
+    assert (tmp_path / "lab").read_text() == "kept"
 
 
 @pytest.mark.parametrize(
@@ -179,54 +217,6 @@ def test_two_make_the_same_folder_at_once(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- removing
-
-
-def age(shared: SharedStore, days: float) -> None:
-    for path in (shared.root / "blobs/sha256").iterdir():
-        os.utime(path, (time.time() - days * 86400,) * 2)
-
-
-def test_a_blob_lately_used_is_kept(filled: SharedStore) -> None:
-    filled.unused_for = 30 * 86400
-    age(filled, 29)
-    assert filled.prune() == []
-    age(filled, 31)
-    assert len(filled.prune()) == 3
-
-
-def test_what_is_removed_is_first_moved_aside(filled: SharedStore) -> None:
-    age(filled, 1)
-    some = next((filled.root / "blobs/sha256").iterdir())
-    with some.open("rb") as stream:
-        assert len(filled.prune()) == 3
-        assert stream.read(4) == b"hsqs"
-    assert list((filled.root / "keys").iterdir()) == []
-    assert filled.empty_trash(60, dry_run=False) == 0
-    assert len(list((filled.place / "trash").iterdir())) == 3
-    assert filled.empty_trash(0, dry_run=False) > 0
-    assert list((filled.place / "trash").iterdir()) == []
-
-
-def test_a_publisher_who_comes_while_it_is_removed_keeps_it(
-    filled: SharedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says what it needs, looks, and finds the blob: that was before the blob was moved, so it is moved back."""
-    age(filled, 1)
-    keys = [path.stem for path in (filled.root / "keys").iterdir()]
-    publishers = []
-    drop = SharedStore.drop_blob
-
-    def come_and_drop(store: SharedStore, digest: str) -> None:
-        if not publishers:
-            publishers.append(store.building(keys))
-            publishers[0].__enter__()
-            assert all(store.layer(key) for key in keys)
-        drop(store, digest)
-
-    monkeypatch.setattr(SharedStore, "drop_blob", come_and_drop)
-    assert filled.prune() == []
-    assert all(filled.layer(key) for key in keys)
-    publishers[0].__exit__(None, None, None)
 
 
 def test_what_another_hosts_dead_left_goes_after_a_week(shared: SharedStore) -> None:
@@ -262,15 +252,12 @@ def test_shared_from_option_environment_or_file(
 
 def test_a_shared_store_that_is_not_there_is_said(run_cli: RunCli, flat: Own, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     for place, said in (
         (tmp_path / "no", "there is no such folder"),
+        (tmp_path / "file", "it is a file"),
         (tmp_path / "empty", "nothing was published there yet"),
     ):
         done = run_cli("--store", tmp_path / "mine", "plan", flat.path, env={"EKIBEN_SHARED": str(place)}, code=6)
         assert f"no shared store in {place}: {said}" in done.stderr
         assert "EKIBEN_SHARED= goes without" in done.stderr
-
-
-def test_blobs_are_read_only_files(filled: SharedStore) -> None:
-    for path in (filled.root / "blobs/sha256").iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o444

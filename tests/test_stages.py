@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from builder.chain import Layer, resolve, stages_of
-from builder.errors import DefinitionError, LayerError, UsageError, VerifyError
+from builder.errors import DefinitionError, LayerError, StoreError, UsageError, VerifyError
 from builder.executors import JobFailed
 from builder.layer import Entry, Member
 from builder.pipeline import Options, adopt_wheel, plan
@@ -320,6 +320,18 @@ def test_wheels_are_found_exported_and_read_again(tiny: Own, tmp_path: Path) -> 
     keep(store, tiny)
     with pytest.raises(UsageError, match="there are several wheels 'tiny'; name one by its key"):
         find_wheel(store, "tiny")
+
+
+def test_an_export_never_replaces_another_wheel_of_its_name(tiny: Own, tmp_path: Path) -> None:
+    """Wheels for other GPUs have the same file name."""
+    store = Store(tmp_path / "store")
+    kept = keep(store, tiny)
+    wheel = export_wheel(store, kept, tmp_path)
+    assert export_wheel(store, kept, tmp_path) == wheel
+    wheel.write_bytes(b"PK for other GPUs")
+    with pytest.raises(StoreError, match="is another wheel of that name"):
+        export_wheel(store, kept, tmp_path)
+    assert wheel.read_bytes() == b"PK for other GPUs"
 
 
 def test_a_store_behind_lends_its_wheels(tiny: Own, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from builder.errors import StoreError, UsageError
 from builder.oci import digest_of, store_manifest
 from builder.store import MEDIA_MANIFEST, CorruptBlob, Store, StoredLayer, _identity
+from own_recipe import becomes_empty
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -272,10 +273,10 @@ def test_without_a_place_for_locks_work_goes_on(store: Store) -> None:
 def test_another_version(store: Store) -> None:
     (store.root / "version").write_text("7\n")
     with pytest.raises(
-        StoreError, match=f"{store.root} is a store of version 7; this Ekiben reads version 1"
+        StoreError, match=f"{store.root} is a store of version 7; this Ekiben reads version 2"
     ) as caught:
         Store(store.root)
-    assert caught.value.hint == "give another folder with --store"
+    assert caught.value.hint == Store.elsewhere
 
 
 def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
@@ -381,6 +382,22 @@ def test_prune_of_a_folder_that_is_no_store(tmp_path: Path, tag: str | None) -> 
     with pytest.raises(StoreError, match=r"is not an Ekiben store .* nothing was removed"):
         Store(tmp_path).prune()
     assert (tmp_path / "blobs/sha256/precious").exists()
+
+
+@pytest.mark.parametrize(("free", "stays"), [(30e9, True), (1e9, False)])
+def test_what_a_layer_leaves_behind_goes_when_all_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
+) -> None:
+    """Where the disk is nearly full, at once."""
+    monkeypatch.setattr("builder.store.free_bytes", lambda folder: free)
+    store = Store(tmp_path)
+    store.open_for_writing()
+    with store.building([], beside=True):
+        with store.staging() as folder:
+            (folder / "made").mkdir()
+            (folder / "made/file").touch()
+        assert becomes_empty(folder, 0.3 if stays else 10) is not stays
+    assert becomes_empty(folder)
 
 
 def test_prune_leaves_a_running_build_alone(store: Store) -> None:

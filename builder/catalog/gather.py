@@ -28,7 +28,7 @@ _RECORD = re.compile(r".+-[0-9a-f]{12}\.json")  # and not <stem>.cdx.json, say
 _SMALL = 4_000_000  # bytes of a layer whose files are compared, when a later version has another one
 _SHOWN = 40  # files of one layer
 _FIELDS: dict[str, type] = {
-    "name": str, "version": str, "stack": str, "description": str, "file": str, "sha256": str, "size": int, "sif": str, "image": str,
+    "name": str, "recipe": str, "version": str, "stack": str, "description": str, "file": str, "sha256": str, "size": int, "sif": str, "image": str,
     "layers": list, "tasks": dict, "environment": dict, "checks": list, "published": str, "by": str,
 }  # fmt: skip
 _LAYER_FIELDS: dict[str, type] = {
@@ -86,13 +86,12 @@ def _image(
         versions.append(version)
     stems = [version["stem"] for version in versions]
     current = links.get(CURRENT, "").removesuffix(".sif")
-    shown = versions[stems.index(current)] if current in stems else versions[-1]
-    ref = shared.image(shown["stem"]) or {}
-    recipe = ref.get("recipe")
+    at = stems.index(current) if current in stems else -1
+    shown, recipe = versions[at], records[at]["recipe"]
     return {
-        "name": folder.name, "description": shown["description"], "recipe": recipe if isinstance(recipe, str) else folder.name,
+        "name": folder.name, "description": shown["description"], "recipe": recipe,
         "current": current if current in stems else None, "shown": shown["stem"],
-        "commands": commands(shared.place, folder, shown, recipe if isinstance(recipe, str) else folder.name, current in stems),
+        "commands": commands(shared.place, folder, shown, recipe, current in stems),
         "versions": versions[::-1],
     }  # fmt: skip
 
@@ -145,7 +144,7 @@ def _version(
     skipped += [{"file": f"{IMAGES}/{folder.name}/{name}", "why": why} for name, why in broken]
     signature = record.get("signature")
     return {
-        "stem": stem, **{name: record[name] for name in _FIELDS if name not in ("name", "layers")},
+        "stem": stem, **{name: record[name] for name in _FIELDS if name not in ("name", "recipe", "layers")},
         "tags": sorted(tag for tag, target in links.items() if target == record["file"]),
         "pinned": (folder / f"{stem}.pin").exists(),
         "signature": signature if isinstance(signature, dict) else None,
@@ -232,7 +231,7 @@ class Contents:
 
     def _open(self, layer: StoredLayer, stack: ExitStack) -> SquashfsReader:
         try:
-            return SquashfsReader(stack.enter_context(self.store.blob_path(layer.digest).open("rb")))
+            return stack.enter_context(self.store.reader(layer.digest))
         except OSError as error:
             raise StoreError(f"layer {layer.name} cannot be read: {error.strerror}") from error
 

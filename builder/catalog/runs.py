@@ -107,8 +107,8 @@ def _versions(shared: SharedStore) -> Iterator[_Version]:
         for record in records(folder) if folder.is_dir() else ():
             stem = record["file"].removesuffix(".sif")
             try:
-                with shared.own_path(record["layers"][-1]["digest"]).open("rb") as file:
-                    about = about_image(SquashfsReader(file))
+                with shared.reader(record["layers"][-1]["digest"]) as reader:
+                    about = about_image(reader)
             except (OSError, ValueError, KeyError, IndexError, TypeError, StoreError):
                 continue
             yield _Version(folder / f"{stem}.runs", str(record["published"]), about)

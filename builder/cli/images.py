@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,9 @@ def make_image(
             take_compiled(opened, store)
             options = Options(engine=engine, locked=locked, supply=bundle_supply(opened, chain))
             data = unpack_snapshots(opened, (output.parent if output else Path()) / f"{chain.recipe.name}-data")
-        built, products = deliver(chain, store, options, progress, formats=formats, output=output, flat=flat)
+        built, products = deliver(
+            chain, store, options, progress, formats=formats, output=output, flat=flat, hashed=check
+        )
     checks = []
     if check:
         from builder.verify import verify
@@ -153,7 +156,8 @@ def make_image(
         "size": built.size,
         "layers": [{"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size} for layer in built.layers],
         "built": [action.layer.name for action in missing],
-        "products": [{"kind": item.kind, "place": item.place, "size": item.size, "made": item.made} for item in products],
+        "products": [{"kind": item.kind, "place": item.place, "size": item.size, "made": item.made, "sha256": item.sha256}
+                     for item in products],
         "checks": [{"runtime": item.runtime, "seconds": item.seconds, "known": item.known} for item in checks],
         "data": [str(path) for path in data],
         "run": run_lines(chain, products),
@@ -416,7 +420,9 @@ def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_
     from builder.progress import Progress
     from builder.rebuild import rebuild, refuse_differences
 
+    began = time.monotonic()
     done = rebuild(chain, store, Options(engine=engine, mirror=mirror), Progress())
+    seconds = time.monotonic() - began
     if as_json:
         rows = [{"name": item.name, "same": item.same, "diff_id": [item.before.diff_id, item.after.diff_id],
                  "digest": [item.before.digest, item.after.digest], "executor": [item.before.executor, item.after.executor],
@@ -426,7 +432,6 @@ def say_rebuilt(chain: Chain, store: Store, engine: str, mirror: str | None, as_
         )
     refuse_differences(chain.recipe.name, done)
     if not as_json:
-        seconds = sum(item.after.seconds for item in done.layers)
         click.echo(f"the same again, in {seconds:.0f} s: {len(done.layers)} layers, "
                    f"config {done.image_ids[0][:19]}, SIF {done.sif_digests[0][:19]}")  # fmt: skip
 

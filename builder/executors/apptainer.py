@@ -1,5 +1,5 @@
-"""Apptainer or SingularityCE, rootless with --fakeroot or as root: the layers below are squashfs overlays, read only,
-and what the script changes lands in an upper directory of its own. Nothing is unpacked."""
+"""Apptainer, rootless with --fakeroot or as root, or SingularityCE as root: the layers below are squashfs overlays, read
+only, and what the script changes lands in an upper directory of its own. Nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def unavailable() -> str | None:
         return "neither apptainer nor singularity is on PATH"
     if os.geteuid() == 0:
         return None
+    if Path(found).name != "apptainer" and run([found, "--version"], check=False).stdout.startswith("singularity"):
+        return "SingularityCE is here, which builds as root only (without, 4.1.1 makes no writable overlay on several layers)"
     if (reason := _no_user_namespaces()) is not None:
         return reason
     user = getpass.getuser()
@@ -102,7 +104,7 @@ def _execute(job: Job, overlay: Path) -> None:
 
 
 def _with_overlays(job: Job, overlay: Path) -> Argv:
-    bottom, *others = [job.store.blob_path(layer.digest) for layer in job.lower]
+    bottom, *others = [job.store.layer_file(layer) for layer in job.lower]
     argv = [*_base_argv(), "--overlay", overlay]
     for path in others:  # each one named lies on those before
         argv += ["--overlay", f"{path}:ro"]
@@ -120,8 +122,9 @@ def _with_kernel_mounts(job: Job, overlay: Path) -> Argv:
     lines = ["set -e", f"cd {shlex.quote(str(overlay))}"]
     names = [str(number) for number in range(len(job.lower))]
     for name, layer in zip(names, job.lower, strict=True):
-        blob = shlex.quote(str(job.store.blob_path(layer.digest)))
-        lines += [f"mkdir {name}", f"mount -t squashfs -o ro,loop {blob} {name}"]
+        part = job.store.partition(layer)
+        where = f"loop,offset={part.offset}" if part.offset else "loop"
+        lines += [f"mkdir {name}", f"mount -t squashfs -o ro,{where} {shlex.quote(str(part.path))} {name}"]
     options = (
         f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
     )
@@ -159,7 +162,7 @@ def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
     """The bottom layer's own tools on ``folder``, with the owners seen as the script saw them."""
     if os.geteuid() == 0:
         return [word.replace(f"/{BUILD_MOUNT}", str(folder)) for word in command]
-    bottom = job.store.blob_path(job.lower[0].digest)
+    bottom = job.store.layer_file(job.lower[0])
     return [*_base_argv(), "--bind", f"{folder}:/{BUILD_MOUNT}", bottom, *command]
 
 

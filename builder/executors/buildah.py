@@ -111,7 +111,8 @@ def _run(job: Job, container: str) -> None:
         code = stream(
             ["buildah", "run", "--isolation", "chroot", "--user", "0:0",
              "--volume", f"{job.mount}:/{BUILD_MOUNT}", "--volume", f"{job.cache}:/{BUILD_MOUNT}/cache",
-             container, "--", "/bin/sh", f"/{BUILD_MOUNT}/run.sh"],
+             # As one stream: of two, what was said last may come first.
+             container, "--", "/bin/sh", "-c", f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"],
             job.log, env=_environment(),
         )  # fmt: skip
     if code:

@@ -16,7 +16,7 @@ from builder.daemon import client, load_image, unavailable
 from builder.errors import EngineError
 from builder.executors import TAR, Changes, Job, JobFailed, is_gone, shared_packages
 from builder.layer import sort_key
-from builder.squashfs import SquashfsReader, merged_entries
+from builder.squashfs import merged_entries
 
 __all__ = ["execute", "forget_images", "try_run", "unavailable"]
 LAYER_IMAGES = "ekiben/layer"
@@ -57,9 +57,7 @@ def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[
                 parts = path.split("/")
                 changed |= {"/".join(parts[:length]) for length in range(1, len(parts) + 1)}
     with contextlib.ExitStack() as stack:
-        layers = [
-            SquashfsReader(stack.enter_context(job.store.blob_path(layer.digest).open("rb"))) for layer in job.lower
-        ]
+        layers = [stack.enter_context(job.store.reader(layer.digest)) for layer in job.lower]
         deleted = [entry.path for entry in merged_entries(layers)
                    if entry.path not in there and there.get(entry.path.rpartition("/")[0])]  # fmt: skip
     return sorted(changed, key=sort_key), deleted

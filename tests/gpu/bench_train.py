@@ -9,7 +9,7 @@
 Each takes about a minute, nearly all of it imports, the model and compiling, so within ten minutes on one GPU:
 lora/trainer lora/sft lora/ours lora/trainer-mixed lora/ours-mixed full/trainer full/ours
 
-Each case is a process (or torchrun) of its own; medians need several calls. Weights are random, shapes are real:
+Each case is a process (or torchrun) of its own; --runs 3 takes them in turn, three times, and ends with the medians. Weights are random, shapes are real:
 lora   OpenCALM-3B, 8 rows of 1024 tokens a step, all learnt; "mixed": 32 rows as instruction data has them
 full   Llama-3.2-1B, every weight, 16 rows of 2048 tokens
 fsdp   Llama-2-7B, every weight, 4096 tokens, on 1, 2 and 4 GPUs; and Llama-2-70B with LoRA on 4
@@ -24,6 +24,7 @@ import dataclasses
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,7 @@ TINY = {
     "vocab_size": 500,
     "head_dim": 16,
 }
+PROFILED = 3  # steps, after those that are timed
 # case → (shape, method, GPUs, rows a step, tokens a row; 0: of mixed length)
 CASES: dict[str, tuple[str, str, int, int, int]] = {
     "lora/trainer": ("calm-3b", "lora", 1, 8, 1024),
@@ -90,6 +92,7 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--here", choices=CASES, help="measure one case in this process")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=1, help="of every case, in turn; the medians come last")
     parser.add_argument("--layers", type=int, help="fewer blocks than the shape has, to try it out")
     parser.add_argument("--checkpointed", type=int, default=-1, help="blocks; -1: as the memory asks")
     parser.add_argument("--tiny", action="store_true", help="on the CPU, with shapes to match: numbers without meaning")
@@ -103,34 +106,44 @@ def main() -> int:
     import torch
 
     wanted = [case for case in CASES if not args.cases or case in args.cases or case.split("/")[0] in args.cases]
-    failed = 0
+    able = [case for case in wanted if CASES[case][2] <= torch.cuda.device_count() or args.tiny]
+    for case in wanted:
+        if case not in able:
+            print(f"{case:<20} needs {CASES[case][2]} GPUs, and {torch.cuda.device_count()} are here", flush=True)
     print(
         f"{'case':<20}{'tokens/s':>10}{'MFU':>8}{'peak GiB':>10}{'first loss':>12}{'start s':>9}{'host GiB':>16}",
         flush=True,
     )
-    for case in wanted:
-        gpus = CASES[case][2]
-        if gpus > torch.cuda.device_count() and not args.tiny:
-            print(f"{case:<20} needs {gpus} GPUs, and {torch.cuda.device_count()} are here", flush=True)
-            continue
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-        options = ["--here", case, "--steps", str(args.steps), "--checkpointed", str(args.checkpointed)]
-        options += ["--layers", str(args.layers)] if args.layers else []
-        options += ["--tiny"] if args.tiny else []
-        done = subprocess.run([sys.executable, *launcher, __file__, *options], capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            failed += 1
-            print(f"{case:<20} failed:\n{(done.stdout + done.stderr)[-3000:]}", flush=True)
-            continue
-        found = json.loads(lines[0].removeprefix("RESULT "))
-        host = " ".join(f"{size:.1f}" for size in found["host_gib"])
-        print(
-            f"{case:<20}{found['tokens_per_s']:>10,.0f}{found['mfu']:>8.1%}{found['peak_gib']:>10.1f}"
-            f"{found['first_loss']:>12.4f}{found['start_s']:>9.1f}{host:>16}",
-            flush=True,
-        )
-    return 1 if failed else 0
+    found: dict[str, list[dict[str, Any]]] = {case: [] for case in able}
+    for case in able * args.runs:
+        if one := run_one(case, args):
+            found[case].append(one)
+            host = " ".join(f"{size:.1f}" for size in one["host_gib"])
+            print(f"{case:<20}{one['tokens_per_s']:>10,.0f}{one['mfu']:>8.1%}{one['peak_gib']:>10.1f}"
+                  f"{one['first_loss']:>12.4f}{one['start_s']:>9.1f}{host:>16}", flush=True)  # fmt: skip
+    for case, runs in found.items():
+        if len(runs) > 1:
+            middle = [statistics.median(one[name] for one in runs) for name in ("tokens_per_s", "mfu", "peak_gib")]
+            print(
+                f"{case:<20}{middle[0]:>10,.0f}{middle[1]:>8.1%}{middle[2]:>10.1f}   median of {len(runs)}", flush=True
+            )
+    return 0 if all(len(runs) == args.runs for runs in found.values()) else 1
+
+
+def run_one(case: str, args: Any) -> dict[str, Any] | None:
+    """A case in processes of its own."""
+    gpus = CASES[case][2]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    options = ["--here", case, "--steps", str(args.steps), "--checkpointed", str(args.checkpointed)]
+    options += ["--layers", str(args.layers)] if args.layers else []
+    options += ["--tiny"] if args.tiny else []
+    done = subprocess.run([sys.executable, *launcher, __file__, *options], capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(f"{case:<20} failed:\n{(done.stdout + done.stderr)[-3000:]}", flush=True)
+        return None
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
 
 
 def measure(case: str, args: Any) -> dict[str, Any]:
@@ -152,7 +165,9 @@ def measure(case: str, args: Any) -> dict[str, Any]:
         sizes = {**sizes, "num_hidden_layers": args.layers}
     if args.tiny:
         sizes = {**sizes, **TINY, "num_key_value_heads": min(sizes.get("num_key_value_heads", 4), 2)}
-    examples = make_rows(case, args.steps, sizes["vocab_size"], shrink=16 if args.tiny else 1)
+    examples = make_rows(
+        case, args.steps + (PROFILED if args.profile else 0), sizes["vocab_size"], shrink=16 if args.tiny else 1
+    )
     if "trainer" in case or "sft" in case:
         found = run_peer(case, make_model(kind, sizes, device.place, device.dtype, "sdpa"), examples, args.steps)
     else:
@@ -223,7 +238,7 @@ def run_ours(
     if "varlen" in case:
         packing.Pack.is_even = property(lambda _: False)  # type: ignore[assignment, method-assign]
     settings = train.Settings(
-        method=method, batch_size=rows, compile="eager" not in case and not args.tiny, learning_rate=3e-4, epochs=1, warmup_steps=0,
+        method=method, batch_size=rows, max_steps=args.steps, compile="eager" not in case and not args.tiny, learning_rate=3e-4, epochs=1, warmup_steps=0,
         eval_every=0, save_minutes=600, log_seconds=60, parallel="fsdp" if gpus > 1 else "none",
         lora=train.Lora(r=4, alpha=16, dropout=0.05),
     )  # fmt: skip
@@ -272,9 +287,12 @@ def run_ours(
         run._save = lambda: None  # type: ignore[method-assign]  # 80 GB of checkpoint are not what is measured
         begun = time.monotonic()
         with packing.even_kernels(device.place):
-            profiled(run.fit) if args.profile else run.fit()
+            run.fit()
         wall = time.monotonic() - begun
         speed, mfu = run.speed()
+        if args.profile:
+            with packing.even_kernels(device.place):
+                profiled(lambda: [run._step() for _ in range(PROFILED)])
         losses = run.metrics.series("loss") if here.leads else [(0, 0.0)]
     return {
         "tokens_per_s": speed,
@@ -288,7 +306,10 @@ def profiled(work: Any) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
+        began = time.monotonic()
         work()
+        _wait()
+        print(f"{time.monotonic() - began:.3f} s with the profiler on")
     print(found.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=90))
 
 

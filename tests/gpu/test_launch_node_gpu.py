@@ -41,6 +41,7 @@ def free_port() -> int:
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_every_gpu_is_added_up(gpus: int, nodes: int, tmp_path: Path) -> None:
+    assert torch.cuda.device_count() or not Path("/dev/nvidiactl").exists(), "there is a driver, and torch sees no GPU"
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
     (tmp_path / "key").write_text("a secret")

@@ -86,15 +86,15 @@ def test_how_fast_the_smallest_is(prepared: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "split",
-    [{"tensor_parallel": 2, "pipeline_parallel": 2}, {"tensor_parallel": 2}, {}],
-    ids=["tp2 pp2", "tp2 dp2", "dp4"],
-)
-def test_four_gpus_learn_as_one_does(split: dict[str, int], prepared: Path) -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip("fewer than four GPUs")
-    name = "-".join(f"{key[0]}{value}" for key, value in split.items()) or "copies"
-    exact = options(precision="fp32", **split)
-    run("pretrain.py", "--output", f"four-{name}", *exact, cwd=prepared, gpus=4)
+    ("gpus", "split"),
+    [(2, {"tensor_parallel": 2}), (2, {"pipeline_parallel": 2}), (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+     (4, {"tensor_parallel": 2}), (4, {})],
+    ids=["tp2", "pp2", "tp2 pp2", "tp2 dp2", "dp4"],
+)  # fmt: skip
+def test_several_gpus_learn_as_one_does(gpus: int, split: dict[str, int], prepared: Path) -> None:
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"fewer than {gpus} GPUs")
+    name = f"{gpus}-" + ("-".join(f"{key[0]}{value}" for key, value in split.items()) or "copies")
+    run("pretrain.py", "--output", name, *options(precision="fp32", **split), cwd=prepared, gpus=gpus)
     run("pretrain.py", "--output", "one-fp32", *options(precision="fp32"), cwd=prepared)
-    assert losses(prepared / f"four-{name}") == pytest.approx(losses(prepared / "one-fp32"), rel=1e-3)
+    assert losses(prepared / name) == pytest.approx(losses(prepared / "one-fp32"), rel=1e-3)

@@ -131,11 +131,14 @@ def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out_file
 
 
-def run_in(sif: Path, *words: str, nv: bool = True, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_in(
+    sif: Path, *words: str, nv: bool = True, folder: Path | None = None, binds: tuple[Path, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     runtime = shutil.which("apptainer") or shutil.which("singularity")
     assert runtime, "needs apptainer or singularity"
-    binds = ["--bind", f"{folder}:{folder}", "--pwd", str(folder)] if folder else []
-    argv = [runtime, "exec", *(["--nv"] if nv else []), "--cleanenv", "--no-home", *binds, str(sif), *words]
+    mounts = ["--bind", f"{folder}:{folder}", "--pwd", str(folder)] if folder else []
+    mounts += [word for path in binds for word in ("--bind", f"{path}:{path}:ro")]
+    argv = [runtime, "exec", *(["--nv"] if nv else []), "--cleanenv", "--no-home", *mounts, str(sif), *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=500)
 
 
@@ -169,6 +172,20 @@ def test_triton_compiles_inside(sif: Path, tmp_path: Path) -> None:
     )
     done = run_in(sif, sys.executable, "-c", program, folder=tmp_path)
     assert "compiled" in done.stdout, done.stderr[-2000:]
+
+
+def test_training_is_as_fast_inside(sif: Path, tmp_path: Path) -> None:
+    """A quarter of OpenCALM-3B learns in the image and on the host, blocks compiled in both: printed as a ratio."""
+    bench = HOUSE / "tests" / "gpu" / "bench_train.py"
+    command = [sys.executable, str(bench), "--here", "lora/ours", "--layers", "8", "--steps", "24"]
+    inside = run_in(sif, *command, folder=tmp_path, binds=(HOUSE,))
+    outside = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert inside.returncode == 0, inside.stderr[-3000:]
+    speeds = [json.loads(done.stdout.rpartition("RESULT ")[2])["tokens_per_s"] for done in (inside, outside)]
+    print(
+        f"LoRA training: {speeds[0]:,.0f} tokens/s inside, {speeds[1]:,.0f} outside, ratio {speeds[0] / speeds[1]:.3f}"
+    )
+    assert speeds[0] > 0
 
 
 def test_speed_inside_equals_outside(sif: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def prepare(folder: Path) -> tuple[list[Image], Store]:
 def writer(number: int, say: Callable[[str], None], place: Path, images: list[Image], store: Store) -> None:
     dice, quiet = random.Random(), Progress(io.StringIO(), quiet=True)
     while True:
-        if number % 8 == 0 and dice.random() < 0.3:
+        if number % 4 == 0 and dice.random() < 0.6:
             prune(place, names=["own"] if dice.random() < 0.5 else [], unused_for=0, grace=1)
             say("pruned")
             continue
@@ -88,8 +88,11 @@ def reader(number: int, say: Callable[[str], None], place: Path, images: list[Im
                 found_layer = shared.layer(layer.cache_key)
                 if found_layer is not None:
                     assert found_layer.digest == layer.digest
+                    part = shared.partition(layer)
                     try:
-                        data = shared.blob_path(layer.digest).read_bytes()
+                        with part.path.open("rb") as stream:
+                            stream.seek(part.offset)
+                            data = stream.read(part.size)
                     except FileNotFoundError:
                         continue
                     assert "sha256:" + hashlib.sha256(data).hexdigest() == layer.digest

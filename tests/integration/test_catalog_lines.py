@@ -93,6 +93,10 @@ def test_docker(ways: dict[str, list[str]], cli: Cli, room: Room, hello: Path) -
         )
         assert made.returncode == 0, made.stderr
         assert SAID + "docker" in subprocess.run(["bash", "-c", run], capture_output=True, text=True, check=True).stdout
+        shared = {"EKIBEN_SHARED": str(room.path / "the-lab")}
+        again = cli.run("--store", store, "verify", "hello", env=shared).stdout  # room.path has hello.sif
+        assert "passed under apptainer" in again
+        assert "passed under docker" in again
     finally:
         if not had:
             subprocess.run(["docker", "rmi", "--force", "ekiben/hello"], capture_output=True, check=False)

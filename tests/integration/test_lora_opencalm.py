@@ -102,7 +102,7 @@ def test_a_second_invocation_builds_nothing(built: Built, room: Room) -> None:
     ]  # fmt: skip
 
 
-def test_list_inspect_and_verify(built: Built, room: Room) -> None:
+def test_list_and_inspect(built: Built, room: Room) -> None:
     cli = built.cli(room)
     listed = cli.run("--store", built.store, "list").stdout
     assert any(line.startswith("lora-opencalm") and "sha256:" in line for line in listed.splitlines())
@@ -112,9 +112,6 @@ def test_list_inspect_and_verify(built: Built, room: Room) -> None:
     assert file["size"] == built.sif.stat().st_size
     loaded = subprocess.check_output([DOCKER, "image", "inspect", "--format", "{{.Id}}", TAG], text=True).strip()
     assert loaded == about["image"]
-    said = cli.run("--store", built.store, "verify", "lora-opencalm", cwd=built.checkout).stdout
-    assert "passed under apptainer" in said
-    assert "passed under docker" in said
 
 
 def test_doctor_finds_the_device_code_that_is_in_it(built: Built, room: Room) -> None:
@@ -228,15 +225,20 @@ def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, room: Room) -> N
     tests.remove(str(built.checkout / "tests/test_entrypoints_hello.py"))  # another recipe's task
     assert len(tests) >= 4
     pytest_ = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null"]
-    command = [*inside, "--bind", f"{built.checkout},{out}", "--env", f"PYTHONPATH={out}/pytest", built.sif, *pytest_]
-    # Megatron-Core on the CPU changes what torch means by a GPU, for the whole process.
+    settings = f"PYTHONPATH={out}/pytest,OMP_NUM_THREADS=1"
+    command = [*inside, "--bind", f"{built.checkout},{out}", "--env", settings, built.sif, *pytest_]
+    # Megatron-Core on the CPU changes what torch means by a GPU, for the whole process: its tests run beside the others.
     apart = str(built.checkout / "tests/test_entrypoints_pretrain.py")
     tests.remove(apart)
-    for some in (tests, [apart]):
-        said = run_as(USER, *command, "--rootdir", built.checkout / "tests", *some, cwd=out)
-        assert " passed" in said
-        assert "skipped" not in said, said[-3000:]
-        print(said.splitlines()[-1])
+
+    def passed(some: list[str]) -> str:
+        return run_as(USER, *command, "--rootdir", built.checkout / "tests", *some, cwd=out)
+
+    with ThreadPoolExecutor(2) as pool:
+        for said in pool.map(passed, (tests, [apart])):
+            assert " passed" in said
+            assert "skipped" not in said, said[-3000:]
+            print(said.splitlines()[-1])
 
 
 OTHERS = sorted({path.parent.name for path in ROOT.glob("recipes/*/recipe.yaml")} - {"hello", "lora-opencalm"})

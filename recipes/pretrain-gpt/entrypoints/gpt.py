@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import types
 from contextlib import nullcontext
 from typing import Any
 
+import megatron.core.utils
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -18,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import loss as losses
 from shapes import Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -53,6 +56,21 @@ class Norm(torch.nn.LayerNorm):  # type: ignore[misc]
             weight.sequence_parallel = config.sequence_parallel
 
 
+class Model(GPTModel):  # type: ignore[misc]
+    """Megatron's, but where one process has the whole table, the loss is made chunk by chunk beside the products with it:
+    whole, the logits of tens of thousands of tokens would be read and written as often as the layers take together."""
+
+    chunk_loss: losses.ChunkLoss = staticmethod(losses.softmax_loss)
+
+    def _postprocess(self, hidden_states: Any, labels: Any = None, **named: Any) -> Any:
+        """hidden_states: [tokens, rows, width], labels: [rows, tokens] → their losses summed, or one by one, or what the next
+        stage gets."""
+        if not self.post_process or labels is None or self.config.tensor_model_parallel_size > 1:
+            return super()._postprocess(hidden_states=hidden_states, labels=labels, **named)
+        table, targets = self.shared_embedding_or_output_weight(), labels.t().flatten()
+        return losses.head_loss(hidden_states.flatten(0, 1), table, targets, self.chunk_loss)
+
+
 def configure(
     shape: Shape, *, dtype: torch.dtype, dropout: float, tensor: int, pipeline: int, sequence_parallel: bool,
     recompute: bool, on_gpu: bool, init_std: float,
@@ -64,6 +82,8 @@ def configure(
         num_layers=shape.layers, hidden_size=shape.width, num_attention_heads=shape.heads,
         activation_func=F.gelu if on_gpu else _gelu, bias_activation_fusion=on_gpu, bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+        # Its gradients are bf16 whatever the model is in.
+        cross_entropy_loss_fusion=on_gpu and dtype == torch.bfloat16, cross_entropy_fusion_impl="native",
         hidden_dropout=dropout, attention_dropout=dropout, layernorm_epsilon=1e-5, init_method_std=init_std,
         tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=sequence_parallel,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
@@ -77,15 +97,30 @@ def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
     spec.submodules.self_attention.submodules.core_attention = FlashAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     blocks = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), layer_norm=Norm)
-    model = GPTModel(
+    model = Model(
         config, blocks, vocab_size=shape.vocabulary, max_sequence_length=shape.positions,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute", parallel_output=True,
     )  # fmt: skip
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model.to(device)
+    if device.type == "cuda":
+        compile_parts(model)
     fill_weights(model, config, seed)
     return model
+
+
+def compile_parts(model: Any, backend: Any = "inductor") -> None:
+    """Compile the loss, and each layer in place: alike layers share one compilation. Not layers that talk to other GPUs, draw
+    random numbers or are computed twice: these do what a graph cannot hold."""
+    model.chunk_loss = losses.compile_loss(backend)
+    config = model.config
+    if config.tensor_model_parallel_size > 1 or config.hidden_dropout or config.recompute_granularity:
+        return
+    # It warns of a group that Megatron itself leaves out, and a warning breaks a layer's graph in pieces.
+    megatron.core.utils.warnings = types.SimpleNamespace(warn=lambda *_, **__: None)
+    for layer in model.decoder.layers:
+        layer.compile(dynamic=False, backend=backend)
 
 
 def fill_weights(model: Any, config: TransformerConfig, seed: int) -> None:

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -331,12 +330,12 @@ def _together(cpu: bool, dry: bool, gpus: int | None) -> Iterator[World]:
         return
     world = join("cpu" if cpu else "auto")
     try:
-        with tempfile.TemporaryDirectory(prefix="ekiben-pretrain-") as meeting:
-            if not torch.distributed.is_initialized():
-                torch.distributed.init_process_group(
-                    "gloo" if cpu else "nccl", init_method=f"file://{meeting}/meeting", rank=0, world_size=1
-                )
-            yield world
+        if not torch.distributed.is_initialized():
+            # Not through a file that is removed afterwards: with NCCL the program then hung at its very end.
+            torch.distributed.init_process_group(
+                "gloo" if cpu else "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+            )
+        yield world
     finally:
         from megatron.core import parallel_state
 

@@ -125,7 +125,7 @@ class Run:
         self.step, self.first_step = 0, 0
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
         self.last_loss, self.last_test_loss = math.nan, math.nan
-        self.pending: list[dict[str, Any]] = []
+        self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
 
     # ------------------------------------------------------------------ the story
 
@@ -187,6 +187,8 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss = self._forward(self.train, self.step * self.plan.batch, 1, forward_only=False)
+        # The optimizer waits for the GPU: until then, the next step's first rows are fetched.
+        self.ahead = self._fetch_ahead()
         applied, norm, _ = self.optimizer.step()
         self.step += 1
         total, tokens, stops = self._add_up(loss, float(self.stop.exit_code or 0))
@@ -216,13 +218,23 @@ class Run:
 
     def _batches(self, data: Any, first: int, count: int) -> Iterator[tuple[Any, Any, Any]]:
         """This process's micro-batches: (tokens, labels, positions), each [micro_batch, positions]."""
-        positions = torch.arange(self.plan.shape.positions, device=self.device)[None].expand(self.plan.micro_batch, -1)
         mine = first + parallel_state.get_data_parallel_rank() * self.plan.micro_batch
         for number in range(count):
             start = mine + number * self.plan.micro_batch * self.copies
-            rows = [data[index % len(data)] for index in range(start, start + self.plan.micro_batch)]
-            tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
-            yield self._move(tokens), self._move(labels), positions
+            fetched = self.ahead.pop(start, None) if data is self.train else None
+            yield fetched or self._micro_batch(data, start)
+
+    def _fetch_ahead(self) -> dict[int, tuple[Any, Any, Any]]:
+        if self.step + 1 >= self.plan.steps:
+            return {}
+        start = (self.step + 1) * self.plan.batch + parallel_state.get_data_parallel_rank() * self.plan.micro_batch
+        return {start: self._micro_batch(self.train, start)}
+
+    def _micro_batch(self, data: Any, start: int) -> tuple[Any, Any, Any]:
+        rows = [data[index % len(data)] for index in range(start, start + self.plan.micro_batch)]
+        tokens, labels = (self._move(torch.stack([row[key] for row in rows])) for key in ("tokens", "labels"))
+        positions = torch.arange(self.plan.shape.positions, device=self.device)[None]
+        return tokens, labels, positions.expand(self.plan.micro_batch, -1)
 
     def _move(self, tensor: Any) -> Any:
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
@@ -260,7 +272,8 @@ class Run:
         if self.valid is None or not self.plan.eval_batches:
             return
         self.model.eval()
-        with torch.no_grad():
+        # Compiled code for evaluation would take longer to make than it saves.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             losses = self._forward(self.valid, 0, self.plan.eval_batches, forward_only=True)
         self.model.train()
         total, tokens, _ = self._add_up(losses, 0.0)
@@ -390,7 +403,7 @@ def _forward_step(batches: Iterator[tuple[Any, Any, Any]], model: Any) -> tuple[
 
     def finish(losses: Any) -> tuple[Any, Any, Any]:
         """(loss to differentiate, tokens, what the schedule hands back)."""
-        total, count = losses.float().sum(), losses.numel()
+        total, count = losses.float().sum(), labels.numel()
         kept = torch.stack([total.detach(), total.new_tensor(float(count))])
         return total, torch.tensor(count, dtype=torch.int, device=losses.device), kept
 
