@@ -30,6 +30,7 @@ INSIDE = "/opt/ekiben/recipe"
 SYSTEM = ("bin", "lib", "lib64", "sbin", "etc", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "usr/include")
 EMPTY = ("dev", "proc", "sys", "run", "tmp", "var/tmp", "root", "home", "mnt", "opt")
 EPOCH = 1_700_000_000
+PYTHON = "python" if "EKIBEN_SIF" in os.environ else sys.executable  # the image's
 
 
 def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] = ()) -> Iterator[Member]:
@@ -146,7 +147,7 @@ def test_the_gpu_is_seen_with_nv_and_only_then(sif: Path) -> None:
     with_nv = run_in(sif, "nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     assert with_nv.returncode == 0, with_nv.stderr
     print(with_nv.stdout)
-    question = [sys.executable, "-c", "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"]
+    question = [PYTHON, "-c", "import torch; print(torch.cuda.is_available(), torch.cuda.device_count())"]
     assert run_in(sif, *question).stdout.startswith("True")
     assert run_in(sif, *question, nv=False).stdout.startswith("False")
 
@@ -170,16 +171,16 @@ def test_triton_compiles_inside(sif: Path, tmp_path: Path) -> None:
         "assert torch.allclose(f(x), torch.nn.functional.gelu(x) * 2 + 1, atol=1e-5)\n"
         "print('compiled')\n"
     )
-    done = run_in(sif, sys.executable, "-c", program, folder=tmp_path)
+    done = run_in(sif, PYTHON, "-c", program, folder=tmp_path)
     assert "compiled" in done.stdout, done.stderr[-2000:]
 
 
 def test_training_is_as_fast_inside(sif: Path, tmp_path: Path) -> None:
     """A quarter of OpenCALM-3B learns in the image and on the host, blocks compiled in both: printed as a ratio."""
     bench = HOUSE / "tests" / "gpu" / "bench_train.py"
-    command = [sys.executable, str(bench), "--here", "lora/ours", "--layers", "8", "--steps", "24"]
-    inside = run_in(sif, *command, folder=tmp_path, binds=(HOUSE,))
-    outside = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    command = [str(bench), "--here", "lora/ours", "--layers", "8", "--steps", "24"]
+    inside = run_in(sif, PYTHON, *command, folder=tmp_path, binds=(HOUSE,))
+    outside = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert inside.returncode == 0, inside.stderr[-3000:]
     speeds = [json.loads(done.stdout.rpartition("RESULT ")[2])["tokens_per_s"] for done in (inside, outside)]
     print(
@@ -199,7 +200,7 @@ def test_speed_inside_equals_outside(sif: Path, tmp_path: Path) -> None:
         "torch.cuda.synchronize()\n"
         "print(json.dumps(2 * 8192**3 * 20 / (time.perf_counter() - began) / 1e12))\n"
     )
-    inside = run_in(sif, sys.executable, "-c", program)
+    inside = run_in(sif, PYTHON, "-c", program)
     outside = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     inside_rate, outside_rate = (json.loads(done.stdout.splitlines()[-1]) for done in (inside, outside))
     print(

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
     checkpoint = find_checkpoint(args.input, args.step)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fp32 on the CPU is what can be compared to the last digits
     output = places.claim_folder(args.output, empty=True)
     for line in places.prepare_caches(os.environ):
         print(line, flush=True)
@@ -53,12 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -> float:
-    """Write to ``output``, read it back; the difference in logits. Errors: TaskError: nothing is left in output."""
+    """Write to ``output``, read it back; the difference in logits. In a process that sees no GPU.
+
+    Errors: TaskError: nothing is left in output.
+    """
     import without_gpu
     from pretrain import quieten
 
     quieten()
-    without_gpu.pretend()  # on a GPU, too: fp32 on the CPU is what can be compared to the last digits
+    without_gpu.pretend()
     import torch
     import transformers
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -35,7 +37,7 @@ def prove(recipe: Path) -> int:
     cpu = not torch.cuda.is_available()
     with tempfile.TemporaryDirectory(prefix="ekiben-smoke-") as scratch:
         place = Path(scratch)
-        for name in ("tokenizer", "prepared", "pretrained", "converted"):
+        for name in ("tokenizer", "prepared", "pretrained"):
             (place / name).mkdir()
         train_tokenizer.train(train_tokenizer.Settings(vocab_size=1500), ["sample"], recipe, place / "tokenizer")
         prepare_data.prepare(
@@ -46,9 +48,8 @@ def prove(recipe: Path) -> int:
         lines = [json.loads(line) for line in (place / "pretrained" / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
         _passed("the loss falls", losses[-1] < 0.9 * losses[0], f"{losses[0]:.3f} to {losses[-1]:.3f}")
-        checkpoint = convert.find_checkpoint(place / "pretrained", None)
-        difference = convert.convert(place / "pretrained", checkpoint, place / "converted")
-        _passed("a converted model is the same", True, f"logits differ by {difference:.1e}")
+        words = [convert.__file__, "--input", str(place / "pretrained"), "--output", str(place / "converted")]
+        _passed("a converted model is the same", subprocess.run([sys.executable, *words]).returncode == 0, "see above")
         _passed("it generates", *generate(place / "converted", "富士山は"))
         _passed("it is tuned on dialogues", *tune(recipe, place / "converted", place / "tuned", cpu=cpu))
     print(f"smoke       all passed in {time.monotonic() - started:.0f} s on {'CPU' if cpu else 'GPU'}", flush=True)
