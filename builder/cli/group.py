@@ -117,9 +117,9 @@ def signature_options(command: Command) -> Command:
         help="Whose signature: the public key in FILE, or one of your keyring (default: any of your keyring). "
         "Means --require-signature.",
     )(command)
-    return click.option("--require-signature", is_flag=True, help="Refuse what is not signed, by whom you know.")(
-        command
-    )
+    return click.option(
+        "--require-signature", is_flag=True, help="Refuse what is signed by nobody of your keyring; --key names whom."
+    )(command)
 
 
 def json_option(command: Command) -> Command:
