@@ -1,7 +1,7 @@
 """What a run will need of a GPU's memory, before it starts; and, where that is too much, what would make it fit.
 
-Upper estimates: compiled blocks keep less. What blocks keep was counted with autograd's own hooks for every architecture,
-and a test counts it again.
+Upper estimates. What blocks keep, compiled and not, was counted with autograd's own hooks for every architecture, and a
+test counts it again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ _KEPT = {
     "mpt": ((3, 2, 3), (5, 3, 3)),
     "llama": ((9, 3, 0), (13, 4, 0)),
 }
+# The same of compiled blocks, which compute again what is cheap. Each has a width more than the large tensors that were
+# counted, for the small ones: the sums of norms and of attention, what an adapter has narrowed.
+_KEPT_COMPILED = {
+    "gpt2": ((7, 1, 0), (9, 2, 0)),
+    "gpt_neo": ((8, 1, 3), (11, 2, 3)),
+    "gpt_neox": ((8, 1, 0), (11, 2, 0)),
+    "falcon": ((8, 1, 2), (10, 2, 2)),
+    "mpt": ((6, 1, 2), (9, 2, 2)),
+    "llama": ((7, 2, 0), (9, 3, 0)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +55,7 @@ class Needs:
     width: int
     vocabulary: int
     kept: float  # per token, in one block
+    compiled: bool = False
     longest: int = 0  # tokens of the longest row
     size: int = 2  # bytes of a number in weights and activations
     bits: Literal[16, 8, 4] = 16  # of frozen products; 16: as ``size`` says
@@ -81,10 +92,14 @@ def count_needs(model: Any, **choices: Any) -> Needs:
     blocks = list_blocks(causal)
     config = causal.config
     trained_block = any(p.requires_grad for name, p in blocks[0].named_parameters() if "lora_" not in name)
-    widths, inners, pairs = _KEPT[config.model_type][1 if trained_block else 0]
+    # The kernels of quantised products stand between compiled parts, so there nothing is sure to be computed again.
+    compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
+    widths, inners, pairs = (_KEPT_COMPILED if compiled else _KEPT)[config.model_type][1 if trained_block else 0]
     kept = widths * config.hidden_size + inners * _inner_width(blocks[0], config)
     kept += pairs * config.num_attention_heads * int(choices.get("longest", 0))
-    kept += 2 * sum(part.in_features for part in blocks[0].modules() if hasattr(part, "lora_A"))  # dropped-out inputs
+    # Dropped-out inputs, and which were dropped: a byte each where it is compiled.
+    inputs = sum(part.in_features for part in blocks[0].modules() if hasattr(part, "lora_A"))
+    kept += inputs * (1 + (1 / choices.get("size", 2) if compiled else 1))
     table = causal.get_input_embeddings()
     # Where nothing in the blocks learns, nothing of them is kept: they are there one at a time.
     flows = any(p.requires_grad for part in (*blocks, table) for p in part.parameters())

@@ -63,8 +63,20 @@ def check(parallel: str, settings: Settings) -> None:
         )
 
 
-def memory_choices(parallel: str, settings: Settings, device: models.Device, world: World) -> dict[str, Any]:
-    """What memory.Needs has to know of how the work is spread."""
+def will_compile(parallel: str, settings: Settings, device: models.Device, tokens: int) -> bool:
+    """tokens: of one epoch."""
+    if parallel == "deepspeed":  # its hooks break a compiled block into pieces
+        return False
+    if settings.compile != "auto":
+        return settings.compile
+    worth_it = tokens * settings.epochs > 1_000_000  # it takes about half a minute to compile
+    return worth_it and device.has_bf16 and models.compiler_missing() is None
+
+
+def memory_choices(
+    parallel: str, settings: Settings, device: models.Device, world: World, tokens: int
+) -> dict[str, Any]:
+    """What memory.Needs has to know of how the work is done; ``tokens``: of one epoch."""
     stage = f"zero{settings.deepspeed.stage}"
     return {
         "strategy": stage if parallel == "deepspeed" else parallel,
@@ -72,6 +84,7 @@ def memory_choices(parallel: str, settings: Settings, device: models.Device, wor
         "offload": settings.deepspeed.offload if parallel == "deepspeed" else "none",
         "bits": settings.bits,
         "size": device.dtype.itemsize,
+        "compiled": will_compile(parallel, settings, device, tokens),
     }
 
 

@@ -121,7 +121,8 @@ def train(
     form = set_form(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
     shape = learners.dress(models.load_shape(place), settings)
     data = (prepare or prepare_data)(settings, sources, tokenizer, models.longest_context(shape.config), skip_bad)
-    needs = memories.count_needs(shape, longest=data.longest, **ways.memory_choices(parallel, settings, device, world))
+    choices = ways.memory_choices(parallel, settings, device, world, data.tokens)
+    needs = memories.count_needs(shape, longest=data.longest, **choices)
     memory = memories.expect_memory(needs)
     plan = make_plan(settings, device, memory, needs, data)
     parameters, trainable = models.count_parameters(shape)
@@ -193,14 +194,8 @@ def make_plan(
     settings: Settings, device: models.Device, memory: memories.Memory, needs: memories.Needs, data: Prepared
 ) -> loop.Plan:
     import loop
-    import models
 
-    checkpointed, max_tokens = _fit_memory(settings, device, memory, needs.layers, data)
-    # DeepSpeed's hooks break a compiled block into pieces.
-    wants_compile = (
-        settings.parallel != "deepspeed" and device.is_gpu and device.has_bf16 and models.compiler_missing() is None
-    )
-    worth_it = data.tokens * settings.epochs > 1_000_000  # it takes about half a minute to compile
+    checkpointed, max_tokens = _fit_memory(settings, device, memory, needs, data)
     return loop.Plan(
         epochs=settings.epochs,
         max_steps=settings.max_steps,
@@ -208,7 +203,7 @@ def make_plan(
         max_rows=settings.micro_batch if isinstance(settings.micro_batch, int) else settings.batch_size,
         max_tokens=max_tokens,
         checkpointed=checkpointed,
-        compile=wants_compile and worth_it if settings.compile == "auto" else settings.compile,
+        compile=needs.compiled,
         learning_rate=settings.learning_rate,
         schedule=settings.schedule,
         warmup_steps=settings.warmup_steps,
@@ -222,7 +217,7 @@ def make_plan(
 
 
 def _fit_memory(
-    settings: Settings, device: models.Device, memory: memories.Memory, layers: int, data: Prepared
+    settings: Settings, device: models.Device, memory: memories.Memory, needs: memories.Needs, data: Prepared
 ) -> tuple[int, int]:
     """(blocks to checkpoint, tokens of a pack) within nine tenths of the memory.
 
@@ -230,12 +225,15 @@ def _fit_memory(
     are computed twice.
     """
     most, enough = (16_384, 8192) if device.is_gpu else (4096, 1024)
+    if device.is_gpu and needs.strategy == "fsdp":
+        most = 32_768  # each pack costs gathering every weight
     room = max(int(0.9 * device.memory) - memory.fixed, 0)
     plain, twice = memory.per_token, memory.per_token_checkpointed
     if isinstance(settings.micro_batch, int):
         wanted = most = data.longest * settings.micro_batch
     else:
         wanted = max(data.longest, min(enough, data.longest * settings.batch_size))
+    layers = needs.layers
     if settings.gradient_checkpointing == "auto":
         share = (wanted * plain - room) / max(wanted * (plain - twice), 1)
         checkpointed = min(max(-int(-share * layers // 1), 0), layers)

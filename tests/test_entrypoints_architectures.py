@@ -26,6 +26,7 @@ import memory  # noqa: E402
 import packing  # noqa: E402
 import tiny  # noqa: E402
 from architectures import ARCHITECTURES  # noqa: E402
+from learner import Learner  # noqa: E402
 from settings import TaskError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -182,8 +183,8 @@ def test_utilisation_divides_by_every_gpu() -> None:
 # ----------------------------------------------------------------------------------------------------------- memory
 
 
-def kept_for_backward(made: Any, length: int) -> int:
-    """Bytes that autograd keeps of one forward pass of the body, weights and buffers left out."""
+def kept_for_backward(made: Any, length: int, **how: Any) -> int:
+    """Bytes that autograd keeps of one forward pass of the body, weights and buffers left out; ``how``: for attention."""
     causal = architectures.strip_adapter(made)
     own = {tensor.untyped_storage().data_ptr() for tensor in [*causal.parameters(), *causal.buffers()]}
     kept: dict[int, int] = {}
@@ -195,7 +196,7 @@ def kept_for_backward(made: Any, length: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        output = causal.base_model(input_ids=torch.arange(length)[None] % 128, use_cache=False)
+        output = causal.base_model(input_ids=torch.arange(length)[None] % 128, use_cache=False, **how)
     assert output.last_hidden_state.shape[1] == length  # keeps the graph alive until here
     return sum(kept.values())
 
@@ -211,6 +212,29 @@ def test_what_blocks_keep_is_what_autograd_keeps(kind: str, method: str) -> None
     measured = (kept_for_backward(four, length) - kept_for_backward(two, length)) / 2
     expected = memory.expect_memory(memory.count_needs(four, longest=length)).per_token * length / 4
     assert 0.95 * measured < expected < 1.35 * measured
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_compiled_blocks_keep_is_what_autograd_keeps(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced and cut in two as for a GPU, without generating code: that chooses what is kept."""
+    plain, length = torch.nn.Module.compile, 96
+    # Sizes left open keep the same, and take ten times as long to trace.
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **{**how, "dynamic": False}))
+    packing.register()
+    torch._dynamo.reset()
+    how = {"even_rows": 1} if ARCHITECTURES[kind].attention == "interface" else {}  # one kernel, as on a GPU
+    measured = {}
+    for layers in (2, 4):
+        made = model(kind, method, layers=layers).to(torch.bfloat16).train()
+        made.set_attn_implementation(packing.choose_attention(made.config))
+        Learner(made, torch.bfloat16).compile_blocks("aot_eager_decomp_partition")
+        measured[layers] = kept_for_backward(made, length, **how)
+    one = (measured[4] - measured[2]) / 2
+    expected = memory.expect_memory(memory.count_needs(made, longest=length, compiled=True)).per_token * length / 4
+    assert 0.8 * expected < one <= expected
 
 
 def test_the_last_layer_keeps_nothing_of_the_blocks() -> None:

@@ -32,9 +32,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import chat  # noqa: E402
 import hub  # noqa: E402
 import loss as losses  # noqa: E402
+import memory  # noqa: E402
 import merge  # noqa: E402
 import models  # noqa: E402
 import packing  # noqa: E402
+import parallel  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
@@ -318,6 +320,42 @@ def test_blocks_with_adapters_are_one_graph_and_learn_the_same() -> None:
     torch.testing.assert_close(learn(), expected)
     assert len(graphs) == 2  # of all blocks, and of the loss
     assert sum("built-in function pad" in str(node.target) for node in graphs[0].graph.nodes) == 2
+
+
+H200 = models.Device(torch.device("cuda"), "NVIDIA H200", torch.bfloat16, 139 * memory.GIB)
+
+
+def test_what_is_compiled_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "compiler_missing", lambda: None)
+    auto, yes, no = (train.Settings(compile=wanted, epochs=2) for wanted in ("auto", True, False))
+    assert [parallel.will_compile("none", auto, H200, tokens) for tokens in (500_000, 500_001)] == [False, True]
+    assert [parallel.will_compile("none", wanted, H200, 1) for wanted in (yes, no)] == [True, False]
+    assert not parallel.will_compile("deepspeed", yes, H200, 500_001)
+    assert not parallel.will_compile("none", auto, models.choose_device(CPU), 500_001)
+    monkeypatch.setattr(models, "compiler_missing", lambda: "no C compiler")
+    assert not parallel.will_compile("none", auto, H200, 500_001)
+
+
+def test_no_more_is_computed_twice_than_memory_asks() -> None:
+    """Llama-2-7B's shape, every weight on 4 GPUs: compiled, packs twice as large as pays on one GPU."""
+    import transformers
+
+    config = transformers.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32)
+    with torch.device("meta"):
+        shape = transformers.AutoModelForCausalLM.from_config(config)
+    data = train.Prepared([Example(np.zeros(4096, np.int32), 1)] * 32, [], rows.Rows(), 0)
+    settings = train.Settings(method="full", batch_size=32)
+    plans = {}
+    for compiled in (False, True):
+        needs = memory.count_needs(shape, longest=4096, strategy="fsdp", gpus=4, compiled=compiled)
+        plans[compiled] = train.make_plan(settings, H200, memory.expect_memory(needs), needs, data)
+    assert [plan.compile for plan in plans.values()] == [False, True]
+    assert [plan.checkpointed for plan in plans.values()] == [0, 0]
+    assert 4096 < plans[False].max_tokens < plans[True].max_tokens <= 32_768
+    alone = memory.count_needs(shape, longest=4096, gpus=1)
+    roomy = memory.Memory(weights=0, gradients=0, optimizer=0, loss=0, per_token=1, per_token_checkpointed=1)
+    assert train.make_plan(settings, H200, roomy, alone, data).max_tokens == 16_384
+    assert train.make_plan(settings, H200, roomy, needs, data).max_tokens == 32_768
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

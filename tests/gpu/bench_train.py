@@ -248,10 +248,9 @@ def run_ours(
             transformers.AutoModelForCausalLM.from_config(shape_config, dtype=device.dtype), settings
         )
     longest = max(len(row.ids) for row in examples)
-    needs = memory.count_needs(
-        shape, longest=longest, **parallel.memory_choices(settings.parallel, settings, device, here)
-    )
     data = train.Prepared(examples, [], train.Rows(), 0)
+    choices = parallel.memory_choices(settings.parallel, settings, device, here, data.tokens)
+    needs = memory.count_needs(shape, longest=longest, **choices)
     plan = train.make_plan(settings, device, memory.expect_memory(needs), needs, data)
     if args.checkpointed >= 0:
         plan = dataclasses.replace(plan, checkpointed=args.checkpointed)
