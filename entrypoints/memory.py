@@ -135,7 +135,8 @@ def expect_memory(needs: Needs) -> Memory:
         host = gradients + optimizer
         gradients, optimizer = 0, 0
     if shares_weights:
-        own = weights // needs.gpus
+        # FSDP2 gathers what learns from the optimizer's exact copy; DeepSpeed keeps another.
+        own = (frozen if needs.strategy == "fsdp" else weights) // needs.gpus
         if needs.offload == "all":
             host, own = host + own, 0
         # Two units gathered at once: the one at work and the next.
