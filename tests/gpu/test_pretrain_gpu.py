@@ -75,16 +75,6 @@ def test_bf16_learns_and_goes_on(prepared: Path) -> None:
     assert "logits differ by" in run("convert.py", "--input", "whole", "--output", "converted", cwd=prepared)
 
 
-def test_how_fast_the_smallest_is(prepared: Path) -> None:
-    """The numbers to write down: 0.125B on one GPU."""
-    speed = options(sequence=2048, batch_size=256, max_steps=12, save_every=0, eval_every=0)
-    run("pretrain.py", "--output", "fast", *speed, cwd=prepared)
-    result = json.loads((prepared / "fast" / "run.json").read_text())
-    print(f"{result['device']['name']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {result['mfu']}, "
-          f"{result['peak_memory_bytes'] / 2**30:.1f} GiB, {result['device']['micro_batch']} at a time")  # fmt: skip
-    assert result["tokens_per_s"] > 0
-
-
 @pytest.mark.parametrize(
     ("gpus", "split"),
     [(2, {"tensor_parallel": 2}), (2, {"pipeline_parallel": 2}), (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
