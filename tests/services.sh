@@ -383,7 +383,7 @@ gridengine_answers() {
 
 configure_gridengine() (
     cd "$GE_HOME"
-    qconf -as ge1 ge2 || true
+    qconf -as ge1,ge2 || true  # a job of several hosts submits itself anew from its first, which is either
     qconf -ah ge2 || true
     qconf -sc >complexes
     for name in rt_F rt_G.large rt_G.small; do
