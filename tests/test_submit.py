@@ -215,7 +215,7 @@ def test_grid_engine_with_words_of_ones_own() -> None:
         ("2h", 7200),
         ("1-12:00:00", 129_600),
         ("45s", 45),
-        ("0:10", 600),
+        ("1-12:00", 129_600),
         ("3d", 259_200),
     ],
 )
@@ -228,6 +228,11 @@ def test_times(text: str, seconds: int) -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(UsageError, match="expected H:MM:SS"):
         seconds_of(text)
+
+
+def test_a_time_of_two_parts_could_be_either() -> None:
+    with pytest.raises(UsageError, match="Write 5:30:00, or 5m"):
+        seconds_of("5:30")
 
 
 def test_no_such_scheduler() -> None:

@@ -126,6 +126,9 @@ def seconds_of(text: str) -> int:
     elif found := _TIMES.fullmatch(text):
         days, hours, minutes, rest = (int(found[name] or 0) for name in "dhms")
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+        if found["d"] is None and found["s"] is None:
+            raise UsageError(f"--time {text}: hours and minutes, or minutes and seconds, as Slurm has it? Write "
+                             f"{hours}:{minutes:02}:00, or {hours}m")  # fmt: skip
     else:
         seconds = 0
     if not seconds:
