@@ -7,8 +7,8 @@ from typing import Any
 
 import peft
 import torch
-import torch.nn.functional as F
 
+import fusion
 import loss as losses
 import models
 import packing
@@ -43,15 +43,7 @@ class Learner(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
 
     def compile_blocks(self, backend: Any = "inductor") -> None:
         """Compile each block in place: alike blocks share one compilation, where a whole model takes minutes."""
-        rotary = getattr(self.body, "rotary_emb", None)
-        if rotary is not None:
-            rotary.register_forward_hook(_fix_width)
-        align_adapters(self.model)
-        if isinstance(self.model, peft.PeftModel):
-            # The first block is one more of the same only where its input wants a gradient as the others' inputs do.
-            self.body.get_input_embeddings().register_forward_hook(_want_gradient)
-        # Dropout by torch's own kernel: the same numbers as uncompiled, and faster than drawn in the middle of a norm's sums.
-        torch._inductor.config.fallback_random = True
+        fusion.prepare(self.model, self.body)
         for block in find_blocks(self.body):
             block.compile(dynamic=True, backend=backend)
         self.chunk_loss = losses.compile_loss(backend)
@@ -63,42 +55,6 @@ class Learner(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
         (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
         for block in find_blocks(self.body)[count:]:
             block.gradient_checkpointing = False
-
-
-def align_adapters(model: Any) -> None:
-    """Let adapters of an odd rank multiply with zeros beside them: GPUs have fast kernels only for rows of whole 16 bytes."""
-    kinds = {"lora_A": _Narrowing, "lora_B": _Widening}
-    for name, layer in model.named_modules():
-        kind = next((kind for part, kind in kinds.items() if f".{part}." in name), None)
-        if kind and type(layer) is torch.nn.Linear:
-            # Its class, not its forward: blocks that differ in an object of their own are compiled one by one.
-            layer.__class__ = kind
-
-
-class _Narrowing(torch.nn.Linear):  # type: ignore[misc]
-    """To an adapter's rank, and zeros up to a multiple of 8."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, F.pad(self.weight, (0, 0, 0, -self.out_features % 8)))
-
-
-class _Widening(torch.nn.Linear):  # type: ignore[misc]
-    """From there."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, F.pad(self.weight, (0, -self.in_features % 8)), self.bias)
-
-
-def _want_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        output.requires_grad_(True)
-
-
-def _fix_width(_module: Any, _inputs: Any, angles: tuple[torch.Tensor, ...]) -> None:
-    """Only the number of tokens varies. Where nothing says so (GPT-NeoX cuts queries at the width of these), the kernels would
-    divide by a width that they do not know."""
-    for part in angles:
-        torch._dynamo.mark_static(part, part.ndim - 1)
 
 
 def find_blocks(body: Any) -> list[Any]:

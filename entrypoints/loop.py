@@ -201,7 +201,7 @@ class Run:
         if total is None:
             return False
         if self.world.size > 1:
-            votes = torch.stack([total, torch.tensor(float(self.stop.exit_code or 0), device=total.device)])
+            votes = torch.stack([total, total.new_full((), self.stop.exit_code or 0)])
             self.world.sum(votes)
             total = votes[0]
             if votes[1].item() > 0:

@@ -38,8 +38,10 @@ class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         total = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), CHUNK):
-            part = slice(start, start + CHUNK)
+        # A trained head's gradient is read and written once for each chunk.
+        size = CHUNK if of_head is not None else CHUNK // 2
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
             loss, slope = work(hidden[part] @ head.T, targets[part])
             total += loss
             if of_hidden is not None:

@@ -127,13 +127,13 @@ def attend(
     # A branch, for a comparison is no plain bool where sharded blocks are compiled, and that would break their graph in pieces.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if even_rows:
-        q, k, v = (tensor[0].unflatten(1, (even_rows, -1)).transpose(0, 1) for tensor in (query, key, value))
+        q, k, v = (tensor.squeeze(0).unflatten(1, (even_rows, -1)).transpose(0, 1) for tensor in (query, key, value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, **grouped)
         return mixed.transpose(1, 2).flatten(0, 1)[None], None
     if cu_seq_lens_q is not None and not row_lengths:
         from torch.nn.attention.varlen import varlen_attn
 
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         mixed = varlen_attn(
             q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0)
         )

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import chat  # noqa: E402
+import fusion  # noqa: E402
 import hub  # noqa: E402
 import loss as losses  # noqa: E402
 import memory  # noqa: E402
@@ -320,6 +321,69 @@ def test_blocks_with_adapters_are_one_graph_and_learn_the_same() -> None:
     torch.testing.assert_close(learn(), expected)
     assert len(graphs) == 2  # of all blocks, and of the loss
     assert sum("built-in function pad" in str(node.target) for node in graphs[0].graph.nodes) == 2
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_an_adapters_factor_is_applied_once(share: float) -> None:
+    """Compiled and then tested uncompiled, where all heads are turned and where a quarter of each is."""
+    import transformers
+
+    packing.register()
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 300}
+    config = transformers.GPTNeoXConfig(num_hidden_layers=2, rotary_pct=share, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=packing.ATTENTION)
+    model = dress(model, train.Settings(method="lora", lora=train.Lora(r=4, alpha=20, dropout=0.0)))
+    for part in model.parameters():
+        torch.nn.init.normal_(part, std=0.1)
+    learner = Learner(model.eval(), torch.float32)
+    pack = packing.pack([Example(np.arange(32) % 300, 5)] * 2)
+    expected = learner(pack).item()
+    learner.compile_blocks(backend="eager")
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        assert learner(pack).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gelu_is_the_exact_one() -> None:
+    rows = torch.linspace(-12, 12, 100_001, requires_grad=True)
+    fused = fusion._Gelu.apply(rows)
+    (slope,) = torch.autograd.grad(fused.sum(), rows)
+    wide = rows.detach().double().requires_grad_()
+    exact = torch.nn.functional.gelu(wide)
+    (exact_slope,) = torch.autograd.grad(exact.sum(), wide)
+    assert (fused - exact).abs().max() < 5e-7
+    assert (slope - exact_slope).abs().max() < 5e-7
+
+
+TURN = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+from turning import turn
+
+tokens, heads, size = 5, 3, 20
+base, change = torch.randn(2, 1, tokens, heads * 3 * size)
+angles = torch.rand(1, tokens, size // 2) * 6
+cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+for more in (None, change):
+    both = (base if more is None else base + more).requires_grad_()
+    query, key, value = both.view(1, tokens, heads, 3 * size).transpose(1, 2).chunk(3, -1)
+    expected = (*apply_rotary_pos_emb(query, key, cos, sin), value)
+    parts = [part.clone().requires_grad_() for part in (base, more) if part is not None]
+    found = turn(parts[0], parts[1] if more is not None else None, cos, sin)
+    slopes = [torch.randn_like(part) for part in expected]
+    wanted = torch.autograd.grad(expected, both, slopes)[0]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    for slope in torch.autograd.grad(found, parts, slopes):
+        torch.testing.assert_close(slope, wanted)
+"""
+
+
+def test_the_turning_kernel_does_what_transformers_does() -> None:
+    """Forward and backward, with an adapter's share and without, by Triton's interpreter."""
+    command = [sys.executable, "-W", "ignore", "-c", TURN, str(Path(train.__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr
 
 
 H200 = models.Device(torch.device("cuda"), "NVIDIA H200", torch.bfloat16, 139 * memory.GIB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,24 @@ def test_the_folder_is_the_registry() -> None:
         recipe = find_recipe(name)
         assert (recipe.name, recipe.folder) == (name, folder)
         assert "recipe.yaml" in recipe.members()
+
+
+@pytest.mark.parametrize("name", sorted(recipe_folders()))
+def test_what_a_recipes_scripts_import_is_in_its_image(name: str) -> None:
+    """All of it, also what is only imported on a GPU; and nothing that none of them imports."""
+    files = {Path(inside).stem: file for inside, file in find_recipe(name).members().items() if inside.endswith(".py")}
+    ours = {file.stem for file in (*(HOUSE / "entrypoints").glob("*.py"), *files.values())}
+    tasks = {Path(task.entrypoint).stem for task in find_recipe(name).file.tasks.values()}
+    imported = set()
+    for file in files.values():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add((node.module or "").split(".")[0])
+    # DeepSpeed's ways are refused without it, and some recipes' proofs are their own.
+    assert (imported & ours) - set(files) <= {"zero", "smoke"}
+    assert set(files) - imported - tasks <= {"launch_node"}  # started by the scheduler's job
 
 
 @pytest.mark.parametrize("how", ["{}", "{}/", "{}/recipe.yaml"])

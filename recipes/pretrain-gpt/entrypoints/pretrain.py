@@ -333,7 +333,11 @@ def _together(cpu: bool, dry: bool, gpus: int | None) -> Iterator[World]:
         if not torch.distributed.is_initialized():
             # Not through a file that is removed afterwards: with NCCL the program then hung at its very end.
             torch.distributed.init_process_group(
-                "gloo" if cpu else "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+                "gloo" if cpu else "nccl",
+                store=torch.distributed.HashStore(),
+                rank=0,
+                world_size=1,
+                device_id=None if cpu else torch.device("cuda", 0),
             )
         yield world
     finally:

@@ -403,8 +403,8 @@ def _forward_step(batches: Iterator[tuple[Any, Any, Any]], model: Any) -> tuple[
 
     def finish(losses: Any) -> tuple[Any, Any, Any]:
         """(loss to differentiate, tokens, what the schedule hands back)."""
-        total, count = losses.float().sum(), labels.numel()
-        kept = torch.stack([total.detach(), total.new_tensor(float(count))])
-        return total, torch.tensor(count, dtype=torch.int, device=losses.device), kept
+        # Made where the loss is: a number sent there would wait until the GPU has done all work before it.
+        total, count = losses.float().sum(), losses.new_full((), labels.numel(), dtype=torch.int)
+        return total, count, torch.stack([total.detach(), count.to(total.dtype)])
 
     return losses, finish
