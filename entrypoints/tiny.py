@@ -46,7 +46,7 @@ def random_model(kind: str, vocabulary: int, *, layers: int = 2, width: int = 64
     sizes: dict[str, Any] = {
         "gpt2": {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": 1024, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         "gpt_neo": {"num_layers": layers, "hidden_size": width, "num_heads": 4, "max_position_embeddings": 1024, "window_size": 16, "attention_types": [[["global", "local"], layers // 2]]},
-        "gpt_neox": {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 4, "intermediate_size": 4 * width, "max_position_embeddings": 1024, "hidden_act": "gelu", "attention_dropout": 0.0, "hidden_dropout": 0.0},
+        "gpt_neox": {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 4, "intermediate_size": 4 * width, "max_position_embeddings": 1024, "hidden_act": "gelu", "rotary_pct": 1.0, "attention_dropout": 0.0, "hidden_dropout": 0.0},
         "falcon": {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 4, "max_position_embeddings": 1024},
         "mpt": {"n_layers": layers, "d_model": width, "n_heads": 4, "max_seq_len": 1024},
         "llama": {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2 * width, "max_position_embeddings": 1024},
