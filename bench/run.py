@@ -121,7 +121,7 @@ class Bench:
         return self.ekiben("image", name, "--no-verify", "--json", *words)
 
     def forget(self) -> None:
-        """What was built; a store is a few large files, and removing them takes no time of what comes after."""
+        """What was built: a few large files, unlike an unpacked image, whose removal would slow what comes after."""
         shutil.rmtree(self.store, ignore_errors=True)
         self.sif.unlink(missing_ok=True)
 
@@ -349,6 +349,11 @@ def main() -> int:
     wanted = options.cases.split(",")
     if unknown := set(wanted) - set(CASES):
         sys.exit(f"no case {', '.join(sorted(unknown))}; known: {', '.join(CASES)}")
+    if options.runs < 1:
+        sys.exit(f"--runs {options.runs}: at least 1 is needed")
+    if not (HOUSE / "recipes" / options.recipe / "recipe.yaml").is_file():
+        known = ", ".join(sorted(path.parent.name for path in (HOUSE / "recipes").glob("*/recipe.yaml")))
+        sys.exit(f"no recipe {options.recipe}; known: {known}")
     if not has("apptainer", "buildah", "mmdebstrap", docker_client()) or os.geteuid():
         sys.exit("bench/run.py needs root and its peers: bash tests/services.sh install docker apptainer buildah peers")
     if shutil.disk_usage(options.scratch.parent).free < ROOM[options.recipe == "hello"]:
