@@ -1,6 +1,6 @@
 """What a %post changed, as the layer's canonical members.
 
-Executors hand over the changes in the form their overlay keeps them: a tar of the upper directory, depth first, in
+Executors hand over the changes in the form their overlay keeps them: the upper directory, or a tar of it, depth first, in
 which a deletion is a character device 0:0 (overlayfs), a list of deleted paths (docker), and a directory that hides
 what is below it is opaque. Here that becomes one form (see builder.layer), and the machine's noise is left out.
 """
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import copy
 import heapq
+import os
 import posixpath
+import stat
 import tarfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import IO, Protocol, cast
 
 from builder.chain import File
@@ -97,15 +100,89 @@ class Lower:
         return sorted((name for name in names if self.lookup(name)), key=sort_key)
 
 
-def canonical(
-    archive: IO[bytes], lower: Lower, *, epoch: int, deleted: Collection[str] = (), opaque: Collection[str] = ()
-) -> Iterator[Member]:
-    """The canonical members of an upper directory's tar, which must come depth first and sorted.
+Read = Callable[[tarfile.TarInfo], Iterator[bytes]]  # the data of a file with data, each but once
 
-    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them in the tar.
-    Errors: LayerError for what no layer can hold.
+
+def canonical(
+    upper: IO[bytes] | Path, lower: Lower, *, epoch: int, deleted: Collection[str] = (), opaque: Collection[str] = ()
+) -> Iterator[Member]:
+    """The canonical members of an upper directory, or of a tar of one, which must come depth first and sorted.
+
+    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them.
+    Errors: LayerError for what no layer can hold, OSError for what cannot be read.
     """
-    return _Canon(lower, epoch, deleted, opaque).members(archive)
+    canon = _Canon(lower, epoch, deleted, opaque)
+    if isinstance(upper, Path):
+        return canon.ordered(_folder_infos(upper), _folder_reader(upper))
+    return _tar_members(canon, upper)
+
+
+def _tar_members(canon: _Canon, archive: IO[bytes]) -> Iterator[Member]:
+    with tarfile.open(fileobj=cast(IO[bytes], _Forward(archive)), mode="r:") as tar:
+        yield from canon.ordered(((_path_of(info), info) for info in tar), _tar_reader(tar))
+
+
+def _path_of(info: tarfile.TarInfo) -> str:
+    return info.name.removeprefix("./").strip("/")
+
+
+def _tar_reader(tar: tarfile.TarFile) -> Read:
+    def read(info: tarfile.TarInfo) -> Iterator[bytes]:
+        assert tar.fileobj is not None
+        tar.fileobj.seek(info.offset_data)  # what extractfile() does, but for two copies of every byte
+        return read_chunks(tar.fileobj.read, info.size)
+
+    return read
+
+
+def _folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """As a tar of ``folder`` would tell it, for who may read there: a program less, and a copy of every byte."""
+    first_names: dict[int, str] = {}  # inode → the name under which its data comes
+    device = folder.stat().st_dev
+
+    def below(place: str, prefix: str) -> Iterator[tuple[str, tarfile.TarInfo]]:
+        with os.scandir(place) as found:
+            entries = sorted(found, key=lambda entry: os.fsencode(entry.name))
+        for entry in entries:
+            path, seen = prefix + entry.name, entry.stat(follow_symlinks=False)
+            if seen.st_dev != device or stat.S_ISSOCK(seen.st_mode):
+                continue
+            info = _info(path, seen, first_names, entry.path)
+            yield path, info
+            if info.isdir():
+                yield from below(entry.path, f"{path}/")
+
+    return below(str(folder), "")
+
+
+_TAR_TYPES = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE,
+              stat.S_IFIFO: tarfile.FIFOTYPE, stat.S_IFCHR: tarfile.CHRTYPE, stat.S_IFBLK: tarfile.BLKTYPE}  # fmt: skip
+
+
+def _info(path: str, seen: os.stat_result, first_names: dict[int, str], place: str) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.type, info.mode = _TAR_TYPES[stat.S_IFMT(seen.st_mode)], stat.S_IMODE(seen.st_mode)
+    info.uid, info.gid, info.mtime = seen.st_uid, seen.st_gid, int(seen.st_mtime_ns // 10**9)
+    if not info.isdir() and seen.st_nlink > 1 and (first := first_names.setdefault(seen.st_ino, path)) != path:
+        info.type, info.linkname = tarfile.LNKTYPE, first
+    elif info.isfile():
+        info.size = seen.st_size
+    elif info.issym():
+        info.linkname = os.readlink(place)  # noqa: PTH115  a Path would tidy it up
+    elif info.isdir():
+        info.pax_headers = {name: os.fsdecode(os.getxattr(place, name)) for name in os.listxattr(place)
+                            if name.endswith(_OPAQUE)}  # fmt: skip
+    else:
+        info.devmajor, info.devminor = os.major(seen.st_rdev), os.minor(seen.st_rdev)
+    return info
+
+
+def _folder_reader(folder: Path) -> Read:
+    def read(info: tarfile.TarInfo) -> Iterator[bytes]:
+        with open(f"{folder}/{info.name}", "rb", buffering=0) as file:
+            yield from read_chunks(file.read, info.size)
+
+    return read
 
 
 class _Canon:
@@ -126,20 +203,16 @@ class _Canon:
         if not is_noise(path) and self.lower.lookup(path):
             heapq.heappush(self.gone, (sort_key(path), path))
 
-    def members(self, archive: IO[bytes]) -> Iterator[Member]:
-        with tarfile.open(fileobj=cast(IO[bytes], _Forward(archive)), mode="r:") as tar:
-            yield from self.ordered(tar, ((info.name.removeprefix("./").strip("/"), info) for info in tar))
-
-    def ordered(self, tar: tarfile.TarFile, infos: Iterable[tuple[str, tarfile.TarInfo]]) -> Iterator[Member]:
+    def ordered(self, infos: Iterable[tuple[str, tarfile.TarInfo]], read: Read) -> Iterator[Member]:
         yield Entry("", "dir", 0o755, mtime=self.epoch), None
         for name in self.lower.children("") if "" in self.opaque else ():
             self.bury(name)
         for path, info in infos:
             if path not in ("", ".") and (path in self.keep or not is_noise(path)):
-                yield from self.member(tar, info, path)
+                yield from self.member(read, info, path)
         yield from self.whiteouts(None)
 
-    def member(self, tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
+    def member(self, read: Read, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
         yield from self.whiteouts(path)
         if info.ischr() and info.devmajor == info.devminor == 0:
             self.bury(path)
@@ -148,7 +221,7 @@ class _Canon:
         elif info.isdir():
             yield from self.directory(info, path)
         elif info.isfile():
-            yield from self.file(tar, info, path)
+            yield from self.file(read, info, path)
         elif info.islnk() and (target := info.linkname.removeprefix("./")) in self.left_out:
             yield from self.link_to_below(info, path, target)
         elif info.islnk() or info.issym() or info.isfifo():
@@ -165,9 +238,9 @@ class _Canon:
         return Entry(path, kind, mode, info.uid, info.gid, min(int(info.mtime), self.epoch),
                      info.size if kind == "file" else 0, target)  # fmt: skip
 
-    def file(self, tar: tarfile.TarFile, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
+    def file(self, read: Read, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
         """A file, unless the overlay only copied it up: opened for writing, say, and left as it was."""
-        entry, data = self.entry(info, path), self.data(tar, info)
+        entry, data = self.entry(info, path), read(info) if info.size else None
         if path.endswith(".dist-info/RECORD"):
             content = without_noise(b"".join(data or ()))
             entry, data = replace(entry, size=len(content)), iter([content]) if content else None
@@ -190,13 +263,6 @@ class _Canon:
         content = self.lower.read_file(target)
         self.left_out[target] = path
         yield replace(entry, kind="file", target="", size=len(content)), iter([content]) if content else None
-
-    def data(self, tar: tarfile.TarFile, info: tarfile.TarInfo) -> Iterator[bytes] | None:
-        if not info.isfile() or not info.size:
-            return None
-        assert tar.fileobj is not None
-        tar.fileobj.seek(info.offset_data)  # what extractfile() does, but for two copies of every byte
-        return read_chunks(tar.fileobj.read, info.size)
 
     def directory(self, info: tarfile.TarInfo, path: str) -> Iterator[Member]:
         entry = Entry(path, "dir", info.mode & 0o7777, info.uid, info.gid, self.epoch)
@@ -254,8 +320,11 @@ class _Forward:
         return data
 
 
+_OPAQUE = ".overlay.opaque"  # an extended attribute, of trusted or user
+
+
 def _says_opaque(info: tarfile.TarInfo) -> bool:
-    return any(name.endswith("overlay.opaque") and value == "y" for name, value in info.pax_headers.items())
+    return any(name.endswith(_OPAQUE) and value == "y" for name, value in info.pax_headers.items())
 
 
 def file_members(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator[Member]:
@@ -320,7 +389,7 @@ def unordered_members(
         spool.write(chunk)
     spool.seek(0)
     with tarfile.open(fileobj=spool, mode="r:") as tar:
-        infos = {info.name.removeprefix("./").strip("/"): info for info in tar}
+        infos = {_path_of(info): info for info in tar}
         infos.pop("", None), infos.pop(".", None)
         _add_parents(infos, lower)  # a tar may name a deletion or a mark alone
         names = [(path, *path.rpartition("/")[::2]) for path in infos]
@@ -334,7 +403,8 @@ def unordered_members(
         if placeholders:
             infos |= {path: _regular(path) for path in PLACEHOLDERS}
         canon = _Canon(lower, epoch, deleted, opaque, keep=PLACEHOLDERS if placeholders else ())
-        yield from canon.ordered(tar, ((path, _first_name(infos, path)) for path in sorted(infos, key=sort_key)))
+        ordered = ((path, _first_name(infos, path)) for path in sorted(infos, key=sort_key))
+        yield from canon.ordered(ordered, _tar_reader(tar))
 
 
 OPAQUE = ".wh..wh..opq"

@@ -115,6 +115,13 @@ def lent_debs(folder: Path) -> Iterator[str]:
         yield f"deb [trusted=yes] copy:{place} ./\n"
 
 
+# dpkg waits for the disk after each package. Here it need not, where the kernel can (5.10): what a power failure ends is made anew.
+_IN_VOLATILE = """
+cd "$TMPDIR/.." && mount -t overlay overlay root -o lowerdir=empty,upperdir=upper,workdir=work,volatile 2>/dev/null
+exec "$@"
+"""
+
+
 def unavailable() -> str | None:
     return None if which("mmdebstrap") else "mmdebstrap is not installed (package mmdebstrap)"
 
@@ -144,8 +151,10 @@ def debootstrap_members(
     if os.geteuid() == 0:
         # It mounts /proc, /sys and device nodes below its folder: where nobody else who tidies up can meet them.
         # (Without root it works under a subordinate id, to which a folder in somebody's home is closed.)
-        argv = ["unshare", "--mount", "--propagation", "private", *argv]
-        environment["TMPDIR"] = str(spool.parent)
+        argv = ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", _IN_VOLATILE, "sh", *argv]
+        environment["TMPDIR"] = str(spool.parent / "root")
+        for name in ("root", "empty", "upper", "work"):
+            (spool.parent / name).mkdir()
     log(f"{suite}, by mmdebstrap")
     source_file = spool.with_suffix(".list")
     source_file.write_text(sources)

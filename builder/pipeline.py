@@ -432,7 +432,7 @@ class _Build:
             lower, self.store, staging, files=files, log=log,
         )  # fmt: skip
         with self.below(lower) as below, executor.execute(job) as changes:
-            yield canonical(changes.archive, below, epoch=step.epoch, deleted=changes.deleted, opaque=changes.opaque)
+            yield canonical(changes.upper, below, epoch=step.epoch, deleted=changes.deleted, opaque=changes.opaque)
 
     @contextlib.contextmanager
     def below(self, lower: Sequence[StoredLayer]) -> Iterator[Lower]:

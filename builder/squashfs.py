@@ -62,6 +62,7 @@ LIST_ENTRY = struct.Struct("<HhHH")  # inode offset, inode number - base, type, 
 LIST_INDEX = struct.Struct("<3I")  # offset in listing, metadata block, name length - 1
 FRAGMENT = struct.Struct("<Q2I")  # position, size word, unused
 
+EARLY = 32 << 20  # bytes after which what is written begins to go to the disk
 BATCH = 1 << 20  # bytes handed to a worker at once: large enough that a job's Python cost does not show
 CACHED_FRAGMENTS = 16
 CACHED_METADATA = 1024
@@ -124,7 +125,7 @@ class _BlockWriter:
         self._batch: list[Block] = []
         self._batch_bytes = 0
         self._stored: dict[tuple[int, bytes], list[int]] = {}
-        self.position = out.tell()
+        self.position = self._sent = out.tell()
         self.fragments: list[tuple[int, int]] = []
 
     def put(self, owner: _Inode | None, block: Block) -> None:
@@ -160,6 +161,15 @@ class _BlockWriter:
             self.position += len(data)
             if owner is not None:
                 self._deduplicate(owner)
+        if self.position - self._sent >= EARLY:
+            self._send()
+
+    def _send(self) -> None:
+        """The disk is idle while we compress; who mounts the file or waits for it to be stored would have to wait for all of it."""
+        self._out.flush()
+        # To be read no more, says this; what it does to bytes just written is to begin writing them out.
+        os.posix_fadvise(self._out.fileno(), self._sent, self.position - self._sent, os.POSIX_FADV_DONTNEED)
+        self._sent = self.position
 
     def _claim(self, owner: _Inode, word: int) -> None:
         if owner.sizes is None:

@@ -18,8 +18,9 @@ SHRINK = Path(__file__).with_name("shrink.py")
 
 UNCHECKED_HASH = (0b01).to_bytes(4, "little")  # flags of a .pyc file, PEP 552
 
-# Which references marshal writes depends on all that the process compiled before. So every package gets a process
-# of its own, with its files in order, and how many of those run side by side does not matter.
+# Which references marshal writes depends on all that the process compiled before. So a process gets the files of one
+# package, in order and so many of them, and how many processes run side by side does not matter.
+AT_ONCE = 400
 COMPILE = """
 import py_compile, sys
 for path in sys.stdin.read().splitlines():
@@ -40,10 +41,10 @@ def install(lock: Path) -> None:
 
 
 def compile_packages() -> None:
-    packages = {entry: _uncompiled(entry) for entry in sorted(SITE.iterdir())}
-    largest_first = sorted(packages.values(), key=len, reverse=True)
+    packages = [_uncompiled(entry) for entry in sorted(SITE.iterdir())]
+    parts = [files[start : start + AT_ONCE] for files in packages for start in range(0, len(files), AT_ONCE)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(_compile, [files for files in largest_first if files]))
+        list(pool.map(_compile, sorted(parts, key=len, reverse=True)))
 
 
 def _uncompiled(entry: Path) -> list[Path]:

@@ -40,9 +40,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a job changed: a tar of the overlay's upper directory (see builder.capture)."""
+    """What a job changed: the overlay's upper directory, or a tar of it where we may not read it (see builder.capture)."""
 
-    archive: IO[bytes]
+    upper: Path | IO[bytes]
     deleted: Collection[str] = ()
     opaque: Collection[str] = ()
 

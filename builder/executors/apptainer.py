@@ -73,6 +73,9 @@ def execute(job: Job) -> Iterator[Changes]:
     try:
         _execute(job, overlay)
         upper = overlay / "upper"
+        if os.geteuid() == 0:
+            yield Changes(upper)  # the kernel's overlay marks what is opaque in the folder itself
+            return
         marked = _find_marks(job, upper)
         with piped(_inside(job, upper, [*TAR_OF_UPPER, "-C", f"/{BUILD_MOUNT}", "."])) as archive:
             yield Changes(archive, opaque=marked)
@@ -159,9 +162,7 @@ def _environment() -> dict[str, str]:
 
 
 def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
-    """The bottom layer's own tools on ``folder``, with the owners seen as the script saw them."""
-    if os.geteuid() == 0:
-        return [word.replace(f"/{BUILD_MOUNT}", str(folder)) for word in command]
+    """The bottom layer's own tools on ``folder``, with the owners seen as the script saw them, for who is not root."""
     bottom = job.store.layer_file(job.lower[0])
     return [*_base_argv(), "--bind", f"{folder}:/{BUILD_MOUNT}", bottom, *command]
 
@@ -169,8 +170,7 @@ def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
 def _find_marks(job: Job, upper: Path) -> set[str]:
     names = [word for mark in _OVERLAY_MARKS for word in ("-o", "-name", mark)][1:]
     found = run(_inside(job, upper, ["find", f"/{BUILD_MOUNT}", *names]), env=_environment()).stdout
-    place = str(upper) if os.geteuid() == 0 else f"/{BUILD_MOUNT}"
-    return {os.path.dirname(line)[len(place) :].strip("/") for line in found.splitlines()}
+    return {os.path.dirname(line)[len(f"/{BUILD_MOUNT}") :].strip("/") for line in found.splitlines()}
 
 
 def _remove(job: Job, overlay: Path) -> None:
