@@ -270,6 +270,7 @@ class _Build:
         self._supply: Supply | None = None
         self._stages: Stages | None = None
         self._cache: LayerCache | None = None
+        self._last_script: str | None = None  # the key of the last layer whose %post is to be run
 
     @property
     def stages(self) -> Stages:
@@ -299,6 +300,9 @@ class _Build:
 
     def obtain_all(self) -> list[StoredLayer]:
         self.refuse_unlocked()
+        scripts = [layer.cache_key for layer in self.chain.layers
+                   if layer.kind == "post" and not self.store.layer(layer.cache_key)]  # fmt: skip
+        self._last_script = scripts[-1] if scripts else None
         return self.obtain_layers(self.chain.layers)
 
     def obtain_layers(self, layers: Sequence[Layer]) -> list[StoredLayer]:
@@ -432,6 +436,8 @@ class _Build:
             lower, self.store, staging, files=files, log=log,
         )  # fmt: skip
         with self.below(lower) as below, executor.execute(job) as changes:
+            if step.cache_key == self._last_script:
+                self.store.remove_left()
             yield canonical(changes.upper, below, epoch=step.epoch, deleted=changes.deleted, opaque=changes.opaque)
 
     @contextlib.contextmanager

@@ -400,7 +400,7 @@ class Store:
         """Until the block ends, prune() keeps these layers and all that is made meanwhile.
 
         ``beside``: in the block, syncing gigabytes goes on beside the next layer's work, for which its end waits; and what
-        the layers leave behind is removed after it. Not for a store with other readers, who see a blob only when it is on
+        the layers leave behind is removed last. Not for a store with other readers, who see a blob only when it is on
         the disk.
         """
         with self.staging() as folder, contextlib.ExitStack() as stack:
@@ -422,13 +422,18 @@ class Store:
             finally:
                 waiting, self._pool = self._waiting, None
                 self._waiting, self._written = [], set()
-                left, self._left = self._left, []
-                threading.Thread(target=_remove_all, args=(left,), name="removal").start()
+                self.remove_left()
         for work in waiting:
             work.result()
 
+    def remove_left(self) -> None:
+        """Begin to remove what the layers made so far have left behind: no script will make files by the thousand any more."""
+        left, self._left = self._left, []
+        if left:
+            threading.Thread(target=_remove_all, args=(left,), name="removal").start()
+
     def _leave(self, folder: Path) -> None:
-        """Nobody needs it any more. In a build it goes at the end, while the image is written, where the disk has room: a file
+        """Nobody needs it any more. In a build it goes when the last script has ended, where the disk has room: a file
         system that has forgotten thousands of files a moment ago is slow to make new ones, ext4 above all."""
         if self._pool is None:
             remove_tree(folder)

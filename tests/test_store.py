@@ -436,3 +436,25 @@ def test_prune_does_not_stumble_over_a_damaged_manifest(store: Store) -> None:
 def test_a_store_where_no_folder_can_be() -> None:
     with pytest.raises(StoreError, match="the store /proc/nope cannot be written"):
         Store(Path("/proc/nope")).open_for_writing()
+
+
+def test_what_layers_leave_behind_is_removed_when_it_is_said(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builder.store._ROOM", 0)
+    with store.building([], beside=True):
+        with store.staging() as first:
+            pass
+        assert first.exists()
+        store.remove_left()
+        wait_for_removal()
+        assert not first.exists()
+        with store.staging() as second:
+            pass
+        assert second.exists()
+    wait_for_removal()
+    assert not second.exists()
+
+
+def wait_for_removal() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "removal":
+            thread.join()
