@@ -163,7 +163,9 @@ def _info(path: str, seen: os.stat_result, first_names: dict[int, str], place: s
     info = tarfile.TarInfo(path)
     info.type, info.mode = _TAR_TYPES[stat.S_IFMT(seen.st_mode)], stat.S_IMODE(seen.st_mode)
     info.uid, info.gid, info.mtime = seen.st_uid, seen.st_gid, int(seen.st_mtime_ns // 10**9)
-    if not info.isdir() and seen.st_nlink > 1 and (first := first_names.setdefault(seen.st_ino, path)) != path:
+    if info.ischr() or info.isblk():  # a whiteout, most often; the kernel makes them all one inode's
+        info.devmajor, info.devminor = os.major(seen.st_rdev), os.minor(seen.st_rdev)
+    elif not info.isdir() and seen.st_nlink > 1 and (first := first_names.setdefault(seen.st_ino, path)) != path:
         info.type, info.linkname = tarfile.LNKTYPE, first
     elif info.isfile():
         info.size = seen.st_size
@@ -172,8 +174,6 @@ def _info(path: str, seen: os.stat_result, first_names: dict[int, str], place: s
     elif info.isdir():
         info.pax_headers = {name: os.fsdecode(os.getxattr(place, name)) for name in os.listxattr(place)
                             if name.endswith(_OPAQUE)}  # fmt: skip
-    else:
-        info.devmajor, info.devminor = os.major(seen.st_rdev), os.minor(seen.st_rdev)
     return info
 
 

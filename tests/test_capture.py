@@ -154,11 +154,16 @@ def overlayfs(upper: Upper, lower: Lower) -> Iterator[Member]:
 
 
 def folder(upper: Upper, lower: Lower) -> Iterator[Member]:
-    """The upper directory itself, as the kernel's overlay keeps it."""
-    with TemporaryDirectory() as place:
+    """The upper directory itself, as the kernel's overlay keeps it: its whiteouts are names of one inode."""
+    with TemporaryDirectory() as outer:
+        place, whiteout = f"{outer}/upper", f"{outer}/whiteout"
+        os.mknod(whiteout, stat.S_IFCHR, os.makedev(0, 0))
+        Path(place).mkdir(0o755)
         for path in sorted([*upper.made, *upper.deleted, *upper.links], key=sort_key):
-            entry, data = upper.made.get(path, (Entry(path, "whiteout"), b""))
-            lay_out(f"{place}/{path}", upper.links.get(path) and f"{place}/{upper.links[path]}", entry, data)
+            if path in upper.made:
+                lay_out(f"{place}/{path}", *upper.made[path])
+            else:
+                os.link(f"{place}/{upper.links[path]}" if path in upper.links else whiteout, f"{place}/{path}")
         for path in upper.opaque:
             os.setxattr(f"{place}/{path}", "trusted.overlay.opaque", b"y")
         for path, (entry, _) in sorted(upper.made.items(), reverse=True):  # a folder's time when all is in it
@@ -166,20 +171,13 @@ def folder(upper: Upper, lower: Lower) -> Iterator[Member]:
         yield from canonical(Path(place), lower, epoch=EPOCH)
 
 
-def lay_out(place: str, other_name: str | None, entry: Entry, data: bytes) -> None:
-    if other_name:
-        os.link(other_name, place)
-        return
+def lay_out(place: str, entry: Entry, data: bytes) -> None:
     if entry.kind == "dir":
         Path(place).mkdir(exist_ok=not entry.path)
     elif entry.kind == "file":
         Path(place).write_bytes(data)
     elif entry.kind == "symlink":
         Path(place).symlink_to(entry.target)
-    elif entry.kind == "fifo":
-        os.mkfifo(place)
-    else:
-        os.mknod(place, stat.S_IFCHR, os.makedev(0, 0))
     os.chown(place, entry.uid, entry.gid, follow_symlinks=False)
     if entry.kind != "symlink":
         os.chmod(place, entry.mode)
