@@ -7,6 +7,7 @@ what is below it is opaque. Here that becomes one form (see builder.layer), and 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import heapq
 import os
@@ -147,7 +148,7 @@ def _folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
             path, seen = prefix + entry.name, entry.stat(follow_symlinks=False)
             if seen.st_dev != device or stat.S_ISSOCK(seen.st_mode):
                 continue
-            info = _info(path, seen, first_names, entry.path)
+            info = _folder_info(path, seen, first_names, entry.path)
             yield path, info
             if info.isdir():
                 yield from below(entry.path, f"{path}/")
@@ -159,10 +160,10 @@ _TAR_TYPES = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat
               stat.S_IFIFO: tarfile.FIFOTYPE, stat.S_IFCHR: tarfile.CHRTYPE, stat.S_IFBLK: tarfile.BLKTYPE}  # fmt: skip
 
 
-def _info(path: str, seen: os.stat_result, first_names: dict[int, str], place: str) -> tarfile.TarInfo:
+def _folder_info(path: str, seen: os.stat_result, first_names: dict[int, str], place: str) -> tarfile.TarInfo:
     info = tarfile.TarInfo(path)
     info.type, info.mode = _TAR_TYPES[stat.S_IFMT(seen.st_mode)], stat.S_IMODE(seen.st_mode)
-    info.uid, info.gid, info.mtime = seen.st_uid, seen.st_gid, int(seen.st_mtime_ns // 10**9)
+    info.uid, info.gid, info.mtime = seen.st_uid, seen.st_gid, seen.st_mtime_ns // 10**9
     if info.ischr() or info.isblk():  # a whiteout, most often; the kernel makes them all one inode's
         info.devmajor, info.devminor = os.major(seen.st_rdev), os.minor(seen.st_rdev)
     elif not info.isdir() and seen.st_nlink > 1 and (first := first_names.setdefault(seen.st_ino, path)) != path:
@@ -172,8 +173,9 @@ def _info(path: str, seen: os.stat_result, first_names: dict[int, str], place: s
     elif info.issym():
         info.linkname = os.readlink(place)  # noqa: PTH115  a Path would tidy it up
     elif info.isdir():
-        info.pax_headers = {name: os.fsdecode(os.getxattr(place, name)) for name in os.listxattr(place)
-                            if name.endswith(_OPAQUE)}  # fmt: skip
+        with contextlib.suppress(OSError):  # a file system without extended attributes has no such marks
+            marks = [name for name in os.listxattr(place) if name.endswith(_OPAQUE)]
+            info.pax_headers = {name: os.fsdecode(os.getxattr(place, name)) for name in marks}
     return info
 
 
