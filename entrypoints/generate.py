@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="start again, though the output is half written")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, offline; checks what a user relies on")
     args = parser.parse_args(arguments)
-    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
-        options.start_processes(__file__, args.gpus, arguments)
+    options.start_processes(__file__, args.gpus, arguments)
     given = {name: getattr(args, name) for name in ("model", "adapter", "data", "output") if getattr(args, name)}
     settings = replace(options.load(Settings, args.config, args.set), **given)
     settings = replace(settings, temperature=0.0) if args.greedy else settings

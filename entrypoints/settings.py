@@ -95,12 +95,17 @@ def recipe_folder(config: Path | None, script: str) -> Path:
     return Path(given) if given else (config or Path(script)).resolve().parent.parent
 
 
-def start_processes(script: str, count: int, arguments: Sequence[str] | None) -> NoReturn:
+def start_processes(script: str, count: int | None, arguments: Sequence[str] | None) -> None:
     """``script`` again, ``count`` times, in the place of this process: signals and the exit code are the run's.
 
+    Returns where there is nothing to start: none were asked for, this is one of them, or it is the only one.
     Not by torchrun, which ends with 1 whatever its processes ended with. Errors: SettingError.
     """
+    if count is None or "WORLD_SIZE" in os.environ:
+        return
     check_gpus(count)
+    if count == 1:
+        return
     here = Path(script).resolve()
     # Beside this file: a recipe's own script has it there in the image alone.
     launcher = [

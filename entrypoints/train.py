@@ -59,8 +59,7 @@ class Prepared:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
-    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
-        options.start_processes(__file__, args.gpus, arguments)
+    options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, _assignments(args))
     recipe = options.recipe_folder(args.config, __file__)
     _tell(places.prepare_caches(os.environ))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,3 +121,19 @@ def test_a_bare_name_is_a_config_of_the_recipe(tmp_path: Path, monkeypatch: pyte
         settings.load(Outer, Path("lang"))
     with pytest.raises(SettingError, match="no such file"):
         settings.load(Outer, Path("lang.yaml"))
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [([], ["alone"]), (["1"], ["alone"]), (["3"], ["0", "1", "2"])])
+def test_as_many_processes_as_are_asked_for(gpus: list[str], ranks: list[str], tmp_path: Path) -> None:
+    """Each of them has --gpus in its command again, and starts no others."""
+    script = tmp_path / "task.py"
+    script.write_text(
+        "import os, sys, settings\n"
+        "settings.start_processes(__file__, int(sys.argv[1]) if sys.argv[1:] else None, None)\n"
+        "print('rank', os.environ.get('RANK', 'alone'))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = str(Path(settings.__file__).parent)
+    done = subprocess.run([sys.executable, script, *gpus], capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(line.split()[1] for line in done.stdout.splitlines() if line.startswith("rank")) == ranks

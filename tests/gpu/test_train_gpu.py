@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -190,6 +191,48 @@ def test_several_gpus_learn_what_one_does(way: str, method: str, base: Path, tmp
     assert done.returncode == 0, done.stdout + done.stderr
     assert train.train(small(base, method=method), RECIPE, tmp_path / "one") == 0
     assert losses_of(tmp_path / "many") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-2)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("way", ["none", "ddp", "fsdp"])
+def test_a_stopped_run_goes_on(way: str, method: str, base: Path, tmp_path: Path) -> None:
+    gpus = 1 if way == "none" else 2
+    if torch.cuda.device_count() < gpus:
+        pytest.skip("one GPU")
+    values = {"model": base, "test_share": 0.1, "max_length": 512, "learning_rate": 1e-3, "log_seconds": 0, "epochs": 20,
+              "lora.dropout": 0, "method": method}  # fmt: skip
+    values |= {"parallel": way} if gpus > 1 else {}
+
+    def run(output: str, stop_at: str = "") -> tuple[int, str]:
+        command = [
+            sys.executable,
+            str(ENTRYPOINTS / "train.py"),
+            "--data",
+            str(SAMPLE),
+            "--output",
+            output,
+            "--gpus",
+            str(gpus),
+        ]
+        command += [f"--set={name}={value}" for name, value in values.items()]
+        said = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+                              env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                said.append(line)
+                if stop_at and stop_at in line:
+                    process.send_signal(signal.SIGTERM)
+        return process.returncode, "".join(said)
+
+    code, said = run("whole")
+    assert code == 0, said
+    code, said = run("stopped", stop_at="step 5/")
+    assert code == 75, said
+    code, said = run("stopped")
+    assert code == 0, said
+    assert "resumed" in said
+    assert losses_of(tmp_path / "stopped") == pytest.approx(losses_of(tmp_path / "whole"), rel=2e-2)
 
 
 def test_deepspeed_learns_what_the_plain_loop_does(base: Path, tmp_path: Path) -> None:

@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.dry_run:
         return run_once(settings, single or REFERENCE, args.output, config=args.config, dry=True)
     if single is not None:
-        if args.gpus is not None and "WORLD_SIZE" not in os.environ:
-            options.start_processes(__file__, args.gpus, arguments)
+        options.start_processes(__file__, args.gpus, arguments)
         return run_once(settings, single, args.output, config=args.config)
     if "RANK" in os.environ:
         raise TaskError(

@@ -80,10 +80,10 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
-    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
-        options.check_gpus(args.gpus)
-        if not args.dry_run:  # one process reckons for all
-            options.start_processes(__file__, args.gpus, arguments)
+    if args.dry_run and args.gpus is not None:
+        options.check_gpus(args.gpus)  # one process reckons for all
+    else:
+        options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, args.set)
     if args.data:
         settings = dataclasses.replace(settings, data=args.data)

@@ -37,8 +37,7 @@ class Settings:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
-    if args.gpus is not None and "WORLD_SIZE" not in os.environ:
-        options.start_processes(__file__, args.gpus, arguments)
+    options.start_processes(__file__, args.gpus, arguments)
     settings = options.load(Settings, args.config, args.set)
     if os.environ.get("RANK", "0") == "0":
         print("".join(f"{line}\n" for line in places.prepare_caches(os.environ)), end="", flush=True)
