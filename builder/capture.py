@@ -7,8 +7,8 @@ what is below it is opaque. Here that becomes one form (see builder.layer), and 
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import errno
 import heapq
 import os
 import posixpath
@@ -173,10 +173,18 @@ def _folder_info(path: str, seen: os.stat_result, first_names: dict[int, str], p
     elif info.issym():
         info.linkname = os.readlink(place)  # noqa: PTH115  a Path would tidy it up
     elif info.isdir():
-        with contextlib.suppress(OSError):  # a file system without extended attributes has no such marks
-            marks = [name for name in os.listxattr(place) if name.endswith(_OPAQUE)]
-            info.pax_headers = {name: os.fsdecode(os.getxattr(place, name)) for name in marks}
+        marks = [name for name in _attributes(place) if name.endswith(_OPAQUE_MARK)]
+        info.pax_headers = {name: os.fsdecode(os.getxattr(place, name)) for name in marks}
     return info
+
+
+def _attributes(place: str) -> list[str]:
+    try:
+        return os.listxattr(place)
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:  # such a file system has no marks; any other failure might hide one
+            raise
+        return []
 
 
 def _folder_reader(folder: Path) -> Read:
@@ -322,11 +330,11 @@ class _Forward:
         return data
 
 
-_OPAQUE = ".overlay.opaque"  # an extended attribute, of trusted or user
+_OPAQUE_MARK = ".overlay.opaque"  # an extended attribute, of trusted or user
 
 
 def _says_opaque(info: tarfile.TarInfo) -> bool:
-    return any(name.endswith(_OPAQUE) and value == "y" for name, value in info.pax_headers.items())
+    return any(name.endswith(_OPAQUE_MARK) and value == "y" for name, value in info.pax_headers.items())
 
 
 def file_members(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator[Member]:

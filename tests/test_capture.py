@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
@@ -316,6 +317,24 @@ def test_sockets_in_a_folder_are_left_out_too(base: Layers, upper: Path) -> None
     with socket.socket(socket.AF_UNIX) as here:
         here.bind(str(upper / "etc/socket"))
         assert short(drained(canonical(upper, base.lower, epoch=EPOCH))) == ["etc/", "etc/pipe|"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EIO])
+def test_only_where_there_can_be_no_marks_none_are_taken(
+    base: Layers, upper: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without extended attributes, and one that fails to read them: a mark that was overlooked shows old files."""
+
+    def fail(place: str) -> list[str]:
+        raise OSError(number, os.strerror(number), place)
+
+    (upper / "new").mkdir(0o755)
+    monkeypatch.setattr(os, "listxattr", fail)
+    if number == errno.ENOTSUP:
+        assert short(drained(canonical(upper, base.lower, epoch=EPOCH))) == ["new/"]
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            drained(canonical(upper, base.lower, epoch=EPOCH))
 
 
 def test_a_file_that_ends_early_is_an_error(base: Layers, upper: Path) -> None:

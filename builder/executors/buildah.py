@@ -52,11 +52,12 @@ def execute(job: Job) -> Iterator[Changes]:
         upper = Path(mounted).parent / "diff"
         if not mounted or not _is_folder(upper):
             raise EngineError(f"buildah's storage is not laid out as expected: no {upper}")
+        marked = _marks(upper)
         if os.geteuid() == 0:
-            yield Changes(upper, opaque=_marks(upper))
+            yield Changes(upper, opaque=marked)
             return
         with piped(_rootful([*TAR_OF_UPPER, "-C", str(upper), "."]), env=_environment()) as archive:
-            yield Changes(archive, opaque=_marks(upper))
+            yield Changes(archive, opaque=marked)
 
 
 def forget_images() -> int:
