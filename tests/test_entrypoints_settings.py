@@ -129,6 +129,9 @@ def test_as_many_processes_as_are_asked_for(gpus: list[str], ranks: list[str], t
     script = tmp_path / "task.py"
     script.write_text(
         "import os, sys, settings\n"
+        "depth = int(os.environ.get('DEPTH', 0))\n"
+        "assert depth < 3, 'it starts itself without end'\n"
+        "os.environ['DEPTH'] = str(depth + 1)\n"
         "settings.start_processes(__file__, int(sys.argv[1]) if sys.argv[1:] else None, None)\n"
         "print('rank', os.environ.get('RANK', 'alone'))\n"
     )
