@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -334,6 +334,14 @@ def _job_memory(definition: Definition, stage: Stage) -> int | None:
 def stages_of(taken: Iterable[Taken]) -> list[BuildStage]:
     """Each stage once."""
     return list({item.stage.cache_key: item.stage for item in taken}.values())
+
+
+def files_of(layers: Iterable[Layer | BuildStage]) -> Iterator[File]:
+    """All that goes into these and into the build stages that they take from, some of it several times."""
+    for step in layers:
+        yield from step.files
+        for stage in stages_of(step.taken):
+            yield from files_of([*stage.layers, stage])
 
 
 def _taken(stage: Stage, made: Mapping[str, BuildStage]) -> tuple[Taken, ...]:

@@ -9,6 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from builder import oci
+from builder.dockersock import answers, ask, place
+from builder.dockersock import image_id as id_of
 from builder.errors import EngineError
 from builder.store import Store, StoredLayer
 
@@ -37,7 +39,7 @@ def client() -> DockerClient:
 
 
 def unavailable() -> str | None:
-    if (answer := _ask("/_ping")) and answer[0] == 200:
+    if answers():
         return None
     try:
         client()
@@ -46,41 +48,8 @@ def unavailable() -> str | None:
     return None
 
 
-def _socket() -> str | None:
-    """The daemon's Unix socket, unless DOCKER_HOST names something else, which is the SDK's business."""
-    scheme, _, place = (os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock").partition("://")
-    return place if scheme == "unix" else None
-
-
-def _ask(path: str, *, send: Iterable[bytes] | None = None) -> tuple[int, bytes] | None:
-    """Status and body of a GET (of a POST of ``send``) at the daemon's Unix socket; None when nothing answers there.
-
-    For what an invocation with little to do needs: importing the SDK takes longer than all of it.
-    """
-    import socket
-
-    if (place := _socket()) is None:
-        return None
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10 if send is None else 3600)
-            connection.connect(place)
-            if send is None:
-                connection.sendall(f"GET {path} HTTP/1.0\r\nHost: docker\r\n\r\n".encode())
-            else:
-                connection.sendall(f"POST {path} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\n"
-                                   "Content-Type: application/x-tar\r\nTransfer-Encoding: chunked\r\n\r\n".encode())  # fmt: skip
-                for chunk in filter(None, send):
-                    connection.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
-                connection.sendall(b"0\r\n\r\n")
-            head, _, body = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
-        return int(head.split()[1]), body
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def _layers_of(name: str) -> list[str]:
-    answer = _ask(f"/images/{name}/json")
+    answer = ask(f"/images/{name}/json")
     return json.loads(answer[1])["RootFS"].get("Layers") or [] if answer and answer[0] == 200 else []
 
 
@@ -91,8 +60,8 @@ def known_layers() -> set[str]:
 
 
 def has_image(name: str, image_id: str) -> bool:
-    if answer := _ask(f"/images/{name}/json"):
-        return answer[0] == 200 and bool(json.loads(answer[1])["Id"] == image_id)
+    if place() is not None:
+        return id_of(name) == image_id
     from docker.errors import APIError
 
     try:
@@ -128,7 +97,7 @@ def _present(diff_ids: list[str], name: str) -> set[str]:
 
 def _load(archive: Iterable[bytes]) -> str:
     """What the daemon says to an archive."""
-    if _socket() is None:
+    if place() is None:
         return " ".join(str(line) for line in client().api.load_image(archive) or ())
-    answer = _ask("/images/load", send=archive)
+    answer = ask("/images/load", send=archive)
     return answer[1].decode(errors="replace") if answer else "it closed the connection"

@@ -42,9 +42,14 @@ def _last_lines(text: str, count: int = 15) -> str:
     return "\n".join(text.rstrip().splitlines()[-count:])
 
 
+def search_path() -> list[str]:
+    """Where programs are looked for: PATH and the system's own directories, which an ordinary PATH may lack."""
+    return [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/sbin", "/usr/sbin", "/sbin"]
+
+
 def which(*names: str) -> str | None:
-    """The first of ``names`` on PATH or in the system's own directories, which an ordinary PATH may lack."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+    """The first of ``names`` in search_path()."""
+    path = os.pathsep.join(search_path())
     return next((found for name in names if (found := shutil.which(name, path=path))), None)
 
 

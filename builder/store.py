@@ -8,6 +8,7 @@
     results/<key>.json   what a build stage handed over: files, each a blob (compiled wheels above all)
     learnt/<name>.json   what compiling a package takes: memory, files, time
     checks/              what was verified, by image and runtime
+    answers/             what `build.py image` said when all was there, and what that rests on (builder/answers.py)
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
 A store may stand before another one, a cluster's say (builder/shared.py): what is not here is read there. Only this one is
@@ -35,6 +36,8 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
+from builder.answers import FOLDER as ANSWERS
+from builder.answers import default_store
 from builder.errors import StoreError, UsageError, nearest
 from builder.files import free_bytes
 from builder.sif import Partition, copy_checked, read_partition
@@ -133,10 +136,7 @@ def _remove(left: Path) -> None:
 
 
 def default_root() -> Path:
-    if place := os.environ.get("EKIBEN_STORE"):
-        return Path(place).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser().absolute() / "ekiben" / "store"
+    return Path(default_store())
 
 
 class Store:
@@ -298,6 +298,13 @@ class Store:
     def check(self, name: str) -> dict[str, Any] | None:
         return self._read(f"checks/{name}.json")
 
+    def records(self, name: str, layers: Iterable[StoredLayer], checks: Iterable[str]) -> list[Path]:
+        """The files, here or behind, that say that the image ``name`` is there, of these layers, and was checked."""
+        files = ["version", f"refs/{name}.json", *(f"checks/{check}.json" for check in checks)]
+        for layer in layers:
+            files += [f"keys/{layer.cache_key}.json"]
+        return [*(self.root / file for file in files), *(self.partition(layer).path for layer in layers)]
+
     def _list(self, folder: str) -> list[Path]:
         return sorted((self.root / folder).glob("*.json"))
 
@@ -323,6 +330,7 @@ class Store:
                 "results",
                 "learnt",
                 "checks",
+                ANSWERS,
                 "logs",
                 "staging",
                 "locks",

@@ -131,8 +131,13 @@ def _without_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("APPTAINER", "SINGULARITY"))}
 
 
+def check_name(image: Image, runtime: str) -> str:
+    """What the store calls the record of it."""
+    return f"{image.image_id[7:]}-{runtime}"
+
+
 def _checked(image: Image, runtime: str, store: Store, run: Callable[[list[str]], int], again: bool) -> Check:
-    name = f"{image.image_id[7:]}-{runtime}"
+    name = check_name(image, runtime)
     if not again and (known := store.check(name)) is not None:
         return Check(runtime, known["seconds"], True)
     began, lines = time.monotonic(), list[str]()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,9 @@ from builder.errors import UsageError
 if TYPE_CHECKING:
     from builder.assemble import Product
     from builder.chain import Chain
+    from builder.pipeline import Image
     from builder.store import Store
+    from builder.verify import Check
 
 
 @main.command()
@@ -88,13 +93,16 @@ def image(
         raise UsageError("-o names one file; build one recipe in one format, or leave -o out")
     # What is wrong in any is said before the first.
     chains = [resolved(recipe, stack, arguments, gpu_arch) for recipe in recipes]
-    results = [make_image(store_path, chain, formats, output, flat, not no_verify, bound(arguments).get("mirror"), gpu_arch, **options)
-               for chain in chains]  # fmt: skip
+    made = [make_image(store_path, chain, formats, output, flat, not no_verify, bound(arguments).get("mirror"), gpu_arch, **options)
+            for chain in chains]  # fmt: skip
+    results = [result for result, _ in made]
     if as_json:
-        click.echo(json.dumps(results if len(results) > 1 else results[0], indent=1))
+        said = json.dumps(results if len(results) > 1 else results[0], indent=1)
     else:
-        for result in results:
-            click.echo(summary(result, asked=not no_verify))
+        said = "\n".join(summary(result, asked=not no_verify) for result in results)
+    click.echo(said)
+    if len(made) == 1 and (keep := made[0][1]):
+        keep(said)
 
 
 def make_image(
@@ -111,7 +119,8 @@ def make_image(
     locked: bool,
     offline: bool,
     bundle: Path | None,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Callable[[str], None] | None]:
+    """The result, and how to keep what is said of it where all of it was there."""
     import contextlib
 
     from builder.assemble import deliver
@@ -126,8 +135,9 @@ def make_image(
 
         progress.tell(savings(chain, store))
     missing = [action for action in actions if not action.stored]
-    told = f"{len(missing)} of {len(actions)} layers to build" if missing else f"all {len(actions)} layers are stored"
-    progress.tell(f"{chain.recipe.name}: {told}")
+    found = f"{len(missing)} of {len(actions)} layers to build" if missing else f"all {len(actions)} layers are stored"
+    told = f"{chain.recipe.name}: {found}"
+    progress.tell(told)
     if offline and missing and not bundle:
         raise UsageError(f"--offline: {', '.join(action.layer.name for action in missing)} would have to be built; "
                          "give what it is built from with --bundle FILE (build.py bundle makes one)")  # fmt: skip
@@ -151,7 +161,7 @@ def make_image(
         from builder.verify import verify
 
         checks = verify(built, store, products, progress)
-    return {
+    result = {
         "recipe": chain.recipe.name, "stack": chain.stack.name, "name": built.name, "image": built.image_id,
         "size": built.size,
         "layers": [{"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size} for layer in built.layers],
@@ -162,6 +172,46 @@ def make_image(
         "data": [str(path) for path in data],
         "run": run_lines(chain, products),
     }  # fmt: skip
+    is_settled = not (missing or bundle or gpu_arch or any(item.made for item in products)) and (
+        not check or (len(checks) == len(products) and all(item.known for item in checks))
+    )
+    keep = partial(keep_answer, built, store, products, checks, not formats or "docker" in formats, told)
+    return result, keep if is_settled else None
+
+
+def keep_answer(
+    built: Image,
+    store: Store,
+    products: Sequence[Product],
+    checks: Sequence[Check],
+    daemon_is_asked: bool,
+    told: str,
+    said: str,
+) -> None:
+    """What was said of an image that was all there, for the next time (builder.answers).
+
+    All that resolve(), plan(), deliver() and verify() looked at is named here; where that cannot be done nothing is kept.
+    """
+    from builder import answers, dockersock
+    from builder.chain import files_of
+    from builder.config import config_files
+    from builder.process import search_path
+    from builder.recipe import HOUSE
+    from builder.verify import check_name
+
+    folders = [HOUSE / name for name in ("builder", "entrypoints", "images", "recipes")]
+    if not built.chain.recipe.folder.is_relative_to(HOUSE / "recipes"):
+        folders.append(built.chain.recipe.folder)
+    sources = [Path(os.path.normpath(file.source)) for file in files_of(built.chain.layers) if file.source]
+    is_seen = all(any(map(source.is_relative_to, folders)) for source in sources)
+    if store.behind or not is_seen or (daemon_is_asked and dockersock.place() is None):
+        return
+    tags = [item.place for item in products if item.kind == "docker"]
+    daemon = [tags[0], built.image_id] if tags else False if daemon_is_asked else None
+    records = store.records(built.name, built.layers, [check_name(built, check.runtime) for check in checks])
+    made = [item.place for item in products if item.kind != "docker"]
+    files = [os.path.abspath(str(file)) for file in (*config_files(), *records, *made, *search_path())]
+    answers.keep(str(store.root), folders=map(str, folders), files=files, daemon=daemon, told=told, said=said)
 
 
 def run_lines(chain: Chain, products: list[Product]) -> list[str]:
