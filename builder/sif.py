@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -50,6 +51,8 @@ SQUASHFS = 1
 PRIMARY, OVERLAY = 2, 4
 HASHES = {"sha256": 1, "sha384": 2, "sha512": 3}
 ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0", "ppc64le": b"06\0"}
+FS_IOC_RESVSP = 0x40305828  # linux/falloc.h
+SPACE = struct.Struct("@2h2qiI16x")  # type, whence, start, length, two that nobody reads
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -165,8 +168,8 @@ def write_sif(
             all_of_it = stack.enter_context(_Hasher(file.fileno(), whole)) if whole is not None else None
             end = 0
             for partition, descriptor in zip(partitions, descriptors[1:], strict=False):
-                file.seek(descriptor.offset)
-                file.truncate(descriptor.offset)  # what lies between is there to be read
+                if file.seek(descriptor.offset) > os.fstat(file.fileno()).st_size:
+                    file.truncate(descriptor.offset)  # what lies between is there to be read
                 if all_of_it:
                     all_of_it.take(end, descriptor.offset)
                 copy_partition(partition, file, on_bytes, None if partition.is_checked else each, all_of_it)
@@ -300,6 +303,7 @@ def _new_file(out: Path, size: int) -> Iterator[BinaryIO]:
         if free_bytes(out.parent) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with open(temporary, "x+b", buffering=0, opener=_executable) as file:
+            _reserve(file, size)
             yield file
         # No fsync, a third of the time: what a power failure cuts short read_sif finds, and it is made again.
         os.rename(temporary, out)
@@ -311,6 +315,16 @@ def _new_file(out: Path, size: int) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Room for ``size`` bytes, beyond the end of the file. Errors: none; where it cannot be had it is found as it is written.
+
+    ext4 waits, when a file takes another one's name, until all of it is on its way to the disk, but for what has its place there:
+    that took half of the time. ioctl: fallocate(2)'s other door, which Python can open.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(file, FS_IOC_RESVSP, SPACE.pack(0, os.SEEK_SET, 0, size, 0, 0))
 
 
 def _executable(path: str, flags: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from builder.errors import StoreError
 from builder.layer import Entry, pour
-from builder.sif import DATA_AT, Partition, read_sif, runtime_files, sif_id, write_sif
+from builder.sif import DATA_AT, Partition, _reserve, read_sif, runtime_files, sif_id, write_sif
 from builder.squashfs import SquashfsReader, SquashfsWriter
 
 ID = "16a32244-9987-5dce-ac50-bdb65147262d"
@@ -261,3 +261,20 @@ def test_every_script_is_plain_sh() -> None:
     for path, (mode, content) in runtime_files({"A": "b"}, "echo", "true", {}, "").items():
         if mode == 0o755:
             assert subprocess.run(["sh", "-n"], input=content).returncode == 0, path
+
+
+def test_no_room_stays_taken_beyond_the_end(tmp_path: Path) -> None:
+    make(tmp_path / "x.sif", blob(tmp_path / "a", b"A" * 4_000_000), blob(tmp_path / "b", b"B" * 1_000_000))
+    about = (tmp_path / "x.sif").stat()
+    assert about.st_blocks * 512 < about.st_size + 100_000
+
+
+def test_room_is_reserved_where_it_can_be(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("x+b") as file:
+        _reserve(file, 5_000_000)
+        about = os.fstat(file.fileno())
+    assert about.st_size == 0
+    assert about.st_blocks * 512 >= 5_000_000  # ext4, XFS, btrfs and tmpfs can
+    read, write = os.pipe()
+    with open(read, "rb"), open(write, "wb") as pipe:
+        _reserve(pipe, 5_000_000)  # says nothing
