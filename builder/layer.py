@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 Kind = Literal["dir", "file", "symlink", "hardlink", "fifo", "whiteout"]
 
@@ -140,11 +140,9 @@ class DigestSink(TarSink):
     """Hashes the tar form without keeping it, on a thread of its own; ``diff_id`` and ``size`` are valid after ``close``."""
 
     def __init__(self) -> None:
-        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
-
         super().__init__(self._take)
         self._hash = hashlib.sha256()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="diff_id")
+        self._pool: ThreadPoolExecutor | None = None  # where there is more than a batch to hash
         self._jobs: deque[Future[None]] = deque()
         self._batch: list[bytes] = []
         self._batch_bytes = 0
@@ -156,6 +154,10 @@ class DigestSink(TarSink):
             self._submit()
 
     def _submit(self) -> None:
+        if self._pool is None:
+            from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="diff_id")
         self._jobs.append(self._pool.submit(self._update, self._batch))
         self._batch, self._batch_bytes = [], 0
         if len(self._jobs) > 4:
@@ -167,8 +169,9 @@ class DigestSink(TarSink):
 
     def close(self) -> None:
         super().close()
-        self._submit()
-        self._pool.shutdown()
+        if self._pool:
+            self._pool.shutdown()
+        self._update(self._batch)
 
     @property
     def diff_id(self) -> str:

@@ -182,12 +182,14 @@ def _changed(field: str, before: Any, now: Any) -> str:
 
 def build(chain: Chain, store: Store, options: Options, progress: Progress) -> Image:
     """Obtain every layer, bottom first, and name the image. Errors: LayerError, EngineError, StoreError, FetchError."""
-    stored = [action.stored for action in plan(chain, store) if action.stored]
+    actions = plan(chain, store)
+    stored = [action.stored for action in actions if action.stored]
     if options.locked:
         refuse_drift([line for layer in stored for line in layer.notes.get("drift", ())])
     if len(stored) < len(chain.layers):
         store.open_for_writing()
-        with store.building((layer.cache_key for layer in _all_layers(chain.layers)), beside=True):
+        is_large = any(action.stored is None and action.layer.kind != "files" for action in actions)
+        with store.building((layer.cache_key for layer in _all_layers(chain.layers)), beside=is_large):
             return _named(chain, store, _Build(chain, store, options, progress).obtain_all())
     return _named(chain, store, stored)
 
@@ -373,7 +375,7 @@ class _Build:
             ):
                 pour(members, digest, SquashfsWriter(out, epoch=layer.epoch))
             known = {line for item in lower for line in item.notes.get("drift", ())}
-            if drift := [line for line in self.drift(blob) if line not in known]:
+            if drift := [line for line in self.drift(layer, blob) if line not in known]:
                 notes["drift"] = drift
             if handed:
                 notes["handed over"] = {file.destination: file.sha256() for file in handed}
@@ -393,7 +395,6 @@ class _Build:
     ) -> Iterator[Iterator[Member]]:
         """What the layer holds, by its kind."""
         from builder.capture import file_members
-        from builder.executors import JobFailed
 
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
@@ -406,6 +407,8 @@ class _Build:
             if layer.kind == "files":
                 yield file_members(files, stack.enter_context(self.below(lower)), epoch=layer.epoch)
                 return
+            from builder.executors import JobFailed
+
             log = stack.enter_context(self.log(layer))
             try:
                 yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line, notes))
@@ -473,8 +476,10 @@ class _Build:
         with path.open("w", encoding="utf-8", errors="replace") as stream:
             yield Log(path, stream, self.progress)
 
-    def drift(self, blob: Path) -> list[str]:
+    def drift(self, layer: Layer, blob: Path) -> list[str]:
         """Debian packages whose version is not the locked one. Errors: DriftError under --locked."""
+        if layer.kind == "files":  # they install nothing
+            return []
         from builder.contents import DPKG_STATUS, installed_packages
         from builder.squashfs import SquashfsReader
 

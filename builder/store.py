@@ -348,10 +348,10 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove what dead processes of this host left in staging/."""
-        from builder.process import end_orphans
-
         for left in (self.root / "staging").iterdir():
             if self._is_dead(left.name):
+                from builder.process import end_orphans
+
                 end_orphans(left.name)
                 _remove(left)
 
