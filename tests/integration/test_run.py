@@ -270,3 +270,22 @@ def test_doctor_on_a_disk_too_small_and_not_for_programs(room: Room, cli: Cli) -
     assert found["store"]["said"].startswith(f"{disk}/store (tmpfs), 0 GiB free; up to 8 GiB are on the way")
     assert found["TMPDIR"]["level"] == "note"
     assert f"{disk} (tmpfs) is mounted noexec" in found["TMPDIR"]["said"]
+
+
+def test_an_image_that_is_gone_from_the_daemon_is_loaded_again(looker: Looker, cli: Cli) -> None:
+    """All that `image` says from memory is the answer to a question that Docker is asked, too."""
+    words = ("--store", looker.store, "image", looker.recipe, "--format", "docker", "--no-verify")
+    said = []
+    for _ in range(3):
+        said.append(cli.run(*words, cwd=looker.recipe).stderr)
+        time.sleep(1.2)
+    assert "load ekiben/look:latest" in said[0]
+    assert said[2] == "look: all 3 layers are stored\n"
+    subprocess.run(["docker", "tag", "ekiben/look:latest", "ekiben/kept:latest"], check=True)
+    subprocess.run(["docker", "rmi", "ekiben/look:latest"], capture_output=True, check=True)
+    try:
+        again = cli.run(*words, cwd=looker.recipe)
+        assert "load ekiben/look:latest" in again.stderr
+        subprocess.run(["docker", "image", "inspect", "ekiben/look:latest"], capture_output=True, check=True)
+    finally:
+        subprocess.run(["docker", "rmi", "ekiben/kept:latest"], capture_output=True, check=True)
