@@ -175,16 +175,16 @@ def make_image(
     is_settled = not (missing or bundle or gpu_arch or any(item.made for item in products)) and (
         not check or (len(checks) == len(products) and all(item.known for item in checks))
     )
-    keep = partial(keep_answer, built, store, products, checks, not formats or "docker" in formats, told)
+    keep = partial(keep_answer, built, store, formats, products, checks, told)
     return result, keep if is_settled else None
 
 
 def keep_answer(
     built: Image,
     store: Store,
+    formats: Sequence[str],
     products: Sequence[Product],
     checks: Sequence[Check],
-    daemon_is_asked: bool,
     told: str,
     said: str,
 ) -> None:
@@ -204,10 +204,11 @@ def keep_answer(
         folders.append(built.chain.recipe.folder)
     sources = [Path(os.path.normpath(file.source)) for file in files_of(built.chain.layers) if file.source]
     is_seen = all(any(map(source.is_relative_to, folders)) for source in sources)
-    if store.behind or not is_seen or (daemon_is_asked and dockersock.place() is None):
-        return
     tags = [item.place for item in products if item.kind == "docker"]
-    daemon = [tags[0], built.image_id] if tags else False if daemon_is_asked else None
+    is_askable = dockersock.place() is not None or (bool(formats) and not tags)  # where the daemon has a part in it
+    if store.behind or not (is_seen and is_askable) or ("docker" in formats and not tags):
+        return
+    daemon = [tags[0], built.image_id] if tags else None if formats else False
     records = store.records(built.name, built.layers, [check_name(built, check.runtime) for check in checks])
     made = [item.place for item in products if item.kind != "docker"]
     files = [os.path.abspath(str(file)) for file in (*config_files(), *records, *made, *search_path())]
