@@ -42,7 +42,7 @@ DESCRIPTOR_COUNT = 48
 DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
 PAGE = 4096  # partitions are mounted in place
 COPY = 1 << 20
-_AHEAD = 1 << 24  # bytes that what is asked of the disk is before what is copied
+_AHEAD = 1 << 24  # bytes: how far ahead of the copy the disk is asked
 _BEHIND = 1 << 28  # bytes
 
 DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
