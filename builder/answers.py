@@ -102,7 +102,7 @@ def _place(store: str, words: Sequence[str]) -> str:
 
 
 def _look(folders: Sequence[str], files: Sequence[str]) -> dict[str, list[int]]:
-    """Each file as it is, its last time last; [] for one that is not there. Errors: ValueError for folders whose files cannot be told."""
+    """Each file as it is, its last time last; [] for one that is not there, or not for us. Errors: ValueError for folders whose files cannot be told."""
     seen = {path: _identity(path) for path in files}
     for folder in folders:
         for path in _below(folder):
@@ -115,7 +115,7 @@ def _look(folders: Sequence[str], files: Sequence[str]) -> dict[str, list[int]]:
 def _identity(path: str) -> list[int]:
     try:
         stat = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # on PATH there may be another user's folders
         return []
     return [stat.st_dev, stat.st_ino, stat.st_mode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 

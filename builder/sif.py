@@ -416,7 +416,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _will_need(source: BinaryIO, start: int, count: int) -> None:
-    """Copying within the kernel reads what is not in memory piece by piece, and waits for each: that took twice as long."""
+    """Of what is not in memory: unasked, copying within the kernel took up to twice as long."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(source.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 

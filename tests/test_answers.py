@@ -190,6 +190,20 @@ def test_what_a_link_to_a_file_names_counts(room: Path) -> None:
     assert not answers.answer(sys.argv[1:])
 
 
+def test_a_file_that_may_not_be_looked_at_is_as_none(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's folder on PATH, say."""
+    look = os.stat
+
+    def refuse(path: str) -> os.stat_result:
+        if str(path).endswith("absent"):
+            raise PermissionError(13, "Permission denied", path)
+        return look(path)
+
+    monkeypatch.setattr(answers.os, "stat", refuse)
+    assert keep(room)
+    monkeypatch.undo()
+
+
 def test_a_renamed_file_is_another(room: Path) -> None:
     assert keep(room)
     (room / "tree/sub/file").rename(room / "tree/sub/other")

@@ -147,6 +147,7 @@ def test_every_exit_code_is_of_one_kind() -> None:
         ),
         (["image", "hello", "--format", "sif", "--format", "oci", "-o", "x"], "-o names one file"),
         (["image", "hello", "-o", "no/folder/x.sif"], "-o no/folder/x.sif: there is no folder"),
+        (["image", "hello", "-o", "."], "-o .: is a folder; name a file in it, hello.sif say"),
         (["plan", "helo"], "no recipe 'helo'. Did you mean 'hello'?"),
         (["plan", "helo"], "hint: a recipe elsewhere is given as a path"),
         (["plan", "./helo"], "./helo: no recipe.yaml there"),

@@ -89,6 +89,8 @@ def image(
         check_name(options["engine"])
     if output and not output.absolute().parent.is_dir():
         raise UsageError(f"-o {output}: there is no folder {output.absolute().parent}; make it first")
+    if output and output.is_dir():
+        raise UsageError(f"-o {output}: is a folder; name a file in it, {output / Path(recipes[0]).name}.sif say")
     if output and len(recipes) * max(1, len(set(formats) - {"docker"})) > 1:
         raise UsageError("-o names one file; build one recipe in one format, or leave -o out")
     # What is wrong in any is said before the first.
