@@ -97,7 +97,8 @@ def _place(store: str, words: Sequence[str]) -> str:
     import hashlib
 
     environment = sorted(item for item in os.environ.items() if item[0] not in _NOISE)
-    question = [sys.version, os.uname().machine, os.geteuid(), os.getcwd(), sys.argv[0], list(words), environment]
+    here = os.path.realpath(__file__)  # a link that led to another checkout before is another question
+    question = [sys.version, os.uname().machine, os.geteuid(), os.getcwd(), here, list(words), environment]
     return os.path.join(store, FOLDER, hashlib.sha256(json.dumps(question).encode()).hexdigest() + ".json")
 
 

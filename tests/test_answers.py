@@ -133,6 +133,22 @@ def test_another_question_is_another_answer(made: Made) -> None:
     assert not is_found_out(made.ask({"SHLVL": "7", "OLDPWD": "/tmp"}))
 
 
+def test_a_link_that_leads_to_another_recipe(made: Made, tmp_path: Path) -> None:
+    other = Own(tmp_path / "other")
+    shutil.copytree(made.own.path, other.path)
+    other.write("entrypoints/greet.py", "print('another')\n")
+    link = tmp_path / "link"
+    link.symlink_to(made.own.path)
+    linked = Made(Own(link), made.store, made.sif, made.settings, made.run_cli)
+    linked.ask()
+    assert not is_found_out(linked.ask())
+    link.unlink()
+    link.symlink_to(other.path)
+    done = linked.ask()
+    assert "1 of 3 layers to build" in done.stderr
+    assert done.stdout != made.ask().stdout
+
+
 def test_settings_that_come_are_found(made: Made) -> None:
     """A file that is not there is part of what an answer rests on."""
     (made.settings / "ekiben").mkdir(parents=True)

@@ -104,7 +104,7 @@ def image(
         said = "\n".join(summary(result, asked=not no_verify) for result in results)
     click.echo(said)
     if len(made) == 1 and (keep := made[0][1]):
-        keep(said)
+        keep(recipes[0], said)
 
 
 def make_image(
@@ -121,7 +121,7 @@ def make_image(
     locked: bool,
     offline: bool,
     bundle: Path | None,
-) -> tuple[dict[str, Any], Callable[[str], None] | None]:
+) -> tuple[dict[str, Any], Callable[[str, str], None] | None]:
     """The result, and how to keep what is said of it where all of it was there."""
     import contextlib
 
@@ -188,6 +188,7 @@ def keep_answer(
     products: Sequence[Product],
     checks: Sequence[Check],
     told: str,
+    asked: str,
     said: str,
 ) -> None:
     """What was said of an image that was all there, for the next time (builder.answers).
@@ -213,7 +214,8 @@ def keep_answer(
     daemon = [tags[0], built.image_id] if tags else None if formats else False
     records = store.records(built.name, built.layers, [check_name(built, check.runtime) for check in checks])
     made = [item.place for item in products if item.kind != "docker"]
-    files = [os.path.abspath(str(file)) for file in (*config_files(), *records, *made, *search_path())]
+    # What was asked for may be a link, which can lead to another recipe tomorrow.
+    files = [os.path.abspath(str(file)) for file in (asked, *config_files(), *records, *made, *search_path())]
     answers.keep(str(store.root), folders=map(str, folders), files=files, daemon=daemon, told=told, said=said)
 
 
