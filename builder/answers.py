@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 FOLDER = "answers"  # of a store
-_KEPT = 32  # answers in a store
+KEPT = 32  # answers in a store
 _MOST = 4000  # files below the folders that are looked at; a recipe beside a data set is resolved each time
 _SETTLED = 1.0  # seconds: what changed within them before the question may have changed after it was read
 _NOISE = ("_", "OLDPWD", "SHLVL")
@@ -34,7 +34,7 @@ def answer(words: Sequence[str]) -> bool:
     if "image" not in words or {"-v", "--verbose"} & set(words):
         return False
     try:
-        with open(_place(_store(words), words), encoding="utf-8") as file:
+        with open(os.path.join(_store(words), FOLDER, _name(words)), encoding="utf-8") as file:
             record = json.load(file)
         if _look(record["folders"], record["files"]) != record["seen"] or not _daemon_is(record["daemon"]):
             return False
@@ -46,36 +46,23 @@ def answer(words: Sequence[str]) -> bool:
     return True
 
 
-def keep(
-    store: str,
-    *,
-    folders: Iterable[str],
-    files: Iterable[str],
-    daemon: list[str] | bool | None,
-    told: str,
-    said: str,
-) -> None:
-    """Keep what was said, ``told`` on stderr, for when this process's command is given again.
+def record(
+    *, folders: Iterable[str], files: Iterable[str], daemon: list[str] | bool | None, told: str, said: str
+) -> tuple[str, bytes] | None:
+    """What was said, ``told`` on stderr, for when this process's command is given again: a file's name in FOLDER, and its content.
 
     ``folders`` and ``files`` are all it rests on; a file that is not there may come. ``daemon``: name and id of an image it has,
-    or whether it answers, or None where nobody asked it. Nothing is kept where what it rests on is new, and where the store
-    cannot be written.
+    or whether it answers, or None where nobody asked it. None where what it rests on is new, or cannot be told.
     """
-    words, trees, single = sys.argv[1:], sorted(set(folders)), sorted(set(files))
+    trees, single = sorted(set(folders)), sorted(set(files))
     try:
         seen = _look(trees, single)
-        if max((item[-1] for item in seen.values() if item), default=0) > (_BEGAN - _SETTLED) * 1e9:
-            return
-        record = {"folders": trees, "files": single, "seen": seen, "daemon": daemon, "told": told, "said": said}
-        place = _place(store, words)
-        os.makedirs(os.path.dirname(place), exist_ok=True)
-        temporary = f"{place}.{os.getpid()}"
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(temporary, place)
-        _forget_oldest(os.path.dirname(place))
     except (OSError, ValueError):
-        return
+        return None
+    if max((item[-1] for item in seen.values() if item), default=0) > (_BEGAN - _SETTLED) * 1e9:
+        return None
+    about = {"folders": trees, "files": single, "seen": seen, "daemon": daemon, "told": told, "said": said}
+    return _name(sys.argv[1:]), json.dumps(about).encode()
 
 
 def _store(words: Sequence[str]) -> str:
@@ -92,14 +79,14 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def _place(store: str, words: Sequence[str]) -> str:
+def _name(words: Sequence[str]) -> str:
     """The file of a question: named by a hash, for an environment has secrets."""
     import hashlib
 
     environment = sorted(item for item in os.environ.items() if item[0] not in _NOISE)
     here = os.path.realpath(__file__)  # a link that led to another checkout before is another question
     question = [sys.version, os.uname().machine, os.geteuid(), os.getcwd(), here, list(words), environment]
-    return os.path.join(store, FOLDER, hashlib.sha256(json.dumps(question).encode()).hexdigest() + ".json")
+    return hashlib.sha256(json.dumps(question).encode()).hexdigest() + ".json"
 
 
 def _look(folders: Sequence[str], files: Sequence[str]) -> dict[str, list[int]]:
@@ -142,9 +129,3 @@ def _daemon_is(expected: list[str] | bool | None) -> bool:
         return dockersock.place() is not None and dockersock.answers() is expected
     name, image_id = expected
     return dockersock.image_id(name) == image_id
-
-
-def _forget_oldest(folder: str) -> None:
-    files = sorted(((entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(folder)), reverse=True)
-    for _, path in files[_KEPT:]:
-        os.unlink(path)

@@ -37,7 +37,7 @@ from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any
 
 from builder.answers import FOLDER as ANSWERS
-from builder.answers import default_store
+from builder.answers import KEPT, default_store
 from builder.errors import StoreError, UsageError, nearest
 from builder.files import free_bytes
 from builder.sif import Partition, copy_checked, read_partition
@@ -508,6 +508,15 @@ class Store:
 
     def put_check(self, name: str, result: Mapping[str, Any]) -> None:
         self._write(f"checks/{name}.json", _dump(dict(result)))
+
+    def put_answer(self, name: str, data: bytes) -> None:
+        """For builder.answers; the oldest go."""
+        if not (self.root / ANSWERS).is_dir():
+            self.open_for_writing()
+        self._write(f"{ANSWERS}/{name}", data)
+        with contextlib.suppress(FileNotFoundError):  # another process removes them, too
+            for path in sorted(self._list(ANSWERS), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+                path.unlink()
 
     def drop_check(self, name: str) -> None:
         with self.translated_errors():

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from builder import answers
+from builder import answers, store
+from builder.errors import StoreError
 from builder.store import Store
 from own_recipe import Done, Own, RunCli, chain_of, seeded
 
@@ -188,7 +189,8 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def keep(room: Path, daemon: list[str] | bool | None = None) -> bool:
     """Whether it is said again."""
     files = [str(room / "absent")]
-    answers.keep(str(room / "store"), folders=[str(room / "tree")], files=files, daemon=daemon, told="", said="said")
+    if kept := answers.record(folders=[str(room / "tree")], files=files, daemon=daemon, told="", said="said"):
+        Store(room / "store").put_answer(*kept)
     return answers.answer(sys.argv[1:])
 
 
@@ -210,10 +212,10 @@ def test_a_file_that_may_not_be_looked_at_is_as_none(room: Path, monkeypatch: py
     """Another user's folder on PATH, say."""
     look = os.stat
 
-    def refuse(path: str) -> os.stat_result:
+    def refuse(path: str, **more: bool) -> os.stat_result:
         if str(path).endswith("absent"):
             raise PermissionError(13, "Permission denied", path)
-        return look(path)
+        return look(path, **more)
 
     monkeypatch.setattr(answers.os, "stat", refuse)
     assert keep(room)
@@ -241,7 +243,7 @@ def test_a_daemon_that_answers_or_not(room: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_old_answers_go(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_KEPT", 3)
+    monkeypatch.setattr(store, "KEPT", 3)
     for number in range(5):
         monkeypatch.setenv("EKIBEN_TEST_NUMBER", str(number))
         assert keep(room)
@@ -250,7 +252,9 @@ def test_old_answers_go(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_store_that_cannot_be_written_keeps_nothing(room: Path) -> None:
     (room / "store").write_text("a file")
-    assert not keep(room)
+    with pytest.raises(StoreError):
+        keep(room)
+    assert not answers.answer(sys.argv[1:])
 
 
 def test_the_words_of_a_question(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:

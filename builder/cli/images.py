@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -22,7 +23,7 @@ from builder.cli.group import (
     signature_options,
     size,
 )
-from builder.errors import UsageError
+from builder.errors import StoreError, UsageError
 
 if TYPE_CHECKING:
     from builder.assemble import Product
@@ -123,8 +124,6 @@ def make_image(
     bundle: Path | None,
 ) -> tuple[dict[str, Any], Callable[[str, str], None] | None]:
     """The result, and how to keep what is said of it where all of it was there."""
-    import contextlib
-
     from builder.assemble import deliver
     from builder.config import read_config
     from builder.pipeline import Options, plan
@@ -216,7 +215,9 @@ def keep_answer(
     made = [item.place for item in products if item.kind != "docker"]
     # What was asked for may be a link, which can lead to another recipe tomorrow.
     files = [os.path.abspath(str(file)) for file in (asked, *config_files(), *records, *made, *search_path())]
-    answers.keep(str(store.root), folders=map(str, folders), files=files, daemon=daemon, told=told, said=said)
+    if kept := answers.record(folders=map(str, folders), files=files, daemon=daemon, told=told, said=said):
+        with contextlib.suppress(StoreError):  # where it cannot be written it is found out each time
+            store.put_answer(*kept)
 
 
 def run_lines(chain: Chain, products: list[Product]) -> list[str]:
