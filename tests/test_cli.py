@@ -148,6 +148,7 @@ def test_every_exit_code_is_of_one_kind() -> None:
         (["image", "hello", "--format", "sif", "--format", "oci", "-o", "x"], "-o names one file"),
         (["image", "hello", "-o", "no/folder/x.sif"], "-o no/folder/x.sif: there is no folder"),
         (["image", "hello", "-o", "."], "-o .: is a folder; name a file in it, hello.sif say"),
+        (["image", "hello", "--store", "x"], "'--store' comes before the command: build.py --store … image"),
         (["plan", "helo"], "no recipe 'helo'. Did you mean 'hello'?"),
         (["plan", "helo"], "hint: a recipe elsewhere is given as a path"),
         (["plan", "./helo"], "./helo: no recipe.yaml there"),

@@ -35,6 +35,11 @@ class Errors(click.Group):
             signal.signal(signal.SIGTERM, _terminate)
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if any(error.option_name in known.opts for known in self.params):
+                said = f"'{error.option_name}' comes before the command: build.py {error.option_name} … {ctx.invoked_subcommand}"
+                raise click.UsageError(said, error.ctx) from error
+            raise
         except EkibenError as error:
             click.secho("error: ", fg="red", bold=True, nl=False, err=True)
             click.echo(str(error), err=True)
