@@ -1,6 +1,6 @@
 # `make` alone says what there is. The work is in build.py; this file has no logic.
 .DEFAULT_GOAL := help
-.PHONY: help setup engine image plan run doctor test test-gpu lint lock bench clean
+.PHONY: architecture words help setup engine image plan run doctor test test-gpu chaos lint lock bench clean
 
 recipe ?= hello
 task ?=
@@ -11,10 +11,10 @@ help: ## this list
 	@echo "  recipes:        $(notdir $(patsubst %/,%,$(wildcard recipes/*/)))"
 
 setup: ## the virtual environment with the locked dependencies
-	@sh builder/bootstrap.sh
+	@sh ekiben/bootstrap.sh
 
 engine: setup ## what builds: an engine is installed when none is usable
-	@sh builder/bootstrap.sh --engine
+	@sh ekiben/bootstrap.sh --engine
 
 image: engine ## build, verify and say how to run: make image recipe=lora-opencalm
 	@$(PYTHON) build.py image $(recipe) $(options)
@@ -31,15 +31,26 @@ doctor: setup ## will it run, and why: make doctor recipe=lora-opencalm options=
 test: ## every test, with the real programs: installs and starts what it needs (root, Debian)
 	@bash tests/services.sh install
 	@bash tests/services.sh start
-	@sh builder/bootstrap.sh --dev
+	@sh ekiben/bootstrap.sh --dev
 	@$(PYTHON) -m pytest $(options)
 
 test-gpu: ## on a machine with an NVIDIA GPU and Apptainer
 	@$(PYTHON) -m pytest -m gpu tests/gpu $(options)
 
+chaos: ## kills, races, network faults, damage and fuzzing, counted: options="--minutes 30 --seed 1"
+	@sh ekiben/bootstrap.sh --dev
+	@PYTHONPATH=.:tests $(PYTHON) -m chaos $(options)
+
 lint: ## ruff and mypy
-	@sh builder/bootstrap.sh --dev
-	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check . && $(PYTHON) -m mypy
+	@sh ekiben/bootstrap.sh --dev
+	@$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check . && $(PYTHON) -m mypy \
+	    && $(PYTHON) -m mypy tests/integration/conftest.py
+
+architecture: setup ## floors, circles and sizes of the code, from its imports
+	@$(PYTHON) tests/support/architecture.py
+
+words: setup ## words that stand for a term of the field, counted
+	@$(PYTHON) tests/support/words.py $(options)
 
 lock: setup ## refresh the lock files: the stacks' and our own
 	@$(PYTHON) build.py lock
@@ -48,7 +59,7 @@ lock: setup ## refresh the lock files: the stacks' and our own
 	        --no-emit-index-url --no-header --upgrade $$name.in -o $$name.lock; done
 
 bench: ## the measured comparisons with peers; see bench/README.md
-	@sh builder/bootstrap.sh --dev
+	@sh ekiben/bootstrap.sh --dev
 	@$(PYTHON) bench/run.py $(options)
 
 clean: ## remove the virtual environment; the store is build.py prune's

@@ -1,4 +1,4 @@
-"""How a command is timed: wall time, peak memory of the process itself, and its words kept as they were run."""
+"""Time a command: wall time, the peak memory of the process itself, and the command line as it was run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """``synced``: the clock stops when all that was written is on the disk."""
+    """A command line, its folder and its own environment variables.
+
+    ``synced``: the clock stops when all that was written is on the disk.
+    """
 
     argv: Sequence[str]
     cwd: Path
@@ -23,20 +27,28 @@ class Command:
     synced: bool = False
 
     def __str__(self) -> str:
-        words = [*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)]
-        return " ".join(words) + (" && sync" if self.synced else "")
+        argv = [*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.argv)]
+        return " ".join(argv) + (" && sync" if self.synced else "")
+
+
+class About(TypedDict, total=False):
+    """``base``: seconds of the base layer that a peer was given. ``load``: the machine's load average before the first run."""
+
+    base: float
+    load: float
+    note: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One way to do one case. ``seconds`` has every single run; ``peak_kib`` is of the first process, children apart."""
+    """One way to do one case. ``seconds`` has every single run; ``peak_kib`` is of the first process without its children."""
 
     case: str
     who: str
     commands: list[str]
     seconds: list[float]
     peak_kib: int = 0
-    about: dict[str, object] = field(default_factory=dict)
+    about: About = field(default_factory=About)
 
     @property
     def median(self) -> float:
@@ -44,11 +56,15 @@ class Timing:
 
 
 class Failed(Exception):
-    """A command failed; the message has its words and its last lines."""
+    """A command failed; the message has the command line and the last lines of its log."""
 
 
 def run(command: Command, log: Path) -> tuple[float, int, str]:
-    """Seconds, peak KiB of the process itself, and its stdout. What was written before is first brought to the disk."""
+    """Run ``command`` and append its output to ``log``. Earlier writes are flushed to the disk first, outside the timing.
+
+    Returns: seconds, the peak KiB of the process itself, its stdout.
+    Raises: Failed when it ends with another exit code than 0, or when this process was stopped meanwhile.
+    """
     os.sync()
     with log.open("ab") as errors:
         errors.write(f"\n+ {command}\n".encode())
@@ -72,17 +88,17 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
 
 
 def environment() -> dict[str, str]:
-    """As an ordinary user has it: Python may write its .pyc files, and no setting of Ekiben or a runtime is inherited."""
-    ours = ("PYTHONDONTWRITEBYTECODE", "EKIBEN", "APPTAINER", "SINGULARITY", "DOCKER", "BUILDAH")
-    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    """Return an ordinary user's environment: Python may write .pyc files; no setting of Ekiben or a runtime is inherited."""
+    dropped = ("PYTHONDONTWRITEBYTECODE", "EKIBEN", "APPTAINER", "SINGULARITY", "DOCKER", "BUILDAH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
 class _Watch:
-    """Reads VmHWM, which only grows, until the process is gone: rusage would count the children in."""
+    """Read VmHWM, which only grows, until the process has ended: rusage would include the children."""
 
     def __init__(self, pid: int) -> None:
         self._status, self._peak, self._end = Path(f"/proc/{pid}/status"), 0, threading.Event()
-        self.stopped = 0.0  # seconds in which we ourselves stood still (SIGSTOP, a suspended machine)
+        self.stopped = 0.0  # seconds in which this process did not run (SIGSTOP, a suspended machine)
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
 
@@ -107,7 +123,10 @@ def measure(
     case: str, who: str, commands: Sequence[Command], log: Path, *,
     runs: int = 1, before: Callable[[], object] = lambda: None,
 ) -> tuple[Timing, str]:  # fmt: skip
-    """The commands one after the other, ``runs`` times; ``before`` each time, untimed. Also returns the last stdout."""
+    """Time ``commands`` one after the other, ``runs`` times; ``before`` is called before each run and is not timed.
+
+    Returns: the timing, and the stdout of the last command.
+    """
     seconds, peak, out = list[float](), 0, ""
     for _ in range(runs):
         before()

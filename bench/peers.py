@@ -1,4 +1,4 @@
-"""The other ways to the same image, each with its own best settings: caches kept, zstd beside the default gzip.
+"""The other ways to build the same image, each with its best settings: caches kept, zstd beside the default gzip.
 
 Every peer starts from what `build.py render` writes, from the same base (one tar made by mmdebstrap) and from the same
 downloads (a copy of Ekiben's own cache of wheels and Debian packages, in each peer's own kind of cache).
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clock import Command
+from bench.clock import Command
 
 CA = "/etc/ssl/certs/ca-certificates.crt"
 ZSTD = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
@@ -38,12 +38,12 @@ def has(*programs: str) -> bool:
 
 
 def docker_client() -> str:
-    """One that has BuildKit: the distribution's own, where another client comes earlier on PATH."""
+    """Return a client with BuildKit: the distribution's own, even where another client comes earlier on PATH."""
     return "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
 
 
 class Rendered:
-    """A folder that `build.py render` wrote, and the edits that the cases make in it."""
+    """A folder that `build.py render` wrote, and the edits of the cases in it."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self.folder, self.recipe, self._count = folder, recipe, 0
@@ -55,10 +55,10 @@ class Rendered:
     def edit_middle(self) -> None:
         self._append(self.folder / f"post/{self.recipe.middle}.sh", "true")
 
-    def _append(self, path: Path, word: str) -> None:
+    def _append(self, path: Path, prefix: str) -> None:
         self._count += 1
         with path.open("a") as stream:
-            stream.write(f"\n{word} edit {self._count}-{os.getpid()}\n")
+            stream.write(f"\n{prefix} edit {self._count}-{os.getpid()}\n")
 
 
 class Docker(Rendered):
@@ -97,10 +97,10 @@ class Buildah(Rendered):
             text.replace("env HOME=", _CACHED.format(cache="/cache", conf="/run/apt.conf"))
         )
 
-    def _buildah(self, *words: str) -> Command:
+    def _buildah(self, *arguments: str) -> Command:
         (self.state / "tmp").mkdir(parents=True, exist_ok=True)
         argv = ["buildah", "--root", str(self.state / "root"), "--runroot", str(self.state / "run"),
-                "--storage-driver", "overlay", *words]  # fmt: skip
+                "--storage-driver", "overlay", *arguments]  # fmt: skip
         return Command(
             argv=argv, cwd=self.folder, env={"BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.state / "tmp")}
         )
@@ -113,7 +113,7 @@ class Buildah(Rendered):
         return self._buildah("from", "--name", TAG, TAG)
 
     def to_sif(self, out: Path) -> Command:
-        """Straight from the mounted container: nothing is exported."""
+        """Pack the mounted container: nothing is exported."""
         pack = 'exec apptainer build --force "$@" "$(buildah --root "$ROOT" --runroot "$RUN" --storage-driver overlay mount "$NAME")"'
         state = {"ROOT": str(self.state / "root"), "RUN": str(self.state / "run"), "NAME": TAG}
         return Command(argv=["sh", "-c", pack, "sh", *ZSTD, str(out)], cwd=self.folder,
@@ -153,7 +153,7 @@ class Apptainer(Rendered):
         return as_user(Command(argv=argv, cwd=self.folder, env=temporary(self.folder) | cache))
 
     def on_parent(self, parent: Path, out: Path, options: Sequence[str]) -> Command:
-        """A child definition on the finished SIF: only the entrypoint is copied in; the rest is unpacked and packed."""
+        """Build a child definition on the finished SIF: it copies the entrypoint in; the rest is unpacked and packed again."""
         inside = f"/opt/ekiben/recipe/entrypoints/{self.recipe.entrypoint}"
         child = self.folder / "child.def"
         child.write_text(
@@ -164,11 +164,11 @@ class Apptainer(Rendered):
 
 
 def temporary(folder: Path) -> dict[str, str]:
-    """Apptainer unpacks here; its cache of OCI blobs is kept, as it is by default."""
-    place = folder.parent / "apptainer-tmp"
-    place.mkdir(exist_ok=True)
-    place.chmod(0o1777)
-    return {"APPTAINER_TMPDIR": str(place), "APPTAINER_CACHEDIR": str(folder.parent / "apptainer-cache")}
+    """Return where Apptainer unpacks; its cache of OCI blobs is kept, as it is by default."""
+    tmp_dir = folder.parent / "apptainer-tmp"
+    tmp_dir.mkdir(exist_ok=True)
+    tmp_dir.chmod(0o1777)
+    return {"APPTAINER_TMPDIR": str(tmp_dir), "APPTAINER_CACHEDIR": str(folder.parent / "apptainer-cache")}
 
 
 def as_user(command: Command) -> Command:
@@ -187,9 +187,9 @@ def versions() -> dict[str, str]:
                 "apptainer": ["apptainer", "--version"], "buildah": ["buildah", "--version"],
                 "mksquashfs": ["mksquashfs", "-version"], "mmdebstrap": ["mmdebstrap", "--version"],
                 "cp": ["cp", "--version"]}  # fmt: skip
-    found = {}
+    by_name = {}
     for name, argv in commands.items():
         if has(argv[0]):
-            told = subprocess.run(argv, capture_output=True, text=True, check=False)
-            found[name] = ((told.stdout or told.stderr).splitlines() or ["?"])[0]
-    return found
+            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            by_name[name] = ((done.stdout or done.stderr).splitlines() or ["?"])[0]
+    return by_name

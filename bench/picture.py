@@ -1,14 +1,12 @@
-"""The picture: a bar for every way that was measured, case by case, seconds on a logarithmic axis. Plain SVG."""
+"""Draw a bar for everything that was measured, case by case, seconds on a logarithmic axis, as plain SVG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from html import escape
-from typing import Any
 
-from clock import Timing
-from report import TITLES, seconds, spoken
+from bench.clock import Timing
+from bench.report import TITLES, Result, format_seconds, seconds
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 960, 270, 110, 20, 46, 96
 INK, PALE, OURS, THEIRS, COPY = "#1f2328", "#d0d7de", "#c2410c", "#8c959f", "#0969da"
@@ -16,11 +14,10 @@ DRAWN = ("nothing", "docker", "sif", "middle", "scratch")
 LEAST, MOST = 0.05, 1000.0  # seconds at the ends of the axis
 
 
-def draw(result: Mapping[str, Any]) -> str:
-    timings = [Timing(**row) for row in result["timings"]]
+def draw(result: Result) -> str:
     parts, at = list[str](), TOP
     for case in DRAWN:
-        rows = sorted((item for item in timings if item.case == case), key=seconds)
+        rows = sorted((item for item in result.timings if item.case == case), key=seconds)
         if rows:
             parts.append(_text(20, at, TITLES[case], size=15, bold=True))
             parts += [_bar(at + 10 + number * BAR, row) for number, row in enumerate(rows)]
@@ -35,15 +32,15 @@ def draw(result: Mapping[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def _title(result: Mapping[str, Any]) -> str:
-    return f"Seconds for {result['recipe']}: Ekiben beside its peers"
+def _title(result: Result) -> str:
+    return f"Seconds for {result.recipe}: Ekiben beside its peers"
 
 
-def _subtitle(result: Mapping[str, Any]) -> str:
-    machine, unpacked = result["machine"], result["facts"].get("unpacked bytes")
+def _subtitle(result: Result) -> str:
+    machine, unpacked = result.machine, result.facts.get("unpacked bytes")
     size = f"{unpacked / 1e9:.1f} GB unpacked · " if unpacked else ""
     return (f"{size}{machine['cores']} cores, {machine['memory bytes'] / 2**30:.0f} GiB · {machine['system']} · "
-            f"median · logarithmic · {result['date'][:10]}")  # fmt: skip
+            f"median · logarithmic · {result.date[:10]}")  # fmt: skip
 
 
 def _x(count: float) -> float:
@@ -68,12 +65,12 @@ def _bar(y: float, timing: Timing) -> str:
     return "".join([
         _text(LEFT - 8, middle, timing.who, size=12.5, bold=ours, anchor="end"),
         f'<rect x="{LEFT}" y="{y + 3}" width="{max(end - LEFT, 2):.1f}" height="{BAR - 5}" rx="2" fill="{color}"/>',
-        _text(end + 6, middle, spoken(seconds(timing)), size=12.5, bold=ours),
+        _text(end + 6, middle, format_seconds(seconds(timing)), size=12.5, bold=ours),
     ])  # fmt: skip
 
 
 def _text(
-    x: float, y: float, words: str, *, size: float, bold: bool = False, fill: str = INK, anchor: str = "start"
+    x: float, y: float, text: str, *, size: float, bold: bool = False, fill: str = INK, anchor: str = "start"
 ) -> str:
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'

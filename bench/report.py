@@ -1,12 +1,12 @@
-"""From timings to goals and to the table for the README."""
+"""Compare the timings with the goals, and write the tables for the README."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TypedDict
 
-from clock import Timing
+from bench.clock import Timing
 
 TITLES = {
     "nothing": "nothing changed",
@@ -24,6 +24,41 @@ TITLES = {
 }
 
 
+class LayerSize(TypedDict):
+    """``size``: bytes, compressed."""
+
+    name: str
+    size: int
+
+
+# What a case measured beside its seconds, under the names of results.json.
+Facts = TypedDict(
+    "Facts",
+    {
+        "layers": list[LayerSize],
+        "seconds of each layer": dict[str, float],
+        "unpacked bytes": int,
+        "SIF bytes": dict[str, int],
+        "built after an edited entrypoint": list[str],
+        "built after an edited middle layer": list[str],
+        "built for a second recipe": list[str],
+        "bytes a second recipe adds to the store": int,
+        "SIF bytes published": int,
+        "bytes moved for an edited entrypoint": int,
+        "SIF bytes sent": int,
+        "bytes sent for an edited entrypoint": int,
+    },
+    total=False,
+)
+
+Machine = TypedDict(
+    "Machine",
+    {"system": str, "kernel": str, "processor": str, "cores": int, "memory bytes": int, "python": str},
+)
+
+Load = tuple[float, float, float]  # over 1, 5 and 15 minutes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """``ratio``: how many times as long the peer takes."""
@@ -36,14 +71,32 @@ class Goal:
     reached: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Everything that one run of the benchmark writes. ``date``: ISO 8601, when it began."""
+
+    date: str
+    recipe: str
+    machine: Machine
+    load_before: Load
+    load_after: Load
+    versions: dict[str, str]
+    facts: Facts
+    goals: list[Goal]
+    failed: dict[str, str]
+    timings: list[Timing]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the content of results.json."""
+        return {key.replace("load_", "load "): value for key, value in asdict(self).items()}
+
+
 def seconds(timing: Timing) -> float:
-    """With the base, which Ekiben makes itself and the others are given."""
-    base = timing.about.get("base", 0.0)
-    assert isinstance(base, float)
-    return timing.median + base
+    """Return the median with the base, which Ekiben makes itself and the others are given."""
+    return timing.median + timing.about.get("base", 0.0)
 
 
-def spoken(count: float) -> str:
+def format_seconds(count: float) -> str:
     return f"{count:.0f} s" if count >= 100 else f"{count:.1f} s" if count >= 10 else f"{count:.2f} s"
 
 
@@ -58,15 +111,15 @@ class _Measured:
         return [item for item in self.timings if item.case == case and not item.who.startswith(("ekiben", "cp "))]
 
 
-def goals(timings: Sequence[Timing], facts: Mapping[str, Any]) -> list[Goal]:
+def goals(timings: Sequence[Timing], facts: Facts) -> list[Goal]:
     measured = _Measured(timings)
-    made = [_nothing(measured), *_sif(measured), _docker(measured), _middle(measured, facts), _second(measured, facts),
+    all_goals = [_nothing(measured), *_sif(measured), _docker(measured), _middle(measured, facts), _second(measured, facts),
             _scratch(measured), _memory(measured), _help(measured), *_published(measured, facts), *_registry(measured, facts)]  # fmt: skip
-    return [goal for goal in made if goal]
+    return [goal for goal in all_goals if goal]
 
 
 def _against(case: str, ours: Timing, peer: Timing, target: str, reached: bool) -> Goal:
-    return Goal(case=TITLES[case], ekiben=spoken(seconds(ours)), peer=f"{spoken(seconds(peer))} ({peer.who})",
+    return Goal(case=TITLES[case], ekiben=format_seconds(seconds(ours)), peer=f"{format_seconds(seconds(peer))} ({peer.who})",
                 ratio=round(seconds(peer) / seconds(ours), 2), target=target, reached=reached)  # fmt: skip
 
 
@@ -80,17 +133,19 @@ def _nothing(measured: _Measured) -> Goal | None:
 
 def _sif(measured: _Measured) -> list[Goal]:
     ours, peers = measured.get("sif", "ekiben"), measured.peers("sif")
-    found: list[Goal] = []
+    compared: list[Goal] = []
     if ours and peers:
         fastest = min(peers, key=seconds)
-        found.append(_against("sif", ours, fastest, "≥ 10 × faster than the fastest peer",
+        compared.append(_against("sif", ours, fastest, "≥ 10 × faster than the fastest peer",
                               seconds(fastest) >= 10 * ours.median))  # fmt: skip
     if ours and (gzip := measured.get("sif", "apptainer build gzip")):
-        found.append(_against("sif", ours, gzip, "≥ 50 × faster than `apptainer build` as it comes",
+        compared.append(_against("sif", ours, gzip, "≥ 50 × faster than `apptainer build` as it comes",
                               seconds(gzip) >= 50 * ours.median))  # fmt: skip
     if ours and (copy := measured.get("sif", "cp of the file")):
-        found.append(_against("sif", ours, copy, "close to copying the file (≤ 2 ×)", ours.median <= 2 * copy.median))
-    return found
+        compared.append(
+            _against("sif", ours, copy, "close to copying the file (≤ 2 ×)", ours.median <= 2 * copy.median)
+        )
+    return compared
 
 
 def _docker(measured: _Measured) -> Goal | None:
@@ -102,7 +157,7 @@ def _docker(measured: _Measured) -> Goal | None:
     )
 
 
-def _middle(measured: _Measured, facts: Mapping[str, Any]) -> Goal | None:
+def _middle(measured: _Measured, facts: Facts) -> Goal | None:
     ours, peer = measured.get("middle", "ekiben"), measured.get("middle", "docker build")
     if not (ours and peer):
         return None
@@ -111,12 +166,12 @@ def _middle(measured: _Measured, facts: Mapping[str, Any]) -> Goal | None:
                     len(built) == 2)  # fmt: skip
 
 
-def _second(measured: _Measured, facts: Mapping[str, Any]) -> Goal | None:
+def _second(measured: _Measured, facts: Facts) -> Goal | None:
     ours = measured.get("second", "ekiben")
     if not ours:
         return None
     added, built = facts["bytes a second recipe adds to the store"], facts["built for a second recipe"]
-    return Goal(case=TITLES["second"], ekiben=f"{spoken(ours.median)}, {added / 1e3:.0f} kB more in the store", peer="",
+    return Goal(case=TITLES["second"], ekiben=f"{format_seconds(ours.median)}, {added / 1e3:.0f} kB more in the store", peer="",
                 ratio=None, target="only its own layers; bytes counted once", reached=len(built) == 1 and added < 1e6)  # fmt: skip
 
 
@@ -142,60 +197,61 @@ def _help(measured: _Measured) -> Goal | None:
     ours = measured.get("help", "ekiben")
     if not ours:
         return None
-    return Goal(case=TITLES["help"], ekiben=spoken(ours.median), peer="", ratio=None, target="< 0.2 s",
+    return Goal(case=TITLES["help"], ekiben=format_seconds(ours.median), peer="", ratio=None, target="< 0.2 s",
                 reached=ours.median < 0.2)  # fmt: skip
 
 
-def _published(measured: _Measured, facts: Mapping[str, Any]) -> list[Goal]:
+def _published(measured: _Measured, facts: Facts) -> list[Goal]:
     ours, copy, edit = (
         measured.get("publish", "ekiben"),
         measured.get("publish", "cp of the file"),
         measured.get("publish-edit", "ekiben"),
     )
-    found: list[Goal] = []
+    compared: list[Goal] = []
     if ours and copy:
-        found.append(_against("publish", ours, copy, "≥ 0.8 × the speed of cp", copy.median >= 0.8 * ours.median))
+        compared.append(_against("publish", ours, copy, "≥ 0.8 × the speed of cp", copy.median >= 0.8 * ours.median))
     if edit:
-        found.append(
+        compared.append(
             _moved("publish-edit", edit, facts["bytes moved for an edited entrypoint"], facts["SIF bytes published"])
         )
-    return found
+    return compared
 
 
-def _registry(measured: _Measured, facts: Mapping[str, Any]) -> list[Goal]:
-    found: list[Goal] = []
+def _registry(measured: _Measured, facts: Facts) -> list[Goal]:
+    compared: list[Goal] = []
     for case in ("push", "pull"):
         ours, peer = measured.get(case, "ekiben"), measured.get(case, "apptainer")
         if ours and peer:
-            found.append(_against(case, ours, peer, "no slower than `apptainer`", ours.median <= peer.median))
+            compared.append(_against(case, ours, peer, "no slower than `apptainer`", ours.median <= peer.median))
     if edit := measured.get("push-edit", "ekiben"):
-        found.append(_moved("push-edit", edit, facts["bytes sent for an edited entrypoint"], facts["SIF bytes sent"]))
-    return found
+        compared.append(
+            _moved("push-edit", edit, facts["bytes sent for an edited entrypoint"], facts["SIF bytes sent"])
+        )
+    return compared
 
 
-def _moved(case: str, ours: Timing, moved: int, whole: int) -> Goal:
-    return Goal(case=TITLES[case], ekiben=f"{spoken(ours.median)}, {moved / 1e3:.0f} kB moved", peer="", ratio=None,
-                target="< 1 % of the image moved", reached=moved < 0.01 * whole)  # fmt: skip
+def _moved(case: str, ours: Timing, moved: int, total: int) -> Goal:
+    return Goal(case=TITLES[case], ekiben=f"{format_seconds(ours.median)}, {moved / 1e3:.0f} kB moved", peer="", ratio=None,
+                target="< 1 % of the image moved", reached=moved < 0.01 * total)  # fmt: skip
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Two Markdown tables: the goals, and every way that was measured."""
-    machine, facts = result["machine"], result["facts"]
+def table(result: Result) -> str:
+    """Return two Markdown tables: the goals, and everything that was measured."""
+    machine, facts = result.machine, result.facts
     size = f", {facts['unpacked bytes'] / 1e9:.1f} GB unpacked" if "unpacked bytes" in facts else ""
-    lines = [f"`{result['recipe']}`{size}; {machine['cores']} cores of {machine['processor']}, "
-             f"{machine['memory bytes'] / 2**30:.0f} GiB, {machine['system']}, {result['date'][:10]}.", "",
+    lines = [f"`{result.recipe}`{size}; {machine['cores']} cores of {machine['processor']}, "
+             f"{machine['memory bytes'] / 2**30:.0f} GiB, {machine['system']}, {result.date[:10]}.", "",
              "| case | Ekiben | peer | peer ÷ Ekiben | target | reached |", "|---|---|---|---|---|---|"]  # fmt: skip
-    for goal in result["goals"]:
-        ratio = f"{goal['ratio']:.3g} ×" if goal["ratio"] is not None else ""
-        lines.append(f"| {goal['case']} | {goal['ekiben']} | {goal['peer']} | {ratio} | {goal['target']} | "
-                     f"{'yes' if goal['reached'] else '**no**'} |")  # fmt: skip
+    for goal in result.goals:
+        ratio = f"{goal.ratio:.3g} ×" if goal.ratio is not None else ""
+        lines.append(f"| {goal.case} | {goal.ekiben} | {goal.peer} | {ratio} | {goal.target} | "
+                     f"{'yes' if goal.reached else '**no**'} |")  # fmt: skip
     lines += ["", "| case | who | median | runs |", "|---|---|---|---|"]
-    for row in result["timings"]:
-        timing = Timing(**row)
-        note = f"{timing.about['note']}" if "note" in timing.about else str(len(timing.seconds))
+    for timing in result.timings:
+        note = timing.about.get("note", str(len(timing.seconds)))
         base = f" (with the base, {timing.about['base']:.0f} s)" if "base" in timing.about else ""
         lines.append(
-            f"| {TITLES.get(timing.case, timing.case)} | {timing.who} | {spoken(seconds(timing))}{base} | {note} |"
+            f"| {TITLES.get(timing.case, timing.case)} | {timing.who} | {format_seconds(seconds(timing))}{base} | {note} |"
         )
-    lines += [f"\nFailed: {name}" for name in result["failed"]]
+    lines += [f"\nFailed: {name}" for name in result.failed]
     return "\n".join(lines) + "\n"

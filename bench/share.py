@@ -14,18 +14,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from clock import Command
-
-if TYPE_CHECKING:
-    from run import Bench
+from bench.clock import Command
+from bench.session import Bench
 
 
 def publish(bench: Bench) -> None:
     """Into a new folder, after `image` has made and tested it, and without; and a version with another entrypoint. Beside
     them, cp of the SIF."""
-    bench.plain(bench.ekiben("image", bench.recipe.name, "--format", "sif", "-o", str(bench.sif), "--json"))
+    bench.run_untimed(bench.ekiben("image", bench.recipe.name, "--format", "sif", "-o", str(bench.sif), "--json"))
     place, copy = bench.scratch / "place", bench.scratch / "out" / "copy.sif"
     put = replace(bench.ekiben("publish", bench.recipe.name, "--to", str(place), "--no-verify", "--json"), synced=True)
     cp = Command(argv=["cp", str(bench.sif), str(copy)], cwd=bench.scratch, synced=True)
@@ -47,15 +44,15 @@ def publish(bench: Bench) -> None:
     copy.unlink()
     bench.record("publish-edit", "ekiben", [put], runs=bench.runs, before=bench.edit_entrypoint)
     bench.edit_entrypoint()
-    record = json.loads(bench.plain(put))
+    record = json.loads(bench.run_untimed(put))
     bench.facts["SIF bytes published"] = record["size"]
-    bench.facts["bytes moved for an edited entrypoint"] = record["moved"]
+    bench.facts["bytes moved for an edited entrypoint"] = record["bytes_copied"]
     shutil.rmtree(place)
 
 
 def registry(bench: Bench) -> None:
     """The SIF to a registry and back, ours and Apptainer's; then the Docker image with another entrypoint."""
-    bench.plain(bench.make_sif())
+    bench.run_untimed(bench.make_sif())
     bench.facts["SIF bytes sent"] = bench.sif.stat().st_size
     out = bench.scratch / "out" / "pulled.sif"
     for who in ("apptainer", "ekiben"):
@@ -76,7 +73,7 @@ def registry(bench: Bench) -> None:
             out.unlink()
             if who == "ekiben":
                 image = bench.ekiben("push", bench.recipe.name, f"{host}/bench/image:1", "--json")
-                bench.plain(image)
+                bench.run_untimed(image)
                 bench.edit_entrypoint()
                 sent = json.loads(bench.record("push-edit", "ekiben", [image]))
                 bench.facts["bytes sent for an edited entrypoint"] = sent["sent"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from own_recipe import GROUND, ROOF, WALLS, Done, Own, RunCli
+from support.sample_recipe import GROUND, ROOF, WALLS, Done, RunCli, SampleRecipe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,7 +21,7 @@ def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """$EKIBEN_STORE lies below a file, so that a test that forgets to name a store fails and leaves the user's alone."""
     wall = tmp_path_factory.mktemp("no-store") / "file"
     wall.write_text("a test must name its store\n")
-    settings = {"EKIBEN_STORE": str(wall / "store"), "EKIBEN_SHARED": "", "EKIBEN_REGISTRY": ""}
+    settings = {"EKIBEN_STORE": str(wall / "store"), "EKIBEN_SHARED": "", "EKIBEN_REGISTRY": "", "EKIBEN_RECIPES": ""}
     before = {name: os.environ.get(name) for name in settings}
     os.environ |= settings
     yield wall / "store"
@@ -48,8 +48,8 @@ def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     """In CI everything must be there: what would be skipped at home fails with the reason."""
     if os.environ.get("CI") == "true" and report.outcome == "skipped" and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        said = report.longrepr
-        report.longrepr = f"skipped, which CI does not allow: {said[2] if isinstance(said, tuple) else said}"
+        reason = report.longrepr
+        report.longrepr = f"skipped, which CI does not allow: {reason[2] if isinstance(reason, tuple) else reason}"
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -73,13 +73,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 def run_cli(tmp_path: Path) -> RunCli:
     """build.py as a user starts it, in ``tmp_path``; stdout and stderr apart. ``code`` is the exit code expected."""
 
-    def run(*words: str | Path, code: int = 0, env: Mapping[str, str] | None = None, root: Path = ROOT) -> Done:
+    def run(*args: str | Path, code: int = 0, env: Mapping[str, str] | None = None, root: Path = ROOT) -> Done:
         done = subprocess.run(
-            [sys.executable, str(root / "build.py"), *map(str, words)],
+            [sys.executable, str(root / "build.py"), *map(str, args)],
             cwd=tmp_path, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=120, check=False,
         )  # fmt: skip
-        assert done.returncode == code, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == code, f"{args}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done
 
@@ -90,8 +90,8 @@ def run_cli(tmp_path: Path) -> RunCli:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Own:
-    made = Own(tmp_path / "own")
+def sample(tmp_path: Path) -> SampleRecipe:
+    made = SampleRecipe(tmp_path / "own")
     made.recipe()
     made.stack()
     made.write("images/ground.def", GROUND)
@@ -107,9 +107,9 @@ def own(tmp_path: Path) -> Own:
 
 
 @pytest.fixture
-def flat(own: Own) -> Own:
+def files_only(sample: SampleRecipe) -> SampleRecipe:
     """The same without a %post: what needs no engine. ground ← roof."""
-    own.replace("images/roof.def", "walls.sif", "ground.sif")
-    (own.path / "images/walls.def").unlink()
-    own.stack(arguments={})
-    return own
+    sample.replace("images/roof.def", "walls.sif", "ground.sif")
+    (sample.path / "images/walls.def").unlink()
+    sample.stack(arguments={})
+    return sample

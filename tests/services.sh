@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
-#   tests/services.sh install [NAME…]   docker apptainer buildah registry slurm gridengine browser modules (these when none
-#                                       is named) peers
-#   tests/services.sh start [NAME…]     docker registry slurm gridengine (these when none is named)
+#   tests/services.sh install [NAME…]   docker apptainer singularity buildah podman registry slurm gridengine oar browser
+#                                       modules (these when none is named) peers
+#   tests/services.sh start [NAME…]     docker registry slurm gridengine oar (these when none is named)
 #   tests/services.sh env               what is there, one line each
 set -euo pipefail
 umask 022                                        # what is installed here is for every user, whoever calls
@@ -13,11 +13,15 @@ RELEASE=$(. /etc/os-release && echo "${VERSION_CODENAME:-} $PRETTY_NAME")
 readonly USER_NAME=builder                       # the ordinary user of the rootless tests
 readonly COLLEAGUE=colleague LAB=ekiben-lab      # a second one, and the group of both
 readonly LIBS=/opt/apptainer-libs                # a newer glibc that only apptainer sees
+readonly SINGULARITY=/opt/singularity-ce         # not on PATH: what finds it there takes it for the machine's runtime
 readonly MODULES=/opt/ekiben-modules             # Environment Modules and Lmod
+readonly SINGULARITY_DEB=pool/universe/s/singularity-container/singularity-container_4.1.1+ds2-1build1_amd64.deb
+readonly SINGULARITY_SHA256=cb2e67f0f6897a78dd201b86c06575ba3f49144011952754b8633c7b1ab6d4b4
 readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
 readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
 readonly REGISTRY_HOME=/var/lib/ekiben-test-registry
 readonly SLURM_HOME=/var/lib/ekiben-test-slurm
+readonly OAR_HOME=/var/lib/ekiben-test-oar OAR_DATABASE_PORT=${EKIBEN_OAR_PORT:-5439}
 readonly GE_HOME=/var/lib/ekiben-test-gridengine
 readonly GE_COMMON=/var/lib/gridengine/default/common
 export DEBIAN_FRONTEND=noninteractive
@@ -31,17 +35,19 @@ packages() {
     case $1 in
         # Rootless work in general; every group gets these.
         base) echo ca-certificates gnupg uidmap fuse-overlayfs fuse2fs squashfuse squashfs-tools mmdebstrap debootstrap curl shellcheck iproute2 procps openssl git gcc libc6-dev ;;
-        docker) echo docker.io iptables ;;
-        apptainer) ;;                            # see install_apptainer
+        docker) echo docker.io docker-compose iptables ;;
+        apptainer | singularity) ;;              # see install_apptainer, install_singularity
         buildah) echo buildah crun runc ;;
+        podman) echo podman crun runc slirp4netns catatonit ;;
         registry) echo docker-registry apache2-utils skopeo ;;
         slurm) echo slurm-wlm slurmctld slurmd slurm-client munge ;;
         gridengine) echo gridengine-master gridengine-exec gridengine-client ;;
+        oar) echo oar-server oar-server-pgsql oar-user oar-user-pgsql oar-node postgresql libjson-perl ;;
         # What the two themselves need; see install_modules.
         modules) echo less tcl8.6 libtcl8.6 tcl lua5.3 lua-filesystem lua-json lua-posix lua-term ;;
         peers) echo charliecloud podman skopeo umoci ;;
         browser) echo chromium ;;
-        *) die "unknown group '$1'; known: docker apptainer buildah registry slurm gridengine browser modules peers" 2 ;;
+        *) die "unknown group '$1'; known: docker apptainer singularity buildah podman registry slurm gridengine oar browser modules peers" 2 ;;
     esac
 }
 
@@ -51,7 +57,7 @@ is_installed() { dpkg-query -W -f '${db:Status-Status}\n' "$1" 2>/dev/null | gre
 
 install() {
     local group wanted="" groups=("$@")
-    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer buildah registry slurm gridengine browser modules)
+    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer singularity buildah podman registry slurm gridengine oar browser modules)
     has apt-get || die "needs apt-get: this script knows Debian and its relatives only" 4
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh install ${groups[*]}" 4
     for group in base "${groups[@]}"; do
@@ -63,7 +69,7 @@ install() {
     make_user
     open_fuse
     for group in "${groups[@]}"; do
-        case $group in apptainer | modules) "install_$group" ;; esac
+        case $group in apptainer | singularity | modules) "install_$group" ;; esac
     done
 }
 
@@ -118,7 +124,7 @@ install_apptainer() {
         fresh_lists
         if has_candidate apptainer; then apt_install apptainer; else install_apptainer_from_sid; fi
     fi
-    allow_root_without_sys_resource
+    allow_root_without_sys_resource apptainer /etc/apptainer/apptainer.conf
 }
 
 # Debian has Apptainer in sid only, built for a newer glibc than a stable release has. Its own glibc goes into a folder
@@ -155,7 +161,7 @@ Ubuntu: add-apt-repository -y ppa:apptainer/ppa, then run this again" 4
     rm -rf "$LIBS"
     for deb in "$work"/lib*.deb; do dpkg-deb -x "$deb" "$LIBS"; done
     dpkg-deb -x "$work"/apptainer_*.deb "$work/new"
-    patch_apptainer "$work/new"
+    use_libs_of_sid "$work"/new/usr/bin/apptainer "$work"/new/usr/lib/*/apptainer/bin/starter
     rm -rf "$work/new/usr/share"
     cp -a --no-preserve=ownership "$work"/new/* /
     apptainer version >/dev/null || die "apptainer was installed and does not start"
@@ -182,11 +188,11 @@ debian_mirror() {
         awk -v release="${RELEASE%% *}" '$1 == "Debian" && $2 == release && $3 == "main" && !n++ { print $4 }'
 }
 
-patch_apptainer() {
-    local new=$1 libs loader program
+use_libs_of_sid() {
+    local libs loader program
     libs=$(dirname "$(find "$LIBS" -name libc.so.6)")
     loader=$(find "$LIBS" -name 'ld-linux-*.so.*' | head -n 1)
-    for program in "$new"/usr/bin/apptainer "$new"/usr/lib/*/apptainer/bin/starter; do
+    for program in "$@"; do
         patchelf --set-interpreter "$loader" --force-rpath --set-rpath "$libs" "$program"
     done
     # Apptainer starts itself again with LD_LIBRARY_PATH set, which beats RUNPATH but not RPATH.
@@ -195,28 +201,55 @@ patch_apptainer() {
     done
 }
 
+# SingularityCE, which Debian has no package of, as Ubuntu 24.04 has it: setuid. Of the package without its manuals and buildkitd.
+install_singularity() (
+    [ ! -x "$SINGULARITY/bin/singularity" ] || exit 0
+    if [ "$(dpkg --print-architecture)" != amd64 ] || [ ! -d "$LIBS" ] || has singularity; then
+        say "leaving out singularity: it is unpacked on amd64 beside Apptainer of sid, where no other is"
+        exit 0
+    fi
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    say "unpacking singularity-container of Ubuntu 24.04 into $SINGULARITY"
+    # debootstrap knows where Ubuntu's packages are.
+    ubuntu=$(sed -n 's/^[[:space:]]*default_mirror \(http:..archive\..*\)/\1/p' /usr/share/debootstrap/scripts/gutsy)
+    quietly curl -fsS --retry 2 --max-time 300 -o "$work/singularity.deb" "$ubuntu/$SINGULARITY_DEB"
+    quietly sha256sum --check - <<<"$SINGULARITY_SHA256  $work/singularity.deb"
+    dpkg-deb -x "$work/singularity.deb" "$work/new"
+    cd "$work/new"
+    rm usr/lib/*/singularity/bin/singularity-buildkitd
+    use_libs_of_sid usr/bin/singularity usr/lib/*/singularity/bin/starter{,-suid}
+    mkdir -p "$SINGULARITY"
+    cp -a --no-preserve=ownership etc var /
+    cp -a --no-preserve=ownership usr/lib/* /usr/lib/
+    chmod 4755 /usr/lib/*/singularity/bin/starter-suid
+    cp -a --no-preserve=ownership usr/bin "$SINGULARITY/"
+    [ -d /run/systemd/system ] || sed -i 's/^systemd cgroups = yes/systemd cgroups = no/' /etc/singularity/singularity.conf
+    allow_root_without_sys_resource "$SINGULARITY/bin/singularity" /etc/singularity/singularity.conf
+)
+
 # As root Apptainer asks for every capability, and a machine that withholds one makes it fail. Only then: ask for the
 # others by name.
 allow_root_without_sys_resource() {
-    local cap_sys_resource=24 effective capabilities
+    local cap_sys_resource=24 runtime=$1 config=$2 effective capabilities
     effective=$(awk '/^CapEff/ { print $2 }' /proc/self/status)
     if (( (16#$effective >> cap_sys_resource) & 1 )); then return; fi
-    if grep -q '^root default capabilities = file' /etc/apptainer/apptainer.conf; then return; fi
-    say "no CAP_SYS_RESOURCE here: apptainer asks for the other capabilities when root"
-    sed -i 's/^root default capabilities = .*/root default capabilities = file/' /etc/apptainer/apptainer.conf
-    capabilities=$(apptainer capability avail | grep -o '^CAP_[A-Z_]*' | grep -vx CAP_SYS_RESOURCE | paste -sd,)
-    quietly apptainer capability add --user root "$capabilities"
+    if grep -q '^root default capabilities = file' "$config"; then return; fi
+    say "no CAP_SYS_RESOURCE here: ${runtime##*/} asks for the other capabilities when root"
+    sed -i 's/^root default capabilities = .*/root default capabilities = file/' "$config"
+    capabilities=$("$runtime" capability avail | grep -o '^CAP_[A-Z_]*' | grep -vx CAP_SYS_RESOURCE | paste -sd,)
+    quietly "$runtime" capability add --user root "$capabilities"
 }
 
 start() {
     local service services=("$@")
-    [ ${#services[@]} -gt 0 ] || services=(docker registry slurm gridengine)
+    [ ${#services[@]} -gt 0 ] || services=(docker registry slurm gridengine oar)
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh start ${services[*]}" 4
     open_fuse
     for service in "${services[@]}"; do
         case $service in
-            docker | registry | slurm | gridengine) "start_$service" ;;
-            *) die "unknown service '$service'; known: docker registry slurm gridengine" 2 ;;
+            docker | registry | slurm | gridengine | oar) "start_$service" ;;
+            *) die "unknown service '$service'; known: docker registry slurm gridengine oar" 2 ;;
         esac
     done
 }
@@ -416,6 +449,68 @@ configure_gridengine() (
     qconf -Msconf schedule
 )
 
+# A server and two nodes, all on this machine, with a PostgreSQL of its own.
+start_oar() {
+    oar_answers && return
+    has oar-server || die "oar-server is not installed: tests/services.sh install oar" 4
+    [ -e "$OAR_HOME/made" ] || make_oar
+    pg_lsclusters -h | grep -q ' ekiben .* online' || quietly pg_ctlcluster "$(oar_postgresql)" ekiben start 9>&-
+    grep -qw oar2 /etc/hosts || echo '127.0.0.1 oar1 oar2' >>/etc/hosts
+    mkdir -p /run/sshd
+    port_answers 6667 || /usr/sbin/sshd -f /etc/oar/sshd_config 9>&- 2>>"$LOGS/ekiben-oar.log"
+    say "starting oar-server (log: /var/log/oar.log)"
+    port_answers 6666 || oar-server 9>&- >/dev/null
+    wait_for oar_server_answers oar
+    add_oar_nodes
+    wait_for oar_answers oar
+}
+
+oar_postgresql() { find /usr/lib/postgresql -mindepth 1 -maxdepth 1 -printf '%f\n' | sort -n | tail -n 1; }
+
+make_oar() {
+    local script
+    say "making OAR's database"
+    mkdir -p "$OAR_HOME"
+    [ -d "/etc/postgresql/$(oar_postgresql)/ekiben" ] || quietly pg_createcluster -p "$OAR_DATABASE_PORT" "$(oar_postgresql)" ekiben
+    pg_lsclusters -h | grep -q ' ekiben .* online' || quietly pg_ctlcluster "$(oar_postgresql)" ekiben start 9>&-
+    oar_sql -c "DROP DATABASE IF EXISTS oar" -c "DROP ROLE IF EXISTS oar" -c "DROP ROLE IF EXISTS oar_ro" \
+        -c "CREATE ROLE oar LOGIN PASSWORD 'oar'" -c "CREATE ROLE oar_ro LOGIN PASSWORD 'oar_ro'" -c "CREATE DATABASE oar OWNER oar"
+    for script in pg_structure pg_default_admission_rules default_data; do
+        PGPASSWORD=oar quietly psql -q -h 127.0.0.1 -p "$OAR_DATABASE_PORT" -U oar -d oar -f "/usr/lib/oar/database/$script.sql"
+    done
+    oar_sql -d oar -c "GRANT SELECT ON ALL TABLES IN SCHEMA public TO oar_ro"
+    # When a user's last job ends, OAR removes all that is the user's in /tmp, /dev/shm and /var/tmp: here tests keep theirs there.
+    sed -i 's|^my @Tmp_dir_to_clear = .*|my @Tmp_dir_to_clear = ();|' /etc/oar/job_resource_manager*.pl
+    grep -qx 'my @Tmp_dir_to_clear = ();' /etc/oar/job_resource_manager_cgroups.pl || die "OAR would clear /tmp: not started"
+    # No waiting between jobs.
+    sed -i -e "s/^DB_PORT=.*/DB_PORT=\"$OAR_DATABASE_PORT\"/; s/^DB_BASE_PASSWD=.*/DB_BASE_PASSWD=\"oar\"/" \
+        -e 's/^DB_BASE_PASSWD_RO=.*/DB_BASE_PASSWD_RO="oar_ro"/; s/^#JOB_RESOURCE_MANAGER_PROPERTY_DB_FIELD/JOB_RESOURCE_MANAGER_PROPERTY_DB_FIELD/' \
+        -e 's/^SCHEDULER_JOB_SECURITY_TIME=.*/SCHEDULER_JOB_SECURITY_TIME="1"/; s/^FINAUD_FREQUENCY=.*/FINAUD_FREQUENCY="0"/' \
+        -e 's/^SCHEDULER_GANTT_HOLE_MINIMUM_TIME=.*/SCHEDULER_GANTT_HOLE_MINIMUM_TIME="1"/' /etc/oar/oar.conf
+    touch "$OAR_HOME/made"
+}
+
+# The database is asked, and not `oarnodes`: on a busy machine that does not answer in time, and a node would be added twice.
+add_oar_nodes() {
+    local known
+    oar_sql -d oar -c "DELETE FROM resources WHERE resource_id NOT IN (SELECT min(resource_id) FROM resources GROUP BY network_address)"
+    known=$(runuser -u postgres -- psql -qAt -p "$OAR_DATABASE_PORT" -d oar -c "SELECT network_address FROM resources")
+    for node in oar1 oar2; do
+        grep -qx "$node" <<<"$known" || quietly timeout 60 oarnodesetting -a -h "$node"
+    done
+}
+
+oar_sql() { quietly runuser -u postgres -- psql -q -p "$OAR_DATABASE_PORT" -v ON_ERROR_STOP=1 "$@"; }
+
+port_answers() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+
+oar_server_answers() { port_answers 6666; }
+
+# Without its database `oarnodes` asks for ever.
+oar_answers() {
+    has oarnodes && port_answers 6666 && port_answers 6667 && [ "$(timeout 5 oarnodes -s 2>/dev/null | grep -c ': Alive')" = 2 ]
+}
+
 # daemon LOG COMMAND…: outlives this script and its terminal, and holds none of its files open.
 daemon() {
     local log=$LOGS/ekiben-$1.log
@@ -440,6 +535,7 @@ env_lines() {
     line python "$(first_line python3 --version)"
     line docker "$(docker_version)"
     line apptainer "$(first_line apptainer --version)"
+    line singularity "$(first_line "$SINGULARITY/bin/singularity" --version)"
     line buildah "$(first_line buildah --version)"
     line crun "$(first_line crun --version)"
     line mmdebstrap "$(first_line mmdebstrap --version)"
@@ -448,6 +544,7 @@ env_lines() {
     line skopeo "$(first_line skopeo --version)"
     line slurm "$(slurm_version)"
     line gridengine "$(gridengine_version)"
+    line oar "$(oar_version)"
     line modules "$(modules_version)"
     line podman "$(first_line podman --version)"
     line ch-run "$(first_line ch-run --version)"
@@ -488,6 +585,11 @@ slurm_version() {
 gridengine_version() {
     has sge_qmaster || { echo -; return; }
     echo "$(first_line qstat -help), $(gridengine_answers && echo answers || echo 'not started')"
+}
+
+oar_version() {
+    has oarsub || { echo -; return; }
+    echo "$(first_line oarsub --version | sed 's/.*: //'), $(oar_answers && echo answers || echo 'not started')"
 }
 
 main() {

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from builder.errors import StoreError
-from builder.store import Store, default_root
-from own_recipe import Own, RunCli
+from ekiben.core.errors import StoreError
+from ekiben.store import Store, default_root
+from support.sample_recipe import RunCli, SampleRecipe
 
 
-def test_the_default_store_cannot_be_touched(out_of_reach: Path, own: Own, run_cli: RunCli) -> None:
+def test_the_default_store_cannot_be_touched(out_of_reach: Path, sample: SampleRecipe, run_cli: RunCli) -> None:
     assert default_root() == out_of_reach
     with pytest.raises(StoreError, match="cannot be written"):
         Store(default_root()).open_for_writing()
-    said = run_cli("image", own.path, "--format", "sif", "--no-verify", code=6).stderr
-    assert str(out_of_reach) in said
-    assert "--store" in said
+    stderr = run_cli("image", sample.path, "--format", "sif", "--no-verify", code=6).stderr
+    assert str(out_of_reach) in stderr
+    assert "--store" in stderr
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,36 +41,38 @@ def test_xfail():
 MODULE = "import pytest\npytest.skip('no sun', allow_module_level=True)\n"
 
 
-def inner(tmp_path: Path, *words: str, ci: str) -> tuple[int, str]:
-    for name in ("conftest.py", "own_recipe.py"):
-        (tmp_path / name).write_text((Path(__file__).parent / name).read_text())
+def inner(tmp_path: Path, *args: str, ci: str) -> tuple[int, str]:
+    for name in ("conftest.py", "support/sample_recipe.py"):
+        source = Path(__file__).parent / name
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source.read_text())
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_b.py").write_text(MODULE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *words], cwd=tmp_path,
+        [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *args], cwd=tmp_path,
         env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
 
 
 def test_a_skip_is_allowed_at_home_and_gpu_tests_wait_to_be_asked_for(tmp_path: Path) -> None:
-    code, said = inner(tmp_path, ci="")
+    code, output = inner(tmp_path, ci="")
     assert code == 0
-    assert "2 skipped, 1 deselected, 1 xfailed" in said
+    assert "2 skipped, 1 deselected, 1 xfailed" in output
 
 
 def test_a_skip_is_a_failure_in_ci_with_its_reason(tmp_path: Path) -> None:
-    code, said = inner(tmp_path, "test_a.py", ci="true")
+    code, output = inner(tmp_path, "test_a.py", ci="true")
     assert code == 1
-    assert "1 failed, 1 deselected, 1 xfailed" in said
-    assert "no moon tonight" in said
-    code, said = inner(tmp_path, "test_b.py", ci="true")
+    assert "1 failed, 1 deselected, 1 xfailed" in output
+    assert "no moon tonight" in output
+    code, output = inner(tmp_path, "test_b.py", ci="true")
     assert code != 0
-    assert "no sun" in said
+    assert "no sun" in output
 
 
 def test_a_gpu_test_may_skip_in_ci_too(tmp_path: Path) -> None:
-    code, said = inner(tmp_path, "-m", "gpu", "test_a.py", ci="true")
+    code, output = inner(tmp_path, "-m", "gpu", "test_a.py", ci="true")
     assert code == 0
-    assert "1 skipped" in said
+    assert "1 skipped" in output

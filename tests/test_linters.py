@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,16 +13,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def tool(*words: str) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name(words[0])
+def tool(*args: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name(args[0])
     if not program.exists():
-        pytest.skip(f"{words[0]} is not installed (make lint installs it)")
-    return subprocess.run([program, *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        pytest.skip(f"{args[0]} is not installed (make lint installs it)")
+    return subprocess.run([program, *args[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("words", [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)], ids=" ".join)
-def test_linter(words: tuple[str, ...]) -> None:
-    done = tool(*words)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("ruff", "check", "."),
+        ("ruff", "format", "--check", "."),
+        ("mypy",),
+        ("mypy", "tests/integration/conftest.py"),  # one run cannot check two modules called conftest
+    ],
+    ids=" ".join,
+)
+def test_linter(argv: tuple[str, ...]) -> None:
+    done = tool(*argv)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -29,6 +40,21 @@ def tracked() -> list[Path]:
     if listed.returncode:
         pytest.skip("not a git checkout")
     return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def is_shell_script(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix == ".sh" or re.match(rb"#!.*\b(ba|da)?sh\b", file.readline()) is not None
+
+
+def test_shellcheck_finds_nothing_in_any_shell_script() -> None:
+    scripts = [path for path in tracked() if is_shell_script(path)]
+    assert {ROOT / ".ci/run", ROOT / "tests/services.sh"} < set(scripts)
+    assert "bootstrap.sh" in {path.name for path in scripts}
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed (tests/services.sh install installs it)")
+    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # In two pieces each, so that this file may be kept, too.
@@ -42,7 +68,7 @@ HOSTS = [
 PLACES = ["/work" + "/main", "/work" + "/shared", "/tmp" + "/prompts"]
 
 
-def test_no_file_names_a_package_registry_or_a_place_of_one_machine() -> None:
+def test_no_file_names_a_package_registry_or_local_path() -> None:
     paths = tracked()
     assert ROOT / "README.md" in paths
     found = [
@@ -60,12 +86,3 @@ def test_texts_are_utf8_with_plain_line_ends() -> None:
         if path.suffix in {".py", ".md", ".def", ".yaml", ".toml", ".sh", ".lock", ".in", ".jsonl", ".svg"}:
             assert data.decode("utf-8").endswith("\n") or not data, path
             assert b"\r" not in data, path
-
-
-def test_imports_of_the_builder_go_one_way() -> None:
-    """What runs inside an image imports nothing of what builds it."""
-    scripts = list((ROOT / "entrypoints").rglob("*.py"))
-    assert scripts
-    for path in scripts:
-        assert "import builder" not in path.read_text(), path
-        assert "from builder" not in path.read_text(), path

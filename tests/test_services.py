@@ -25,7 +25,7 @@ def test_env_lists_one_line_for_each_program() -> None:
     assert len(programs) == len(lines)
 
 
-def test_env_tells_what_is_missing_from_what_is_there() -> None:
+def test_env_marks_missing_programs() -> None:
     buildah = next(line for line in run("env").stdout.splitlines() if line.startswith("buildah"))
     assert ("version" in buildah) == (shutil.which("buildah") is not None)
 
@@ -48,7 +48,7 @@ def test_an_ordinary_user_is_told_to_use_sudo(command: str) -> None:
     assert f"sudo tests/services.sh {command} docker" in refused.stderr
 
 
-def test_without_a_command_it_explains_itself() -> None:
+def test_without_a_command_it_prints_usage() -> None:
     shown = run()
     assert shown.returncode == 2
     assert "tests/services.sh install" in shown.stderr

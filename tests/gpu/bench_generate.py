@@ -20,12 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "entrypoints"))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-import tiny  # noqa: E402
-from generate import Question, cut  # noqa: E402
-from sampling import Sampling, sample  # noqa: E402
+from ekiben_tasks.generation.batch import Prompt, make_batches
+from ekiben_tasks.generation.sampling import Sampling, sample
+from ekiben_tasks.models import tiny
 
 
 def main() -> int:
@@ -52,14 +52,14 @@ def main() -> int:
         model.lm_head.weight[tokenizer.eos_token_id] = 0  # its logit stays 0, and some other's is above
     chance = random.Random(0)
     rows = [
-        Question(n, [chance.randrange(300, args.vocabulary) for _ in range(chance.randrange(40, 400))], args.new_tokens)
+        Prompt(n, [chance.randrange(300, args.vocabulary) for _ in range(chance.randrange(40, 400))], args.new_tokens)
         for n in range(args.rows)
     ]
     how = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.05, seed=0)
     speeds = {}
     for size in args.batches:
         # One by one takes long, and each row costs about the same: a quarter of the rows will do.
-        batches = cut(rows if size > 1 else rows[:: max(len(rows) // 32, 1)], size)
+        batches = make_batches(rows if size > 1 else rows[:: max(len(rows) // 32, 1)], size)
         answer(model, tokenizer, batches[0], how)
         started, tokens = time.monotonic(), 0
         for batch in batches[1:] or batches:
@@ -77,13 +77,15 @@ def main() -> int:
     return 0
 
 
-def texts(model: object, tokenizer: object, batch: list[Question], how: Sampling) -> list[list[int]]:
-    found = sample(model, tokenizer, [row.ids for row in batch], [row.index for row in batch], batch[0].room, how)
+def texts(model: object, tokenizer: object, batch: list[Prompt], params: Sampling) -> list[list[int]]:
+    found = sample(
+        model, tokenizer, [row.ids for row in batch], [row.index for row in batch], batch[0].max_new_tokens, params
+    )
     return [ids for ids, _ in found]
 
 
-def answer(model: object, tokenizer: object, batch: list[Question], how: Sampling) -> int:
-    found = texts(model, tokenizer, batch, how)
+def answer(model: object, tokenizer: object, batch: list[Prompt], params: Sampling) -> int:
+    found = texts(model, tokenizer, batch, params)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return sum(map(len, found))

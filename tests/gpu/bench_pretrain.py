@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = ROOT / "recipes" / "pretrain-gpt" / "entrypoints"
 sys.path[:0] = [str(ROOT / "entrypoints"), str(SCRIPTS)]
-from bench_train import PROFILED, profiled  # noqa: E402
+from bench_train import PROFILED, profiled
 
 
 def main() -> int:
@@ -40,31 +40,31 @@ def main() -> int:
 
 def measure(args: Any) -> None:
     paths = os.pathsep.join([str(ROOT / "entrypoints"), str(SCRIPTS), os.environ.get("PYTHONPATH", "")])
-    for script, *words in (
+    for script, *options in (
         ("train_tokenizer.py", "--set", "vocab_size=1500"),
         ("prepare_data.py", "--set", "workers=2"),
     ):
-        command = [sys.executable, str(SCRIPTS / script), "--data", "sample", *words]
+        command = [sys.executable, str(SCRIPTS / script), "--data", "sample", *options]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, stdout=subprocess.DEVNULL)
+    import model_configs
     import pretrain
-    import shapes
 
-    shapes.pad_vocabulary = lambda _: args.vocabulary
+    model_configs.pad_vocabulary = lambda size: int(args.vocabulary)
     if args.profile:
         import steps
 
         fit = steps.Run.fit
 
-        def fit_and_profile(run: Any) -> int | None:
-            code = fit(run)
-            profiled(lambda: [run._step() for _ in range(PROFILED)])
+        def fit_and_profile(self: steps.Run) -> int | None:
+            code = fit(self)
+            profiled(lambda: [self._step() for _ in range(PROFILED)])
             return code
 
-        steps.Run.fit = fit_and_profile
+        steps.Run.fit = fit_and_profile  # type: ignore[method-assign]
     settings = {"batch_size": 64, "max_steps": args.steps, "eval_every": 0, "eval_batches": 0, "save_every": 0, "split": "9,1,0",
                 "warmup_tokens": 65_536, "decay_tokens": 1_000_000}  # fmt: skip
-    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    pretrain.main(["--data", "prepared", *words, *(word for setting in args.set for word in ("--set", setting))])
+    options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    pretrain.main(["--data", "prepared", *options, *(word for setting in args.set for word in ("--set", setting))])
     result = json.loads(Path("pretrained/run.json").read_text())
     print(f"{result['device']['name']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {result['mfu'] or 0:.1%}, "
           f"{result['peak_memory_bytes'] / 2**30:.1f} GiB, {result['device']['micro_batch']} at a time")  # fmt: skip

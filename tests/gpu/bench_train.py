@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -68,7 +68,7 @@ TINY = {
 }
 PROFILED = 3  # steps, after those that are timed
 # case → (shape, method, GPUs, rows a step, tokens a row; 0: of mixed length)
-CASES: dict[str, tuple[str, str, int, int, int]] = {
+CASES: dict[str, tuple[str, Literal["lora", "full"], int, int, int]] = {
     "lora/trainer": ("calm-3b", "lora", 1, 8, 1024),
     "lora/sft": ("calm-3b", "lora", 1, 8, 1024),
     "lora/eager": ("calm-3b", "lora", 1, 8, 1024),
@@ -99,9 +99,9 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="print where the time on the GPU goes")
     args = parser.parse_args()
     if args.here:
-        found = measure(args.here, args)
+        result = measure(args.here, args)
         if os.environ.get("RANK", "0") == "0":
-            print("RESULT " + json.dumps(found), flush=True)
+            print("RESULT " + json.dumps(result), flush=True)
         return 0
     import torch
 
@@ -147,19 +147,19 @@ def run_one(case: str, args: Any) -> dict[str, Any] | None:
 
 
 def measure(case: str, args: Any) -> dict[str, Any]:
-    import places
+    from ekiben_tasks.task import caches
 
-    places.prepare_caches(os.environ)
+    caches.prepare_caches(os.environ)
     import torch
 
-    import models
-    import packing
-    import world
+    from ekiben_tasks.distributed import context
+    from ekiben_tasks.models import attention as attention_module
+    from ekiben_tasks.models.device import choose_device
 
-    here = world.join("cpu" if args.tiny else "auto")
-    device = models.choose_device("cpu" if args.tiny else "auto", here.local_rank)
-    packing.register()
-    packing.prefer_kernels(device.place, device.dtype)
+    here = context.init_distributed("cpu" if args.tiny else "auto")
+    device = choose_device("cpu" if args.tiny else "auto", here.local_rank)
+    attention_module.register()
+    attention_module.prefer_kernels(device.torch_device, device.dtype)
     kind, sizes = SHAPES[CASES[case][0]]
     if args.layers:
         sizes = {**sizes, "num_hidden_layers": args.layers}
@@ -169,14 +169,14 @@ def measure(case: str, args: Any) -> dict[str, Any]:
         case, args.steps + (PROFILED if args.profile else 0), sizes["vocab_size"], shrink=16 if args.tiny else 1
     )
     if "trainer" in case or "sft" in case:
-        found = run_peer(case, make_model(kind, sizes, device.place, device.dtype, "sdpa"), examples, args.steps)
+        found = run_peer(case, make_model(kind, sizes, device.torch_device, device.dtype, "sdpa"), examples, args.steps)
     else:
         found = run_ours(case, kind, sizes, device, examples, args, here)
     host = [0.0] * here.size
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if here.size > 1:
         torch.distributed.all_gather_object(host, peak)
-    here.leave()
+    here.destroy()
     return {
         **found,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
@@ -185,7 +185,7 @@ def measure(case: str, args: Any) -> dict[str, Any]:
 
 
 def make_rows(case: str, steps: int, vocabulary: int, *, shrink: int) -> list[Any]:
-    from prompt import Example
+    from ekiben_tasks.data.tokenize import Example
 
     _, _, _, rows, length = CASES[case]
     generator = np.random.default_rng(0)
@@ -193,27 +193,27 @@ def make_rows(case: str, steps: int, vocabulary: int, *, shrink: int) -> list[An
     if not length:
         lengths = [int(n) for n in np.clip(generator.lognormal(5.0, 0.7, rows * steps), 48, 1024)]
     ids = [generator.integers(0, vocabulary, max(size // shrink, 8), dtype=np.int32) for size in lengths]
-    return [Example(row, 0 if length else max(len(row) // 3, 40 // shrink)) for row in ids]
+    return [Example(row, ((0 if length else max(len(row) // 3, 40 // shrink), len(row)),)) for row in ids]
 
 
-def make_model(kind: str, sizes: dict[str, Any], place: Any, dtype: Any, attention: str) -> Any:
+def make_model(kind: str, sizes: dict[str, Any], device: Any, dtype: Any, attention: str) -> Any:
     """Random weights, on the CPU by repeating a few: real ones would take longer to make than to train."""
     import torch
     import transformers
     from transformers.initialization import no_init_weights
 
     config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
-    with torch.device(place), no_init_weights():
+    with torch.device(device), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     model.tie_weights()
-    some = torch.randn(1 << 20, device=place, dtype=dtype) * 0.02
+    some = torch.randn(1 << 20, device=device, dtype=dtype) * 0.02
     for name, part in model.named_parameters():
-        flat = part.data.view(-1)
+        values = part.data.view(-1)
         if part.ndim == 1:
-            flat.fill_(0.0 if name.endswith("bias") else 1.0)
+            values.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
-            for start in range(0, len(flat), len(some)):
-                flat[start : start + len(some)] = some[: len(flat) - start]
+            for start in range(0, len(values), len(some)):
+                values[start : start + len(some)] = some[: len(values) - start]
     return model
 
 
@@ -223,81 +223,93 @@ def run_ours(
     import torch
     import transformers
 
-    import flops
-    import learner as learners
-    import loop
-    import memory
-    import packing
-    import parallel
-    import sharded
-    import train
-    from replicated import Replicated
-    from world import Stop
+    from ekiben_tasks.data import packing
+    from ekiben_tasks.data.sources import SplitExamples
+    from ekiben_tasks.distributed import strategy
+    from ekiben_tasks.distributed.context import Stop
+    from ekiben_tasks.distributed.replicated import ReplicatedStrategy
+    from ekiben_tasks.distributed.strategies import fsdp
+    from ekiben_tasks.models import attention as attention_module
+    from ekiben_tasks.models import flops, memory
+    from ekiben_tasks.models import tuning as learners
+    from ekiben_tasks.models.lora import Lora
+    from ekiben_tasks.training import loop
+    from ekiben_tasks.training.batches import Batches
+    from ekiben_tasks.training.checkpoint import Checkpoints
+    from ekiben_tasks.training.plan import make_plan, memory_choices
+    from ekiben_tasks.training.prepare import Prepared
+    from ekiben_tasks.training.progress import Progress
+    from ekiben_tasks.training.settings import Settings
 
     _, method, gpus, rows, _ = CASES[case]
     if "varlen" in case:
-        packing.Pack.is_even = property(lambda _: False)  # type: ignore[assignment, method-assign]
-    settings = train.Settings(
+        packing.PackedBatch.is_uniform = property(lambda _: False)  # type: ignore[assignment, method-assign]
+    settings = Settings(
         method=method, batch_size=rows, max_steps=args.steps, compile="eager" not in case and not args.tiny, learning_rate=3e-4, epochs=1, warmup_steps=0,
         eval_every=0, save_minutes=600, log_seconds=60, parallel="fsdp" if gpus > 1 else "none",
-        lora=train.Lora(r=4, alpha=16, dropout=0.05),
+        lora=Lora(r=4, alpha=16, dropout=0.05),
     )  # fmt: skip
     shape_config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
     with torch.device("meta"):
-        shape = learners.dress(
+        shape = learners.apply_tuning_method(
             transformers.AutoModelForCausalLM.from_config(shape_config, dtype=device.dtype), settings
         )
     longest = max(len(row.ids) for row in examples)
-    data = train.Prepared(examples, [], train.Rows(), 0)
-    choices = parallel.memory_choices(settings.parallel, settings, device, here, data.tokens)
-    needs = memory.count_needs(shape, longest=longest, **choices)
-    plan = train.make_plan(settings, device, memory.expect_memory(needs), needs, data)
+    data = Prepared(examples, [], SplitExamples(), 0)
+    choices = memory_choices(strategy.find(settings.parallel), settings, device, here.size, data.tokens, None)
+    profile = memory.profile_model(shape, longest=longest, **choices)
+    plan = make_plan(settings, device, memory.expect_memory(profile), profile, data)
     if args.checkpointed >= 0:
         plan = dataclasses.replace(plan, checkpointed=args.checkpointed)
     if here.size == 1:
-        model = make_model(kind, sizes, device.place, device.dtype, packing.ATTENTION)
-    elif here.leads:
-        model = make_model(kind, sizes, torch.device("cpu"), device.dtype, packing.ATTENTION)
+        model = make_model(kind, sizes, device.torch_device, device.dtype, attention_module.ATTENTION)
+    elif here.is_main_process:
+        model = make_model(kind, sizes, torch.device("cpu"), device.dtype, attention_module.ATTENTION)
     else:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
-                shape_config, dtype=device.dtype, attn_implementation=packing.ATTENTION
+                shape_config, dtype=device.dtype, attn_implementation=attention_module.ATTENTION
             )
-    learner = learners.Learner(learners.dress(model, settings), device.dtype)
-    parallel.prepare(learner, plan)
+    loss_module = learners.LossModule(learners.apply_tuning_method(model, settings), device.dtype)
+    if plan.checkpointed:
+        loss_module.checkpoint_activations(plan.checkpointed)
+    if plan.compile:
+        loss_module.compile_blocks()
     started = time.monotonic()
     if gpus > 1:
-        sharded.shard(learner, device.place, here, trained=method == "full")
+        fsdp.shard(loss_module, device.torch_device, here, trained=method == "full")
     trained: Any = (
-        sharded.Sharded(learner, plan, here, device.place)
+        fsdp.ShardedStrategy(loss_module, plan.optimizer, here, device.torch_device)
         if gpus > 1 and method == "full"
-        else Replicated(learner, plan, here, collective=gpus > 1)
+        else ReplicatedStrategy(loss_module, plan.optimizer, here, collective=gpus > 1)
     )
     loaded = time.monotonic() - started
-    if here.leads:
+    if here.is_main_process:
         print(
             f"{case}: packs of {plan.max_tokens:,}, {plan.checkpointed} blocks checkpointed, shared in {loaded:.0f} s"
         )
     with tempfile.TemporaryDirectory() as folder:
-        run = loop.Run(
-            trained=trained, base="random", device=device, train=examples, test=[], plan=plan, output=Path(folder),
-            fingerprint={}, world=here, stop=Stop(), costs=flops.training_costs(shape),
-        )  # fmt: skip
+        output, torch_device = Path(folder), device.torch_device
+        batches = Batches(
+            examples, [], plan, here, layout=loss_module.layout, collective=trained.collective, device=torch_device
+        )
+        progress = Progress(plan, here, device, flops.training_costs(shape), output, len(examples))
+        run = loop.Run(trained, batches, progress, Checkpoints(output, {}, "random", here), device, Stop())
         run._save = lambda: None  # type: ignore[method-assign]  # 80 GB of checkpoint are not what is measured
-        begun = time.monotonic()
-        with packing.even_kernels(device.place):
+        started_at = time.monotonic()
+        with attention_module.uniform_kernels(device.torch_device):
             run.fit()
-        wall = time.monotonic() - begun
-        speed, mfu = run.speed()
+        wall = time.monotonic() - started_at
+        speed, mfu = progress.speed()
         if args.profile:
-            with packing.even_kernels(device.place):
+            with attention_module.uniform_kernels(device.torch_device):
                 profiled(lambda: [run._step() for _ in range(PROFILED)])
-        losses = run.metrics.series("loss") if here.leads else [(0, 0.0)]
+        losses = progress.metrics.series("loss") if progress.metrics else [(0, 0.0)]
     return {
         "tokens_per_s": speed,
         "mfu": float("nan") if mfu is None else mfu,
         "first_loss": losses[0][1],
-        "start_s": wall - run.meter.seconds,
+        "start_s": wall - progress.meter.seconds,
     }
 
 
@@ -317,14 +329,15 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
     import torch
     import transformers
 
-    import flops
-    import learner as learners
-    import train
+    from ekiben_tasks.models import flops
+    from ekiben_tasks.models import tuning as learners
+    from ekiben_tasks.models.lora import Lora
+    from ekiben_tasks.training.settings import Settings
 
     _, method, _, rows, length = CASES[case]
-    model = learners.dress(model, train.Settings(method=method, lora=train.Lora(r=4, alpha=16, dropout=0.05)))
+    model = learners.apply_tuning_method(model, Settings(method=method, lora=Lora(r=4, alpha=16, dropout=0.05)))
     costs = flops.training_costs(model)
-    clock = {"begun": time.monotonic(), "started": 0.0}
+    clock = {"start": time.monotonic(), "started": 0.0}
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
@@ -361,7 +374,7 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
                 processing_class=_tokenizer(), callbacks=[Clock()],
             )  # fmt: skip
         else:
-            table_ = [{"input_ids": example.ids, "learn_from": example.learn_from} for example in examples]
+            table_ = [{"input_ids": example.ids, "learn_from": example.targets[0][0]} for example in examples]
             arguments = transformers.TrainingArguments(
                 output_dir=folder, remove_unused_columns=False, dataloader_num_workers=2, **common
             )
@@ -376,13 +389,13 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
     seconds = ended - clock["started"]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     peak = flops.peak_flops(name) or float("nan")
-    needed = share * costs.of_rows(lengths, sum(row.learnt for row in examples))
+    needed = share * costs.of_examples(lengths, sum(row.num_target_tokens for row in examples))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "tokens_per_s": share * sum(lengths) / seconds,
         "mfu": needed / seconds / peak,
         "first_loss": losses[0],
-        "start_s": clock["started"] - clock["begun"],
+        "start_s": clock["started"] - clock["start"],
     }
 
 
@@ -394,7 +407,7 @@ def _wait() -> None:
 
 
 def _tokenizer() -> Any:
-    import tiny
+    from ekiben_tasks.models import tiny
 
     tokenizer = tiny.learn_tokenizer(["rows are tokens already"], 300)
     tokenizer.pad_token = tokenizer.eos_token

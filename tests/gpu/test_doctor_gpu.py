@@ -11,22 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from builder.doctor import check_image, verdict, worst
-from builder.facts import facts_of_sif
-from builder.machine import node_here, profile_text, record_site, runtime_of
-from builder.site import SiteFile, find_site
-from builder.store import Store
+from ekiben.doctor.consult import check_image
+from ekiben.doctor.findings import verdict, worst
+from ekiben.doctor.image_requirements import requirements_of_sif
+from ekiben.doctor.machine import node_here, runtime_of
+from ekiben.doctor.record import profile_text, record_site
+from ekiben.run.site import SiteFile, find_site
+from ekiben.store import Store
 
 pytestmark = pytest.mark.gpu
 SIF = Path(os.environ.get("EKIBEN_SIF", ""))
 
 
-def test_the_gpus_are_those_torch_sees() -> None:
+def test_gpus_equal_those_of_torch() -> None:
     import torch
 
     seen = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     node = node_here()
-    assert node.gpu_count == len(seen)
+    assert sum(gpu.count for gpu in node.gpus) == len(seen)
     assert {gpu.capability for gpu in node.gpus} == {f"{gpu.major}.{gpu.minor}" for gpu in seen}
     assert {gpu.model for gpu in node.gpus} == {gpu.name for gpu in seen}
     assert all(abs(gpu.memory_gib - seen[0].total_memory / 2**30) <= 2 for gpu in node.gpus)
@@ -41,12 +43,12 @@ def test_the_recorded_profile_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif("EKIBEN_SIF" not in os.environ, reason="needs a built image: EKIBEN_SIF=lora-opencalm.sif")
-def test_what_is_promised_is_so(tmp_path: Path) -> None:
+def test_image_runs_where_doctor_finds_no_error(tmp_path: Path) -> None:
     runtime = runtime_of("apptainer")
     assert runtime is not None
     site = SiteFile(name="here", description="", node=node_here(), runtimes=(runtime,))
-    findings = check_image(site, facts_of_sif(SIF, Store(tmp_path / "none"), lambda _: None))
-    assert worst(findings) != "fail", verdict(findings)
+    findings = check_image(site, requirements_of_sif(SIF, Store(tmp_path / "none"), lambda _: None))
+    assert worst(findings) != "error", verdict(findings)
     product = "import torch; a = torch.ones(64, 64, device='cuda'); print(int((a @ a).sum()))"
     done = subprocess.run(["apptainer", "exec", "--nv", SIF, "python", "-c", product], capture_output=True, text=True)
     assert done.stdout.strip() == str(64**3), done.stderr

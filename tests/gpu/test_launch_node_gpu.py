@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_every_gpu_is_added_up(gpus: int, nodes: int, tmp_path: Path) -> None:
+def test_all_reduce_over_every_gpu(gpus: int, nodes: int, tmp_path: Path) -> None:
     assert torch.cuda.device_count() or not Path("/dev/nvidiactl").exists(), "there is a driver, and torch sees no GPU"
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
@@ -48,11 +48,11 @@ def test_every_gpu_is_added_up(gpus: int, nodes: int, tmp_path: Path) -> None:
     each, port, names = gpus // nodes, free_port(), ",".join(["localhost", "127.0.0.1"][:nodes])
     started = []
     for node in range(nodes):
-        words = ["--node", str(node), "--nodes", names, "--processes", str(each), "--port", str(port), "--key", str(tmp_path / "key"),
+        argv = ["--node", str(node), "--nodes", names, "--processes", str(each), "--port", str(port), "--key", str(tmp_path / "key"),
                  "--", sys.executable, "-c", ADD_UP]  # fmt: skip
         visible = ",".join(str(gpu) for gpu in range(node * each, (node + 1) * each))
-        started.append(subprocess.Popen([sys.executable, LAUNCHER, *words], env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
+        started.append(subprocess.Popen([sys.executable, LAUNCHER, *argv], env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * nodes, "\n".join(said)
-    assert len(re.findall(r"added up", "".join(said))) == gpus
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * nodes, "\n".join(outputs)
+    assert len(re.findall(r"added up", "".join(outputs))) == gpus

@@ -16,7 +16,7 @@ import pytest
 
 for package in ("torch", "transformers", "sentencepiece", "megatron.core"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     assert not Path("/dev/nvidiactl").exists(), "there is an NVIDIA driver, and this torch sees no GPU"
@@ -29,10 +29,10 @@ PATHS = os.pathsep.join([str(ROOT / "entrypoints"), str(SCRIPTS)])
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
-def run(script: str, *words: str, cwd: Path, gpus: int = 1) -> str:
+def run(script: str, *args: str, cwd: Path, gpus: int = 1) -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([PATHS, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, *launch, str(SCRIPTS / script), *words]
+    command = [sys.executable, *launch, str(SCRIPTS / script), *args]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -40,10 +40,10 @@ def run(script: str, *words: str, cwd: Path, gpus: int = 1) -> str:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("prepared")
-    run("train_tokenizer.py", "--data", "sample", "--set", "vocab_size=1500", cwd=place)
-    run("prepare_data.py", "--data", "sample", "--set", "workers=2", cwd=place)
-    return place
+    folder = tmp_path_factory.mktemp("prepared")
+    run("train_tokenizer.py", "--data", "sample", "--set", "vocab_size=1500", cwd=folder)
+    run("prepare_data.py", "--data", "sample", "--set", "workers=2", cwd=folder)
+    return folder
 
 
 def losses(output: Path) -> list[float]:
@@ -59,11 +59,11 @@ def options(**changes: Any) -> list[str]:
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
-def test_the_smoke_passes_on_the_gpu(tmp_path: Path) -> None:
+def test_smoke_run_passes_on_the_gpu(tmp_path: Path) -> None:
     assert "all passed" in run("pretrain.py", "--smoke", cwd=tmp_path)
 
 
-def test_bf16_learns_and_goes_on(prepared: Path) -> None:
+def test_bf16_run_trains_and_resumes(prepared: Path) -> None:
     run("pretrain.py", "--output", "whole", *options(), cwd=prepared)
     found = losses(prepared / "whole")
     assert found[-1] < found[0]
@@ -81,7 +81,7 @@ def test_bf16_learns_and_goes_on(prepared: Path) -> None:
      (4, {"tensor_parallel": 2}), (4, {})],
     ids=["tp2", "pp2", "tp2 pp2", "tp2 dp2", "dp4"],
 )  # fmt: skip
-def test_several_gpus_learn_as_one_does(gpus: int, split: dict[str, int], prepared: Path) -> None:
+def test_several_gpus_train_like_one(gpus: int, split: dict[str, int], prepared: Path) -> None:
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")
     name = f"{gpus}-" + ("-".join(f"{key[0]}{value}" for key, value in split.items()) or "copies")

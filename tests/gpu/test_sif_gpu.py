@@ -19,9 +19,12 @@ from pathlib import Path
 
 import pytest
 
-from builder.layer import DigestSink, Entry, Member, pour, read_chunks, sort_key
-from builder.sif import Partition, runtime_files, sif_id, write_sif
-from builder.squashfs import SquashfsWriter
+from ekiben.formats.layer import Entry, LayerEntry, read_chunks, sort_key, write_entries
+from ekiben.formats.partition import Partition
+from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.sif import sif_id, write_sif
+from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.tar import DigestWriter
 
 pytestmark = pytest.mark.gpu
 HOUSE = Path(__file__).resolve().parents[2]
@@ -33,17 +36,17 @@ EPOCH = 1_700_000_000
 PYTHON = "python" if "EKIBEN_SIF" in os.environ else sys.executable  # the image's
 
 
-def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] = ()) -> Iterator[Member]:
+def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] = ()) -> Iterator[LayerEntry]:
     """Files and folders of this machine as a layer: ``under`` whole, ``empty`` as folders."""
     paths: set[str] = {""} | {parent for path in (*under, *empty) for parent in _parents(path)}
     for name in under:
-        place = top / name
+        source = top / name
         paths.add(name)
-        if place.is_dir() and not place.is_symlink():
-            for folder, folders, files in os.walk(place):
+        if source.is_dir() and not source.is_symlink():
+            for folder, folders, files in os.walk(source):
                 folders[:] = [item for item in folders if item != "__pycache__"]
                 # The linker's cache names this machine's driver, which --nv puts elsewhere.
-                paths |= {os.path.relpath(os.path.join(folder, item), top)
+                paths |= {os.path.relpath(Path(folder, item), top)
                           for item in (*folders, *files) if item != "ld.so.cache"}  # fmt: skip
     for path in sorted(paths | set(empty), key=sort_key):
         yield from _member(top / path, path)
@@ -54,25 +57,25 @@ def _parents(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _member(place: Path, path: str) -> Iterator[Member]:
+def _member(source: Path, path: str) -> Iterator[LayerEntry]:
     try:
-        info = place.lstat()
+        info = source.lstat()
     except FileNotFoundError:
         yield Entry(path, "dir", 0o755, mtime=EPOCH), None
         return
     if stat.S_ISLNK(info.st_mode):
-        yield Entry(path, "symlink", 0o777, mtime=EPOCH, target=str(place.readlink())), None
+        yield Entry(path, "symlink", 0o777, mtime=EPOCH, target=str(source.readlink())), None
     elif stat.S_ISDIR(info.st_mode):
         yield Entry(path, "dir", 0o755, mtime=EPOCH), None
-    elif stat.S_ISREG(info.st_mode) and os.access(place, os.R_OK):
-        with place.open("rb") as stream:
+    elif stat.S_ISREG(info.st_mode) and os.access(source, os.R_OK):
+        with source.open("rb") as stream:
             yield (
                 Entry(path, "file", info.st_mode & 0o777, mtime=EPOCH, size=info.st_size),
                 read_chunks(stream.read, info.st_size),
             )
 
 
-def _small(files: dict[str, tuple[int, bytes]]) -> Iterator[Member]:
+def _small(files: dict[str, tuple[int, bytes]]) -> Iterator[LayerEntry]:
     folders = {parent for path in files for parent in _parents(path)} | {""}
     for path in sorted(folders | files.keys(), key=sort_key):
         if path in files:
@@ -83,10 +86,10 @@ def _small(files: dict[str, tuple[int, bytes]]) -> Iterator[Member]:
 
 
 def _recipe_layer() -> dict[str, tuple[int, bytes]]:
-    """The top layer as the builder makes it, but for the interpreter's place."""
+    """The top layer as the builder makes it, but for the interpreter's path."""
     files = {
-        f"{INSIDE[1:]}/entrypoints/{path.name}": (0o644, path.read_bytes())
-        for path in (HOUSE / "entrypoints").glob("*.py")
+        f"{INSIDE[1:]}/entrypoints/{path.relative_to(HOUSE / 'entrypoints')}": (0o644, path.read_bytes())
+        for path in (HOUSE / "entrypoints").rglob("*.py")
     }
     for path in RECIPE.rglob("*"):
         if path.is_file():
@@ -106,8 +109,8 @@ def _recipe_layer() -> dict[str, tuple[int, bytes]]:
 
 @pytest.fixture(scope="session")
 def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if given := os.environ.get("EKIBEN_SIF"):
-        return Path(given)
+    if variable := os.environ.get("EKIBEN_SIF"):
+        return Path(variable)
     folder = tmp_path_factory.mktemp("sif")
     environment = Path(sys.prefix).parent if Path(sys.prefix).name == ".venv" else Path(sys.prefix)
     layers = [
@@ -117,9 +120,9 @@ def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     partitions = []
     for number, members in enumerate(layers):
-        began, digest, path = time.monotonic(), DigestSink(), folder / f"{number}.squashfs"
+        began, digest, path = time.monotonic(), DigestWriter(), folder / f"{number}.squashfs"
         with path.open("w+b") as out:
-            pour(members, digest, SquashfsWriter(out, epoch=EPOCH))
+            write_entries(members, digest, SquashfsWriter(out, epoch=EPOCH))
         sha = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
         partitions.append(Partition(path, 0, path.stat().st_size, f"sha256:{sha}"))
         print(
@@ -133,17 +136,17 @@ def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(
-    sif: Path, *words: str, nv: bool = True, folder: Path | None = None, binds: tuple[Path, ...] = ()
+    sif: Path, *args: str, nv: bool = True, folder: Path | None = None, binds: tuple[Path, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     runtime = shutil.which("apptainer") or shutil.which("singularity")
     assert runtime, "needs apptainer or singularity"
     mounts = ["--bind", f"{folder}:{folder}", "--pwd", str(folder)] if folder else []
     mounts += [word for path in binds for word in ("--bind", f"{path}:{path}:ro")]
-    argv = [runtime, "exec", *(["--nv"] if nv else []), "--cleanenv", "--no-home", *mounts, str(sif), *words]
+    argv = [runtime, "exec", *(["--nv"] if nv else []), "--cleanenv", "--no-home", *mounts, str(sif), *args]
     return subprocess.run(argv, capture_output=True, text=True, timeout=500)
 
 
-def test_the_gpu_is_seen_with_nv_and_only_then(sif: Path) -> None:
+def test_gpu_is_visible_with_nv_only(sif: Path) -> None:
     with_nv = run_in(sif, "nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     assert with_nv.returncode == 0, with_nv.stderr
     print(with_nv.stdout)

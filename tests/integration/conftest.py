@@ -1,4 +1,4 @@
-"""Fixtures of the tests with real engines; see rooms.py."""
+"""Fixtures of the tests with real engines; see workspaces.py."""
 
 from __future__ import annotations
 
@@ -11,19 +11,33 @@ from pathlib import Path
 
 import pytest
 
+from ekiben import executors
 from jobs import write_recipe
-from rooms import ENGINES, ME, USER, Cli, Engine, NewStore, RecipeFolder, Room, copy_checkout, give, need, share_layers
+from workspaces import (
+    ENGINES,
+    ME,
+    USER,
+    Cli,
+    Engine,
+    NewStore,
+    RecipeFolder,
+    Workspace,
+    copy_checkout,
+    give,
+    need,
+    share_layers,
+)
 
 # A shell's background job starts with Ctrl-C ignored, and hands that on; a user's terminal does not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def room() -> Iterator[Room]:
-    """EKIBEN_TEST_ROOM names one that stays, with its caches and first layers; else it is made and removed."""
+def workspace() -> Iterator[Workspace]:
+    """Yield $EKIBEN_TEST_WORKSPACE, which stays with its caches and first layers; without it a temporary one."""
     need("apptainer", "buildah", "mmdebstrap")
-    asked = os.environ.get("EKIBEN_TEST_ROOM")
-    path = Path(asked) if asked else Path(tempfile.mkdtemp(prefix="ekiben-room-"))
+    asked = os.environ.get("EKIBEN_TEST_WORKSPACE")
+    path = Path(asked) if asked else Path(tempfile.mkdtemp(prefix="ekiben-tests-"))
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o755)
     for user in (ME, USER):
@@ -31,7 +45,7 @@ def room() -> Iterator[Room]:
         give(path / "stores" / user, user)
     shutil.rmtree(path / "checkout", ignore_errors=True)
     try:
-        yield Room(path, copy_checkout(path / "checkout"))
+        yield Workspace(path, copy_checkout(path / "checkout"))
     finally:
         if not asked:
             shutil.rmtree(path, ignore_errors=True)
@@ -40,56 +54,56 @@ def room() -> Iterator[Room]:
 @pytest.fixture(autouse=True)
 def tidy(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test's folders hold images: they go when it ends."""
-    room = request.getfixturevalue("room") if "room" in request.fixturenames else None
-    if not isinstance(room, Room):
+    workspace = request.getfixturevalue("workspace") if "workspace" in request.fixturenames else None
+    if not isinstance(workspace, Workspace):
         yield
         return
-    before = list(room.made)
+    before = list(workspace.made)
     yield
-    for folder in [folder for folder in room.made if folder not in before]:
+    for folder in [folder for folder in workspace.made if folder not in before]:
         shutil.rmtree(folder, ignore_errors=True)
-        room.made.remove(folder)
+        workspace.made.remove(folder)
 
 
 @pytest.fixture(scope="session")
-def cli(room: Room) -> Cli:
-    return Cli(room)
+def cli(workspace: Workspace) -> Cli:
+    return Cli(workspace)
 
 
 @pytest.fixture(scope="session")
-def user_cli(room: Room) -> Cli:
-    return Cli(room, USER)
+def user_cli(workspace: Workspace) -> Cli:
+    return Cli(workspace, USER)
 
 
 @pytest.fixture(scope="session")
-def hello(room: Room, cli: Cli) -> Path:
+def hello(workspace: Workspace, cli: Cli) -> Path:
     """A store of root's in which `hello` is built: the first layers of all other tests' stores."""
-    store = room.store(ME, "hello")
-    made = cli.image(store, "hello", "--engine", "apptainer", "--format", "sif", "-o", room.path / "hello.sif")
+    store = workspace.store(ME, "hello")
+    made = cli.image(store, "hello", "--engine", "apptainer", "--format", "sif", "-o", workspace.path / "hello.sif")
     assert {item["name"] for item in made["layers"]} == {"base", "python", "hello"}
     return store
 
 
 @pytest.fixture(scope="session")
-def drill(room: Room, hello: Path, cli: Cli) -> Path:
-    """A recipe whose task is a drill for jobs, and beside it drill.sif."""
-    store, folder = room.store(ME, "drill"), room.path / "drill"
-    for place in (store, folder):
-        shutil.rmtree(place, ignore_errors=True)
+def job_recipe(workspace: Workspace, hello: Path, cli: Cli) -> Path:
+    """A recipe whose task is fake_task.py, and beside it fake.sif."""
+    store, folder = workspace.store(ME, "fake"), workspace.path / "fake"
+    for old in (store, folder):
+        shutil.rmtree(old, ignore_errors=True)
     share_layers(hello, store, ["base", "python"], ME)
     recipe = write_recipe(folder / "recipe")
-    cli.image(store, recipe, "--format", "sif", "--no-verify", "-o", folder / "drill.sif")
+    cli.image(store, recipe, "--format", "sif", "--no-verify", "-o", folder / "fake.sif")
     return recipe
 
 
 @pytest.fixture
-def new_store(room: Room, hello: Path, request: pytest.FixtureRequest) -> Iterator[NewStore]:
+def new_store(workspace: Workspace, hello: Path, request: pytest.FixtureRequest) -> Iterator[NewStore]:
     """new_store(user, *layers): a store of the user's own in which just these layers are there; their blobs are links."""
     made: list[Path] = []
 
     def make(user: str = ME, *layers: str) -> Path:
         name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
-        store = room.store(user, f"{name}-{len(made)}")
+        store = workspace.store(user, f"{name}-{len(made)}")
         shutil.rmtree(store, ignore_errors=True)
         made.append(store)
         share_layers(hello, store, layers, user)
@@ -101,14 +115,16 @@ def new_store(room: Room, hello: Path, request: pytest.FixtureRequest) -> Iterat
 
 
 @pytest.fixture(params=ENGINES, ids=str)
-def engine(request: pytest.FixtureRequest, room: Room) -> Engine:
+def engine(request: pytest.FixtureRequest, workspace: Workspace) -> Engine:
     found = request.param
     assert isinstance(found, Engine)
+    if reason := executors.load(found.name).unavailable():
+        pytest.skip(f"{found.name}: {reason} (tests/services.sh install)")
     return found
 
 
 @pytest.fixture
-def own_recipe(room: Room) -> RecipeFolder:
-    path = room.folder("recipe") / "own"
+def recipe_folder(workspace: Workspace) -> RecipeFolder:
+    path = workspace.folder("recipe") / "own"
     (path / "images").mkdir(parents=True)
     return RecipeFolder(path)

@@ -1,4 +1,4 @@
-"""What the tests of the schedulers share: an image whose task is a drill, and how a user submits it."""
+"""What the tests of the schedulers share: an image whose task is fake_task.py, and how a user submits it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rooms import Cli
+from workspaces import Cli
 
 RECIPE = {
-    "name": "drill", "description": "a task for tests of jobs", "stack": "cu130", "layer": "python",
+    "name": "fake", "description": "a task for tests of jobs", "stack": "cu130", "layer": "python",
     "tasks": {
-        "drill": {"entrypoint": "drill.py", "help": "save when told", "runs_on": "gpus"},
-        "look": {"entrypoint": "drill.py", "help": "the same as one process"},
+        "fake": {"entrypoint": "fake_task.py", "help": "save when told", "launch": "per-gpu"},
+        "look": {"entrypoint": "fake_task.py", "help": "the same as one process"},
     },
 }  # fmt: skip
 
 
 def write_recipe(folder: Path) -> Path:
     (folder / "entrypoints").mkdir(parents=True)
-    (folder / "entrypoints/drill.py").write_text(Path(__file__).with_name("drill.py").read_text())
+    (folder / "entrypoints/fake_task.py").write_text(Path(__file__).with_name("fake_task.py").read_text())
     (folder / "recipe.yaml").write_text(json.dumps(RECIPE))
     return folder
 
@@ -45,10 +45,10 @@ class Submitter:
     recipe: Path
     scheduler: str
 
-    def submit(self, *words: str, code: int = 0, env: dict[str, str | None] | None = None) -> str:
+    def submit(self, *args: str, code: int = 0, env: dict[str, str | None] | None = None) -> str:
         """The run's name; stderr when an error was expected."""
-        done = self.cli.run("submit", self.recipe, "--scheduler", self.scheduler, "--sif", self.recipe.parent / "drill.sif",
-                            *([] if code else ["--json"]), *words, cwd=self.folder, code=code, env=env)  # fmt: skip
+        done = self.cli.run("submit", self.recipe, "--scheduler", self.scheduler, "--sif", self.recipe.parent / "fake.sif",
+                            *([] if code else ["--json"]), *args, cwd=self.folder, code=code, env=env)  # fmt: skip
         return done.stderr if code else Path(json.loads(done.stdout)["run"]).name
 
     def status(self, run: str) -> dict[str, dict[str, Any]]:
@@ -67,11 +67,11 @@ class Submitter:
         assert isinstance(rows, dict)
         return rows
 
-    def log(self, run: str, job: str = "1-drill") -> str:
+    def log(self, run: str, job: str = "1-fake") -> str:
         return (self.folder / "ekiben-runs" / run / f"{job}.log").read_text()
 
-    def begun(self, start: int, rank: int = 0, folder: str = "drill") -> dict[str, Any]:
-        """What a process of the drill said about itself, once it has."""
+    def wait_for_start(self, start: int, rank: int = 0, folder: str = "fake") -> dict[str, Any]:
+        """Return what a process of the fake task wrote about itself, once it is there."""
         path = self.folder / folder / f"start-{start}-{rank}"
         text = wait_for(lambda: path.exists() and path.read_text(), f"{path.name} of {folder}")
         about = json.loads(text)
@@ -82,12 +82,12 @@ class Submitter:
 def of_run(folder: Path, word: str) -> list[int]:
     """Processes of the ordinary user whose command line holds ``folder`` and ``word``."""
     found = []
-    for place in Path("/proc").iterdir():
-        if place.name.isdigit():
+    for process_dir in Path("/proc").iterdir():
+        if process_dir.name.isdigit():
             try:
-                line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (process_dir / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if str(folder) in line and word in line and place.name != str(os.getpid()):
-                found.append(int(place.name))
+            if str(folder) in line and word in line and process_dir.name != str(os.getpid()):
+                found.append(int(process_dir.name))
     return found

@@ -20,14 +20,17 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from builder.chain import resolve
-from builder.pipeline import Image, Options, build
-from builder.progress import Progress
-from builder.publish import prune, publish, records
-from builder.recipe import find_recipe
-from builder.shared import open_shared
-from builder.store import Store
-from own_recipe import GROUND, Own, seeded
+from ekiben.builder.build import build
+from ekiben.builder.plan import Options
+from ekiben.core.progress import Progress
+from ekiben.publish._records import read_records
+from ekiben.publish.prune import prune
+from ekiben.publish.publish import publish
+from ekiben.resolve.resolve import resolve
+from ekiben.spec.recipe import find_recipe
+from ekiben.store import Image, Store
+from ekiben.store.shared import open_shared
+from support.sample_recipe import GROUND, SampleRecipe, seeded
 
 LAB = "ekiben-lab"
 USERS = ("builder", "colleague")
@@ -37,36 +40,38 @@ ROOF = "Bootstrap: localimage\nFrom: ground.sif\n\n%files\n    files/data.bin /o
 
 def prepare(folder: Path) -> tuple[list[Image], Store]:
     """Images on one base; each has 1 MB of its own."""
-    own = Own(folder / "own")
-    own.recipe(tasks={}, test="")
-    own.stack(arguments={})
-    own.write("images/ground.def", GROUND)
-    own.write("images/roof.def", ROOF)
-    own.write("files/data.bin", "")
-    store = seeded(own, folder / "store", "ground")
+    sample = SampleRecipe(folder / "own")
+    sample.recipe(tasks={}, test="")
+    sample.stack(arguments={})
+    sample.write("images/ground.def", GROUND)
+    sample.write("images/roof.def", ROOF)
+    sample.write("files/data.bin", "")
+    store = seeded(sample, folder / "store", "ground")
     images = []
     for number in range(IMAGES):
-        (own.path / "files/data.bin").write_bytes(random.Random(number).randbytes(1_000_000))
-        images.append(build(resolve(find_recipe(str(own.path))), store, Options(), Progress(io.StringIO(), quiet=True)))
+        (sample.path / "files/data.bin").write_bytes(random.Random(number).randbytes(1_000_000))
+        images.append(
+            build(resolve(find_recipe(str(sample.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+        )
     return images, store
 
 
-def writer(number: int, say: Callable[[str], None], place: Path, images: list[Image], store: Store) -> None:
+def writer(number: int, say: Callable[[str], None], shared_dir: Path, images: list[Image], store: Store) -> None:
     dice, quiet = random.Random(), Progress(io.StringIO(), quiet=True)
     while True:
         if number % 4 == 0 and dice.random() < 0.6:
-            prune(place, names=["own"] if dice.random() < 0.5 else [], unused_for=0, grace=1)
+            prune(shared_dir, names=["own"] if dice.random() < 0.5 else [], unused_for=0, grace=1)
             say("pruned")
             continue
         # A few versions are pinned and are to be there at the end; the others come and go.
         which, pinned = dice.randrange(len(images)), dice.random() < 0.2
         version = f"keep{which}" if pinned else f"go{dice.randrange(4)}"
-        done = publish(images[which], store, place, quiet, version=version, pin=pinned, check=False)
+        done = publish(images[which], store, shared_dir, quiet, version=version, pin=pinned, check=False)
         say(f"{'pinned' if pinned else 'published'} {done.sif.name}")
 
 
-def reader(number: int, say: Callable[[str], None], place: Path, images: list[Image], store: Store) -> None:
-    dice, folder = random.Random(), place / "images" / "own"
+def reader(number: int, say: Callable[[str], None], shared_dir: Path, images: list[Image], store: Store) -> None:
+    dice, folder = random.Random(), shared_dir / "images" / "own"
     while True:
         time.sleep(dice.random() / 10)  # 64 that do nothing else leave the writers no processor
         if number % 4:
@@ -83,7 +88,7 @@ def reader(number: int, say: Callable[[str], None], place: Path, images: list[Im
             assert name.removesuffix(".sif").endswith(found[:12]), f"{name} has the digest {found}"
             say(f"read {path.name}")
         else:
-            shared = open_shared(place)
+            shared = open_shared(shared_dir)
             for layer in dice.choice(images).layers:
                 found_layer = shared.layer(layer.cache_key)
                 if found_layer is not None:
@@ -96,8 +101,8 @@ def reader(number: int, say: Callable[[str], None], place: Path, images: list[Im
                     except FileNotFoundError:
                         continue
                     assert "sha256:" + hashlib.sha256(data).hexdigest() == layer.digest
-            for record in records(folder):
-                assert record["format"] == 1 and record["layers"]
+            for record in read_records(folder)[0]:
+                assert record.layers
             say("looked")
 
 
@@ -108,19 +113,21 @@ def comes_back(path: Path) -> bool:
     return path.exists()
 
 
-def start(role: Callable[..., None], number: int, folder: Path, place: Path, images: list[Image], store: Store) -> int:
+def start(
+    role: Callable[..., None], number: int, folder: Path, shared_dir: Path, images: list[Image], store: Store
+) -> int:
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        with (folder / "said" / f"{role.__name__}-{number}").open("a", buffering=1) as out:
+        with (folder / "logs" / f"{role.__name__}-{number}").open("a", buffering=1) as out:
             group, user = grp.getgrnam(LAB).gr_gid, pwd.getpwnam(USERS[number % 2])
             os.setgroups([group] if role is writer else [])
             os.setgid(user.pw_gid)
             os.setuid(user.pw_uid)
             os.umask((0o022, 0o077)[number // 2 % 2])
-            role(number, lambda line: print(line, file=out), place, images, store)
+            role(number, lambda line: print(line, file=out), shared_dir, images, store)
     except BaseException:
         (folder / "failed" / f"{role.__name__}-{number}-{os.getpid()}").write_text(traceback.format_exc())
     finally:
@@ -129,17 +136,17 @@ def start(role: Callable[..., None], number: int, folder: Path, place: Path, ima
 
 def main(folder: Path, seconds: float, writers: int, readers: int) -> dict[str, object]:
     images, store = prepare(folder)
-    place = folder / "lab"
-    place.mkdir()
-    os.chown(place, -1, grp.getgrnam(LAB).gr_gid)
-    place.chmod(0o2775)
-    for name in ("said", "failed"):
+    shared_dir = folder / "lab"
+    shared_dir.mkdir()
+    os.chown(shared_dir, -1, grp.getgrnam(LAB).gr_gid)
+    shared_dir.chmod(0o2775)
+    for name in ("logs", "failed"):
         (folder / name).mkdir()
         (folder / name).chmod(0o777)
     quiet = Progress(io.StringIO(), quiet=True)
-    publish(images[0], store, place, quiet, version="keep0", pin=True, check=False)
+    publish(images[0], store, shared_dir, quiet, version="keep0", pin=True, check=False)
     roles = [(writer, number) for number in range(writers)] + [(reader, number) for number in range(readers)]
-    running = {start(role, number, folder, place, images, store): (role, number) for role, number in roles}
+    running = {start(role, number, folder, shared_dir, images, store): (role, number) for role, number in roles}
     end, kills = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         time.sleep(0.05)
@@ -147,35 +154,35 @@ def main(folder: Path, seconds: float, writers: int, readers: int) -> dict[str, 
         os.kill(victim, signal.SIGKILL)
         os.waitpid(victim, 0)
         role, number = running.pop(victim)
-        running[start(role, number, folder, place, images, store)] = (role, number)
+        running[start(role, number, folder, shared_dir, images, store)] = (role, number)
         kills += 1
     for child in running:
         os.kill(child, signal.SIGKILL)
     for child in running:
         os.waitpid(child, 0)
-    return {"kills": kills, **count(folder), **look(place, folder)}
+    return {"kills": kills, **count(folder), **look(shared_dir, folder)}
 
 
 def count(folder: Path) -> dict[str, object]:
-    said = [line for path in (folder / "said").iterdir() for line in path.read_text().splitlines()]
-    words = [line.split()[0] for line in said]
-    return {word: words.count(word) for word in ("published", "pinned", "pruned", "read", "looked")}
+    lines = [line for path in (folder / "logs").iterdir() for line in path.read_text().splitlines()]
+    events = [line.split()[0] for line in lines]
+    return {word: events.count(word) for word in ("published", "pinned", "pruned", "read", "looked")}
 
 
-def look(place: Path, folder: Path) -> dict[str, object]:
+def look(shared_dir: Path, folder: Path) -> dict[str, object]:
     """What is there when all is quiet: every version whole, every pinned one, nothing lost after the next publisher came."""
-    said = [line for path in (folder / "said").iterdir() for line in path.read_text().splitlines()]
-    pinned = {line.split()[1] for line in said if line.startswith("pinned ") and line.endswith(".sif")}
-    images = place / "images/own"
-    there = {record["file"]: record for record in records(images)}
-    shared = open_shared(place)
+    lines = [line for path in (folder / "logs").iterdir() for line in path.read_text().splitlines()]
+    pinned = {line.split()[1] for line in lines if line.startswith("pinned ") and line.endswith(".sif")}
+    images = shared_dir / "images/own"
+    there = {record.file: record for record in read_records(images)[0]}
+    shared = open_shared(shared_dir)
     damaged = [path.name for path in images.glob("own-*.sif")
                if not path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:12])]  # fmt: skip
-    damaged += [path.name for path in (place / "store/blobs/sha256").iterdir()
+    damaged += [path.name for path in (shared_dir / "store/blobs/sha256").iterdir()
                 if hashlib.sha256(path.read_bytes()).hexdigest() != path.name]  # fmt: skip
     without = [name for name, record in there.items() if name in pinned
-               and not all(shared.layer(layer["cache_key"]) for layer in record["layers"])]  # fmt: skip
-    open_modes = sorted({oct(path.lstat().st_mode & 0o7777) for path in place.rglob("*")
+               and not all(shared.layer(layer.cache_key) for layer in record.layers)]  # fmt: skip
+    open_modes = sorted({oct(path.lstat().st_mode & 0o7777) for path in shared_dir.rglob("*")
                          if path.is_file() and not path.name.startswith(".") and not path.is_symlink()
                          and "staging" not in path.parts})  # fmt: skip
     return {"versions": len(there), "lost": sorted(pinned - set(there)), "damaged": damaged, "without layers": without,

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from builder.debootstrap import apt_sources
+from ekiben.packages.apt import apt_sources
+from workspaces import copy_files
 
 ROOT = Path(__file__).parent.parent.parent
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -70,7 +71,7 @@ def ubuntu(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def made_machine(words: list[str], mirrors: list[str]) -> Iterator[Path]:
+def made_machine(argv: list[str], mirrors: list[str]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ekiben-fresh-") as folder:
         root = Path(folder) / "root"
         command = [
@@ -80,20 +81,11 @@ def made_machine(words: list[str], mirrors: list[str]) -> Iterator[Path]:
             "--variant=minbase",
             "--include=apt,git,make,python3,ca-certificates",
         ]
-        subprocess.run([*command, *words, root, *mirrors], check=True)
+        subprocess.run([*command, *argv, root, *mirrors], check=True)
         shutil.copy(CA_BUNDLE, f"{root}{CA_BUNDLE}")
         shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
-        copy_checkout(root / "src")
+        copy_files(root / "src")
         yield root
-
-
-def copy_checkout(to: Path) -> None:
-    """What a clone would hold, with what is not committed yet."""
-    listed = subprocess.check_output(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT)
-    for name in listed.decode().rstrip("\0").split("\0"):
-        if (ROOT / name).is_file():
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, to / name)
 
 
 def run_in(machine: Path, script: str) -> subprocess.CompletedProcess[str]:
@@ -116,7 +108,7 @@ def test_bootstrap_ends_with_an_environment_and_an_engine(debian: Path) -> None:
     assert bare.stdout == ""
     assert "No module named 'ensurepip'" in bare.stderr
 
-    made = run_in(debian, "sh builder/bootstrap.sh --engine")
+    made = run_in(debian, "sh ekiben/bootstrap.sh --engine")
     assert made.returncode == 0, made.stderr
     assert "installing buildah" in made.stderr
 
@@ -136,7 +128,7 @@ def test_bootstrap_ends_with_an_environment_and_an_engine(debian: Path) -> None:
     )
     assert "made-inside" in layer.stdout, layer.stderr
 
-    again = run_in(debian, "sh builder/bootstrap.sh --engine")
+    again = run_in(debian, "sh ekiben/bootstrap.sh --engine")
     assert (again.returncode, again.stderr) == (0, "")
 
 
@@ -159,14 +151,14 @@ def test_ubuntu_makes_an_image_and_singularityce_runs_it(ubuntu: Path) -> None:
     """Packages of Debian, whose archive Ubuntu's apt does not know; and the runtime that takes no zstd, setuid as packaged."""
     made = run_in(ubuntu, "make --no-print-directory image recipe=hello")
     assert made.returncode == 0, made.stderr
-    for said in ("installing python3.12-venv", "installing buildah", "installing mmdebstrap debian-archive-keyring"):
-        assert said in made.stderr
+    for message in ("installing python3.12-venv", "installing buildah", "installing mmdebstrap debian-archive-keyring"):
+        assert message in made.stderr
     assert "tested  under buildah" in made.stdout
     installed = run_in(ubuntu, SINGULARITY)
     assert installed.stdout.strip() == "singularity-ce version 4.1.1", installed.stderr
     for prefix, who in (("", "root (0)"), (AS_SOMEBODY, "somebody (3456)")):
-        for words in ("exec --nv hello.sif hello", "test hello.sif"):
-            done = run_in(ubuntu, f"{prefix} singularity {words}")
+        for command_line in ("exec --nv hello.sif hello", "test hello.sif"):
+            done = run_in(ubuntu, f"{prefix} singularity {command_line}")
             assert done.returncode == 0, done.stderr
             assert who in done.stdout
             assert "hello, run by singularity" in done.stdout

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jobs import Submitter, of_run, wait_for
-from rooms import USER, Cli, Room, as_user, need
+from workspaces import USER, Cli, Workspace, as_user, give, need
 
 pytestmark = pytest.mark.slow
 
@@ -29,87 +30,126 @@ scheduler:
 
 
 @pytest.fixture
-def grid(drill: Path, room: Room, user_cli: Cli) -> Iterator[Submitter]:
+def grid(job_recipe: Path, workspace: Workspace, user_cli: Cli) -> Iterator[Submitter]:
     need("qsub", "qconf")
     assert subprocess.run(["qconf", "-sss"], capture_output=True, check=False).returncode == 0, (
         "tests/services.sh start gridengine"
     )
-    folder = room.folder("jobs", USER)
+    folder = workspace.folder("jobs", USER)
     (folder / "lab.yaml").write_text(SITE)
-    yield Submitter(user_cli, folder, drill, "sge")
+    yield Submitter(user_cli, folder, job_recipe, "sge")
     subprocess.run(["qdel", "-u", USER], capture_output=True, check=False)
     wait_for(lambda: not of_run(folder, "launch_node.py"), "the end of all processes")
 
 
-def submit(grid: Submitter, *words: str) -> str:
-    return grid.submit("--site", "./lab.yaml", "--force", *words)
+def submit(grid: Submitter, *args: str) -> str:
+    return grid.submit("--site", "./lab.yaml", "--force", *args)
 
 
-def test_two_hosts_told_before_the_walltime_until_it_is_done(grid: Submitter) -> None:
-    run = submit(grid, "drill", "--resource", "rt_F", "--nodes", "2", "--processes-per-node", "2", "--time", "40s", "--notice", "25s", "--", "--until", "2")  # fmt: skip
-    row = grid.wait(run)["1-drill"]
+def test_two_hosts_are_signalled_before_the_walltime_and_requeued(grid: Submitter) -> None:
+    run = submit(grid, "fake", "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "2", "--time", "40s", "--grace-period", "25s", "--", "--until", "2")  # fmt: skip
+    row = grid.wait(run)["1-fake"]
     assert (row["state"], row["resubmitted"]) == ("done", 1), grid.log(run)
-    assert [grid.begun(2, rank)["NODE_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
-    assert {(grid.folder / f"drill/saved-1-{rank}").read_text() for rank in range(4)} == {"SIGUSR1"}
+    assert [grid.wait_for_start(2, rank)["NODE_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
+    assert {(grid.folder / f"fake/saved-1-{rank}").read_text() for rank in range(4)} == {"SIGUSR1"}
     log = grid.log(run)
     assert "on ge1,ge2, start 2" in log or "on ge2,ge1, start 2" in log
     # Two hosts with a network between them: each found its own end.
     assert "network     ge1: hsn1 is the way to ge2" in log
     assert "network     ge2: hsn2 is the way to ge1" in log
-    assert row["id"] == grid.status(run)["1-drill"]["id"]
+    assert row["id"] == grid.status(run)["1-fake"]["id"]
 
 
-def test_a_job_for_each_seed_and_one_after_them(grid: Submitter) -> None:
-    run = submit(grid, "--gpus-per-node", "1", "--seeds", "5,70", "--", "drill", "--folder", "run-{seed}", "+", "look", "--folder", "last")  # fmt: skip
+def test_array_job_for_each_seed_and_a_dependent_job(grid: Submitter) -> None:
+    run = submit(grid, "--gpus-per-node", "1", "--seeds", "5,70", "--", "fake", "--folder", "run-{seed}", "+", "look", "--folder", "last")  # fmt: skip
     rows = grid.wait(run)
     assert {job: row["state"] for job, row in rows.items()} == {
-        "1-drill.1": "done",
-        "1-drill.2": "done",
+        "1-fake.1": "done",
+        "1-fake.2": "done",
         "2-look": "done",
     }
-    assert grid.begun(1, folder="run-70")["words"] == ["--folder", "run-70"]
+    assert grid.wait_for_start(1, folder="run-70")["argv"] == ["--folder", "run-70"]
     ends = [(grid.folder / name / "start-1-0").stat().st_mtime for name in ("run-5", "run-70", "last")]
     assert ends[2] == max(ends)
 
 
-def test_a_rank_that_fails_is_named_and_what_comes_after_is_not_started(grid: Submitter) -> None:
-    run = submit(grid, "--resource", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "drill", "--fail-rank", "1", "+", "look", "--folder", "last")  # fmt: skip
+def test_failing_rank_is_named_and_dependents_are_not_started(grid: Submitter) -> None:
+    run = submit(grid, "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "fake", "--fail-rank", "1", "+", "look", "--folder", "last")  # fmt: skip
     rows = grid.wait(run)
-    assert (rows["1-drill"]["state"], rows["1-drill"]["exit_code"], rows["2-look"]["state"]) == ("failed", 3, "failed")
+    assert (rows["1-fake"]["state"], rows["1-fake"]["exit_code"], rows["2-look"]["state"]) == ("failed", 3, "failed")
     assert "error: rank 1 on ge" in grid.log(run)
-    assert "error: 2-look is not started, for 1-drill ended with exit code 3" in grid.log(run, "2-look")
+    assert "error: 2-look is not started, for 1-fake ended with exit code 3" in grid.log(run, "2-look")
     assert not (grid.folder / "last").exists()
 
 
 @pytest.mark.parametrize("how", ["cancel", "qdel"])
-def test_what_is_cancelled_does_not_come_back(how: str, grid: Submitter) -> None:
-    run = submit(grid, "drill", "--resource", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "--until", "9")
-    grid.begun(1, 1)
-    id = grid.status(run)["1-drill"]["id"]
+def test_cancelled_job_is_not_requeued(how: str, grid: Submitter) -> None:
+    run = submit(grid, "fake", "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "--until", "9")
+    grid.wait_for_start(1, 1)
+    id = grid.status(run)["1-fake"]["id"]
     if how == "cancel":
         assert f"cancelled {id}" in grid.cli.run("cancel", run, cwd=grid.folder).stdout
     else:
         subprocess.run(["qdel", id], check=True, capture_output=True, **as_user(USER))
     wait_for(lambda: not of_run(grid.folder, "launch_node.py"), "the end of all processes")
-    wait_for(lambda: grid.status(run)["1-drill"]["state"] in ("cancelled", "lost", "failed"), "the end of the job")
-    assert not (grid.folder / "drill/start-2-0").exists()
+    wait_for(lambda: grid.status(run)["1-fake"]["state"] in ("cancelled", "lost", "failed"), "the end of the job")
+    assert not (grid.folder / "fake/start-2-0").exists()
 
 
-def test_a_host_that_dies_ends_the_job_and_is_named(grid: Submitter) -> None:
-    run = submit(grid, "drill", "--resource", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "--until", "9")
-    grid.begun(1, 1)
+def test_dying_host_ends_the_job_and_is_named(grid: Submitter) -> None:
+    run = submit(grid, "fake", "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "--until", "9")
+    grid.wait_for_start(1, 1)
     for pid in of_run(grid.folder, "launch_node.py --node 1"):
         os.kill(pid, signal.SIGKILL)
-    assert grid.wait(run)["1-drill"]["state"] == "failed"
+    assert grid.wait(run)["1-fake"]["state"] == "failed"
     assert "error: node ge" in grid.log(run)
 
 
-def test_what_can_never_run_is_refused(grid: Submitter) -> None:
-    site = ("--site", "./lab.yaml", "--force", "drill")
+def test_impossible_requests_are_refused(grid: Submitter) -> None:
+    site = ("--site", "./lab.yaml", "--force", "fake")
     assert "--gpus-per-node 5: a node of rt_F has 4" in grid.submit(*site, "--gpus-per-node", "5", code=2)
     assert "--time 25:00:00: rt_F allows 24:00:00" in grid.submit(*site, "--time", "25h", code=2)
-    said = grid.submit("drill", "--option", "-l rt_G.small=9", code=11)
-    assert "Unable to run job" in said
-    assert "no suitable queues" in said
-    assert "unknown resource" in grid.submit("drill", "--option", "-l rt_X=1", code=11)
-    assert "-frob" in grid.submit("drill", "--option", "-frob", code=11)
+    stderr = grid.submit("fake", "--scheduler-arg", "-l rt_G.small=9", code=11)
+    assert "Unable to run job" in stderr
+    assert "no suitable queues" in stderr
+    assert "unknown resource" in grid.submit("fake", "--scheduler-arg", "-l rt_X=1", code=11)
+    assert "-frob" in grid.submit("fake", "--scheduler-arg", "-frob", code=11)
+
+
+HOSTILE = "first\n#SBATCH --time=0:00:01\n#$ -l h_rt=1\n'single' \"double\" $(touch pwned) `touch pwned` \\ end"
+
+
+def test_arguments_and_folders_with_special_characters(grid: Submitter, workspace: Workspace) -> None:
+    folder = grid.folder / "a b'c%j:d,e"
+    folder.mkdir()
+    give(folder, USER)
+    there = replace(grid, folder=folder)
+    run = there.submit("--site", "../lab.yaml", "--force", "fake", "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "--set", HOSTILE)  # fmt: skip
+    row = there.wait(run)["1-fake"]
+    assert row["state"] == "done", there.log(run)
+    assert there.wait_for_start(1)["argv"] == ["--set", HOSTILE]
+    assert there.wait_for_start(1, 1)["argv"] == ["--set", HOSTILE]
+    assert "start 1" in there.log(run)
+    assert not list(grid.folder.rglob("pwned"))
+
+
+def test_one_job_of_an_array_is_cancelled_alone(grid: Submitter) -> None:
+    run = submit(
+        grid, "--gpus-per-node", "1", "--seeds", "5,70", "--", "fake", "--folder", "run-{seed}", "--until", "9"
+    )
+    for folder in ("run-5", "run-70"):
+        grid.wait_for_start(1, folder=folder)
+    array = grid.status(run)["1-fake.1"]["id"].removesuffix(".1")
+    assert f"cancelled {array}.2\n" in grid.cli.run("cancel", f"{array}.2", cwd=grid.folder).stdout
+    wait_for(lambda: grid.status(run)["1-fake.2"]["state"] == "cancelled", "the end of one job")
+    assert grid.status(run)["1-fake.1"]["state"] == "running"
+    assert grid.status(run)["1-fake.1"]["started"].startswith("20")
+
+
+def test_a_job_that_grid_engine_ended_shows_where_and_since_when(grid: Submitter) -> None:
+    run = submit(grid, "fake", "--gpus-per-node", "1", "--", "--until", "9")
+    grid.wait_for_start(1)
+    subprocess.run(["qdel", grid.status(run)["1-fake"]["id"]], check=True, capture_output=True, **as_user(USER))
+    row = wait_for(lambda: (row := grid.wait(run)["1-fake"]) and row["started"] and row, "its accounting")
+    assert row["state"] in ("failed", "cancelled")
+    assert "ge" in row["detail"]

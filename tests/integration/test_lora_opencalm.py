@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -16,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from bills import check_bill
-from builder.catalog.runs import about_image, reduced
-from builder.squashfs import SquashfsReader
-from builder.stack import find_stack, read_pins
-from builder.store import Store
-from rooms import CA_BUNDLE, ME, ROOT, USER, Cli, Room, as_user, copy_checkout, home_of, need
+from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.publish.catalog.runs import image_metadata, reduced
+from ekiben.spec.stack import find_stack, read_pins
+from ekiben.store import Store
+from sbom_checks import check_sbom
+from workspaces import CA_BUNDLE, ME, ROOT, USER, Cli, Workspace, as_user, copy_checkout, home_of, need
 
 pytestmark = pytest.mark.slow
 
@@ -34,18 +35,18 @@ class Built:
     checkout: Path
     store: Path
     sif: Path
-    said: str
+    stdout: str
 
-    def cli(self, room: Room) -> Cli:
-        return Cli(room, ME, self.checkout)
+    def cli(self, workspace: Workspace) -> Cli:
+        return Cli(workspace, ME, self.checkout)
 
 
 @pytest.fixture(scope="module")
-def built(room: Room) -> Iterator[Built]:
+def built(workspace: Workspace) -> Iterator[Built]:
     """`make image recipe=lora-opencalm` in a clone."""
-    checkout = room.folder("clone")
+    checkout = workspace.folder("clone")
     copy_checkout(checkout)
-    store = room.store(ME, "lora-opencalm")
+    store = workspace.store(ME, "lora-opencalm")
     done = make_image(checkout, store)
     assert done.returncode == 0, done.stdout + done.stderr
     yield Built(checkout, store, checkout / "lora-opencalm.sif", done.stdout)
@@ -78,16 +79,17 @@ def run_as(user: str, *command: str | Path, cwd: Path, env: Mapping[str, str] | 
     return done.stdout + done.stderr
 
 
-def test_what_the_build_says(built: Built) -> None:
-    assert str(built.sif.name) in built.said
-    assert "tested  under apptainer" in built.said
-    assert "tested  under docker" in built.said
-    assert f"docker run --rm --gpus all {TAG} train" in built.said
-    assert "singularity exec --nv lora-opencalm.sif train" in built.said
+def test_build_prints_size_tests_and_run_commands(built: Built) -> None:
+    assert str(built.sif.name) in built.stdout
+    assert "tested  under apptainer" in built.stdout
+    assert "tested  under docker" in built.stdout
+    here = '-v "$PWD:$PWD" -w "$PWD" --user "$(id -u):$(id -g)"'
+    assert f"docker run --rm --gpus all {here} {TAG} train" in built.stdout
+    assert "singularity exec --nv lora-opencalm.sif train" in built.stdout
     assert built.sif.stat().st_size <= 3_100_000_000
 
 
-def test_a_second_invocation_builds_nothing(built: Built, room: Room) -> None:
+def test_second_build_builds_nothing(built: Built, workspace: Workspace) -> None:
     before = built.sif.stat().st_mtime_ns
     began = time.monotonic()
     again = make_image(built.checkout, built.store)
@@ -96,14 +98,14 @@ def test_a_second_invocation_builds_nothing(built: Built, room: Room) -> None:
     assert "all 5 layers are stored" in again.stderr
     assert built.sif.stat().st_mtime_ns == before
     assert took < 10  # a shared and busy machine; bench/ measures it
-    rows = json.loads(built.cli(room).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
+    rows = json.loads(built.cli(workspace).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
     assert [(row["layer"], row["stored"]) for row in rows] == [
         ("base", True), ("python", True), ("pytorch", True), ("huggingface", True), ("lora-opencalm", True),
     ]  # fmt: skip
 
 
-def test_list_and_inspect(built: Built, room: Room) -> None:
-    cli = built.cli(room)
+def test_list_and_inspect(built: Built, workspace: Workspace) -> None:
+    cli = built.cli(workspace)
     listed = cli.run("--store", built.store, "list").stdout
     assert any(line.startswith("lora-opencalm") and "sha256:" in line for line in listed.splitlines())
     about = json.loads(cli.run("--store", built.store, "inspect", "lora-opencalm", "--json").stdout)
@@ -114,37 +116,37 @@ def test_list_and_inspect(built: Built, room: Room) -> None:
     assert loaded == about["image"]
 
 
-def test_doctor_finds_the_device_code_that_is_in_it(built: Built, room: Room) -> None:
+def test_doctor_finds_the_device_code_of_the_image(built: Built, workspace: Workspace) -> None:
     """Of the layers and of the SIF the same; torch's libraries hold what the stack says, and so a V100 cannot run them."""
-    cli = built.cli(room)
+    cli = built.cli(workspace)
     stack = (built.checkout / "images/stacks/cu130/stack.yaml").read_text()
     declared = re.findall(r'"([\d.]+)"', re.search(r"compute_capabilities: (.*)", stack)[1])  # type: ignore[index]
     code: dict[str, str] = {}
     for image in ("lora-opencalm", built.sif):
-        words = ("--store", built.store, "doctor", "--site", "abci-2.0", image, "--json")
-        [about] = json.loads(cli.run(*words, cwd=built.checkout, code=10).stdout)
+        argv = ("--store", built.store, "doctor", "--site", "abci-2.0", image, "--json")
+        [about] = json.loads(cli.run(*argv, cwd=built.checkout, code=10).stdout)
         assert about["verdict"].startswith(
             "will fail because Tesla V100-SXM2-16GB (7.0) is not among what libtorch_cuda.so"
         )
         assert about["verdict"].endswith("; use --stack cu124")
-        code[str(image)] = next(row["said"] for row in about["findings"] if row["topic"] == "GPU code")
-        [about] = json.loads(cli.run(*words[:4], "abci-3.0", *words[5:], cwd=built.checkout).stdout)
-        assert [row["level"] for row in about["findings"] if row["topic"] == "GPU code"] == ["fine"]
+        code[str(image)] = next(row["message"] for row in about["findings"] if row["topic"] == "GPU code")
+        [about] = json.loads(cli.run(*argv[:4], "abci-3.0", *argv[5:], cwd=built.checkout).stdout)
+        assert [row["level"] for row in about["findings"] if row["topic"] == "GPU code"] == ["ok"]
     assert len(set(code.values())) == 1
     assert {f"sm_{name.replace('.', '')}" for name in declared} <= set(
         re.findall(r"sm_\d+a?", next(iter(code.values())))
     )
 
 
-def test_the_bill_of_materials_has_what_is_locked_and_all_that_is_installed(built: Built, room: Room) -> None:
-    bill = built.cli(room).run("--store", built.store, "sbom", "lora-opencalm").stdout
-    debian, python = check_bill(bill, built.sif)
+def test_sbom_has_all_locked_and_installed_packages(built: Built, workspace: Workspace) -> None:
+    sbom = built.cli(workspace).run("--store", built.store, "sbom", "lora-opencalm").stdout
+    debian, python = check_sbom(sbom, built.sif)
     stack = find_stack("cu130", [built.checkout / "images"])
     texts = [(stack.folder / f"{name}.lock").read_text() for name in ("python", "pytorch", "huggingface")]
     locked = {name: version for text in texts for name, version, _ in read_pins(text)}
     assert {"torch", "transformers"} <= locked.keys()
     assert python == locked
-    drifted = re.findall(r'"ekiben:drift",\s*"value": "(\S+) ', bill)  # what the mirror here has in another version
+    drifted = re.findall(r'"ekiben:drift",\s*"value": "(\S+) ', sbom)  # what the mirror here has in another version
     there = {
         name: version for name, version in stack.apt_lock().packages.items() if name in debian and name not in drifted
     }
@@ -153,31 +155,31 @@ def test_the_bill_of_materials_has_what_is_locked_and_all_that_is_installed(buil
 
 
 @pytest.mark.parametrize("user", [ME, USER])
-def test_the_sif_trains(user: str, built: Built, room: Room) -> None:
-    out = room.folder("out", user)
-    said = run_as(user, "apptainer", "exec", "--cleanenv", built.sif, "train", "--smoke", cwd=out)
-    assert "loss" in said
+def test_the_sif_trains(user: str, built: Built, workspace: Workspace) -> None:
+    out = workspace.folder("out", user)
+    output = run_as(user, "apptainer", "exec", "--cleanenv", built.sif, "train", "--smoke", cwd=out)
+    assert "loss" in output
     assert "learning_rate" in run_as(user, "apptainer", "run", built.sif, "train", "--help", cwd=out)
     assert "train" in run_as(user, "apptainer", "run", built.sif, cwd=out)
 
 
 @pytest.mark.parametrize("options", [[], ["--user", "12345:12345"]], ids=["root", "another id"])
-def test_the_docker_image_trains(options: list[str], built: Built, room: Room) -> None:
+def test_the_docker_image_trains(options: list[str], built: Built, workspace: Workspace) -> None:
     command = [DOCKER, "run", "--rm", "--network", "none", "--shm-size", "1g", *options, TAG]
-    assert "loss" in run_as(ME, *command, "train", "--smoke", cwd=room.path)
+    assert "loss" in run_as(ME, *command, "train", "--smoke", cwd=workspace.path)
 
 
-def test_equal_images_are_equal_files(built: Built, room: Room) -> None:
-    out = room.folder("out")
-    built.cli(room).image(built.store, "lora-opencalm", "--format", "sif", "-o", out / "again.sif", "--no-verify")
+def test_equal_images_are_equal_files(built: Built, workspace: Workspace) -> None:
+    out = workspace.folder("out")
+    built.cli(workspace).image(built.store, "lora-opencalm", "--format", "sif", "-o", out / "again.sif", "--no-verify")
     assert digest(out / "again.sif") == digest(built.sif)
     (out / "again.sif").unlink()
 
 
-def test_flat(built: Built, room: Room) -> None:
-    out = room.folder("out")
-    built.cli(room).image(
-        built.store, "lora-opencalm", "--format", "sif", "--flat", "-o", out / "flat.sif", "--no-verify"
+def test_squashed_sif(built: Built, workspace: Workspace) -> None:
+    out = workspace.folder("out")
+    built.cli(workspace).image(
+        built.store, "lora-opencalm", "--format", "sif", "--squash", "-o", out / "flat.sif", "--no-verify"
     )
     assert run_as(ME, "apptainer", "sif", "list", out / "flat.sif", cwd=out).count("FS (Squashfs") == 1
     assert "torch" in run_as(
@@ -186,9 +188,9 @@ def test_flat(built: Built, room: Room) -> None:
     (out / "flat.sif").unlink()
 
 
-def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, room: Room) -> None:
+def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, workspace: Workspace) -> None:
     """What ships is what is tested: the scripts and packages are the image's, only pytest comes from outside."""
-    out = room.folder("tasks", USER)
+    out = workspace.folder("tasks", USER)
     lock = (built.checkout / "requirements-dev.lock").read_text()
     exact = re.findall(r"^(?:pytest|pluggy|iniconfig)==\S+", lock, re.MULTILINE)
     # What other recipes' images add is pure Python, or nearly: their tasks' tests run here, too, without an image each.
@@ -221,24 +223,32 @@ def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, room: Room) -> N
         *exact,
     ]
     run_as(USER, *inside, "--bind", out, *trust, built.sif, *install, cwd=out)
-    tests = sorted(str(path) for path in (built.checkout / "tests").glob("test_entrypoints_*.py"))
-    tests.remove(str(built.checkout / "tests/test_entrypoints_hello.py"))  # another recipe's task
+    folders = [built.checkout / "tests" / name for name in ("entrypoints", "recipes")]
+    tests = sorted(str(path) for folder in folders for path in folder.rglob("test_*.py"))
+    for other in ("hello", "launch_node"):  # another recipe's task; a program of the standard library, tested outside
+        tests.remove(str(built.checkout / f"tests/entrypoints/test_{other}.py"))
     assert len(tests) >= 4
     pytest_ = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null"]
     settings = f"PYTHONPATH={out}/pytest,OMP_NUM_THREADS=1"
     command = [*inside, "--bind", f"{built.checkout},{out}", "--env", settings, built.sif, *pytest_]
-    # Megatron-Core on the CPU changes what torch means by a GPU, for the whole process: its tests run beside the others.
-    apart = str(built.checkout / "tests/test_entrypoints_pretrain.py")
-    tests.remove(apart)
 
-    def passed(some: list[str]) -> str:
-        return run_as(USER, *command, "--rootdir", built.checkout / "tests", *some, cwd=out)
+    # A process for each folder, two at once. Megatron-Core on the CPU changes what torch means by a GPU for its whole
+    # process, so each file of its tests has a process of its own.
+    def group(path: str) -> str:
+        return path if "/test_pretrain_" in path else str(Path(path).parent)
+
+    groups = [list(paths) for _, paths in itertools.groupby(sorted(tests, key=group), group)]
+    assert len(groups) >= 6
+
+    def run_tests(paths: list[str]) -> str:
+        return run_as(USER, *command, "--rootdir", built.checkout / "tests", *paths, cwd=out)
 
     with ThreadPoolExecutor(2) as pool:
-        for said in pool.map(passed, (tests, [apart])):
-            assert " passed" in said
-            assert "skipped" not in said, said[-3000:]
-            print(said.splitlines()[-1])
+        for output in pool.map(run_tests, sorted(groups, key=lambda paths: -sum(map(os.path.getsize, paths)))):
+            summary = output.splitlines()[-1]
+            assert " passed" in summary
+            assert "skipped" not in summary, output[-3000:]
+            print(summary)
 
 
 OTHERS = sorted({path.parent.name for path in ROOT.glob("recipes/*/recipe.yaml")} - {"hello", "lora-opencalm"})
@@ -253,36 +263,36 @@ done
 """
 
 
-def test_the_other_recipes_pass_their_tests_in_images_of_their_own(built: Built, room: Room) -> None:
+def test_the_other_recipes_pass_their_tests_in_images_of_their_own(built: Built, workspace: Workspace) -> None:
     """Made as a user makes them, two at once: a core each. Docker has the layers of lora-opencalm."""
     assert {"finetune", "fsdp-llama", "lora-bench", "pretrain-gpt"} <= {*OTHERS}
 
-    def prove(recipe: str) -> str:
-        made = built.cli(room).image(built.store, recipe, "--format", "docker", "--no-verify")
+    def run_smoke_tests(recipe: str) -> str:
+        made = built.cli(workspace).image(built.store, recipe, "--format", "docker", "--no-verify")
         alone = ["--rm", "--network", "none", "--shm-size", "1g", "--env", "OMP_NUM_THREADS=1"]
         try:
-            return run_as(ME, DOCKER, "run", *alone, made["image"], "sh", "-c", OWN_TESTS, cwd=room.path)
+            return run_as(ME, DOCKER, "run", *alone, made["image"], "sh", "-c", OWN_TESTS, cwd=workspace.path)
         finally:
             subprocess.run([DOCKER, "image", "rm", "--force", f"ekiben/{recipe}"], capture_output=True, check=False)
 
     with ThreadPoolExecutor(2) as pool:
-        for recipe, said in zip(OTHERS, pool.map(prove, OTHERS), strict=True):
-            assert re.search(rf"^test: \d+-{recipe}\.sh$", said, re.MULTILINE), said
+        for recipe, output in zip(OTHERS, pool.map(run_smoke_tests, OTHERS), strict=True):
+            assert re.search(rf"^test: \d+-{recipe}\.sh$", output, re.MULTILINE), output
 
 
 MAKE_BASE = """
 import os, sys, pathlib
 home = pathlib.Path(os.environ["EKIBEN_RECIPE"])
 sys.path.insert(0, str(home / "entrypoints"))
-import smoke
+from ekiben_tasks.training import smoke
 smoke.make_base(pathlib.Path("base"), home / "data/sample.jsonl")
 """
 
 
-def test_two_nodes_of_slurm_learn_what_one_process_learns(built: Built, room: Room, user_cli: Cli) -> None:
+def test_two_slurm_nodes_train_like_one_process(built: Built, workspace: Workspace, user_cli: Cli) -> None:
     """The same steps: once in a plain container, once as a job of two nodes that meet over gloo."""
     need("sbatch")
-    out = room.folder("slurm", USER)
+    out = workspace.folder("slurm", USER)
     inside = [
         "apptainer",
         "--silent",
@@ -292,12 +302,12 @@ def test_two_nodes_of_slurm_learn_what_one_process_learns(built: Built, room: Ro
         "OMP_NUM_THREADS=1,EKIBEN_RECIPE=/opt/ekiben/recipe",
     ]
     run_as(USER, *inside, built.sif, "python", "-W", "ignore", "-c", MAKE_BASE, cwd=out)
-    words = ["--data", "sample"]
+    argv = ["--data", "sample"]
     for setting in ("model=base", "max_steps=6", "batch_size=8", "device=cpu", "lora.dropout=0"):
-        words += ["--set", setting]
-    run_as(USER, *inside, built.sif, "train", *words, "--output", "one", cwd=out)
+        argv += ["--set", setting]
+    run_as(USER, *inside, built.sif, "train", *argv, "--output", "one", cwd=out)
     user_cli.run("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--sif", built.sif, "--nodes", "2", "--time", "10m", "--wait",
-                 "--", *words, "--output", "two", cwd=out, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+                 "--", *argv, "--output", "two", cwd=out, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
     (log,) = out.glob("ekiben-runs/*/1-train.log")
     assert "on c1,c2" in log.read_text()
     runs = [json.loads((out / name / "run.json").read_text()) for name in ("one", "two")]
@@ -307,7 +317,7 @@ def test_two_nodes_of_slurm_learn_what_one_process_learns(built: Built, room: Ro
     top = store.layer((store.image("lora-opencalm") or {})["keys"][-1])
     assert top is not None
     with store.blob_path(top.digest).open("rb") as file:
-        about = about_image(SquashfsReader(file))
+        about = image_metadata(SquashfsReader(file))
     assert [run["image"] for run in runs] == [about, about]
     assert [reduced(run)["model"]["name"] for run in runs] == ["base", "base"]
     losses = {
@@ -315,23 +325,23 @@ def test_two_nodes_of_slurm_learn_what_one_process_learns(built: Built, room: Ro
         for name in ("one", "two")
     }
     assert [line["step"] for line in losses["two"]] == [line["step"] for line in losses["one"]]
-    for key in ("loss", "test_loss", "grad_norm"):
+    for key in ("loss", "eval_loss", "grad_norm"):
         one, two = ([line[key] for line in losses[name] if key in line] for name in ("one", "two"))
         assert len(one) >= 1
         assert two == pytest.approx(one, rel=1e-5), key
 
 
-def test_an_edited_entrypoint_rebuilds_the_top_layer_only(built: Built, room: Room) -> None:
+def test_an_edited_entrypoint_rebuilds_the_top_layer_only(built: Built, workspace: Workspace) -> None:
     """Last, for it changes the clone."""
     script = built.checkout / "entrypoints/chat.py"
     script.write_text(script.read_text() + "\n# edited\n")
-    rows = json.loads(built.cli(room).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
+    rows = json.loads(built.cli(workspace).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
     assert [row["stored"] for row in rows] == [True, True, True, True, False]
     assert "entrypoints/chat.py" in rows[-1]["reason"]
     began = time.monotonic()
-    made = built.cli(room).image(built.store, "lora-opencalm", "--format", "sif", "--no-verify", "-o", built.sif)
+    made = built.cli(workspace).image(built.store, "lora-opencalm", "--format", "sif", "--no-verify", "-o", built.sif)
     took = time.monotonic() - began
     assert made["built"] == ["lora-opencalm"]
     assert took < 60  # copying 2.7 GB on a busy machine; bench/ measures it
     read = ["apptainer", "--silent", "exec", built.sif, "tail", "-n", "1", "/opt/ekiben/recipe/entrypoints/chat.py"]
-    assert run_as(USER, *read, cwd=room.path) == "# edited\n"
+    assert run_as(USER, *read, cwd=workspace.path) == "# edited\n"

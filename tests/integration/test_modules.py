@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from builder.launch import Wish, launch
-from module_systems import NAMES, ModuleSystem, module_system
-from rooms import CA_BUNDLE, Cli, Room, give, home_of
+from ekiben.run.launch import RunRequest, launch
+from support.module_systems import NAMES, ModuleSystem, module_system
 from test_share import COLLEAGUE, LAB, login
+from workspaces import CA_BUNDLE, Cli, Workspace, give, home_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,16 +25,16 @@ pytestmark = pytest.mark.slow
 LOOK = """\
 import json, os, sys
 mounts = sorted({line.split()[4] for line in open("/proc/self/mountinfo")})
-print(json.dumps({"words": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd(), "mounts": mounts}))
+print(json.dumps({"argv": sys.argv[1:], "environment": dict(os.environ), "cwd": os.getcwd(), "mounts": mounts}))
 """
 
 
 @pytest.fixture(scope="module")
-def lab(room: Room, cli: Cli, hello: Path) -> Iterator[Path]:
+def lab(workspace: Workspace, cli: Cli, hello: Path) -> Iterator[Path]:
     """`hello` published by root with a mask that lets nobody else read, in a folder of the group's."""
-    place = room.folder("lab-with-modules")
-    os.chown(place, -1, grp.getgrnam(LAB).gr_gid)
-    place.chmod(0o2750)
+    shared_dir = workspace.folder("lab-with-modules")
+    os.chown(shared_dir, -1, grp.getgrnam(LAB).gr_gid)
+    shared_dir.chmod(0o2750)
     masked = ["sh", "-c", 'umask 077; exec "$@"', "sh"]
     cli.run(
         "--store",
@@ -42,15 +42,15 @@ def lab(room: Room, cli: Cli, hello: Path) -> Iterator[Path]:
         "publish",
         "hello",
         "--to",
-        place,
+        shared_dir,
         "--version",
         "1",
         "--modulefile",
         "--no-verify",
         prefix=masked,
     )
-    yield place
-    shutil.rmtree(place)
+    yield shared_dir
+    shutil.rmtree(shared_dir)
 
 
 @pytest.fixture(params=NAMES)
@@ -59,9 +59,9 @@ def modules(request: pytest.FixtureRequest) -> ModuleSystem:
 
 
 @pytest.fixture
-def here(room: Room) -> Path:
+def here(workspace: Workspace) -> Path:
     """A folder of the colleague's, with a blank in its name, and others beside it."""
-    top = room.folder("colleague", COLLEAGUE)
+    top = workspace.folder("colleague", COLLEAGUE)
     for name in ("my work", "data", "more data", "models", "out"):
         (top / name).mkdir()
         give(top / name, COLLEAGUE)
@@ -76,13 +76,13 @@ def run(modules: ModuleSystem, lab: Path, script: str, here: Path, **env: str) -
     return done.stdout
 
 
-def test_a_colleague_loads_it_and_runs_its_task(modules: ModuleSystem, lab: Path, here: Path) -> None:
+def test_colleague_loads_the_module_and_runs_its_task(modules: ModuleSystem, lab: Path, here: Path) -> None:
     assert json.loads(run(modules, lab, "hello --json", here))["cpus"] > 0
     assert "Python 3.11" in run(modules, lab, "ekiben-hello python3 --version", here)
     assert "say who and where this container runs" in run(modules, lab, "ekiben-hello", here)
-    words = ["a  b", "", "*", "$HOME", "it's", "--", "-x", "new\nline"]
-    script = shlex.join(["ekiben-hello", "sh", "-c", 'id -un; printf "%s|" "$@"', "sh", *words])
-    assert run(modules, lab, script, here) == f"{COLLEAGUE}\n{'|'.join(words)}|"
+    argv = ["a  b", "", "*", "$HOME", "it's", "--", "-x", "new\nline"]
+    script = shlex.join(["ekiben-hello", "sh", "-c", 'id -un; printf "%s|" "$@"', "sh", *argv])
+    assert run(modules, lab, script, here) == f"{COLLEAGUE}\n{'|'.join(argv)}|"
 
 
 def seen(argv: list[str], here: Path, environment: dict[str, str]) -> dict[str, Any]:
@@ -124,31 +124,31 @@ SEEN = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_sees_what_run_shows(case: str, lab: Path, here: Path) -> None:
+def test_module_runs_with_the_environment_of_run(
+    case: str, lab: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same environment, folders and words as under `build.py run`, in sh."""
-    words, extra = CASES[case]
+    argv, extra = CASES[case]
     top = here.parent
-    words = ["python3", "-c", LOOK, *(word.replace("{top}", str(top)) for word in words)]
+    argv = ["python3", "-c", LOOK, *(word.replace("{top}", str(top)) for word in argv)]
     environment = {"PATH": "/usr/bin:/bin", "TERM": "dumb", "USER": COLLEAGUE, "HOME": home_of(COLLEAGUE), "LOGNAME": COLLEAGUE,
                    **{name: value.replace("{top}", str(top)) for name, value in extra.items()}}  # fmt: skip
     (sif,) = (lab / "images/hello").glob("hello-1-*.sif")
-    by_module = seen([str(sif.with_suffix(".bin") / "ekiben-hello"), *words], here, environment)
+    by_module = seen([str(sif.with_suffix(".bin") / "ekiben-hello"), *argv], here, environment)
     made = {name: Path(environment[name]) for name in ("HF_HOME", "EKIBEN_CACHE") if name in environment}
     assert all(folder.is_dir() for folder in made.values())
-    before = Path.cwd()
-    os.chdir(here)
-    try:
-        ready = launch("/usr/bin/apptainer", sif, "", Wish(words=words, gpu=False), environment)
-    finally:
-        os.chdir(before)
+    with monkeypatch.context() as patch:
+        patch.chdir(here)
+        patch.setattr(os, "getuid", lambda: here.stat().st_uid)  # caches of others are not used
+        ready = launch("/usr/bin/apptainer", sif, "", RunRequest(argv=argv, gpu=False), environment)
     by_run = seen(ready.argv, here, ready.environment)
     assert by_module == by_run
-    assert by_module["words"] == words[3:]
+    assert by_module["argv"] == argv[3:]
     for name, value in SEEN[case].items():
         assert value.replace("{top}", str(top)) in by_module[name], name
 
 
-def test_gpus_where_there_is_a_driver(lab: Path, here: Path, tmp_path: Path) -> None:
+def test_module_passes_gpus_where_a_driver_exists(lab: Path, here: Path, tmp_path: Path) -> None:
     """What would be run is what `sh -x` shows; here and now there may be a driver or none."""
     (sif,) = (lab / "images/hello").glob("hello-1-*.sif")
 

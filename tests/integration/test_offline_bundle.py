@@ -9,26 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, Cli, Room
+from workspaces import ME, Cli, Workspace
 
 pytestmark = pytest.mark.slow
 
 
-def test_offline_the_same_image_comes_out(cli: Cli, hello: Path, room: Room) -> None:
-    folder = room.folder("bundle")
+def test_offline_build_gives_the_same_image(cli: Cli, hello: Path, workspace: Workspace) -> None:
+    folder = workspace.folder("bundle")
     (folder / "model").mkdir()
     (folder / "model/weights").write_bytes(b"0123")
-    words = ("bundle", "hello", "-o", "hello.bundle", "--with", "model", "--engine", "apptainer", "--json")
-    about = json.loads(cli.run("--store", hello, *words, cwd=folder).stdout)
+    argv = ("bundle", "hello", "-o", "hello.bundle", "--include", "model", "--engine", "apptainer", "--json")
+    about = json.loads(cli.run("--store", hello, *argv, cwd=folder).stdout)
     assert about["wheels"] >= 2
     assert about["debs"] > 100
-    assert about["with"] == 1
+    assert about["include"] == 1
 
-    store = room.store(ME, "offline")
+    store = workspace.store(ME, "offline")
     alone = ("unshare", "--net")
     refused = cli.run("--store", store, "image", "hello", "--offline", cwd=folder, code=2, prefix=alone)
     assert "give what it is built from with --bundle" in refused.stderr
-    words = (
+    argv = (
         "image",
         "hello",
         "--bundle",
@@ -41,7 +41,7 @@ def test_offline_the_same_image_comes_out(cli: Cli, hello: Path, room: Room) -> 
         "off.sif",
         "--json",
     )
-    made = json.loads(cli.run("--store", store, *words, cwd=folder, prefix=alone).stdout)
+    made = json.loads(cli.run("--store", store, *argv, cwd=folder, prefix=alone).stdout)
     assert made["built"] == ["base", "python", "hello"]
     assert made["data"] == ["hello-data/model"]
     assert (folder / "hello-data/model/weights").read_bytes() == b"0123"

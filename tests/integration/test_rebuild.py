@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rooms import ME, USER, Cli, NewStore, RecipeFolder, Room
+from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace
 
 pytestmark = pytest.mark.slow
 
 
-def test_another_user_without_root_gets_the_same_bytes(user_cli: Cli, room: Room, hello: Path) -> None:
-    words = ("--store", hello, "verify", "hello", "--rebuild", "--engine", "apptainer", "--json")
-    done = user_cli.run(*words, env={"EKIBEN_STORE": str(room.store(USER, "own"))})
+def test_rebuild_by_another_user_is_identical(user_cli: Cli, workspace: Workspace, hello: Path) -> None:
+    argv = ("--store", hello, "verify", "hello", "--rebuild", "--engine", "apptainer", "--json")
+    done = user_cli.run(*argv, env={"EKIBEN_STORE": str(workspace.store(USER, "own"))})
     about = json.loads(done.stdout)
     assert about["same"] is True
     assert [layer["name"] for layer in about["layers"]] == ["base", "python", "hello"]
@@ -26,15 +26,15 @@ def test_another_user_without_root_gets_the_same_bytes(user_cli: Cli, room: Room
     assert about["sif"][0] == about["sif"][1]
 
 
-def test_files_that_differ_are_named(cli: Cli, own_recipe: RecipeFolder, new_store: NewStore) -> None:
-    own_recipe.layer("when", "base", "mkdir /opt/when\ndate +%s%N >/opt/when/it-was\necho same >/opt/when/kept\n")
-    own_recipe.top("when")
+def test_files_that_differ_are_named(cli: Cli, recipe_folder: RecipeFolder, new_store: NewStore) -> None:
+    recipe_folder.layer("when", "base", "mkdir /opt/when\ndate +%s%N >/opt/when/it-was\necho same >/opt/when/kept\n")
+    recipe_folder.top("when")
     store = new_store(ME, "base")
     made = cli.image(
-        store, own_recipe.path, "--engine", "apptainer", "--format", "sif", "--no-verify", cwd=own_recipe.path
+        store, recipe_folder.path, "--engine", "apptainer", "--format", "sif", "--no-verify", cwd=recipe_folder.path
     )
     assert made["built"] == ["when", "own"]
-    done = cli.run("--store", store, "verify", own_recipe.path, "--rebuild", "--engine", "apptainer", code=8)
+    done = cli.run("--store", store, "verify", recipe_folder.path, "--rebuild", "--engine", "apptainer", code=8)
     assert "own: 1 of 3 layers came out differently:" in done.stderr
     assert "layer when:" in done.stderr
     assert "1 entries differ" in done.stderr

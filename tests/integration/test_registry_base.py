@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from builder.chain import platform
-from builder.layer import Entry
-from builder.squashfs import SquashfsReader
-from rooms import Cli, RecipeFolder, Room, need
+from ekiben.core.environment import platform
+from ekiben.formats.layer import Entry
+from ekiben.formats.squashfs.reader import SquashfsReader
+from workspaces import Cli, RecipeFolder, Workspace, need
 
 REGISTRY = "127.0.0.1:5000"
 
@@ -35,9 +35,9 @@ def tar_of(**files: str | None) -> bytes:
 
 def blob(folder: Path, data: bytes) -> dict[str, object]:
     digest = hashlib.sha256(data).hexdigest()
-    place = folder / "blobs" / "sha256"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / digest).write_bytes(data)
+    blobs = folder / "blobs" / "sha256"
+    blobs.mkdir(parents=True, exist_ok=True)
+    (blobs / digest).write_bytes(data)
     return {"digest": f"sha256:{digest}", "size": len(data)}
 
 
@@ -76,10 +76,10 @@ def ground(recipe: RecipeFolder, source: str) -> None:
     recipe.top("ground")
 
 
-def test_an_image_of_a_registry_is_a_base(pushed: str, own_recipe: RecipeFolder, room: Room, cli: Cli) -> None:
-    ground(own_recipe, f"{REGISTRY}/ekiben-test/tiny@{pushed}")
-    store = room.folder("store")
-    made = cli.image(store, own_recipe.path, "--format", "sif", "--no-verify", cwd=own_recipe.path)
+def test_registry_image_as_base(pushed: str, recipe_folder: RecipeFolder, workspace: Workspace, cli: Cli) -> None:
+    ground(recipe_folder, f"{REGISTRY}/ekiben-test/tiny@{pushed}")
+    store = workspace.folder("store")
+    made = cli.image(store, recipe_folder.path, "--format", "sif", "--no-verify", cwd=recipe_folder.path)
     assert [layer["name"] for layer in made["layers"]] == ["ground-root", "ground", "own"]
     with (store / "blobs/sha256" / made["layers"][0]["digest"][7:]).open("rb") as stream:
         reader = SquashfsReader(stream)
@@ -93,15 +93,17 @@ def test_an_image_of_a_registry_is_a_base(pushed: str, own_recipe: RecipeFolder,
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         (f"{REGISTRY}/ekiben-test/tiny@sha256:{'0' * 64}", "404"),
         (f"{REGISTRY}/ekiben-test/none@sha256:{'0' * 64}", "404"),
         ("127.0.0.1:9/ekiben-test/tiny@sha256:" + "0" * 64, "does not answer"),
     ],
 )
-def test_a_registry_without_it(source: str, said: str, own_recipe: RecipeFolder, room: Room, cli: Cli) -> None:
-    ground(own_recipe, source)
-    done = cli.run("--store", room.folder("store"), "image", own_recipe.path, cwd=own_recipe.path, code=7)
-    assert said in done.stderr and source.partition("@")[0] in done.stderr
+def test_missing_registry_image_is_an_error(
+    source: str, message: str, recipe_folder: RecipeFolder, workspace: Workspace, cli: Cli
+) -> None:
+    ground(recipe_folder, source)
+    done = cli.run("--store", workspace.folder("store"), "image", recipe_folder.path, cwd=recipe_folder.path, code=7)
+    assert message in done.stderr and source.partition("@")[0] in done.stderr
     assert "Traceback" not in done.stderr

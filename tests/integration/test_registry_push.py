@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from registries import PASSWORD, USER, real_registry
-from rooms import USER as BUILDER
-from rooms import Cli, NewStore, Room, need
+from support.registries import PASSWORD, USER, real_registry
+from workspaces import USER as BUILDER
+from workspaces import Cli, NewStore, Workspace, need
 
 pytestmark = pytest.mark.slow
 
@@ -23,11 +23,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield host
 
 
-def docker(*words: str) -> str:
-    return subprocess.run(["docker", *words], check=True, capture_output=True, text=True).stdout
+def docker(*args: str) -> str:
+    return subprocess.run(["docker", *args], check=True, capture_output=True, text=True).stdout
 
 
-def test_docker_pulls_and_runs_it(cli: Cli, hello: Path, plain: str, room: Room) -> None:
+def test_docker_pulls_and_runs_the_pushed_image(cli: Cli, hello: Path, plain: str, workspace: Workspace) -> None:
     need("docker")
     made = json.loads(cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:1", "--json").stdout)
     size = made["sent"]
@@ -44,33 +44,33 @@ def test_docker_pulls_and_runs_it(cli: Cli, hello: Path, plain: str, room: Room)
     finally:
         subprocess.run(["docker", "image", "rm", "--force", f"{plain}/lab/hello:1"], capture_output=True, check=False)
     # Apptainer unpacks and packs it: the same content in a SIF of its own.
-    out = room.folder("out")
+    out = workspace.folder("out")
     command = ["apptainer", "build", "--no-https", "--mksquashfs-args", "-comp zstd -Xcompression-level 1", out / "own.sif",
                f"docker://{plain}/lab/hello:1"]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     subprocess.run(["apptainer", "exec", out / "own.sif", "hello"], check=True, capture_output=True)
 
 
-def test_pulled_as_a_sif_it_is_the_one_that_was_built(
-    user_cli: Cli, cli: Cli, hello: Path, plain: str, room: Room
+def test_pulled_sif_equals_the_built_one(
+    user_cli: Cli, cli: Cli, hello: Path, plain: str, workspace: Workspace
 ) -> None:
     cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:2")
-    out = room.folder("out", BUILDER)
+    out = workspace.folder("out", BUILDER)
     user_cli.run("--store", out / "store", "pull", f"{plain}/lab/hello:2", "-o", out / "x.sif", cwd=out)
-    assert cmp(out / "x.sif", room.path / "hello.sif", shallow=False)
+    assert cmp(out / "x.sif", workspace.path / "hello.sif", shallow=False)
 
 
-def apptainer_pull(place: str, out: Path, **env: str) -> None:
-    command = ["env", *(f"{name}={value}" for name, value in env.items()), "apptainer", "pull", "--force", out, place]
+def apptainer_pull(ref: str, out: Path, **env: str) -> None:
+    command = ["env", *(f"{name}={value}" for name, value in env.items()), "apptainer", "pull", "--force", out, ref]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_apptainer_pulls_the_sif(cli: Cli, hello: Path, plain: str, room: Room) -> None:
+def test_apptainer_pulls_the_sif(cli: Cli, hello: Path, plain: str, workspace: Workspace) -> None:
     cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:sif", "--format", "sif")
-    out = room.folder("out")
+    out = workspace.folder("out")
     apptainer_pull(f"oras://{plain}/lab/hello:sif", out / "a.sif")
-    assert cmp(out / "a.sif", room.path / "hello.sif", shallow=False)
+    assert cmp(out / "a.sif", workspace.path / "hello.sif", shallow=False)
     # And the other way: what Apptainer pushed.
     subprocess.run(
         ["apptainer", "push", out / "a.sif", f"oras://{plain}/lab/theirs:1"], check=True, capture_output=True
@@ -79,19 +79,19 @@ def test_apptainer_pulls_the_sif(cli: Cli, hello: Path, plain: str, room: Room) 
     assert cmp(out / "b.sif", out / "a.sif", shallow=False)
 
 
-def test_a_password_and_a_ca_of_ones_own(user_cli: Cli, new_store: NewStore, room: Room) -> None:
+def test_password_and_custom_ca(user_cli: Cli, new_store: NewStore, workspace: Workspace) -> None:
     """As an ordinary user, with the login that Apptainer keeps and the site's CA."""
     store, folder, home = (
         new_store(BUILDER, "base", "python", "hello"),
-        room.folder("tls"),
-        room.folder("home", BUILDER),
+        workspace.folder("tls"),
+        workspace.folder("home", BUILDER),
     )
     with real_registry(folder, password=True, tls=True) as host:
-        own = {"HOME": str(home)}
-        words = ("--store", store, "push", "hello", f"{host}/lab/hello:1", "--format", "sif")
-        assert f"the certificate of {host} is not trusted" in user_cli.run(*words, env=own, code=7, cwd=home).stderr
-        own["SSL_CERT_FILE"] = str(folder / "cert.pem")
-        refused = user_cli.run(*words, env=own, code=7, cwd=home).stderr
+        env = {"HOME": str(home)}
+        argv = ("--store", store, "push", "hello", f"{host}/lab/hello:1", "--format", "sif")
+        assert f"the certificate of {host} is not trusted" in user_cli.run(*argv, env=env, code=7, cwd=home).stderr
+        env["SSL_CERT_FILE"] = str(folder / "cert.pem")
+        refused = user_cli.run(*argv, env=env, code=7, cwd=home).stderr
         assert "401" in refused and f"apptainer registry login oras://{host}" in refused
         as_user = [
             "runuser",
@@ -99,15 +99,15 @@ def test_a_password_and_a_ca_of_ones_own(user_cli: Cli, new_store: NewStore, roo
             BUILDER,
             "--",
             "env",
-            *(f"{name}={value}" for name, value in own.items()),
+            *(f"{name}={value}" for name, value in env.items()),
             "apptainer",
         ]
         login = [*as_user, "registry", "login", "--username", USER, "--password-stdin", f"oras://{host}"]
         subprocess.run(login, input=PASSWORD, text=True, check=True, capture_output=True, cwd=home)
-        user_cli.run(*words, env=own, cwd=home)
+        user_cli.run(*argv, env=env, cwd=home)
         subprocess.run(
             [*as_user, "pull", home / "a.sif", f"oras://{host}/lab/hello:1"], check=True, capture_output=True, cwd=home
         )
-        user_cli.run("--store", store, "pull", f"{host}/lab/hello:1", "-o", home / "b.sif", env=own, cwd=home)
+        user_cli.run("--store", store, "pull", f"{host}/lab/hello:1", "-o", home / "b.sif", env=env, cwd=home)
     assert cmp(home / "a.sif", home / "b.sif", shallow=False)
-    assert cmp(home / "a.sif", room.path / "hello.sif", shallow=False)
+    assert cmp(home / "a.sif", workspace.path / "hello.sif", shallow=False)

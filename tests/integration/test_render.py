@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import CA_BUNDLE, USER, Cli, Room, give
+from workspaces import CA_BUNDLE, USER, Cli, Workspace, give
 
 pytestmark = pytest.mark.slow
 
@@ -28,22 +28,22 @@ def listing(*command: str | Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def ours(room: Room, hello: Path) -> set[str]:
-    return listing("apptainer", "--silent", "exec", "--cleanenv", "--contain", room.path / "hello.sif")
+def ours(workspace: Workspace, hello: Path) -> set[str]:
+    return listing("apptainer", "--silent", "exec", "--cleanenv", "--contain", workspace.path / "hello.sif")
 
 
 @pytest.fixture(scope="module")
-def context(room: Room, cli: Cli) -> Path:
+def context(workspace: Workspace, cli: Cli) -> Path:
     """The rendered folder, with the root.tar that the first lines of the Dockerfile say how to make."""
-    folder = room.folder("dockerfile")
-    said = cli.run("render", "hello", "--to", "dockerfile", "-o", folder)
-    file = Path(said.stdout.strip())
+    folder = workspace.folder("dockerfile")
+    done = cli.run("render", "hello", "--to", "dockerfile", "-o", folder)
+    file = Path(done.stdout.strip())
     make_root = next(line for line in file.read_text().splitlines() if "mmdebstrap" in line).removeprefix("#").strip()
     subprocess.run(make_root, shell=True, cwd=folder, check=True, capture_output=True)
     return folder
 
 
-def test_the_dockerfile_under_docker(context: Path, ours: set[str]) -> None:
+def test_docker_builds_the_rendered_dockerfile(context: Path, ours: set[str]) -> None:
     if not Path("/usr/bin/docker").exists():
         pytest.skip("docker is not installed (tests/services.sh install docker)")
     name = "ekiben-test/rendered"
@@ -61,7 +61,7 @@ def test_the_dockerfile_under_docker(context: Path, ours: set[str]) -> None:
         subprocess.run(["/usr/bin/docker", "rmi", "--force", name], check=False, capture_output=True)
 
 
-def test_the_dockerfile_under_buildah(context: Path, ours: set[str]) -> None:
+def test_buildah_builds_the_rendered_dockerfile(context: Path, ours: set[str]) -> None:
     name = "localhost/ekiben-test/rendered"
     build = [
         "buildah",
@@ -92,11 +92,11 @@ def mirror() -> str:
     return next(line.split()[3] for line in lines if line.startswith("Debian bookworm main "))
 
 
-def test_the_definition_under_apptainer(room: Room, cli: Cli, ours: set[str]) -> None:
+def test_apptainer_builds_the_rendered_definition(workspace: Workspace, cli: Cli, ours: set[str]) -> None:
     """As an ordinary user. Apptainer's own debootstrap module needs debootstrap on the machine."""
     if not shutil.which("debootstrap", path="/usr/sbin:" + os.environ["PATH"]):
         pytest.skip("debootstrap is not installed")
-    folder = room.folder("def")
+    folder = workspace.folder("def")
     file = Path(cli.run("render", "hello", "--to", "def", "-o", folder).stdout.strip())
     give(folder, USER)
     build = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rooms import CA_BUNDLE, ME, USER, Cli, Room, give
+from workspaces import CA_BUNDLE, ME, USER, Cli, Workspace, as_user, give
 
 pytestmark = pytest.mark.slow
 
@@ -58,9 +58,9 @@ class Looker:
 
 
 @pytest.fixture(scope="module")
-def looker(room: Room, cli: Cli, hello: Path) -> Iterator[Looker]:
+def looker(workspace: Workspace, cli: Cli, hello: Path) -> Iterator[Looker]:
     """A recipe whose task says what it sees, as a SIF and in the Docker daemon."""
-    recipe = room.folder("looker") / "look"
+    recipe = workspace.folder("looker") / "look"
     (recipe / "entrypoints").mkdir(parents=True)
     (recipe / "entrypoints/look.py").write_text(LOOK)
     (recipe / "recipe.yaml").write_text(json.dumps({
@@ -87,9 +87,9 @@ def command_lines() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def only_singularity(room: Room) -> Iterator[Path]:
+def only_singularity(workspace: Workspace) -> Iterator[Path]:
     """A PATH on which Apptainer has its other name only."""
-    folder = room.folder("bin")
+    folder = workspace.folder("bin")
     for program in Path("/usr/bin").iterdir():
         (folder / program.name).symlink_to(program)
     (folder / "apptainer").rename(folder / "singularity")
@@ -98,11 +98,19 @@ def only_singularity(room: Room) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("user", "runtime"), [(USER, "apptainer"), (ME, "apptainer"), (USER, "singularity"), (ME, "docker")]
+    ("user", "runtime"),
+    [
+        (USER, "apptainer"),
+        (ME, "apptainer"),
+        (USER, "singularity"),
+        (ME, "docker"),
+    ],
 )
-def test_what_gets_in(user: str, runtime: str, looker: Looker, room: Room, only_singularity: Path) -> None:
+def test_environment_and_folders_inside_the_container(
+    user: str, runtime: str, looker: Looker, workspace: Workspace, only_singularity: Path
+) -> None:
     """An ordinary cluster's environment around it: host libraries stay out, what a job needs is there, a token is not shown."""
-    home = room.folder("job", user)
+    home = workspace.folder("job", user)
     here = home / "here"
     for folder in (here, home / "data", home / "models"):
         folder.mkdir()
@@ -110,14 +118,14 @@ def test_what_gets_in(user: str, runtime: str, looker: Looker, room: Room, only_
     (home / "data/talk.jsonl").write_text("rows")
     wait = here / "wait"
     wait.touch()
-    words = ["--store", looker.store, "run", looker.recipe, "--cpu"]
-    words += ["--sif", "none.sif" if runtime == "docker" else looker.sif]
-    words += ["look", "--", "--data=../data/talk.jsonl", f"--output={home}/models/../out/1", "word"]
+    argv = ["--store", looker.store, "run", looker.recipe, "--cpu"]
+    argv += ["--runtime", "docker"] if runtime == "docker" else ["--sif", looker.sif]
+    argv += ["look", "--", "--data=../data/talk.jsonl", f"--output={home}/models/../out/1", "word"]
     (home / "out").mkdir()
     give(home / "out", user)
-    cli = Cli(room, user)
+    cli = Cli(workspace, user)
     path = {"PATH": str(only_singularity)} if runtime == "singularity" else {}
-    running = cli.start(*words, cwd=here, env={**ENVIRONMENT, **path, "HF_HOME": f"{home}/models/hf"})
+    running = cli.start(*argv, cwd=here, env={**ENVIRONMENT, **path, "HF_HOME": f"{home}/models/hf"})
     deadline = time.monotonic() + 60
     while not (here / "ready").exists() and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -148,16 +156,16 @@ def test_what_gets_in(user: str, runtime: str, looker: Looker, room: Room, only_
         assert "preferred" not in err  # what Apptainer says of a variable it has under the old name only
 
 
-def test_staged_once_for_jobs_that_start_together(looker: Looker, room: Room) -> None:
+def test_concurrent_jobs_copy_the_sif_once(looker: Looker, workspace: Workspace) -> None:
     disk = Path("/dev/shm") / f"ekiben-run-{os.getpid()}"
     disk.mkdir()
     give(disk, USER)
     try:
         if disk.stat().st_dev == looker.sif.stat().st_dev:
             pytest.skip("/dev/shm and the tests' folder are on one file system")
-        here, cli = room.folder("job", USER), Cli(room, USER)
-        words = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", looker.sif, "--stage", "look")
-        jobs = [cli.start(*words, cwd=here, env={"TMPDIR": str(disk)}) for _ in range(3)]
+        here, cli = workspace.folder("job", USER), Cli(workspace, USER)
+        argv = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", looker.sif, "--copy-local", "look")
+        jobs = [cli.start(*argv, cwd=here, env={"TMPDIR": str(disk)}) for _ in range(3)]
         ends = [job.communicate(timeout=120) for job in jobs]
         assert [job.returncode for job in jobs] == [0, 0, 0], ends
         told = "".join(err for _, err in ends)
@@ -169,26 +177,26 @@ def test_staged_once_for_jobs_that_start_together(looker: Looker, room: Room) ->
         shutil.rmtree(disk)
 
 
-def test_what_cannot_run_is_refused_before_it_starts(looker: Looker, room: Room, cli: Cli) -> None:
+def test_incompatible_image_is_refused_before_it_starts(looker: Looker, workspace: Workspace, cli: Cli) -> None:
     """A SIF for another machine: the word of doctor, and with --force the runtime's own."""
-    here = room.folder("job")
+    here = workspace.folder("job")
     other = here / "arm.sif"
     shutil.copy(looker.sif, other)
     with other.open("r+b") as file:
         file.seek(45)
         file.write(b"04")
-    words = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", other)
-    refused = cli.run(*words, "look", cwd=here, code=10)
+    argv = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", other)
+    refused = cli.run(*argv, "look", cwd=here, code=10)
     assert "error: will fail because the image is for arm64, the nodes are amd64" in refused.stderr
     assert "hint: --force" in refused.stderr
-    forced = cli.run(*words, "--force", "look", cwd=here, code=None)
+    forced = cli.run(*argv, "--force", "look", cwd=here, code=None)
     assert "apptainer run" in forced.stderr
     assert forced.returncode != 10
 
 
-def test_what_doctor_cannot_read_is_run_all_the_same(looker: Looker, room: Room, cli: Cli) -> None:
+def test_image_unreadable_to_doctor_runs(looker: Looker, workspace: Workspace, cli: Cli) -> None:
     """A small SIF of another make, compressed as we cannot read it; a store of another version."""
-    here = room.folder("job")
+    here = workspace.folder("job")
     sif, store, tree = here / "xz.sif", here / "store", here / "tree"
     for name in ("/bin/sh", "/lib64/ld-linux-x86-64.so.2", "/lib/x86_64-linux-gnu/libc.so.6"):
         (tree / name[1:]).parent.mkdir(parents=True, exist_ok=True)
@@ -200,8 +208,8 @@ def test_what_doctor_cannot_read_is_run_all_the_same(looker: Looker, room: Room,
     squashfs = here / "xz.squashfs"
     subprocess.run(["mksquashfs", tree, squashfs, "-comp", "xz", "-no-progress"], capture_output=True, check=True)
     subprocess.run(["apptainer", "sif", "new", sif], capture_output=True, check=True)
-    words = ["--datatype", "4", "--parttype", "2", "--partfs", "1", "--partarch", "2", "--groupid", "1"]
-    subprocess.run(["apptainer", "sif", "add", *words, sif, squashfs], capture_output=True, check=True)
+    argv = ["--datatype", "4", "--parttype", "2", "--partfs", "1", "--partarch", "2", "--groupid", "1"]
+    subprocess.run(["apptainer", "sif", "add", *argv, sif, squashfs], capture_output=True, check=True)
     store.mkdir()
     (store / "version").write_text("0\n")
     done = cli.run("--store", store, "run", looker.recipe, "--cpu", "--sif", sif, "look", cwd=here)
@@ -210,82 +218,111 @@ def test_what_doctor_cannot_read_is_run_all_the_same(looker: Looker, room: Room,
     assert done.stdout == "ran look\n"
 
 
-def test_doctor_here(looker: Looker, room: Room, cli: Cli) -> None:
+@pytest.mark.parametrize(("user", "runtime"), [(USER, "apptainer"), (ME, "docker")])
+def test_live_run_uses_the_scripts_of_this_folder_and_names_it(
+    user: str, runtime: str, looker: Looker, workspace: Workspace
+) -> None:
+    here = workspace.folder("live", user)
+    edited = shutil.copytree(looker.recipe, here / "look", ignore=shutil.ignore_patterns("*.sif"))
+    (edited / "entrypoints/look.py").write_text(LOOK.replace("json.dumps({", 'json.dumps({"edited": True, '))
+    cli = Cli(workspace, user)
+    image = ["--runtime", "docker"] if runtime == "docker" else ["--sif", looker.sif]
+
+    def look(*options: str) -> dict[str, object]:
+        argv = ["--store", looker.store, "run", edited, "--cpu", *image, *options, "look"]
+        seen = json.loads(cli.run(*argv, cwd=here, env={"EKIBEN_LIVE": "an outer run"}).stdout)
+        return {"edited": "edited" in seen, "origin": seen["environment"].get("EKIBEN_LIVE")}
+
+    assert look("--live") == {"edited": True, "origin": str(edited)}
+    assert look() == {"edited": False, "origin": None}
+
+
+@pytest.mark.parametrize(("user", "runtime"), [(USER, "apptainer"), (ME, "docker")])
+def test_shell_reads_commands_and_has_the_tasks(user: str, runtime: str, looker: Looker, workspace: Workspace) -> None:
+    here = workspace.folder("shell", user)
+    cli = Cli(workspace, user)
+    argv = ["--store", looker.store, "shell", looker.recipe, "--cpu"]
+    argv += ["--runtime", "docker"] if runtime == "docker" else ["--sif", looker.sif]
+    assert cli.run(*argv, "--", "python3", "-c", "print(6 * 7)", cwd=here).stdout == "42\n"
+    done = subprocess.run(cli.argv(*argv), input="pwd; command -v look; exit 3\n", capture_output=True, text=True, cwd=here,
+                          env=cli.settings(), timeout=300, check=False, **as_user(user))  # fmt: skip
+    assert (done.returncode, done.stdout) == (3, f"{here}\n/usr/local/bin/look\n"), done.stderr
+
+
+def test_doctor_on_this_machine(looker: Looker, workspace: Workspace, cli: Cli) -> None:
     """Of the recipe in the store, and of the file under whatever name, the same facts; both users' words."""
     (looker.recipe / "current").symlink_to("look.sif")
     for user in (ME, USER):
         for image in (looker.recipe, looker.sif, looker.recipe / "current"):
             rows = json.loads(
-                Cli(room, user).run("--store", looker.store, "doctor", image, "--json", cwd=room.path, code=None).stdout
+                Cli(workspace, user)
+                .run("--store", looker.store, "doctor", image, "--json", cwd=workspace.path, code=None)
+                .stdout
             )
-            about = {row["does"]: row for row in rows}
+            about = {row["check"]: row for row in rows}
             assert about["run"]["verdict"] == "will run", about
             [runtime] = [row for row in about["run"]["findings"] if row["topic"] == "runtime"]
-            assert runtime["said"].startswith("apptainer 1.")
-            assert runtime["said"].endswith("3 layers in the SIF")
+            assert runtime["message"].startswith("apptainer 1.")
+            assert runtime["message"].endswith("3 layers in the SIF")
             assert about["build"]["findings"][0]["topic"] == "engine"
             written = [row["level"] for row in about["build"]["findings"] if row["topic"] == "store"]
-            assert written == (["fine"] if user == ME else ["fail"])  # root's store
+            assert written == (["ok"] if user == ME else ["error"])  # root's store
 
 
 @pytest.mark.parametrize("sif", [True, False], ids=["sif", "docker"])
-def test_doctor_asks_the_task_for_its_memory(sif: bool, looker: Looker, room: Room, cli: Cli) -> None:
-    here = looker.recipe if sif else room.folder("job")
+def test_doctor_gets_memory_from_the_task(sif: bool, looker: Looker, workspace: Workspace, cli: Cli) -> None:
+    here = looker.recipe if sif else workspace.folder("job")
 
-    def memory(site: str, *words: str) -> tuple[str, str]:
+    def memory(site: str, *args: str) -> tuple[str, str]:
         done = cli.run(
-            "--store", looker.store, "doctor", "--site", site, looker.recipe, "look", "--json", *words, cwd=here
+            "--store", looker.store, "doctor", "--site", site, looker.recipe, "look", "--json", *args, cwd=here
         )
         [row] = [row for row in json.loads(done.stdout)[0]["findings"] if row["topic"] == "memory"]
-        return row["level"], row["said"]
+        return row["level"], row["message"]
 
-    assert memory("slurm-l4") == ("but", "look --dry-run expects 20.5 GiB, NVIDIA L4 has 22 GiB")
-    assert memory("abci-3.0") == ("fine", "look --dry-run expects 20.5 GiB, NVIDIA H200 has 140 GiB")
+    assert memory("slurm-l4") == ("warning", "look --dry-run expects 20.5 GiB, NVIDIA L4 has 22 GiB")
+    assert memory("abci-3.0") == ("ok", "look --dry-run expects 20.5 GiB, NVIDIA H200 has 140 GiB")
     assert memory("abci-3.0", "--", "--fail")[1].startswith("look --dry-run ended with exit code 1")
 
 
-def test_doctor_where_user_namespaces_are_off(room: Room, cli: Cli) -> None:
+def test_doctor_where_user_namespaces_are_off(workspace: Workspace, cli: Cli) -> None:
     """The limit holds in a user namespace made for it, and below: as on a node whose administrator turned them off."""
     forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
     prefix = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups", "unshare", "--user", "--map-current-user",
               "--keep-caps", "sh", "-c", forbid, "sh", "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
-    here = room.folder("job", USER)
-    words = ("--store", here / "store", "doctor", "--json")
-    [about] = json.loads(cli.run(*words, cwd=here, prefix=prefix, code=10).stdout)
+    here = workspace.folder("job", USER)
+    argv = ("--store", here / "store", "doctor", "--json")
+    [about] = json.loads(cli.run(*argv, cwd=here, prefix=prefix, code=10).stdout)
     assert about["verdict"].startswith("will fail because apptainer: user namespaces are switched off")
-    assert {row["topic"] for row in about["findings"] if row["level"] == "but"} == {"namespaces"}
+    assert {row["topic"] for row in about["findings"] if row["level"] == "warning"} == {"namespaces"}
     assert not (here / "store").exists()
 
 
-def test_doctor_on_a_disk_too_small_and_not_for_programs(room: Room, cli: Cli) -> None:
-    disk = room.folder("disk")
+def test_doctor_on_a_disk_too_small_and_not_for_programs(workspace: Workspace, cli: Cli) -> None:
+    disk = workspace.folder("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m,noexec", "tmpfs", disk], check=True)
     try:
-        words = ("--store", disk / "store", "doctor", "--json")
-        [about] = json.loads(cli.run(*words, cwd=room.path, env={"TMPDIR": str(disk)}, code=10).stdout)
+        argv = ("--store", disk / "store", "doctor", "--json")
+        [about] = json.loads(cli.run(*argv, cwd=workspace.path, env={"TMPDIR": str(disk)}, code=10).stdout)
     finally:
         subprocess.run(["umount", "--lazy", disk], check=True)
     found = {row["topic"]: row for row in about["findings"]}
-    assert found["store"]["level"] == "fail"
-    assert found["store"]["said"].startswith(f"{disk}/store (tmpfs), 0 GiB free; up to 8 GiB are on the way")
-    assert found["TMPDIR"]["level"] == "note"
-    assert f"{disk} (tmpfs) is mounted noexec" in found["TMPDIR"]["said"]
+    assert found["store"]["level"] == "error"
+    assert found["store"]["message"].startswith(f"{disk}/store (tmpfs), 0 GiB free; up to 8 GiB are on the way")
+    assert found["TMPDIR"]["level"] == "info"
+    assert f"{disk} (tmpfs) is mounted noexec" in found["TMPDIR"]["message"]
 
 
-def test_an_image_that_is_gone_from_the_daemon_is_loaded_again(looker: Looker, cli: Cli) -> None:
-    """All that `image` says from memory is the answer to a question that Docker is asked, too."""
-    words = ("--store", looker.store, "image", looker.recipe, "--format", "docker", "--no-verify")
-    said = []
-    for _ in range(3):
-        said.append(cli.run(*words, cwd=looker.recipe).stderr)
-        time.sleep(1.2)
-    assert "load ekiben/look:latest" in said[0]
-    assert said[2] == "look: all 3 layers are stored\n"
+def test_image_removed_from_the_daemon_is_loaded_again(looker: Looker, cli: Cli) -> None:
+    """That an image exists is the daemon's answer, asked in every build."""
+    argv = ("--store", looker.store, "image", looker.recipe, "--format", "docker", "--no-verify")
+    cli.run(*argv, cwd=looker.recipe)
+    assert "(existing)" in cli.run(*argv, cwd=looker.recipe).stdout
     subprocess.run(["docker", "tag", "ekiben/look:latest", "ekiben/kept:latest"], check=True)
     subprocess.run(["docker", "rmi", "ekiben/look:latest"], capture_output=True, check=True)
     try:
-        again = cli.run(*words, cwd=looker.recipe)
-        assert "load ekiben/look:latest" in again.stderr
+        again = cli.run(*argv, cwd=looker.recipe)
+        assert "(existing)" not in again.stdout
         subprocess.run(["docker", "image", "inspect", "ekiben/look:latest"], capture_output=True, check=True)
     finally:
         subprocess.run(["docker", "rmi", "ekiben/kept:latest"], capture_output=True, check=True)

@@ -6,6 +6,7 @@ import grp
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from builder.publish import records
-from rooms import ME, ROOT, USER, Cli, Room, home_of
+from ekiben.publish._records import read_records
+from workspaces import ME, ROOT, USER, Cli, Workspace, home_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,27 +33,29 @@ def login(user: str) -> list[str]:
 
 
 @pytest.fixture
-def lab(room: Room) -> Path:
+def lab(workspace: Workspace) -> Path:
     """A folder of the group's, to which its members publish."""
-    place = room.folder("lab")
-    os.chown(place, -1, grp.getgrnam(LAB).gr_gid)
-    place.chmod(0o2775)
-    return place
+    shared_dir = workspace.folder("lab")
+    os.chown(shared_dir, -1, grp.getgrnam(LAB).gr_gid)
+    shared_dir.chmod(0o2775)
+    return shared_dir
 
 
-def publish(cli: Cli, store: Path, place: Path, *words: str | Path, code: int = 0, prefix: list[str] | None = None,
+def publish(cli: Cli, store: Path, shared_dir: Path, *args: str | Path, code: int = 0, prefix: list[str] | None = None,
             recipe: str | Path = "hello") -> subprocess.CompletedProcess[str]:  # fmt: skip
-    return cli.run("--store", store, "publish", recipe, "--to", place, *words, code=code, prefix=prefix or [])
+    return cli.run("--store", store, "publish", recipe, "--to", shared_dir, *args, code=code, prefix=prefix or [])
 
 
-def test_a_colleague_runs_it_and_builds_nothing(cli: Cli, user_cli: Cli, room: Room, hello: Path, lab: Path) -> None:
+def test_colleague_runs_the_published_image_without_a_build(
+    cli: Cli, user_cli: Cli, workspace: Workspace, hello: Path, lab: Path
+) -> None:
     done = publish(cli, hello, lab, "--version", "1", prefix=["sh", "-c", 'umask 077; exec "$@"', "sh"])
     assert f"singularity exec --nv {lab}/images/hello/current hello" in done.stdout
-    (record,) = records(lab / "images/hello")
-    assert [check["runtime"] for check in record["checks"]] == ["apptainer"]
-    assert cmp(lab / "images/hello" / record["file"], room.path / "hello.sif", shallow=False)
+    (record,) = read_records(lab / "images/hello")[0]
+    assert [check.runtime for check in record.checks] == ["apptainer"]
+    assert cmp(lab / "images/hello" / record.file, workspace.path / "hello.sif", shallow=False)
 
-    out, mine = room.folder("out", USER), room.store(USER, "of-a-colleague")
+    out, mine = workspace.folder("out", USER), workspace.store(USER, "of-a-colleague")
     current = lab / "images/hello/current"
     ran = subprocess.run([*login(COLLEAGUE), "apptainer", "exec", "--nv", current, "hello"], capture_output=True, text=True,
                          cwd="/", check=False)  # fmt: skip
@@ -66,10 +69,12 @@ def test_a_colleague_runs_it_and_builds_nothing(cli: Cli, user_cli: Cli, room: R
     shutil.rmtree(mine)
 
 
-def test_a_colleague_builds_on_it(user_cli: Cli, cli: Cli, room: Room, hello: Path, lab: Path) -> None:
+def test_colleague_builds_on_published_layers(
+    user_cli: Cli, cli: Cli, workspace: Workspace, hello: Path, lab: Path
+) -> None:
     """A layer of one's own on layers that lie in the other store."""
     publish(cli, hello, lab)
-    recipe = room.folder("recipe", USER) / "own"
+    recipe = workspace.folder("recipe", USER) / "own"
     (recipe / "images").mkdir(parents=True)
     (recipe / "images/more.def").write_text(
         "Bootstrap: localimage\nFrom: python.sif\n\n%post\n    python3 --version >/more\n"
@@ -83,29 +88,31 @@ def test_a_colleague_builds_on_it(user_cli: Cli, cli: Cli, room: Room, hello: Pa
         "test": "grep Python /more",
     }
     (recipe / "recipe.yaml").write_text(json.dumps(about))
-    mine = room.store(USER, "on-top")
+    mine = workspace.store(USER, "on-top")
     made = user_cli.image(
         mine, recipe, "--engine", "apptainer", "--format", "sif", cwd=recipe.parent, env={"EKIBEN_SHARED": str(lab)}
     )
     assert made["built"] == ["more", "own"]
     # And it is published beside what it stands on, by another member of the group, bringing only its own bytes.
-    words = ("--store", mine, "--shared", lab, "publish", recipe, "--to", lab, "--json")
-    record = json.loads(cli.run(*words, prefix=login(USER)).stdout)
+    argv = ("--store", mine, "--shared", lab, "publish", recipe, "--to", lab, "--json")
+    record = json.loads(cli.run(*argv, prefix=login(USER)).stdout)
     assert record["by"] == USER
-    assert record["moved"] < 0.01 * record["size"]
+    assert record["bytes_copied"] < 0.01 * record["size"]
     group = grp.getgrnam(LAB).gr_gid
     assert {path.lstat().st_gid for path in lab.rglob("*")} == {group}
     shutil.rmtree(mine)
 
 
-def test_no_permission_is_said_with_what_to_do(user_cli: Cli, cli: Cli, room: Room, hello: Path, lab: Path) -> None:
-    alone = room.folder("alone")
+def test_missing_permission_is_an_error_with_a_hint(
+    user_cli: Cli, cli: Cli, workspace: Workspace, hello: Path, lab: Path
+) -> None:
+    alone = workspace.folder("alone")
     done = publish(user_cli, hello, alone, code=6)
-    assert f"no permission to publish in {alone}: it is {ME}'s" in done.stderr
+    assert f"you may not publish in {alone}: it is {ME}'s" in done.stderr
     assert f"ask {ME}: chmod 2775" in done.stderr
-    # A login that began before the user came into the group (rooms.as_user gives no groups but the first).
+    # A login that began before the user came into the group (workspaces.as_user gives no groups but the first).
     done = publish(user_cli, hello, lab, code=6)
-    assert f"no permission to publish in {lab}" in done.stderr
+    assert f"you may not publish in {lab}" in done.stderr
     assert f"`newgrp {LAB}`, and again" in done.stderr
     assert list(lab.iterdir()) == []
     publish(cli, hello, lab, "--no-verify", prefix=login(COLLEAGUE))
@@ -114,63 +121,63 @@ def test_no_permission_is_said_with_what_to_do(user_cli: Cli, cli: Cli, room: Ro
     assert f"the shared store {lab} cannot be read: Permission denied" in shut
 
 
-def test_a_folder_of_a_group_that_this_login_is_not_in(user_cli: Cli, room: Room, hello: Path) -> None:
+def test_a_folder_of_a_group_that_this_login_is_not_in(user_cli: Cli, workspace: Workspace, hello: Path) -> None:
     """One's own folder, without setgid: what is written there would be of another group."""
-    place = room.folder("mine", USER)
-    os.chown(place, -1, grp.getgrnam(LAB).gr_gid)
-    place.chmod(0o755)
-    done = publish(user_cli, hello, place, code=6)
-    assert f"{place} belongs to the group {LAB}, and this login may not give files to it" in done.stderr
+    shared_dir = workspace.folder("mine", USER)
+    os.chown(shared_dir, -1, grp.getgrnam(LAB).gr_gid)
+    shared_dir.chmod(0o755)
+    done = publish(user_cli, hello, shared_dir, code=6)
+    assert f"{shared_dir} belongs to the group {LAB}, and this login may not give files to it" in done.stderr
     assert f"`newgrp {LAB}`" in done.stderr
 
 
 @pytest.fixture
-def small_disk(room: Room) -> Iterator[Path]:
-    folder = room.folder("disk")
+def small_disk(workspace: Workspace) -> Iterator[Path]:
+    folder = workspace.folder("disk")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m,mode=755", "tmpfs", folder], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
     folder.rmdir()
 
 
-def test_a_full_disk(cli: Cli, hello: Path, small_disk: Path) -> None:
-    place = small_disk / "lab"
-    done = publish(cli, hello, place, code=6)
-    assert f"no room in {place}: No space left on device; 0." in done.stderr
-    assert f"prune --in {place}" in done.stderr
-    assert [path for path in place.rglob("*") if path.suffix in (".sif", ".json") or path.parent.name == "sha256"
+def test_full_disk_while_publishing(cli: Cli, hello: Path, small_disk: Path) -> None:
+    shared_dir = small_disk / "lab"
+    done = publish(cli, hello, shared_dir, code=6)
+    assert re.search(rf"no space left in {shared_dir}: No space left on device; [\d.]+ [kMG]?B", done.stderr)
+    assert f"prune --in {shared_dir}" in done.stderr
+    assert [path for path in shared_dir.rglob("*") if path.suffix in (".sif", ".json") or path.parent.name == "sha256"
             if path.name != "index.json"] == []  # fmt: skip
     subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
-    publish(cli, hello, place)
-    assert len(records(place / "images/hello")) == 1
+    publish(cli, hello, shared_dir)
+    assert len(read_records(shared_dir / "images/hello")[0]) == 1
 
 
-def test_killed_at_any_moment_and_the_next_one_goes_on(cli: Cli, room: Room, hello: Path, lab: Path) -> None:
-    words = ("--store", hello, "publish", "hello", "--to", lab, "--no-verify")
+def test_publish_killed_at_any_moment_is_resumed(cli: Cli, workspace: Workspace, hello: Path, lab: Path) -> None:
+    argv = ("--store", hello, "publish", "hello", "--to", lab, "--no-verify")
     began = time.monotonic()
-    cli.run(*words)
+    cli.run(*argv)
     whole = time.monotonic() - began
     shutil.rmtree(lab / "images")
     shutil.rmtree(lab / "store")
     killed = 0
     while killed < 6:
-        with cli.start(*words, cwd=room.path) as process:
+        with cli.start(*argv, cwd=workspace.path) as process:
             time.sleep(random.uniform(0.1, 1) * whole)
             process.send_signal(signal.SIGKILL)
         killed += 1
-        for record in records(lab / "images/hello"):
+        for record in read_records(lab / "images/hello")[0]:
             subprocess.run(
-                ["sha256sum", "-c", "--quiet", record["file"] + ".sha256"], cwd=lab / "images/hello", check=True
+                ["sha256sum", "-c", "--quiet", record.file + ".sha256"], cwd=lab / "images/hello", check=True
             )
-    cli.run(*words)
-    (record,) = records(lab / "images/hello")
-    subprocess.run(["sha256sum", "-c", "--quiet", record["file"] + ".sha256"], cwd=lab / "images/hello", check=True)
+    cli.run(*argv)
+    (record,) = read_records(lab / "images/hello")[0]
+    subprocess.run(["sha256sum", "-c", "--quiet", record.file + ".sha256"], cwd=lab / "images/hello", check=True)
     assert list((lab / "store/staging").iterdir()) == []
 
 
-def test_sixteen_writers_and_sixty_four_readers(room: Room) -> None:
+def test_load_of_16_writers_and_64_readers(workspace: Workspace) -> None:
     """Killed at random all the while: nothing lost, nothing damaged, nothing half ever seen."""
-    folder = room.folder("load")
+    folder = workspace.folder("load")
     done = subprocess.run(
         [sys.executable, ROOT / "tests/integration/share_load.py", folder, "15"], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, check=False,

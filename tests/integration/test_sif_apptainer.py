@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pwd
@@ -10,15 +11,20 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from builder.layer import Entry, Member, pour, sort_key
-from builder.sif import Partition, runtime_files, sif_id, write_sif
-from builder.squashfs import SquashfsReader, SquashfsWriter, merged_members
+from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
+from ekiben.formats.partition import Partition
+from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.sif import SifHeader, sif_header, sif_id, write_sif
+from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
+from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.users import users_partition
 
 USER = "builder"  # tests/services.sh makes it
 DEFFILE = "Bootstrap: localimage\nFrom: python.sif\n\n%labels\n    who us\n"
@@ -28,8 +34,8 @@ Files = Mapping[str, tuple[int, bytes] | None]  # path → (mode, content), or N
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Path]:
-    """A place that the ordinary user can read and write too."""
+def workspace() -> Iterator[Path]:
+    """A folder that the ordinary user can read and write, too."""
     for tool in ("apptainer", "mmdebstrap"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not installed (tests/services.sh install apptainer)")
@@ -39,15 +45,15 @@ def room() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def base(room: Path) -> Partition:
+def base(workspace: Path) -> Partition:
     """A small Debian, as one layer."""
-    archive = room / "base.tar"
+    archive = workspace / "base.tar"
     command = ["mmdebstrap", "--quiet", "--variant=essential", "bookworm", str(archive)]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "SOURCE_DATE_EPOCH": "0"})
-    return squashfs(room / "base.sqfs", tar_members(archive))
+    return squashfs(workspace / "base.sqfs", tar_entries(archive))
 
 
-def tar_members(archive: Path) -> Iterator[Member]:
+def tar_entries(archive: Path) -> Iterator[LayerEntry]:
     with tarfile.open(archive) as tar:
         found = {member.name.strip("/").removeprefix("./").removeprefix("."): member for member in tar}
         for path in sorted(found, key=sort_key):
@@ -62,7 +68,7 @@ def tar_members(archive: Path) -> Iterator[Member]:
                 yield Entry(path, "file", **owner, size=len(content)), [content] if content else None
 
 
-def change(files: Files) -> Iterator[Member]:
+def change(files: Files) -> Iterator[LayerEntry]:
     """A layer that changes or removes just these, and the directories above them."""
     folders = {path[:at] for path in files for at, letter in enumerate(path) if letter == "/"} | {""}
     for path in sorted({*files, *folders}, key=sort_key):
@@ -75,9 +81,9 @@ def change(files: Files) -> Iterator[Member]:
             yield Entry(path, "file", content[0], size=len(content[1])), [content[1]] if content[1] else None
 
 
-def squashfs(path: Path, members: Iterable[Member]) -> Partition:
+def squashfs(path: Path, members: Iterable[LayerEntry]) -> Partition:
     with path.open("w+b") as out:
-        pour(members, SquashfsWriter(out))
+        write_entries(members, SquashfsWriter(out))
         out.seek(0)
         digest = hashlib.file_digest(out, "sha256").hexdigest()
     path.chmod(0o644)
@@ -87,7 +93,7 @@ def squashfs(path: Path, members: Iterable[Member]) -> Partition:
 def flattened(path: Path, layers: list[Partition]) -> Partition:
     streams = [layer.path.open("rb") for layer in layers]
     try:
-        return squashfs(path, merged_members([SquashfsReader(stream) for stream in streams]))
+        return squashfs(path, merged_layer([SquashfsReader(stream) for stream in streams]))
     finally:
         for stream in streams:
             stream.close()
@@ -96,10 +102,12 @@ def flattened(path: Path, layers: list[Partition]) -> Partition:
 def top_layer() -> Files:
     environment = {"PATH": "/opt/bin:/usr/bin:/bin", "GREETING": "it's $HOME", "LD_LIBRARY_PATH": "/opt/lib"}
     runscript = 'if [ $# -gt 0 ]; then exec "$@"; fi\necho "tasks: $GREETING"\n'
-    return runtime_files(environment, runscript, "test -f /layer/new && echo tests passed", LABELS, DEFFILE)
+    startscript = 'echo "$GREETING $@" >"$1"\nexec sleep 60\n'
+    return runtime_files(environment, runscript, "test -f /layer/new && echo tests passed", LABELS, DEFFILE,
+                         startscript=startscript, help="The tasks.\n")  # fmt: skip
 
 
-def layers_of(room: Path, base: Partition, count: int) -> list[Partition]:
+def layers_of(workspace: Path, base: Partition, count: int) -> list[Partition]:
     """``count`` layers that end in the same tree: files come, change and go on the way."""
     steps: list[dict[str, tuple[int, bytes] | None]] = [
         {"layer/new": (0o644, b"1"), "layer/gone": (0o644, b"1"), "old/deep/file": (0o644, b"1"), FAQ: None},
@@ -117,19 +125,19 @@ def layers_of(room: Path, base: Partition, count: int) -> list[Partition]:
         steps = [{path: merged[path] for path in merged if path not in ("layer/gone", "old", "old/deep/file")}]
     layers = [base]
     for number, step in enumerate([*steps, dict(top_layer())]):
-        layers.append(squashfs(room / f"{count}-{number}.sqfs", change(step)))
+        layers.append(squashfs(workspace / f"{count}-{number}.sqfs", change(step)))
     return layers
 
 
 @pytest.fixture(scope="module")
-def images(room: Path, base: Partition) -> dict[str, Path]:
-    three, eight = layers_of(room, base, 3), layers_of(room, base, 8)
+def images(workspace: Path, base: Partition) -> dict[str, Path]:
+    three, eight = layers_of(workspace, base, 3), layers_of(workspace, base, 8)
     assert (len(three), len(eight)) == (3, 8)
-    stacks = {"3": three, "8": eight, "1": [flattened(room / "flat.sqfs", eight)]}
+    stacks = {"3": three, "8": eight, "1": [flattened(workspace / "flat.sqfs", eight)]}
     for name, layers in stacks.items():
         wanted = sif_id([layer.digest for layer in layers], DEFFILE)
-        write_sif(room / f"{name}.sif", layers, id=wanted, deffile=DEFFILE, arch="amd64", epoch=0)
-    return {name: room / f"{name}.sif" for name in stacks}
+        write_sif(workspace / f"{name}.sif", layers, SifHeader(wanted, DEFFILE, "amd64", 0))
+    return {name: workspace / f"{name}.sif" for name in stacks}
 
 
 @pytest.fixture(params=["1", "3", "8"])
@@ -146,8 +154,8 @@ def who(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def apptainer(who: str, *words: str | Path, code: int = 0, text: str = "") -> str:
-    command = shlex.join(["apptainer", "--silent", *map(str, words)])
+def apptainer(who: str, *args: str | Path, code: int = 0, text: str = "") -> str:
+    command = shlex.join(["apptainer", "--silent", *map(str, args)])
     argv = ["sh", "-c", f"cd /tmp && {command}"]
     if pwd.getpwuid(os.geteuid()).pw_name != who:
         argv = ["su", who, "-c", f"cd /tmp && {command}"]
@@ -165,7 +173,7 @@ done
 """
 
 
-def test_layers_are_stacked_and_removals_hold(image: Path, who: str) -> None:
+def test_layers_are_stacked_and_whiteouts_apply(image: Path, who: str) -> None:
     again = "6" if who == "root" else "unreadable"  # mode 0600, owned by root
     shown = apptainer(who, "exec", image, "sh", "-c", SHOW).splitlines()
     assert shown == [
@@ -183,28 +191,72 @@ def test_exec_run_shell_and_test(image: Path, who: str) -> None:
     apptainer(who, "run", image, "sh", "-c", "exit 7", code=7)
 
 
-def test_the_launch_line(images: dict[str, Path], room: Path) -> None:
+def test_instance_start_runs_the_startscript(image: Path, who: str) -> None:
+    name = f"ekiben-start-{who}-{image.stem}"
+    answer = Path("/tmp", name)
+    try:
+        apptainer(who, "instance", "start", image, name, answer, "a b")
+        for _ in range(100):
+            if answer.exists() and answer.read_text():
+                break
+            time.sleep(0.1)
+        assert answer.read_text() == f"it's $HOME {answer} a b\n"
+        assert apptainer(who, "exec", f"instance://{name}", "sh", "-c", "cat /proc/[0-9]*/comm").count("sleep") == 1
+    finally:
+        apptainer(who, "instance", "stop", name)
+        answer.unlink(missing_ok=True)
+
+
+def test_printed_launch_command_runs(images: dict[str, Path], workspace: Path) -> None:
     """A SIF can be started by its name, when the runtime has its old name too."""
-    names = room / "names"
+    names = workspace / "names"
     names.mkdir(exist_ok=True)
     script = names / "run-singularity"
     if not script.exists():
         script.write_text('#!/bin/sh\nexec apptainer run "$@"\n')
         script.chmod(0o755)
     environment = {**os.environ, "PATH": f"{names}:{os.environ['PATH']}"}
-    found = subprocess.run([images["3"], "task", "x"], capture_output=True, text=True, env=environment, cwd=room)
+    found = subprocess.run([images["3"], "task", "x"], capture_output=True, text=True, env=environment, cwd=workspace)
     assert (found.returncode, found.stdout) == (0, "task 1\n"), found.stderr
 
 
-def test_inspect(image: Path, who: str) -> None:
+def test_users_of_upper_layers(base: Partition, who: str) -> None:
+    with base.path.open("rb") as stream:
+        reader = SquashfsReader(stream)
+        passwd, group = (reader.read_file(f"etc/{name}") for name in ("passwd", "group"))
+    upper = change({
+        "etc/passwd": (0o644, passwd + b"ann:x:4242:4321::/home/ann:/bin/sh\nsshd:x:104:65534::/run/sshd:/usr/sbin/nologin\n"),
+        "etc/group": (0o644, group + b"lab:x:4321:ann\n"),
+    })  # fmt: skip
+    layers = [
+        base,
+        squashfs(base.path.parent / "users.sqfs", upper),
+        squashfs(base.path.with_name("top.sqfs"), change(dict(top_layer()))),
+    ]
+    with contextlib.ExitStack() as stack:
+        readers = [SquashfsReader(stack.enter_context(layer.path.open("rb"))) for layer in layers]
+        users = users_partition(readers, 0)
+    image = base.path.with_name("users.sif")
+    write_sif(image, layers, sif_header([layer.digest for layer in layers], DEFFILE, "amd64", 0, users))
+    show = "id ann; getent passwd sshd; getent group lab; getent passwd $(id -u) | cut -d: -f1"
+    for options in ([], ["--contain", "--writable-tmpfs"], *([] if who == "root" else [["--fakeroot"]])):
+        caller = "root" if options == ["--fakeroot"] else who
+        assert apptainer(who, "exec", *options, image, "sh", "-c", show).splitlines() == [
+            "uid=4242(ann) gid=4321(lab) groups=4321(lab)", "sshd:x:104:65534::/run/sshd:/usr/sbin/nologin",
+            "lab:x:4321:ann", caller,
+        ]  # fmt: skip
+
+
+def test_apptainer_inspect(image: Path, who: str) -> None:
     assert apptainer(who, "inspect", "--labels", image).splitlines() == ["org.example.note: it's here", "who: us"]
     assert "tasks: $GREETING" in apptainer(who, "inspect", "--runscript", image)
     assert "export PATH=/opt/bin" in apptainer(who, "inspect", "--environment", image)
     assert "tests passed" in apptainer(who, "inspect", "--test", image)
     assert "From: python.sif" in apptainer(who, "inspect", "--deffile", image)
+    assert apptainer(who, "run-help", image) == "The tasks.\n"
 
 
-def test_the_environment(image: Path, who: str) -> None:
+def test_environment_inside(image: Path, who: str) -> None:
     show: list[str | Path] = [image, "sh", "-c", "echo $GREETING,$PATH,$LD_LIBRARY_PATH"]
     assert apptainer(who, "exec", *show) == "it's $HOME,/opt/bin:/usr/bin:/bin,/opt/lib:/.singularity.d/libs\n"
     assert apptainer(who, "exec", "--nv", *show).endswith(":/.singularity.d/libs\n")
@@ -212,20 +264,20 @@ def test_the_environment(image: Path, who: str) -> None:
     assert apptainer(who, "exec", "--cleanenv", "--contain", *show).startswith("it's $HOME,/opt/bin:")
 
 
-def test_writing_on_top(image: Path, who: str, room: Path) -> None:
+def test_writable_overlay(image: Path, who: str, workspace: Path) -> None:
     write = "echo x > /layer/mine && rm /layer/new && ls /layer"
     assert apptainer(who, "exec", "--writable-tmpfs", image, "id", "-u") == f"{pwd.getpwnam(who).pw_uid}\n"
     fakeroot = ["exec"] if who == "root" else ["exec", "--fakeroot"]
     assert apptainer(who, *fakeroot, image, "id", "-u") == "0\n"
     assert apptainer(who, *fakeroot, "--writable-tmpfs", image, "sh", "-c", write) == "again\nmine\n"
-    overlay = room / f"overlay-{who}-{image.stem}"
+    overlay = workspace / f"overlay-{who}-{image.stem}"
     overlay.mkdir()
     shutil.chown(overlay, who)
     assert apptainer(who, *fakeroot, "--overlay", overlay, image, "sh", "-c", write) == "again\nmine\n"
     assert apptainer(who, *fakeroot, "--overlay", overlay, image, "ls", "/layer") == "again\nmine\n"
 
 
-def test_sif_list(images: dict[str, Path]) -> None:
+def test_apptainer_sif_list(images: dict[str, Path]) -> None:
     shown = [line for line in apptainer("root", "sif", "list", images["8"]).splitlines() if line[:1].isdigit()]
     assert [line.rpartition("|")[2] for line in shown] == [
         "Def.FILE", "FS (Squashfs/*System/amd64)", *["FS (Squashfs/Overlay/amd64)"] * 7,
@@ -233,16 +285,16 @@ def test_sif_list(images: dict[str, Path]) -> None:
     assert {line.split("|")[1].strip() for line in shown} == {"1"}
 
 
-def test_a_signed_image_verifies_and_a_changed_one_does_not(images: dict[str, Path], room: Path) -> None:
-    signed = room / "signed.sif"
+def test_a_signed_image_verifies_and_a_changed_one_does_not(images: dict[str, Path], workspace: Path) -> None:
+    signed = workspace / "signed.sif"
     shutil.copy(images["8"], signed)
     owner = ["--name", "nobody", "--email", "nobody@example.org", "--comment", "test", "--password", ""]
-    home = room / "home"
+    home = workspace / "home"
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "APPTAINER_CONFIGDIR": str(home)}
 
-    def call(*words: str | Path) -> int:
-        return subprocess.run(["apptainer", *map(str, words)], env=environment, capture_output=True).returncode
+    def call(*args: str | Path) -> int:
+        return subprocess.run(["apptainer", *map(str, args)], env=environment, capture_output=True).returncode
 
     assert call("key", "newpair", "--push=false", *owner) == 0
     assert call("verify", signed) != 0

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from builder import gpg
-from builder.gpg import Key, Keys, SignatureError
-from builder.pipeline import Options, build
-from builder.pull import pull
-from builder.push import push
-from builder.registry import Reference
-from builder.sign import check_sif
-from keyrings import Keyring, keyring, used
-from own_recipe import Own, chain_of, seeded
-from registries import real_registry
-from rooms import USER, give, need
 from test_sif import make
 from test_sign import ALICE, layers, make_signed, quiet
+
+from ekiben.artifacts.pull import pull
+from ekiben.artifacts.push import push
+from ekiben.builder.build import Options, build
+from ekiben.registry.reference import Reference
+from ekiben.signing import gpg
+from ekiben.signing.gpg import Key, Keys, SignatureError
+from ekiben.signing.sif import check_sif
+from support.keyrings import Keyring, keyring, used
+from support.registries import real_registry
+from support.sample_recipe import SampleRecipe, chain_of, seeded
+from workspaces import USER, give, need
 
 
 @pytest.fixture(params=["ed25519", "rsa2048", "nistp384"])
@@ -36,10 +36,10 @@ def ring() -> Iterator[Keyring]:
         yield made
 
 
-def apptainer(*words: str | Path, config: Path, user: str = "", code: int = 0) -> str:
+def apptainer(*args: str | Path, config: Path, user: str = "", code: int = 0) -> str:
     """With a keyring of its own, which is none of gpg's."""
     before = ["runuser", "-u", user, "--"] if user else []
-    argv = [*before, "env", f"APPTAINER_CONFIGDIR={config}", "apptainer", *words]
+    argv = [*before, "env", f"APPTAINER_CONFIGDIR={config}", "apptainer", *args]
     done = subprocess.run(argv, input="\n", capture_output=True, text=True, check=False, cwd="/")
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -69,11 +69,11 @@ def test_apptainer_verifies_what_we_signed(ring: Keyring, kind: str, tmp_path: P
         refused = apptainer("verify", sif, config=config, user=user, code=255)
         assert "signature made by unknown entity" in refused
         apptainer("key", "import", public, config=config, user=user)
-        for words in (["verify"], ["verify", "--all"]):
-            said = apptainer(*words, sif, config=config, user=user)
-            assert f"Fingerprint: {alice.fingerprint}" in " ".join(said.split())
-            assert ALICE in said and "Verified signature(s)" in said
-            rows = [line.split("|")[0].strip() for line in said.splitlines() if "|1 " in line]
+        for argv in (["verify"], ["verify", "--all"]):
+            output = apptainer(*argv, sif, config=config, user=user)
+            assert f"Fingerprint: {alice.fingerprint}" in " ".join(output.split())
+            assert ALICE in output and "Verified signature(s)" in output
+            rows = [line.split("|")[0].strip() for line in output.splitlines() if "|1 " in line]
             assert rows == ["1", "2", "3", "4"]  # definition and all layers
     listed = apptainer("sif", "list", sif, config=config)
     assert "Signature (SHA-512)" in listed and "1   (G)" in listed
@@ -111,7 +111,7 @@ def test_we_verify_what_apptainer_signed(ring: Keyring, kind: str, tmp_path: Pat
         check_sif(sif, Keys())
 
 
-def test_both_sign_the_same_text(ring: Keyring, tmp_path: Path) -> None:
+def test_signed_text_equals_apptainers(ring: Keyring, tmp_path: Path) -> None:
     ring.make(ALICE)
     secret, config = tmp_path / "secret.asc", folder(tmp_path / "config")
     secret.write_bytes(ring.gpg("--armor", "--export-secret-keys", ALICE))
@@ -124,11 +124,11 @@ def test_both_sign_the_same_text(ring: Keyring, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_signed_sif_through_a_registry(ring: Keyring, flat: Own, tmp_path: Path) -> None:
+def test_a_signed_sif_through_a_registry(ring: Keyring, files_only: SampleRecipe, tmp_path: Path) -> None:
     """What Apptainer pulls it verifies; what Apptainer pushes we do not take unsigned."""
     alice = Key(ring.make(ALICE), ALICE)
-    store, config = seeded(flat, tmp_path / "store", "ground"), folder(tmp_path / "config")
-    image = build(chain_of(flat), store, Options(), quiet())
+    store, config = seeded(files_only, tmp_path / "store", "ground"), folder(tmp_path / "config")
+    image = build(chain_of(files_only), store, Options(), quiet())
     apptainer("key", "import", ring.export(ALICE, tmp_path / "alice.asc"), config=config)
     with real_registry(folder(tmp_path / "registry")) as host:
         push(image, store, Reference.parse(f"{host}/lab/own:1"), "sif", quiet(), key=alice)
@@ -144,7 +144,7 @@ def test_a_signed_sif_through_a_registry(ring: Keyring, flat: Own, tmp_path: Pat
         assert not (tmp_path / "refused.sif").exists()
 
 
-def test_a_key_that_is_not_of_pgp(tmp_path: Path) -> None:
+def test_other_than_pgp_key_is_refused(tmp_path: Path) -> None:
     need("apptainer", "openssl")
     config, pem = folder(tmp_path / "config"), tmp_path / "key.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", pem], check=True, capture_output=True)

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from builder.chain import Chain, resolve
-from builder.pipeline import Image, Options, build
-from builder.progress import Progress
-from builder.recipe import find_recipe
-from builder.store import Store, StoredResult
-from builder.wheels import read_wheel, wheels_of
-from rooms import ME, ROOT, RecipeFolder, Room
+from ekiben.builder.build import build
+from ekiben.builder.plan import Options
+from ekiben.builder.wheels import read_wheel, wheels_of
+from ekiben.core.progress import Progress
+from ekiben.resolve.graph import ResolvedRecipe
+from ekiben.resolve.resolve import resolve
+from ekiben.spec.recipe import find_recipe
+from ekiben.store import Image, Store, StoredResult
+from workspaces import ME, ROOT, RecipeFolder, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -76,12 +78,12 @@ from setuptools.command.build_ext import build_ext
 
 class Nvcc(build_ext):
     def build_extension(self, extension):
-        place = self.get_ext_fullpath(extension.name)
-        os.makedirs(os.path.dirname(place), exist_ok=True)
+        library = self.get_ext_fullpath(extension.name)
+        os.makedirs(os.path.dirname(library), exist_ok=True)
         numbers = [item.replace(".", "") for item in os.environ["CAPABILITIES"].split()]
         code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers]
         subprocess.run([os.environ["CUDA_HOME"] + "/bin/nvcc", "-shared", "-cudart", "shared", "-Xcompiler", "-fPIC",
-                        "-Xlinker", "--strip-all", "-I" + sysconfig.get_path("include"), *code, "-o", place,
+                        "-Xlinker", "--strip-all", "-I" + sysconfig.get_path("include"), *code, "-o", library,
                         *extension.sources], check=True)
 
 
@@ -90,17 +92,17 @@ setup(name="kernel", version="1.0", ext_modules=[Extension("kernel", ["kernel.cu
 
 
 @pytest.fixture
-def chain(own_recipe: RecipeFolder) -> Chain:
-    (own_recipe.path / "images/kernel.def").write_text(LAYER)
-    (own_recipe.path / "files").mkdir()
-    (own_recipe.path / "files/kernel.cu").write_text(KERNEL)
-    (own_recipe.path / "files/setup.py").write_text(SETUP)
-    (own_recipe.path / "files/install_wheel.py").write_bytes((ROOT / "images/install_wheel.py").read_bytes())
-    own_recipe.top("kernel")
-    return resolve(find_recipe(str(own_recipe.path)), gpu_arch="8.0,9.0")
+def chain(recipe_folder: RecipeFolder) -> ResolvedRecipe:
+    (recipe_folder.path / "images/kernel.def").write_text(LAYER)
+    (recipe_folder.path / "files").mkdir()
+    (recipe_folder.path / "files/kernel.cu").write_text(KERNEL)
+    (recipe_folder.path / "files/setup.py").write_text(SETUP)
+    (recipe_folder.path / "files/install_wheel.py").write_bytes((ROOT / "images/scripts/install_wheel.py").read_bytes())
+    recipe_folder.top("kernel")
+    return resolve(find_recipe(str(recipe_folder.path)), gpu_arch="8.0,9.0")
 
 
-def built(chain: Chain, store: Store) -> tuple[Image, StoredResult]:
+def built(chain: ResolvedRecipe, store: Store) -> tuple[Image, StoredResult]:
     image = build(chain, store, Options(engine="apptainer"), Progress(quiet=True))
     (stage,) = wheels_of(chain).values()
     result = store.result(stage.cache_key)
@@ -115,8 +117,8 @@ def forget(store: Store, image: Image, result: StoredResult) -> None:
             (store.root / "keys" / f"{layer.cache_key}.json").unlink()
 
 
-def test_nvcc(chain: Chain, room: Room, tmp_path: Path) -> None:
-    store = Store(room.store(ME, "lora-opencalm"))  # whose layers another test has built
+def test_extension_is_compiled_with_nvcc(chain: ResolvedRecipe, workspace: Workspace, tmp_path: Path) -> None:
+    store = Store(workspace.store(ME, "lora-opencalm"))  # whose layers another test has built
     image, result = built(chain, store)
     assert [layer.name for layer in image.layers] == ["base", "python", "pytorch", "kernel", chain.recipe.name]
     assert list(result.notes["extensions"].values()) == [["sm_80", "sm_90"]]

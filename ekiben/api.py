@@ -1,0 +1,345 @@
+"""Ekiben from Python, for experiments that are scripts: plan and build a recipe, open its SIF, run programs in it.
+
+    import ekiben
+
+    for layer in ekiben.plan("lora-opencalm"):
+        print(layer.name, layer.reason)
+    with ekiben.build("lora-opencalm") as image:
+        image.execute(["train", "--smoke"], check=True)
+
+Errors are those of ekiben.core.errors; every one is an EkibenError, with a ``hint`` where there is something to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ekiben.core.errors import EkibenError, StoreError, UsageError
+from ekiben.core.process import quoted
+from ekiben.gpu.devices import GPU_DEVICE
+from ekiben.run.containers import Inspection, Instance, Result, Runtime
+
+if TYPE_CHECKING:
+    from ekiben.resolve.graph import ResolvedRecipe
+    from ekiben.store import Store
+
+__all__ = [
+    "ExecutionError",
+    "Image",
+    "Inspection",
+    "Metadata",
+    "PlannedLayer",
+    "Result",
+    "RunningImage",
+    "build",
+    "open",
+    "plan",
+]
+
+_ABOUT = "opt/ekiben/image.json"
+_RECIPE = "opt/ekiben/recipe/recipe.yaml"
+_LABELS = ".singularity.d/labels.json"
+
+
+class ExecutionError(EkibenError):
+    """A program in an image ended with another exit code than 0; ``result`` has what it wrote."""
+
+    def __init__(self, argv: Sequence[str], result: Result) -> None:
+        """Say which program, and its last lines."""
+        self.result = result
+        output = "\n".join((result.stderr or result.stdout).rstrip().splitlines()[-15:])
+        super().__init__(f"exit code {result.exit_code}: {quoted(argv)}\n{output}".rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayer:
+    """A layer of a recipe. ``is_stored``: it is there, and nothing has to be built; ``reason`` says why, or why not."""
+
+    name: str
+    cache_key: str
+    is_stored: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a SIF of Ekiben's says of itself. ``tasks``: the commands of its recipe → their help; ``layers``: name → cache key."""
+
+    recipe: str
+    stack: str
+    description: str
+    tasks: Mapping[str, str]
+    layers: Mapping[str, str]
+    labels: Mapping[str, str]
+
+
+def plan(
+    recipe: str | Path, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
+    store: Path | None = None,
+) -> list[PlannedLayer]:  # fmt: skip
+    """Return each layer of a recipe, bottom first, and whether it would be built. Nothing is run or written.
+
+    Args:
+        recipe: a name, or the folder of a recipe of one's own.
+        stack: another stack than the recipe's own.
+        arguments: values for arguments of the definition files.
+        gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
+        store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
+
+    Raises:
+        UsageError: there is no such recipe.
+        DefinitionError: the recipe, its stack or a definition file is wrong.
+    """
+    from ekiben.builder.build import plan as plan_layers
+
+    actions = plan_layers(_resolve(recipe, stack, arguments, gpu_arch), _open_store(store))
+    return [
+        PlannedLayer(item.layer.name, item.layer.cache_key, item.stored is not None, item.reason) for item in actions
+    ]
+
+
+def build(
+    recipe: str | Path, *, output: str | Path | None = None, stack: str | None = None,
+    arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None, engine: str = "auto", locked: bool = False,
+    verify: bool = True, store: Path | None = None,
+) -> Image:  # fmt: skip
+    """Build a recipe's missing layers, write its SIF, run every test in it, and open it.
+
+    Args:
+        recipe: a name, or the folder of a recipe of one's own.
+        output: the file (default: ./NAME.sif).
+        stack: another stack than the recipe's own.
+        arguments: values for arguments of the definition files; ``mirror`` is a Debian archive.
+        gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
+        engine: what runs the layers' scripts; "auto" takes the first that can.
+        locked: refuse what cannot be had exactly as locked.
+        verify: run the tests.
+        store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
+
+    Raises:
+        UsageError: there is no such recipe or engine.
+        DefinitionError: the recipe, its stack or a definition file is wrong.
+        EngineError: nothing here can build it.
+        LayerError: a layer's script failed.
+        FetchError: a package could not be had.
+        VerifyError: a test failed.
+        LockMismatchError: ``locked``, and something is not as locked.
+    """
+    from ekiben.artifacts.export import build_and_export
+    from ekiben.artifacts.exporters import ExportOptions
+    from ekiben.builder.plan import Options
+    from ekiben.builder.verify import verify as run_tests
+    from ekiben.core.progress import Progress
+    from ekiben.core.settings import read_settings
+
+    chain, opened_store, progress = _resolve(recipe, stack, arguments, gpu_arch), _open_store(store), Progress()
+    options = Options(
+        engine=engine,
+        locked=locked,
+        mirror=(arguments or {}).get("mirror"),
+        registry=read_settings(os.environ).registry,
+    )
+    path = Path(output) if output else None
+    image, artifacts = build_and_export(
+        chain,
+        opened_store,
+        options,
+        progress,
+        formats=("sif",),
+        output=path,
+        export_options=ExportOptions(with_sha256=verify),
+    )
+    sif = Path(artifacts[0].ref)
+    if verify:
+        run_tests(image, opened_store, progress, sifs=[sif])
+    return Image(sif)
+
+
+def open(name: str | Path) -> Image:
+    """Open the SIF file ``name``, or that of the recipe ``name`` in this folder.
+
+    Raises:
+        UsageError: there is no such recipe.
+        StoreError: the file is not there, or is no SIF.
+    """
+    from ekiben.formats.sif import read_sif
+
+    path = Path(name)
+    if path.suffix != ".sif":
+        from ekiben.spec.recipe import find_recipe
+
+        found = find_recipe(os.fspath(name))
+        path = Path(f"{found.image_name()}.sif")
+        if not path.is_file():
+            raise StoreError(f"{path} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
+    read_sif(path)
+    return Image(path)
+
+
+class Image:
+    """A SIF file. What it says of itself is read without a runtime; programs are run by Apptainer or SingularityCE."""
+
+    def __init__(self, path: Path) -> None:
+        """Take the file, which is read when it is asked for something."""
+        self.path = path.absolute()
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing of it is open between calls."""
+
+    def __repr__(self) -> str:
+        return f"ekiben.open({str(self.path)!r})"
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """Recipe, stack, tasks, layers and labels. Raises UsageError when the SIF is not one of Ekiben's."""
+        about, recipe, labels = self._read_top(_ABOUT, _RECIPE, _LABELS)
+        if about is None or recipe is None:
+            raise UsageError(f"{self.path} was not made by Ekiben: it has no /{_ABOUT}")
+        from ekiben.core.checked import Fields, parse_json
+        from ekiben.spec.recipe import ShippedRecipe
+
+        try:
+            image, written = Fields.of(parse_json(about)), ShippedRecipe.parse(recipe)
+            return Metadata(
+                recipe=image.text("recipe"), stack=image.text("stack"), description=written.description,
+                tasks={name: task.help for name, task in written.tasks.items()},
+                layers={layer.text("name"): layer.text("cache_key") for layer in image.objects("layers")},
+                labels=Fields.of({"labels": parse_json(labels or b"{}")}).texts("labels"),
+            )  # fmt: skip
+        except ValueError as error:
+            raise UsageError(f"{self.path} does not say what it is made of: {error}") from error
+
+    @property
+    def tasks(self) -> Mapping[str, str]:
+        """Return the tasks of the image's recipe, as name → help."""
+        return self.metadata.tasks
+
+    def inspect(self) -> Inspection:
+        """Return what the runtime reads in the file: labels, definition, scripts. Raises EngineError."""
+        return Runtime().inspect(self.path)
+
+    def execute(
+        self, argv: Sequence[str], *, gpu: bool | None = None, binds: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None, on_line: Callable[[str], None] | None = None, check: bool = False,
+    ) -> Result:  # fmt: skip
+        """Run a task or another program in the image, in this folder, and wait for its end.
+
+        Args:
+            argv: the program and its arguments.
+            gpu: give it the GPUs (default: when there are some).
+            binds: further folders to see inside, at their own paths; this one, and those that ``argv`` names, are seen anyway.
+            environment: variables to set inside.
+            on_line: gets each line of stdout and stderr as it comes; the result then has none.
+            check: raise when the exit code is not 0.
+
+        Raises:
+            EngineError: there is no runtime here.
+            UsageError: ``argv`` is empty, or a folder is not there.
+            ExecutionError: ``check``, and the exit code is not 0.
+        """
+        return _execute(Runtime(), self.path, argv, gpu, binds, environment, on_line, check)
+
+    @contextlib.contextmanager
+    def instance(
+        self, name: str | None = None, *, gpu: bool | None = None, binds: Sequence[Path] = ()
+    ) -> Iterator[RunningImage]:
+        """Start the image as an instance, in which several programs run one after the other; it is stopped at the end.
+
+        Raises:
+            EngineError: it does not start, or cannot be stopped.
+        """
+        runtime, gpu = Runtime(), _has_gpu() if gpu is None else gpu
+        started = runtime.start(self.path, name=name, gpu=gpu, binds=binds)
+        try:
+            yield RunningImage(runtime, started, gpu)
+        finally:
+            runtime.stop(started)
+
+    def _read_top(self, *paths: str) -> list[bytes | None]:
+        """Files of the last layer, which holds all that Ekiben writes of an image."""
+        from ekiben.formats.sif import read_sif
+        from ekiben.formats.squashfs import SquashfsReader
+
+        with self.path.open("rb") as stream:
+            layers = read_sif(self.path).layers
+            if not layers:
+                raise StoreError(f"{self.path}: holds no squashfs partition")
+            reader = SquashfsReader(stream, layers[-1].offset)
+            return [reader.read_file(path) if reader.lookup(path) else None for path in paths]
+
+
+class RunningImage:
+    """An image that was started as an instance."""
+
+    def __init__(self, runtime: Runtime, started: Instance, gpu: bool) -> None:
+        """Take what ``Image.instance`` started."""
+        self._runtime, self._started, self._gpu = runtime, started, gpu
+
+    @property
+    def name(self) -> str:
+        """Return the name that `apptainer instance list` shows."""
+        return self._started.name
+
+    @property
+    def pid(self) -> int:
+        """Return the process id on this machine."""
+        return self._started.pid
+
+    @property
+    def logs(self) -> tuple[str, str]:
+        """Return what the instance's own programs wrote to stdout and to stderr; not that of ``execute``."""
+        files = (self._started.stdout, self._started.stderr)
+        return tuple(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in files)  # type: ignore[return-value]
+
+    def execute(
+        self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None, check: bool = False,
+    ) -> Result:  # fmt: skip
+        """Run a program in the instance, as Image.execute() does."""
+        return _execute(self._runtime, self._started, argv, self._gpu, (), environment, on_line, check)
+
+
+def _execute(
+    runtime: Runtime, target: Path | Instance, argv: Sequence[str], gpu: bool | None, binds: Sequence[Path],
+    environment: Mapping[str, str] | None, on_line: Callable[[str], None] | None, check: bool,
+) -> Result:  # fmt: skip
+    has_gpu = _has_gpu() if gpu is None else gpu
+    result = runtime.execute(target, argv, gpu=has_gpu, binds=binds, environment=environment, on_line=on_line)
+    if check and result.exit_code:
+        raise ExecutionError(argv, result)
+    return result
+
+
+def _has_gpu() -> bool:
+    return Path(GPU_DEVICE).exists()
+
+
+def _resolve(
+    recipe: str | Path, stack: str | None, arguments: Mapping[str, str] | None, gpu_arch: str | None
+) -> ResolvedRecipe:
+    from ekiben.resolve.resolve import resolve
+    from ekiben.spec.recipe import find_recipe
+
+    name = f"{recipe}/" if isinstance(recipe, Path) else recipe  # a Path is a folder, also one of one word
+    return resolve(find_recipe(name), stack=stack, arguments=arguments, gpu_arch=gpu_arch)
+
+
+def _open_store(path: Path | None) -> Store:
+    from ekiben.core.settings import read_settings
+    from ekiben.store import Store
+
+    settings = read_settings(os.environ, store=path)
+    if settings.shared is None:
+        return Store(settings.store)
+    from ekiben.store.shared import open_shared
+
+    return Store(settings.store, open_shared(settings.shared))

@@ -1,0 +1,9 @@
+"""What people take out of a stored image.
+
+export      build an image and export it in the formats asked for, with one repair of damaged blobs
+exporters   the formats, one module each: sif, docker, oci
+push, pull  an image in a registry
+reproduce   build an image again, and compare every byte
+"""
+
+__all__ = ["export", "exporters", "pull", "push", "reproduce"]

@@ -1,0 +1,79 @@
+"""The formats that an image can be exported as: every module of this folder, and the entry points of ``ekiben.exporters``.
+
+To add one, add a file here and nothing elsewhere: its name is what `image --format` takes, and it fits the Protocol below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from ekiben.core import plugins
+
+if TYPE_CHECKING:
+    from ekiben.core.progress import Progress
+    from ekiben.store import Image, Store
+
+GROUP = "ekiben.exporters"
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One exported image. ``ref``: a path or an image's tag; ``size`` in bytes; ``created``: False when it existed already;
+    ``sha256``: 64 hex digits of a file, where they are known."""
+
+    kind: str
+    ref: str
+    size: int
+    created: bool
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """``squash``: one partition instead of one per layer; ``with_sha256``: a file's digest is needed afterwards."""
+
+    squash: bool = False
+    with_sha256: bool = False
+
+
+class Exporter(Protocol):
+    """One format. As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
+
+    PREFERENCE: int  # formats that nobody asked for are exported in this order
+    SUFFIX: str | None  # of the file it writes; None: it needs no file
+    FALLBACK: str | None  # the format to take where this one cannot be used
+
+    def is_default(self) -> bool:
+        """Whether an image is exported so when no format is asked for."""
+
+    def unavailable(self) -> str | None:
+        """Return why this exporter cannot be used here, or None."""
+
+    def export(self, image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
+        """Export ``image``; what exists already is left. ``target`` is the file, which an exporter without SUFFIX ignores."""
+
+    def run_commands(self, artifact: Artifact, task: str) -> Sequence[str]:
+        """Return the commands that run ``task`` in what was exported, or that load it."""
+
+
+def names() -> list[str]:
+    """Name every exporter. Nothing is imported."""
+    return plugins.names(__name__, GROUP)
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError, with the nearest name, when there is no such exporter."""
+    plugins.check(__name__, GROUP, name, option="--format", kind="format")
+
+
+def load(name: str) -> Exporter:
+    """Import one exporter. Raises UsageError when there is none of this name."""
+    return cast(Exporter, plugins.load(__name__, GROUP, name, option="--format", kind="format"))
+
+
+def run_commands(artifact: Artifact, task: str) -> Sequence[str]:
+    """Return the commands that run ``task`` in an exported image."""
+    return load(artifact.kind).run_commands(artifact, task)

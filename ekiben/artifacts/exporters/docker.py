@@ -1,0 +1,44 @@
+"""The image in the Docker daemon, where one answers; else an archive for `docker load`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.core.progress import Progress
+from ekiben.executors import docker as daemon
+from ekiben.run.docker_line import docker_line
+from ekiben.store import Image, Store, bind_layers
+
+PREFERENCE = 20
+SUFFIX = None
+FALLBACK = "oci"
+
+
+def is_default() -> bool:
+    """Return whether a Docker daemon answers."""
+    return unavailable() is None
+
+
+def unavailable() -> str | None:
+    """Return why the daemon cannot be used, or None."""
+    return daemon.unavailable()
+
+
+def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
+    """Load the image into the daemon."""
+    with progress.step(f"load {image.tag}"):
+        return load_docker(image, store)
+
+
+def run_commands(artifact: Artifact, task: str) -> list[str]:
+    """Return the command that runs it with all GPUs."""
+    return [docker_line(artifact.ref, task)]
+
+
+def load_docker(image: Image, store: Store) -> Artifact:
+    """Load the image into the daemon, where its id is the digest of its config. Layers the daemon has are not sent."""
+    if daemon.has_image(image.tag, image.image_id):
+        return Artifact("docker", image.tag, image.size, False)
+    daemon.load_image(image.config, bind_layers(store, image.layers), image.tag)
+    return Artifact("docker", image.tag, image.size, True)

@@ -1,0 +1,93 @@
+"""The SIF file that Apptainer and SingularityCE run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.core.errors import StoreError, VerifyError
+from ekiben.core.files import digest_of
+from ekiben.core.progress import Progress
+from ekiben.formats.partition import Partition
+from ekiben.formats.sif import read_sif, write_sif
+from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif
+
+PREFERENCE = 10
+SUFFIX = ".sif"
+FALLBACK = None
+
+
+def is_default() -> bool:
+    """Return True: most machines of a cluster run SIF files."""
+    return True
+
+
+def unavailable() -> None:
+    """Return None: files can be written everywhere."""
+
+
+def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
+    """Write the image's SIF at ``target``."""
+    with progress.step(f"write {target}", total=image.size):
+        return make_sif(
+            image, store, target, squash=options.squash, with_sha256=options.with_sha256, on_bytes=progress.count
+        )
+
+
+def run_commands(artifact: Artifact, task: str) -> list[str]:
+    """Return the commands for either runtime."""
+    return [f"{program} exec --nv {artifact.ref} {task}".rstrip() for program in ("singularity", "apptainer")]
+
+
+def make_sif(
+    image: Image,
+    store: Store,
+    out: Path,
+    *,
+    squash: bool,
+    with_sha256: bool = False,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Artifact:
+    """Write a SIF of the image's layers at ``out``, which is replaced only when the new one is complete.
+
+    ``with_sha256`` computes the SHA-256 on the way and stores it for publish and push. It depends on the layers alone, so one
+    value holds for every SIF of them; but not for a squashed one, which is compressed anew.
+    """
+    header = image.squashed_header() if squash else image.sif_header(store)
+    with contextlib.suppress(OSError, StoreError, VerifyError):  # then it is made again
+        if read_sif(out).id == header.id and check_sif(image, out, store):
+            return Artifact("sif", str(out), out.stat().st_size, False, known_sif(store, header.id))
+    if not out.parent.is_dir():
+        raise StoreError(f"{out}: there is no folder {out.parent}")
+    for layer in image.layers:
+        store.check_blob(layer.digest)
+    partitions = [store.partition(layer, is_checked=True) for layer in image.layers]
+    with contextlib.ExitStack() as stack:
+        if squash:
+            store.open_for_writing()
+            partitions = [_squashed(image, store, stack.enter_context(store.staging()) / "squashed.squashfs")]
+        known = known_sif(store, header.id)
+        whole = hashlib.sha256() if with_sha256 and not squash and not known else None
+        write_sif(out, partitions, header, on_bytes=on_bytes, whole=whole)
+        note_sif(header, out, store, partitions[0].digest if squash else None)
+    if whole:
+        known = keep_sif(store, header.id, whole)
+    return Artifact("sif", str(out), out.stat().st_size, True, known)
+
+
+def _squashed(image: Image, store: Store, path: Path) -> Partition:
+    """Write all layers as one partition, for tools that read only the first."""
+    from ekiben.formats.layer import write_entries
+    from ekiben.formats.squashfs.reader import merged_layer
+    from ekiben.formats.squashfs.writer import SquashfsWriter
+
+    with contextlib.ExitStack() as stack:
+        layers = [stack.enter_context(store.reader(layer.digest)) for layer in image.layers]
+        out = stack.enter_context(path.open("w+b"))
+        write_entries(merged_layer(layers), SquashfsWriter(out, epoch=image.epoch))
+        out.seek(0)
+        digest = digest_of(out)
+    return Partition(path, 0, path.stat().st_size, digest, is_checked=True)

@@ -1,0 +1,179 @@
+"""Pull images that push() sent: a SIF as it is, a Docker image as the SIF of its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from ekiben.artifacts.exporters import Artifact
+from ekiben.artifacts.push import MEDIA_LAYER_CONFIG, MEDIA_SIF, MEDIA_SIF_CONFIG
+from ekiben.core.command_name import command_name
+from ekiben.core.environment import platform
+from ekiben.core.errors import FetchError, StoreError
+from ekiben.core.files import digest_of, free_bytes, reason_of
+from ekiben.core.output import check_output_file
+from ekiben.core.progress import Progress
+from ekiben.formats.layer import write_entries
+from ekiben.formats.partition import Partition
+from ekiben.formats.sif import read_sif, sif_header, write_sif
+from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.tar import DigestWriter, tar_entries
+from ekiben.formats.users import users_partition
+from ekiben.registry.client import Registry
+from ekiben.registry.layers import unpacked
+from ekiben.registry.manifest import Descriptor, Manifest
+from ekiben.registry.reference import Reference
+from ekiben.signing.gpg import Key, Keys, SignatureError, unsigned
+from ekiben.signing.registry import check_pushed
+from ekiben.signing.sif import check_sif
+from ekiben.store import Store
+
+_DEFFILE = ".singularity.d/Singularity"
+
+
+def pull(
+    reference: Reference, store: Store, out: Path | None, progress: Progress, *, keys: Keys | None = None
+) -> tuple[Artifact, str, Key | None]:
+    """Write the image as a SIF to ``out`` (by default ./<name>.sif). Returns it, the manifest's digest, and who signed it.
+
+    Raises FetchError, StoreError; SignatureError when it has no good signature by one of ``keys``, where they are given.
+    """
+    registry = Registry(reference)
+    if reference.tag and reference.digest and (now := registry.tag_digest(reference.tag)) != reference.digest:
+        progress.log(f"the tag {reference.tag} has moved to {now or 'nothing'}; taking {reference.digest} as asked")
+    _, digest = registry.fetch_manifest()
+    signer = check_pushed(registry, digest, keys) if keys else None
+    if keys:
+        registry = Registry(replace(reference, digest=digest))  # whose tag may have moved since
+    manifest = registry.manifest(platform())
+    kind = manifest.config.media_type
+    out = check_output_file(out or Path(f"{reference.repository.rpartition('/')[2]}.sif"))
+    if kind == MEDIA_LAYER_CONFIG:
+        raise FetchError(f"{reference} is a layer, not an image", hint=f"EKIBEN_REGISTRY={reference.host}/{reference.repository} "
+                         "lets a build take it")  # fmt: skip
+    if not manifest.layers:
+        raise FetchError(f"{reference} has no layer")
+    if kind == MEDIA_SIF_CONFIG or manifest.layers[0].media_type == MEDIA_SIF:
+        inside = keys if keys and signer is None else None  # nobody signed it in the registry: it may be signed itself
+        artifact, file_signer = _pull_sif(registry, manifest.layers[0], out, progress, inside)
+        return artifact, digest, signer or file_signer
+    if keys and signer is None:
+        raise unsigned(str(reference), f"{command_name()} push RECIPE {reference} --sign")
+    return _pull_image(registry, manifest, store, out, progress), digest, signer
+
+
+def _pull_sif(
+    registry: Registry, layer: Descriptor, out: Path, progress: Progress, keys: Keys | None
+) -> tuple[Artifact, Key | None]:
+    digest, size = layer.digest, layer.size or 0
+    with contextlib.suppress(OSError):
+        if out.stat().st_size == size and digest_of(out) == digest:
+            return Artifact("sif", str(out), size, False), check_sif(out, keys)[0] if keys else None
+    with _partial(out, digest) as partial:
+        had = partial.stat().st_size
+        if free_bytes(out.absolute().parent) < size - had:
+            raise StoreError(
+                f"no space left for {out}: it needs {(size - had) / 1e9:.1f} GB more",
+                hint="choose another path with -o",
+            )
+        if had:
+            progress.log(f"resuming after {had / 1e6:.0f} MB")
+        with progress.step(f"pull {out}", total=size):
+            registry.blob(digest, partial, progress.count, size)
+        read_sif(partial)
+        try:
+            signer = check_sif(partial, keys)[0] if keys else None
+        except SignatureError as error:
+            partial.unlink()
+            raise SignatureError(
+                f"{registry.reference}{str(error).removeprefix(str(partial))}", rank=0, hint=error.hint
+            ) from error
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
+        partial.rename(out)
+    return Artifact("sif", str(out), size, True), signer
+
+
+@contextlib.contextmanager
+def _partial(out: Path, digest: str) -> Iterator[Path]:
+    """Where the file grows, kept when it breaks off. Of two at once on one place, the second has a name of its own."""
+    path = out.with_name(f".{out.name}.{digest[7:19]}.part")
+    try:
+        with path.open("ab") as stream:
+            if _is_ours(stream, path):
+                yield path
+                return
+        path = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        path.touch()
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{out} cannot be written: {reason_of(error, out)}", hint="choose another path with -o"
+        ) from error
+
+
+def _is_ours(stream: IO[bytes], path: Path) -> bool:
+    """Whether nobody else writes there. Where there are no locks, the digest decides."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(stream.fileno()).st_ino == path.stat().st_ino  # it may have become the finished file meanwhile
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
+
+
+def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path, progress: Progress) -> Artifact:
+    """Each layer's tar becomes the squashfs that it was made of, so the SIF is the one that was built."""
+    config = registry.config(manifest)
+    diff_ids = config.diff_ids
+    foreign = FetchError(f"{registry.reference} is a Docker image that was not made by Ekiben",
+                         hint=f"apptainer pull docker://{registry.reference}, or docker pull {registry.reference}")  # fmt: skip
+    try:
+        epoch = int(datetime.fromisoformat(config.created).timestamp())
+    except ValueError as error:
+        raise foreign from error
+    if len(diff_ids) != len(manifest.layers) or "org.ekiben.stack" not in config.labels:
+        raise foreign
+    store.open_for_writing()
+    with store.staging() as staging:
+        partitions = []
+        for number, (layer, diff_id) in enumerate(zip(manifest.layers, diff_ids, strict=True), 1):
+            with progress.step(f"layer {number} of {len(diff_ids)}", total=layer.size or 0):
+                tar, path = staging / "layer", staging / f"{number}.squashfs"
+                registry.blob(layer.digest, tar, progress.count, layer.size)
+                with unpacked(tar) as archive, path.open("w+b") as blob:
+                    sink = DigestWriter()
+                    try:
+                        write_entries(tar_entries(archive), sink, SquashfsWriter(blob, epoch=epoch))
+                    except (ValueError, tarfile.TarError) as error:
+                        raise foreign from error
+                    if sink.diff_id != diff_id:
+                        raise FetchError(
+                            f"{registry.reference}: layer {number} is {sink.diff_id}, its config says {diff_id}"
+                        )
+                    blob.seek(0)
+                    digest = digest_of(blob)
+                tar.unlink()
+            partitions.append(Partition(path, 0, path.stat().st_size, digest, is_checked=True))
+        with contextlib.ExitStack() as stack:
+            readers = [SquashfsReader(stack.enter_context(item.path.open("rb"))) for item in partitions]
+            deffile = readers[-1].read_file(_DEFFILE).decode("utf-8", "surrogateescape")
+            users = users_partition(readers, epoch)
+        with progress.step(f"write {out}", total=sum(item.size for item in partitions)):
+            header = sif_header([item.digest for item in partitions], deffile, platform().split("/")[1], epoch, users)
+            write_sif(out, partitions, header, on_bytes=progress.count)
+    return Artifact("sif", str(out), out.stat().st_size, True)

@@ -1,0 +1,237 @@
+"""Build stages: compile one, take its outputs, check them.
+
+compile   the stage's %post on its own layers, with as many jobs as are allowed; a kill for lack of memory halves them
+take      the files that later stages name, each a blob; the rest of what the stage changed is dropped
+check     what can be read off a wheel (ekiben.builder.wheels)
+
+The result is kept when the layer that holds it has passed its %test (ekiben.builder.build). What was compiled when a stage
+failed lies in the cache, and the next attempt goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ekiben.builder._concurrency import GIB, Compilation, allowance, jobs_for, minutes, oom_kills
+from ekiben.builder.layer import LayerBuilder, Log
+from ekiben.builder.wheels import validate_wheel
+from ekiben.core.checked import Fields, parse_json, read_regular
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import LayerError
+from ekiben.core.files import remove_tree
+from ekiben.core.paths import BUILD_MOUNT
+from ekiben.core.progress import Progress
+from ekiben.executors import JobFailed
+from ekiben.formats.layer import File, LayerEntry
+from ekiben.resolve.graph import BuildStage, StageCopy
+from ekiben.store import CompileStats, StageOutput, Store, StoredLayer, StoredResult
+
+
+def compile_stage(
+    stage: BuildStage, lower: Sequence[StoredLayer], files: Sequence[File], builder: LayerBuilder
+) -> StoredResult:
+    """Run the stage's %post and take what it hands over: one result, its blobs in the store and its record not yet.
+
+    Raises LayerError, StoreError; VerifyError when it is no wheel for this stage.
+    """
+    store, progress = builder.store, builder.progress
+    stats: CompileStats = store.compile_stats(stage.wheel) if stage.wheel else {}
+    allowed = allowance()
+    jobs = jobs_for(allowed, stats.get("job_memory") or stage.job_memory, units=stats.get("units"),
+                    capabilities=len(stage.inputs.get("capabilities", ())))  # fmt: skip
+    work = work_folder(stage.name, stage.cache_key, store)
+    work.mkdir(parents=True, exist_ok=True)
+    goes_on = any(work.iterdir())  # then what is compiled now is not all there is to it
+    os.utime(work)  # it is in use: prune leaves it alone
+    paths = {
+        "EKIBEN_WORK": f"/{BUILD_MOUNT}/cache/work/{work.name}",
+        "EKIBEN_MEASURED": f"/{BUILD_MOUNT}/measured.json",
+    }
+    began, notes = time.monotonic(), dict[str, Any]()
+    with builder.log(stage) as log:
+        while True:
+            progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.why}")
+            compilation, kills = Compilation(stats.get("units")), oom_kills()
+            log.read_state = _follow(compilation, progress)
+            try:
+                with store.staging() as staging:
+                    settings = {**jobs.environment, **paths}
+                    with builder.run_post(stage, lower, staging, files, log.line, notes, settings) as changed:
+                        outputs, left_out = _take(stage, changed, staging, store)
+                    for line in left_out:
+                        progress.log(f"stage {stage.name}: {line}")
+                    measured = _read_measured(staging / "mount/measured.json")
+                break
+            except JobFailed as error:
+                killed = error.returncode in (137, -9) or compilation.was_killed or oom_kills() > kills
+                if not killed or jobs.count == 1:
+                    raise LayerError(_why_failed(stage, log, error, compilation, killed, allowed.memory)) from error
+                jobs, goes_on = jobs.halved(), True
+                progress.log(f"stage {stage.name}: a compiler was killed for lack of memory; on with half the jobs")
+    seconds = round(time.monotonic() - began, 1)
+    if stage.wheel:
+        _keep_stats(stage.wheel, measured, 0 if goes_on else compilation.done, seconds, jobs.count, store)
+    compiled = {"units": compilation.done, "jobs": jobs.count, **measured}
+    progress.log(f"stage {stage.name}: {compilation.done} units compiled in {minutes(seconds)}")
+    return StoredResult(
+        name=stage.name, key=stage.cache_key, wheel=stage.wheel, files=tuple(outputs), inputs=stage.inputs,
+        origin="compiled", executor=notes["executor"], seconds=seconds, notes={**_proof(stage, outputs, store), **compiled},
+    )  # fmt: skip
+
+
+def work_folder(name: str, key: str, store: Store) -> Path:
+    """Return where a stage compiles, and goes on after a failure."""
+    return store.cache / "work" / f"{name}-{key[:12]}"
+
+
+def remove_work(result: StoredResult, store: Store) -> None:
+    """Remove what compilers left behind of a result that is kept."""
+    remove_tree(work_folder(result.name, result.key, store))
+
+
+def files_for(copies: Sequence[StageCopy], results: Mapping[str, StoredResult], store: Store) -> list[File]:
+    """Return what the lines of ``%files from`` bring, from the store's blobs. A folder's files keep their paths below it.
+
+    Raises LayerError for a folder whose destination ends with a slash: it would go there under its name, or what is in it.
+    """
+    files = []
+    for item in copies:
+        folder, name, into = item.source.rstrip("/"), item.source.rstrip("/").rpartition("/")[2], item.destination
+        stage = item.stage.stage.name or item.stage.name
+        for file in results[item.stage.cache_key].files:
+            blob = store.blob_path(file.digest)
+            if file.path == item.source:
+                path = into + name if into.endswith("/") else into
+                files.append(File(path, file.mode, blob, stage=stage))
+            elif _is_in(file.path, item.source):
+                if into.endswith("/"):
+                    raise LayerError(f"%files from {stage}: {folder} is a folder; name where it goes: {into}{name}")
+                path = into + file.path[len(folder) :]
+                files.append(File(path, file.mode, blob, line=item.line, target=into, name=name, stage=stage))
+    return files
+
+
+def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, store: Store) -> StoredResult:
+    """Put a wheel compiled elsewhere into the store, to use for a stage instead of compiling it. Raises VerifyError."""
+    assert stage.wheel is not None
+    proof = validate_wheel(wheel, stage.wheel, stage.inputs)
+    with store.staging() as staging:
+        shutil.copyfile(wheel, staging / "blob")
+        with (staging / "blob").open("rb") as stream:
+            digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+        size = (staging / "blob").stat().st_size
+        store.put_file(staging / "blob", digest)
+    folder = stage.hands_over[0].rstrip("/")
+    path = folder if folder.endswith(".whl") else f"{folder}/{wheel.name}"
+    about = record or StoredResult(
+        name=stage.name, key=stage.cache_key, wheel=stage.wheel, files=(), inputs=stage.inputs, origin="",
+        executor="unknown", seconds=0.0, notes=proof,
+    )  # fmt: skip
+    return replace(about, name=stage.name, files=(StageOutput(path, 0o644, digest, size),), origin="imported")
+
+
+def _follow(compilation: Compilation, progress: Progress) -> Callable[[str], str | None]:
+    def read_state(line: str) -> str | None:
+        state = compilation.line(line)
+        if state and compilation.is_due():
+            progress.mark(state)
+        return state or (line if not compilation.done else None)
+
+    return read_state
+
+
+def _take(
+    stage: BuildStage, changed: Iterable[LayerEntry], staging: Path, store: Store
+) -> tuple[list[StageOutput], list[str]]:
+    """Return the outputs, and what of them is not handed over, in sentences.
+
+    Raises LayerError when an output was not made, or is not a file or a folder of files.
+    """
+    outputs: list[StageOutput] = []
+    folders: list[str] = []
+    for entry, chunks in changed:
+        path = "/" + entry.path
+        if entry.kind == "whiteout" or not any(_is_in(path, output) for output in stage.hands_over):
+            continue
+        if entry.kind == "dir":
+            folders.append(path)
+            continue
+        if entry.kind != "file":
+            raise LayerError(
+                f"%files from {stage.stage.name}: {path} is a {entry.kind}; only plain files are handed over"
+            )
+        digest, blob = hashlib.sha256(), staging / "blob"
+        with blob.open("wb") as out:
+            for chunk in chunks or ():
+                digest.update(chunk)
+                out.write(chunk)
+        name = f"sha256:{digest.hexdigest()}"
+        store.put_file(blob, name)
+        outputs.append(StageOutput(path, 0o755 if entry.mode & 0o100 else 0o644, name, entry.size))
+    for output in stage.hands_over:
+        if not any(_is_in(file.path, output) for file in outputs):
+            raise LayerError(f"%files from {stage.stage.name}: the stage made nothing at {output}")
+    hollow = {folder for folder in folders if not any(_is_in(file.path, folder) for file in outputs)}
+    tops = sorted(folder for folder in hollow if folder.rpartition("/")[0] not in hollow)
+    return outputs, [f"{folder} is an empty folder, and only files are handed over" for folder in tops]
+
+
+def _proof(stage: BuildStage, outputs: Sequence[StageOutput], store: Store) -> dict[str, Any]:
+    """What is read off the wheel. Raises LayerError without a wheel, VerifyError; the blobs are then dropped."""
+    if stage.wheel is None:
+        return {}
+    wheels = [file for file in outputs if file.path.endswith(".whl")]
+    try:
+        if len(wheels) != 1 or len(outputs) != 1:
+            raise LayerError(f"stage {stage.name} hands over {len(outputs)} files where one wheel is wanted: "
+                             + ", ".join(file.path for file in outputs))  # fmt: skip
+        with store.staging() as staging:
+            wheel = staging / Path(wheels[0].path).name
+            wheel.symlink_to(store.blob_path(wheels[0].digest).absolute())
+            return validate_wheel(wheel, stage.wheel, stage.inputs)
+    except BaseException:
+        for file in outputs:
+            store.drop_blob(file.digest)
+        raise
+
+
+def _keep_stats(name: str, measured: Mapping[str, int], units: int, seconds: float, jobs: int, store: Store) -> None:
+    before = store.compile_stats(name)
+    stats: CompileStats = {"seconds": seconds, "jobs": jobs}
+    if job_memory := max(before.get("job_memory", 0), measured.get("job_memory", 0)):
+        stats["job_memory"] = job_memory
+    if most_units := max(before.get("units", 0), units):
+        stats["units"] = most_units
+    store.put_compile_stats(name, stats)
+
+
+def _is_in(path: str, output: str) -> bool:
+    return path == output or path.startswith(output.rstrip("/") + "/")
+
+
+def _read_measured(path: Path) -> dict[str, int]:
+    """Return the memory of the largest job, as the stage's script wrote it; nothing where it wrote none, or something else."""
+    try:
+        return {"job_memory": Fields.of(parse_json(read_regular(path))).size("job_memory")}
+    except (OSError, ValueError):
+        return {}
+
+
+def _why_failed(
+    stage: BuildStage, log: Log, error: JobFailed, compilation: Compilation, killed: bool, memory: int
+) -> str:
+    kept = f"What was compiled ({compilation.done} units) is kept: the same command goes on from there."
+    if compilation.is_disk_full:
+        return (f"stage {stage.name}: no space left on the disk while it compiled. {kept} Make room ({command_name()} prune), or "
+                f"put the store elsewhere (EKIBEN_STORE). Its last lines:\n{log.tail()}")  # fmt: skip
+    if killed:
+        return (f"stage {stage.name}: the compiler was killed for lack of memory, alone as it was; allowed are "
+                f"{memory / GIB:.1f} GiB. {kept} Its last lines:\n{log.tail()}")  # fmt: skip
+    return log.failure(stage, error.returncode) + (f"\n{kept}" if compilation.done else "")

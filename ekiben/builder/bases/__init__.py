@@ -1,0 +1,37 @@
+"""What an image stands on: the root file system that a definition's ``Bootstrap:`` names.
+
+To add an agent, add one file here: its name is the file's name, its functions are those of `Base` and `Agent`. A distribution of your own
+can offer one, too: an entry point of the group `ekiben.bases` that names the module. Definition files are read by
+ekiben.spec.definition, which asks the agent what is wrong with a header; so keep heavy imports inside `entries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from ekiben.spec.definition import Agent, load_agent
+
+if TYPE_CHECKING:
+    from ekiben.formats.layer import LayerEntry
+    from ekiben.packages.host_config import PackageSources
+    from ekiben.resolve.graph import Layer
+
+
+class Base(Agent, Protocol):
+    """One ``Bootstrap:`` agent. As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
+
+    def entries(
+        self, layer: Layer, staging: Path, notes: dict[str, Any], sources: PackageSources, log: Callable[[str], None]
+    ) -> Iterator[LayerEntry]:
+        """Make or fetch the root file system; yield its entries in order. ``staging`` is a folder for the agent's own use.
+
+        ``notes`` takes what is worth keeping about the layer, and the name of what made it as ``executor``.
+        Raises EngineError when a program is missing, FetchError when something does not come.
+        """
+
+
+def load_base(bootstrap: str) -> Base:
+    """Load what makes the root file system of a ``Bootstrap:``. Raises UsageError when there is no such agent."""
+    return cast(Base, load_agent(bootstrap))

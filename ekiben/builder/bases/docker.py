@@ -1,0 +1,96 @@
+"""A base out of a registry: ``Bootstrap: docker``, ``From: IMAGE@sha256:…``. All layers of the image become one."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import re
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ekiben.core.environment import platform
+from ekiben.core.errors import FetchError, LayerError
+from ekiben.formats.changeset import unordered_entries
+from ekiben.formats.squashfs.reader import merged_layer
+
+if TYPE_CHECKING:
+    from ekiben.formats.layer import LayerEntry
+    from ekiben.packages.host_config import PackageSources
+    from ekiben.resolve.graph import Layer
+
+_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
+
+
+def header_problems(header: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with From:, which names an image by its digest."""
+    reference = header.get("from")
+    if not reference:
+        return ["Bootstrap: docker needs 'From:'"]
+    if not _DIGEST.search(reference):
+        return [f"From: {reference} is a tag that can move; pin it: {reference}@sha256:<digest>"]
+    return []
+
+
+def key_inputs(header: Mapping[str, str]) -> dict[str, str]:
+    """Return the header without what only a mirror or a stage is named by."""
+    return {name: value for name, value in header.items() if value and name not in ("mirrorurl", "stage")}
+
+
+def entries(
+    layer: Layer, staging: Path, notes: dict[str, Any], sources: PackageSources, log: Callable[[str], None]
+) -> Iterator[LayerEntry]:
+    """Yield the files of the image. Raises FetchError."""
+    import zstandard
+
+    from ekiben.formats.changeset import Lower
+    from ekiben.formats.foreign_tar import spool_tar, unpacked_limit
+    from ekiben.formats.layer import write_entries
+    from ekiben.formats.squashfs.reader import SquashfsReader
+    from ekiben.formats.squashfs.writer import SquashfsWriter
+    from ekiben.registry.layers import image_layers
+    from ekiben.registry.reference import Reference
+
+    assert layer.stage is not None
+    notes["executor"] = "registry"
+    reference = Reference.parse(layer.stage.header["from"])
+    received = 0
+
+    def count(size: int) -> None:
+        nonlocal received
+        received += size
+        log(f"{reference.repository}: {received / 1e6:.0f} MB")
+
+    with contextlib.ExitStack() as stack:
+        environment, archives = image_layers(reference, staging, platform(), count)
+        # Keys are known before anything is fetched, so an image's own environment cannot be inherited.
+        notes["environment_left_out"] = environment
+        for name, value in notes["environment_left_out"].items():
+            log(f"not taken over from {reference.repository}; state it in %environment if it is needed: {name}={value}")
+        readers: list[SquashfsReader] = []
+        for number, (archive, size) in enumerate(archives):
+            with (staging / "spool.tar").open("w+b") as spool, (staging / f"{number}.squashfs").open("w+b") as out:
+                try:
+                    spool_tar(archive, spool, limit=unpacked_limit(size))
+                    members = unordered_entries(
+                        io.BytesIO(), spool, Lower(readers[::-1]), epoch=layer.epoch, placeholders=number == 0
+                    )
+                    write_entries(members, SquashfsWriter(out, epoch=layer.epoch))
+                except (
+                    gzip.BadGzipFile,
+                    zlib.error,
+                    zstandard.ZstdError,
+                    tarfile.TarError,
+                    LayerError,
+                    EOFError,
+                    ValueError,
+                    OverflowError,
+                ) as error:
+                    raise FetchError(
+                        f"{reference}: layer {number + 1} of the image cannot be unpacked: {error}"
+                    ) from error
+            readers.append(SquashfsReader(stack.enter_context((staging / f"{number}.squashfs").open("rb"))))
+        yield from merged_layer(readers)

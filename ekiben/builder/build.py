@@ -1,0 +1,335 @@
+"""build(): the story on one page.
+
+resolve   recipe → layers with cache keys                   (ekiben.resolve.resolve)
+plan      CACHED, PULL or BUILD, and why; decided once      (ekiben.builder.plan)
+build     make each missing layer, bottom first; name the image
+          (for one with build stages: what they hand over, compiled first, kept when the layer passes its test)
+          one layer (ekiben.builder.layer), one stage (ekiben.builder._stage)
+export    SIF and Docker image out of the store             (ekiben.artifacts.exporters)
+verify    every %test in the finished image                 (ekiben.builder.verify)
+
+A missing layer is looked up once more, under its lock: another process may have made it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
+from ekiben.builder.plan import Action, Options, StageAction, ask_registry, plan, plan_layers, plan_stages
+from ekiben.core.command_name import command_name
+from ekiben.core.environment import platform
+from ekiben.core.errors import CorruptBlob, DefinitionError, StoreError, VerifyError
+from ekiben.core.progress import Progress
+from ekiben.formats import oci
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.store import Image, Store, StoredLayer, StoredResult
+
+if TYPE_CHECKING:
+    from ekiben.store.remote import LayerCache
+
+__all__ = ["Options", "ask_registry", "build", "ensure_layers", "image_name", "import_wheel", "plan", "prepare_job", "stored_image"]  # fmt: skip
+
+Results = Mapping[str, StoredResult]  # by the stage's key
+
+
+def build(
+    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, actions: Sequence[Action] | None = None
+) -> Image:  # fmt: skip
+    """Obey ``actions``, by default plan()'s: make every missing layer, bottom first, and name the image.
+
+    Raises LayerError, EngineError, StoreError, FetchError; LockMismatchError when ``options.locked`` refuses a layer;
+    DefinitionError when a lock file that is needed could not lock something.
+    """
+    if actions is None:
+        actions = plan(resolved, store, registry=options.registry, progress=progress)
+    layers = [action.stored for action in actions if action.stored]
+    if options.locked:
+        refuse_drift([line for layer in layers for line in layer.drift])
+    if len(layers) < len(actions):
+        _refuse_unlocked(resolved, actions)
+        store.open_for_writing()
+        is_large = any(action.stored is None and action.layer.kind != "files" for action in actions)
+        with store.building((layer.cache_key for layer in _all_layers(resolved.layers)), background=is_large):
+            scripts = [
+                item.layer.cache_key for item in actions if item.layer.kind == "post" and item.decision == "BUILD"
+            ]
+            builder = LayerBuilder(resolved, store, options, progress, scripts[-1] if scripts else None)
+            _refuse_missing_commits(actions, builder)
+            return _named(resolved, store, _Build(builder).ensure_layers(actions))
+    return _named(resolved, store, layers)
+
+
+def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
+    """Return the image as its layers in the store make it. Raises VerifyError when one is missing."""
+    actions = plan(resolved, store)
+    if missing := ", ".join(action.layer.name for action in actions if not action.stored):
+        name = resolved.recipe.name
+        raise VerifyError(f"{name} is not built: missing {missing}", hint=f"make image recipe={name}")
+    return _image_of(resolved, [action.stored for action in actions if action.stored])
+
+
+def ensure_layers(
+    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, layers: Sequence[Layer]
+) -> list[StoredLayer]:
+    """Make layers that a build stage stands on, where the store has them not. Raises as build() does."""
+    store.open_for_writing()
+    with store.building(layer.cache_key for layer in layers):
+        return _Build(LayerBuilder(resolved, store, options, progress)).ensure_layers(plan_layers(layers, store))
+
+
+def import_wheel(
+    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, wheel: Path, sha256: str | None = None
+) -> StoredResult:
+    """Take a wheel compiled elsewhere: check it, make the layer it is for, run that layer's %test, keep both.
+
+    Raises UsageError when the recipe compiles no such package; VerifyError when the wheel is not for it.
+    """
+    from ekiben.builder import wheels
+    from ekiben.builder._stage import import_result
+
+    digest = wheels.digest_of(wheel)
+    if sha256 and digest != f"sha256:{sha256.lower().removeprefix('sha256:')}":
+        raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one asked for; it is not taken")
+    stage = wheels.stage_for(resolved, wheel)
+    record = wheels.read_record(wheel, stage)
+    if (there := store.result(stage.cache_key)) is not None:
+        if digest in [file.digest for file in there.files]:
+            return there
+        raise VerifyError(f"there is a wheel for {stage.name} already ({there.origin}), with other bytes; two of one key "
+                          "would make two images of one key", hint=f"{command_name()} prune --wheels removes one that no image needs")  # fmt: skip
+    store.open_for_writing()
+    with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
+        imported = import_result(stage, wheel, record, store)
+        count = next(number for number, layer in enumerate(resolved.layers, 1) if stage in stages_of(layer.copies))
+        recursion = _Build(LayerBuilder(resolved, store, options, progress), {stage.cache_key: imported})
+        layer = recursion.ensure_layers(plan_layers(resolved.layers[:count], store))[-1]
+        if (
+            store.result(stage.cache_key) is None
+        ):  # the layer was there: it is proof enough, if it holds this very wheel
+            if digest[7:] not in layer.notes.get("outputs", {}).values():
+                raise VerifyError(
+                    f"{layer.name} is in the store, made with another wheel than {wheel}; it is not taken"
+                )
+            store.put_result(imported)
+    return imported
+
+
+class _Build:
+    """The recursion of one build(): a layer needs what build stages hand over, a stage needs layers of its own.
+
+    ``imported``: wheels to use instead of compiling, by the stage's key.
+    """
+
+    def __init__(self, builder: LayerBuilder, imported: Results | None = None) -> None:
+        self.builder, self.store, self.progress = builder, builder.store, builder.progress
+        self._imported = imported or {}
+        self._made: dict[str, StoredLayer] = {}
+        self._unproven: dict[str, StoredResult] = {}  # kept when the layer that holds them has passed its %test
+        self._locked: dict[str, StoredResult] = {}  # results by the key whose lock this build holds
+        self._cache: LayerCache | None = None
+
+    def ensure_layers(self, actions: Sequence[Action]) -> list[StoredLayer]:
+        """Return the layers that stand on each other, bottom first, each made where it is missing."""
+        done: list[StoredLayer] = []
+        for action in actions:
+            done.append(action.stored or self._ensure_layer(action, done))
+        return done
+
+    def _ensure_layer(self, action: Action, lower: Sequence[StoredLayer]) -> StoredLayer:
+        def on_wait() -> None:
+            self.progress.log(f"layer {action.layer.name}: another process is building it; waiting")
+
+        key = action.layer.cache_key
+        if key in self._made:  # for a build stage, or for the stage before it
+            return self._made[key]
+        with self.store.lock(key, on_wait):
+            layer = self.store.layer(key) or self._pull(action)
+            if layer is None:
+                layer = self._make(action, lower)
+                self.store.put_layer(layer)
+        self._made[key] = layer
+        return layer
+
+    def _pull(self, action: Action) -> StoredLayer | None:
+        """What the registry has; None when it was not planned so, or does not come."""
+        registry = self.builder.options.registry
+        if registry is None or not action.in_registry:
+            return None
+        if self._cache is None:
+            from ekiben.store.remote import LayerCache
+
+            self._cache = LayerCache(registry, self.progress)
+        return self._cache.fetch(action.layer.cache_key, self.store)
+
+    def _make(self, action: Action, lower: Sequence[StoredLayer]) -> StoredLayer:
+        layer = action.layer
+        if not layer.copies:
+            with self.progress.step(f"layer {layer.name} ({action.reason})"):
+                return self.builder.make(layer, lower)
+        from ekiben.builder._stage import files_for
+
+        # Of a layer that was to be pulled, and did not come, nothing is planned below.
+        deps = action.stage_deps or plan_stages(layer.copies, self.store)
+        with self._results(layer.copies, {dep.step.cache_key: dep for dep in deps}) as results:
+            with self.progress.step(f"layer {layer.name} ({action.reason})"):
+                made = self.builder.make(layer, lower, files_for(layer.copies, results, self.store))
+                if any(key in self._unproven for key in results):
+                    self.builder.run_test(layer, [*lower, made])
+            self._keep(results)
+        return made
+
+    @contextlib.contextmanager
+    def _results(self, copies: Sequence[StageCopy], deps: Mapping[str, StageAction]) -> Iterator[Results]:
+        """What the stages hand over, compiled where the store has it not. An error inside drops what is new."""
+        with contextlib.ExitStack() as locks:
+            found: dict[str, StoredResult] = {}
+            try:
+                for stage in stages_of(copies):
+                    found[stage.cache_key] = self._ensure_result(stage, copies, deps, locks)
+                yield found
+            except BaseException:
+                for result in [self._unproven.pop(key) for key in found if key in self._unproven]:
+                    self._drop(result)
+                raise
+
+    def _ensure_result(
+        self, stage: BuildStage, copies: Sequence[StageCopy], deps: Mapping[str, StageAction], locks: contextlib.ExitStack
+    ) -> StoredResult:  # fmt: skip
+        from ekiben.builder._stage import compile_stage, files_for
+
+        key = stage.cache_key
+        if key in self._locked:  # by this build, for a later stage: to wait for it would be to wait for ever
+            return self._locked[key]
+        if stored := deps[key].stored:
+            if self._is_intact(stored):
+                return stored
+            deps = {dep.step.cache_key: dep for dep in plan_stages(copies, self.store)}
+        if imported := self._imported.get(key):
+            self._unproven[key] = imported
+            return imported
+        waiting = f"stage {stage.name}: another process is compiling it; waiting"
+        locks.enter_context(self.store.lock(key, lambda: self.progress.log(waiting)))
+        locks.callback(self._locked.pop, key, None)
+        if (stored := self.store.result(key)) and self._is_intact(stored):
+            self._locked[key] = stored
+            return stored
+        with self._results(stage.copies, deps) as below:
+            lower = self.ensure_layers(deps[key].layers)
+            files = [*stage.files, *files_for(stage.copies, below, self.store)]
+            with self.progress.step(f"stage {stage.name}" + (f" (compiles {stage.wheel})" if stage.wheel else "")):
+                result = compile_stage(stage, lower, files, self.builder)
+            self._keep(below)
+        if stage.wheel is None:
+            self.store.put_result(result)
+        else:
+            self._unproven[key] = result
+        self._locked[key] = result
+        return result
+
+    def _is_intact(self, result: StoredResult) -> bool:
+        try:
+            for file in result.files:
+                self.store.check_blob(file.digest)
+        except CorruptBlob as error:
+            self.progress.log(f"{error}; it is made again")
+            self.store.drop_blob(error.digest)
+            return False
+        return True
+
+    def _keep(self, results: Results) -> None:
+        from ekiben.builder._stage import remove_work
+
+        for key, result in results.items():
+            if self._unproven.pop(key, None):
+                self.store.put_result(result)
+                remove_work(result, self.store)
+
+    def _drop(self, result: StoredResult) -> None:
+        kept = {file.digest for other in self.store.results() for file in other.files}
+        for file in result.files:
+            if file.digest not in kept:
+                self.store.drop_blob(file.digest)
+
+
+def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
+    """Before anything is built. Raises DefinitionError when a lock file says that it could not lock something."""
+    stack = resolved.stack
+    locks = {file.source for action in actions if not action.stored for file in action.layer.files
+             if file.source and file.source.suffix == ".lock"}  # fmt: skip
+    if missing := [f"{lock}: {line} is not locked" for lock in sorted(locks) for line in stack.unlocked(lock)]:
+        raise DefinitionError("\n".join(missing), hint="where an index that has it can be reached: "
+                              f"UV_EXTRA_INDEX_URL=<index> {command_name()} lock {stack.name} --keep")  # fmt: skip
+
+
+def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:
+    """Before anything is built: fetch what stages take from git repositories once. Raises FetchError."""
+    from ekiben.packages.git import mount_repositories
+
+    for action in actions:
+        for dep in action.stage_deps:
+            if not dep.is_stored and isinstance(dep.step, BuildStage) and builder.uses_git:
+                with builder.store.staging() as staging:
+                    mount_repositories(dep.step.stage.arguments, staging)
+
+
+def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
+    """With those that build stages stand on."""
+    for layer in layers:
+        yield layer
+        for item in layer.copies:
+            yield from _all_layers(item.stage.layers)
+
+
+def image_name(resolved: ResolvedRecipe) -> str:
+    """Return what the image is called in the store."""
+    return resolved.recipe.image_name(resolved.stack.name)
+
+
+def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
+    """Let the recipe's name stand for the image of ``layers``."""
+    image = _image_of(resolved, layers)
+    about = {"config": image.image_id, "recipe": image.recipe, "stack": image.stack, "tasks": dict(image.tasks),
+             "keys": [layer.cache_key for layer in layers]}  # fmt: skip
+    ref = store.image(image.name)
+    is_same = ref is not None and all(ref.get(field) == value for field, value in about.items())
+    if ref is None or not is_same or (store.is_writable() and not _are_intact(store, (ref["config"], ref["manifest"]))):
+        store.open_for_writing()
+        store.put_blob(image.config)
+        for layer in layers:
+            store.note_last(layer.name, layer.cache_key)
+        store.put_image(image.name, oci.store_manifest(image.config, layers), about)
+    return image
+
+
+def _are_intact(store: Store, digests: Iterable[str]) -> bool:
+    """Return whether these small blobs are there with the bytes of their digests. A build reads no more of a store than its layers."""
+    try:
+        for digest in digests:
+            store.get_blob(digest)
+    except StoreError:
+        return False
+    return True
+
+
+def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
+    recipe, epoch = resolved.recipe, resolved.stack.file.epoch
+    config = oci.image_config(
+        layers,
+        environment=resolved.environment,
+        labels=resolved.labels,
+        epoch=epoch,
+        platform=platform(),
+        working_dir=oci.WORKING_DIR,
+    )
+    copies = (item for layer in resolved.layers for item in layer.copies)
+    return Image(
+        name=image_name(resolved), image_id=oci.digest_of(config), config=config, layers=tuple(layers),
+        recipe=recipe.name, stack=resolved.stack.name, description=recipe.file.description,
+        tasks={name: task.help for name, task in recipe.file.tasks.items()},
+        environment=resolved.environment, labels=resolved.labels, deffile=resolved.deffile, epoch=epoch,
+        arch=platform().split("/")[1], result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
+    )  # fmt: skip

@@ -1,0 +1,332 @@
+"""Makes one layer: its base, its %post under an executor, or its files; as a blob in the store, with its record.
+
+What the host lends, the executor and the folders of a job are the same for a layer and for a build stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ekiben.builder.bases import load_base
+from ekiben.builder.plan import Options
+from ekiben.core.command_name import command_name
+from ekiben.core.environment import build_environment
+from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
+from ekiben.core.progress import Progress
+from ekiben.formats.changeset import file_entries
+from ekiben.formats.layer import File
+from ekiben.formats.tar import DigestWriter
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe
+from ekiben.spec.definition import expand
+from ekiben.store import Store, StoredLayer, bind_layers
+
+if TYPE_CHECKING:
+    from ekiben.executors import Executor, Job
+    from ekiben.formats.changeset import Lower
+    from ekiben.formats.layer import LayerEntry
+    from ekiben.packages.host_config import PackageSources
+
+LogLine = Callable[[str], None]
+
+
+class LayerBuilder:
+    """Makes layers of one recipe. The executor is chosen when the first %post needs it, and then kept.
+
+    ``last_script`` is the key of the last layer whose %post runs: what earlier ones left behind is removed from then on.
+    """
+
+    def __init__(
+        self, resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, last_script: str | None = None
+    ) -> None:  # fmt: skip
+        self.store, self.progress, self.options = store, progress, options
+        self._recipe, self._stack, self._last_script = resolved.recipe.name, resolved.stack, last_script
+        self._executor: tuple[str, Executor] | None = None
+        self._sources: PackageSources | None = None
+
+    @property
+    def sources(self) -> PackageSources:
+        """Return where packages come from."""
+        if self._sources is None:
+            from ekiben.packages.host_config import site_sources
+
+            self._sources = self.options.supply or site_sources(self._stack, self.options.mirror)
+        return self._sources
+
+    @property
+    def executor(self) -> tuple[str, Executor]:
+        """Return the executor that runs the scripts."""
+        if self._executor is None:
+            from ekiben.executors import choose
+
+            name, executor, why = choose(self.options.engine)
+            self.progress.log(f"engine {name}: {why}")
+            self._executor = name, executor
+        return self._executor
+
+    def make(self, layer: Layer, lower: Sequence[StoredLayer], outputs: Sequence[File] = ()) -> StoredLayer:
+        """Put the layer's blob into the store and return its record, which is not stored yet.
+
+        ``outputs`` is what build stages hand over. Raises LayerError, EngineError, FetchError, StoreError; LockMismatchError
+        when ``options.locked`` refuses what was installed.
+        """
+        from ekiben.formats.changeset import OverlayError
+
+        try:
+            return self._make(layer, lower, outputs)
+        except OverlayError as error:
+            usual = self.executor
+            if (other := self._other_executor(usual[0])) is None:
+                raise
+            self.progress.log(f"{layer.name}: {error}; engine {other[0]} builds this layer again")
+            self._executor = other
+            try:
+                return self._make(layer, lower, outputs)
+            finally:
+                self._executor = usual
+
+    def _other_executor(self, usual: str) -> tuple[str, Executor] | None:
+        """The next best, for a layer that the usual one cannot build; none where an engine was asked for."""
+        from ekiben.executors import choose
+
+        if self.options.engine != "auto":
+            return None
+        try:
+            return choose("auto", without={usual})[:2]
+        except EngineError:
+            return None
+
+    def _make(self, layer: Layer, lower: Sequence[StoredLayer], outputs: Sequence[File]) -> StoredLayer:
+        from ekiben.formats.layer import write_entries
+        from ekiben.formats.squashfs.writer import SquashfsWriter
+
+        began = time.monotonic()
+        with self.store.staging() as staging:
+            blob, tar = staging / "layer.squashfs", DigestWriter()
+            notes: dict[str, Any] = {}
+            with self._entries(layer, lower, staging, notes, outputs) as entries, blob.open("w+b") as out:
+                write_entries(entries, tar, SquashfsWriter(out, epoch=layer.epoch))
+            known = {line for item in lower for line in item.drift}
+            if drift := [line for line in self._drift(layer, blob) if line not in known]:
+                notes["drift"] = drift
+            if outputs:
+                notes["outputs"] = {file.destination: file.sha256() for file in outputs}
+            with blob.open("rb") as stream:
+                digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+            size = blob.stat().st_size
+            self.store.put_file(blob, digest)
+        return StoredLayer(
+            name=layer.name, cache_key=layer.cache_key, diff_id=tar.diff_id, tar_size=tar.size, digest=digest, size=size,
+            executor=notes.pop("executor", "none"), seconds=round(time.monotonic() - began, 2), inputs=layer.inputs, notes=notes,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _entries(
+        self, layer: Layer, lower: Sequence[StoredLayer], staging: Path, notes: dict[str, Any], outputs: Sequence[File]
+    ) -> Iterator[Iterator[LayerEntry]]:
+        """What the layer holds, by its kind."""
+        with contextlib.ExitStack() as stack:
+            if layer.kind == "bootstrap":
+                assert layer.stage is not None
+                log = stack.enter_context(self.log(layer))
+                yield load_base(layer.stage.bootstrap).entries(layer, staging, notes, self.sources, log.line)
+                return
+            files = (*layer.files, *outputs)
+            if layer.kind == "files":
+                yield file_entries(files, stack.enter_context(self._below(lower)), epoch=layer.epoch)
+                return
+            from ekiben.executors import JobFailed
+
+            log = stack.enter_context(self.log(layer))
+            try:
+                yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line, notes))
+            except JobFailed as error:
+                raise LayerError(log.failure(layer, error.returncode)) from error
+
+    @property
+    def uses_git(self) -> bool:
+        """Whether git sources are fetched for a stage; where not, a bundle says where git goes."""
+        return "GIT_CONFIG_COUNT" not in self.sources.environment
+
+    @contextlib.contextmanager
+    def run_post(
+        self, step: Layer | BuildStage, lower: Sequence[StoredLayer], staging: Path, files: Sequence[File],
+        log: LogLine, notes: dict[str, Any], settings: Mapping[str, str] | None = None,
+    ) -> Iterator[Iterator[LayerEntry]]:  # fmt: skip
+        """Run a step's %post on the layers below; inside the context what it changed can be read, once.
+
+        ``settings`` are variables that are no input; ``notes`` takes the executor's name. Raises JobFailed, EngineError.
+        """
+        from ekiben.formats.changeset import is_excluded, normalize, refuse_total_removal
+        from ekiben.formats.left_out import LeftOut
+        from ekiben.formats.placement import place
+        from ekiben.packages.git import mount_repositories
+        from ekiben.packages.host_config import write_host_files
+
+        notes["executor"], executor = self.executor
+        for item in lower:
+            self.store.check_blob(item.digest)
+        assert step.stage is not None
+        (staging / "mount").mkdir()
+        lent = write_host_files(staging / "mount", self.sources)
+        if self.uses_git:
+            lent = {**lent, **mount_repositories(step.stage.arguments, staging / "mount")}
+        left_out = LeftOut()
+        with self._below(lower) as below:
+            files = place(files, below)
+            if isinstance(step, BuildStage):
+                _refuse_shared_folders(step, below)
+        for file in files:
+            if is_excluded(path := file.destination.lstrip("/")):
+                left_out.add(path)
+        job = prepare_job(
+            step.name, step.stage.post, {**step.environment, **build_environment(step.epoch), **lent, **(settings or {})},
+            lower, self.store, staging, files=files, log=log,
+        )  # fmt: skip
+        with self._below(lower) as below, executor.execute(job) as changes:
+            if step.cache_key == self._last_script:
+                self.store.remove_finished()
+            entries = normalize(changes.upper, below, epoch=step.epoch, deleted=changes.deleted, opaque=changes.opaque, is_fuse=changes.is_fuse,
+                                left_out=left_out)  # fmt: skip
+            yield refuse_total_removal(entries, below)
+        for line in left_out.lines():
+            log(line)
+            self.progress.log(f"{step.name}: {line}")
+
+    @contextlib.contextmanager
+    def _below(self, lower: Sequence[StoredLayer]) -> Iterator[Lower]:
+        from ekiben.formats.changeset import Lower
+
+        with contextlib.ExitStack() as stack:
+            yield Lower([stack.enter_context(self.store.reader(item.digest)) for item in reversed(lower)])
+
+    def run_test(self, layer: Layer, layers: Sequence[StoredLayer]) -> None:
+        """Run a layer's own %test on ``layers``, of which it is the last. Raises VerifyError when it fails."""
+        from ekiben.executors import JobFailed
+
+        assert layer.stage is not None
+        lines: list[str] = []
+        with self.store.staging() as staging:
+            settings = {**expand(layer.stage.environment, layer.environment), **build_environment(layer.epoch)}
+            job = prepare_job(
+                f"{layer.name}-test", layer.stage.test, settings, layers, self.store, staging, log=lines.append
+            )
+            try:
+                self.executor[1].try_run(job)
+            except JobFailed as error:
+                tail = "\n".join(f"  {line}" for line in lines[-20:])
+                raise VerifyError(
+                    f"%test of {layer.name} failed with exit code {error.returncode}. Its last lines:\n{tail}"
+                ) from error
+
+    @contextlib.contextmanager
+    def log(self, step: Layer | BuildStage) -> Iterator[Log]:
+        """Open a log file of its own for a step."""
+        path = self.store.log_path(f"{self._recipe}-{step.name}-{step.cache_key[:8]}-{os.getpid()}")
+        with path.open("w", encoding="utf-8", errors="replace") as stream:
+            yield Log(path, stream, self.progress)
+
+    def _drift(self, layer: Layer, blob: Path) -> list[str]:
+        """Debian packages whose version is not the locked one."""
+        if layer.kind == "files":  # they install nothing
+            return []
+        from ekiben.formats.squashfs.reader import SquashfsReader
+        from ekiben.packages.installed import DPKG_STATUS, installed_packages
+
+        locked = self._stack.apt_lock().packages
+        with blob.open("rb") as stream:
+            reader = SquashfsReader(stream)
+            entry = reader.lookup(DPKG_STATUS) if locked else None
+            status = reader.read_file(DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
+        found = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
+                 if name in locked and locked[name] != version]  # fmt: skip
+        if self.options.locked:
+            refuse_drift(found)
+        for line in found:
+            self.progress.log(f"drift: {line}")
+        return found
+
+
+def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
+    """Raise LayerError where a folder that the stage hands over has files of the layers below: they would stay behind."""
+    for output in stage.hands_over:
+        entry = below.lookup(path := output.strip("/"))
+        if entry is not None and entry.kind == "dir" and below.children(path):
+            raise LayerError(f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only what the stage makes is "
+                             "handed over; let it make a folder of its own, or name the files")  # fmt: skip
+
+
+def refuse_drift(found: Sequence[str]) -> None:
+    """Raise LockMismatchError when there is any."""
+    if found:
+        raise LockMismatchError("other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(found),
+                         hint=f"`{command_name()} lock` locks today's; without --locked the drift is recorded in the image")  # fmt: skip
+
+
+def prepare_job(
+    name: str, script: str, environment: Mapping[str, str], lower: Sequence[StoredLayer], store: Store, staging: Path, *,
+    files: Sequence[File] = (), log: LogLine,
+) -> Job:  # fmt: skip
+    """Make the folders a job needs, with its run.sh; the caller adds what the host lends."""
+    from ekiben.executors import Job, write_run_script
+
+    mount, scratch = staging / "mount", staging / "scratch"
+    mount.mkdir(exist_ok=True)
+    scratch.mkdir()
+    cache = store.cache
+    for folder in ("uv", "apt/partial"):
+        (cache / folder).mkdir(parents=True, exist_ok=True)
+    if files:
+        (mount / "files.tar").write_bytes(_files_tar(files))
+    write_run_script(mount, environment, script)
+    return Job(name=name, lower=bind_layers(store, lower), mount=mount, cache=cache, scratch=scratch,
+               staging=store.staging_root, log=log)  # fmt: skip
+
+
+def _files_tar(files: Sequence[File]) -> bytes:
+    """What %files brings, for the executor to unpack before %post. Lock files and scripts: small."""
+    import tarfile
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", encoding="utf-8", errors="surrogateescape") as tar:
+        for file in files:
+            info = tarfile.TarInfo(file.destination.lstrip("/"))
+            info.type = tarfile.DIRTYPE if file.is_folder else tarfile.REGTYPE
+            info.size, info.mode = file.size, file.mode
+            with file.source.open("rb") if file.source else io.BytesIO(file.content) as content:
+                tar.addfile(info, content)
+    return buffer.getvalue()
+
+
+class Log:
+    """A step's log: every line is kept in a file, the last ones in memory for the error message. ``read_state`` may make
+    something better to show of a line than the line."""
+
+    def __init__(self, path: Path, stream: io.TextIOWrapper, progress: Progress) -> None:
+        self.path, self._stream, self._progress = path, stream, progress
+        self._last: list[str] = []
+        self.read_state: Callable[[str], str | None] = lambda line: line
+
+    def line(self, line: str) -> None:
+        """Write one line of a script's output to the log."""
+        self._stream.write(line + "\n")
+        self._stream.flush()
+        self._last = [*self._last[-19:], line]
+        if (state := self.read_state(line)) is not None:
+            self._progress.note(state)
+
+    def tail(self) -> str:
+        """Return the last lines, and where the complete log is."""
+        return "\n".join(f"  {line}" for line in self._last) + f"\nthe whole log: {self.path}"
+
+    def failure(self, step: Layer | BuildStage, returncode: int) -> str:
+        """Return the error of a step that ended with ``returncode``, with its last lines."""
+        where = f"%post of {step.name}" + (f" ({step.stage and step.name.split('.')[0]}.def)" if step.stage else "")
+        killed = " (killed: out of memory?)" if returncode in (137, -9) else ""
+        return f"{where} failed with exit code {returncode}{killed}. Its last lines:\n{self.tail()}"

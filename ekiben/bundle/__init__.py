@@ -1,0 +1,7 @@
+"""One verified archive of everything a recipe is built from, for machines without a network.
+
+write   Fetch it and write it.
+read    Unpack and check it, and build from it.
+"""
+
+__all__ = ["read", "write"]

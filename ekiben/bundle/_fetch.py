@@ -1,0 +1,196 @@
+"""Fetch what a bundle holds: the finished image's own apt and pip get what was locked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ekiben.builder.build import Options, ensure_layers, prepare_job
+from ekiben.bundle._index import sha256_of
+from ekiben.core.command_name import command_name
+from ekiben.core.environment import build_environment
+from ekiben.core.errors import FetchError
+from ekiben.core.paths import BUILD_MOUNT
+from ekiben.core.progress import Progress
+from ekiben.executors import JobFailed, choose
+from ekiben.formats.layer import File
+from ekiben.packages.git import git_sources, keep_repository, write_kept
+from ekiben.packages.host_config import site_sources, write_host_files
+from ekiben.packages.installed import DPKG_STATUS, installed_packages
+from ekiben.packages.lock import packages_of
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.store import Image, Store, StoredLayer
+
+_INSIDE = f"/{BUILD_MOUNT}/bundle"
+
+# Run in the finished image. Downloads go to the folder that is bind-mounted.
+_FETCH_DEBS = f"""\
+mkdir -p {_INSIDE}/debs
+cd {_INSIDE}/debs
+apt-get update
+# What a build stage asks for comes with what that needs; an image's own packages are all known.
+xargs -r apt-get install --simulate --no-install-recommends </{BUILD_MOUNT}/asked >Simulated
+sed -n 's/^Inst \\([^ ]*\\) .*(\\([^ ]*\\) .*/\\1=\\2/p' Simulated | cat /{BUILD_MOUNT}/packages - | sort -u >Wanted
+xargs -n 64 apt-get download <Wanted
+xargs -n 64 apt-cache show <Wanted >Records
+rm Simulated Wanted
+"""
+_FETCH_WHEELS = f"""\
+mkdir -p {_INSIDE}/wheels
+for lock in /{BUILD_MOUNT}/locks/*; do
+    /opt/venv/bin/python -m pip --disable-pip-version-check download --no-deps --require-hashes --only-binary :all: \\
+        --no-cache-dir --progress-bar off --dest {_INSIDE}/wheels --requirement "$lock"
+done
+"""
+
+
+_FETCH_ARCHIVES = _FETCH_WHEELS.replace("/wheels", "/sources").replace(
+    "--only-binary :all:",
+    "--no-binary :all: --no-build-isolation",
+)
+
+
+def fetch_packages(
+    resolved: ResolvedRecipe,
+    image: Image,
+    store: Store,
+    staging: Path,
+    options: Options,
+    progress: Progress,
+    *,
+    compiler: bool,
+) -> Path:
+    """Download the Debian and Python packages of every layer, and with ``compiler`` of the build stages. Returns their folder.
+
+    Raises FetchError.
+    """
+    stages = _all_stages(item for layer in resolved.layers for item in layer.copies) if compiler else []
+    below: list[Layer | BuildStage] = [*stages, *(layer for stage in stages for layer in stage.layers)]
+    asked = packages_of(step.stage for step in below if step.stage)
+    mount = make_folder(staging / "mount")
+    (mount / "packages").write_text("\n".join(_packages(resolved, image, store)) + "\n", encoding="utf-8")
+    (mount / "asked").write_text("\n".join(asked), encoding="utf-8")
+    files = [file for step in (*resolved.layers, *below) for file in step.files]
+    locks = list(dict.fromkeys(file for file in files if _is_lock(file) and not _is_source_lock(file)))
+    _copy_locks(locks, mount)
+    script = _FETCH_DEBS + (_FETCH_WHEELS if locks else "")
+    with progress.step(f"fetch packages in {image.name}"):
+        _run_in(image.layers, script, resolved.environment, resolved, store, staging, options, progress)
+    return mount / "bundle"
+
+
+def fetch_sources(resolved: ResolvedRecipe, store: Store, staging: Path, options: Options, progress: Progress) -> Path:
+    """Download what the build stages compile, and return the folder.
+
+    pip has to run a source distribution's build to learn its name, so each is fetched in the layers of its stage. Raises FetchError.
+    """
+    folder, kept = make_folder(staging / "sources"), dict[str, str]()
+    for number, stage in enumerate(_all_stages(item for layer in resolved.layers for item in layer.copies)):
+        with progress.step(f"fetch the source of {stage.name}"):
+            for source in git_sources(stage.stage.arguments):
+                kept |= keep_repository(source, folder)
+            locks = [file for file in stage.files if _is_source_lock(file)]
+            if not locks:
+                continue
+            scratch = make_folder(staging / f"source-{number}")
+            _copy_locks(locks, make_folder(scratch / "mount"))
+            layers = ensure_layers(resolved, store, options, progress, stage.layers)
+            _run_in(layers, _FETCH_ARCHIVES, stage.environment, resolved, store, scratch, options, progress)
+            for path in (scratch / "mount/bundle/sources").iterdir():
+                path.rename(folder / path.name)
+    if kept:
+        write_kept(kept, folder)
+    return folder
+
+
+def _all_stages(copies: Iterable[StageCopy]) -> list[BuildStage]:
+    """Those that other build stages take from, too."""
+    stages: dict[str, BuildStage] = {}
+    for stage in stages_of(copies):
+        stages |= {inner.cache_key: inner for inner in _all_stages(stage.copies)} | {stage.cache_key: stage}
+    return list(stages.values())
+
+
+def _is_lock(file: File) -> bool:
+    return file.source is not None and file.destination.endswith(".lock")
+
+
+def _is_source_lock(file: File) -> bool:
+    return _is_lock(file) and file.destination.endswith("-source.lock")
+
+
+def _copy_locks(locks: Sequence[File], mount: Path) -> None:
+    for number, file in enumerate(locks):
+        assert file.source
+        shutil.copyfile(file.source, make_folder(mount / "locks") / f"{number}-{file.source.name}")
+
+
+def _run_in(
+    layers: Sequence[StoredLayer], script: str, environment: Mapping[str, str], resolved: ResolvedRecipe, store: Store, staging: Path,
+    options: Options, progress: Progress,
+) -> None:  # fmt: skip
+    """Run ``script`` on ``layers``, with the network. Raises FetchError."""
+    _, executor, _ = choose(options.engine)
+    host_environment = write_host_files(staging / "mount", site_sources(resolved.stack, options.mirror))
+    lines: list[str] = []
+
+    def log(line: str) -> None:
+        lines.append(line)
+        progress.note(line)
+
+    settings = {**environment, **build_environment(resolved.stack.file.epoch), **host_environment}
+    # pip knows no SSL_CERT_FILE, and a site's authority may be in the host's bundle only.
+    settings |= {"PIP_CERT": host_environment.get("PIP_CERT", "/etc/ssl/certs/ca-certificates.crt")}
+    try:
+        executor.try_run(prepare_job("bundle", script, settings, layers, store, staging, log=log))
+    except JobFailed as error:
+        tail = "\n".join(f"  {line}" for line in lines[-12:])
+        raise FetchError(f"{resolved.recipe.name}: what it was built from could not be fetched. The last lines:\n{tail}",
+                         hint=f"a version may be gone from the mirror: run {command_name()} lock, build again, then bundle") from error  # fmt: skip
+
+
+def make_folder(folder: Path) -> Path:
+    """Create a folder with its parents, and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _packages(resolved: ResolvedRecipe, image: Image, store: Store) -> list[str]:
+    """Every Debian package a layer has, had, or asks for: name=version, or the name alone where no version is known."""
+    locked = resolved.stack.apt_lock().packages
+    stages = [stage for definition in resolved.definitions for stage in definition.stages]
+    versions = {name: locked.get(name, "") for name in packages_of(stages)}
+    for layer in image.layers:
+        with store.reader(layer.digest) as reader:
+            if (entry := reader.lookup(DPKG_STATUS)) and entry.kind == "file":
+                versions |= installed_packages(reader.read_file(DPKG_STATUS).decode())
+    return [f"{name}={version}" if version else name for name, version in sorted(versions.items())]
+
+
+def index_debs(folder: Path, suite: str) -> None:
+    """Packages: apt's own records, pointing at the files here; Release, since mmdebstrap asks which suite it is. Raises FetchError when a file is not its record's."""
+    records = (folder / "Records").read_text(encoding="utf-8").strip().split("\n\n")
+    (folder / "Records").unlink()
+    kept = {}
+    for record in records:
+        fields = dict(re.findall(r"^(Package|Version|Architecture|SHA256): (.*)$", record, re.MULTILINE))
+        if "SHA256" not in fields:
+            continue  # dpkg's record of what is installed
+        version = fields["Version"].replace(":", "%3a")
+        path = folder / f"{fields['Package']}_{version}_{fields['Architecture']}.deb"
+        if not path.exists() or sha256_of(path) != fields["SHA256"]:
+            raise FetchError(f"{path.name}: was not fetched completely")
+        plain = path.rename(folder / path.name.replace("%3a", "."))  # apt would read %3a in a file's name as a colon
+        lines = [line for line in record.splitlines() if not line.startswith("Filename:")]
+        kept[plain.name] = "\n".join([*lines, f"Filename: ./{plain.name}", ""])
+    for path in folder.glob("*.deb"):
+        if path.name not in kept:
+            path.unlink()
+    index = folder / "Packages"
+    index.write_text("\n".join(text for _, text in sorted(kept.items())), encoding="utf-8")
+    (folder / "Release").write_text(
+        f"Suite: {suite}\nCodename: {suite}\nSHA256:\n {sha256_of(index)} {index.stat().st_size} Packages\n",
+        encoding="utf-8",
+    )

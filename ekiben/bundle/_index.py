@@ -1,0 +1,106 @@
+"""What bundle.json says, and how a recipe's locks are compared with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ekiben.core.checked import Fields, parse_json
+from ekiben.resolve.graph import ResolvedRecipe
+
+FORMAT = 3
+SECTIONS = ("debs", "wheels", "compiled", "sources", "include")
+_FORMER_INCLUDE = {2: "with"}  # format → what include/ is called in it
+INDEX = "bundle.json"
+MAX_INDEX = 256 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFile:
+    """One member: a file with ``size`` and ``sha256``, or a link to ``link``."""
+
+    size: int = 0
+    sha256: str = ""
+    link: str | None = None
+
+    @classmethod
+    def parse(cls, fields: Fields) -> BundleFile:
+        """Parse the fields. Raises ValueError for what is wrong."""
+        if "link" in fields:
+            return cls(link=fields.text("link"))
+        return cls(fields.size("size"), fields.hex_digest("sha256"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that the index holds."""
+        return {"link": self.link} if self.link is not None else {"size": self.size, "sha256": self.sha256}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleIndex:
+    """bundle.json: what the bundle is for, its members, the lock files (name → sha256) and the layers (name → cache key)."""
+
+    recipe: str
+    stack: str
+    platform: str
+    locks: Mapping[str, str]
+    layers: Mapping[str, str]
+    files: Mapping[str, BundleFile]
+    include: str = "include"  # the folder of what --include added
+
+    @classmethod
+    def parse(cls, data: bytes) -> BundleIndex | None:
+        """Return None for another format. Raises ValueError."""
+        fields = Fields.of(parse_json(data, max_size=MAX_INDEX))
+        format = fields.data.get("format")
+        if not isinstance(format, int) or format not in (FORMAT, *_FORMER_INCLUDE):
+            return None
+        files = fields.object("files")
+        return cls(
+            recipe=fields.text("recipe"), stack=fields.text("stack"), platform=fields.text("platform"),
+            locks=fields.texts("locks"), layers=fields.texts("layers", {}),
+            files={name: BundleFile.parse(files.object(name)) for name in files.data},
+            include=_FORMER_INCLUDE.get(format, "include"),
+        )  # fmt: skip
+
+    def to_json(self) -> bytes:
+        """Return the index as it is in the bundle."""
+        data = {
+            "format": FORMAT, "recipe": self.recipe, "stack": self.stack, "platform": self.platform,
+            "locks": dict(self.locks), "layers": dict(self.layers),
+            "files": {name: file.to_json() for name, file in self.files.items()},
+        }  # fmt: skip
+        return json.dumps(data, indent=1).encode() + b"\n"
+
+
+def lock_digests(resolved: ResolvedRecipe) -> dict[str, str]:
+    """Return the digests by which a recipe and a bundle are compared: of its lock files, and of each layer's Debian packages."""
+    digests = {file.destination: file.sha256() for layer in resolved.layers for file in layer.files
+             if file.source and file.destination.endswith(".lock")}  # fmt: skip
+    for layer in resolved.layers:
+        if packages := layer.inputs.get("packages"):
+            digests[f"apt.lock [{layer.name}]"] = hashlib.sha256(
+                json.dumps(packages, sort_keys=True).encode()
+            ).hexdigest()
+    return digests
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 as 64 hex digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def link_stays_inside(name: str, target: str) -> bool:
+    """Return whether the target of the link ``name`` lies inside its snapshot's folder."""
+    home = snapshot_folder(name)
+    return posixpath.normpath(posixpath.join(posixpath.dirname(name), target)).startswith(f"{home}/")
+
+
+def snapshot_folder(name: str) -> str:
+    """Return ``include/name``: what a link of that member must not lead out of."""
+    return "/".join(name.split("/")[:2])

@@ -1,0 +1,124 @@
+"""Options and steps that `run`, `shell` and `notebook` share: check the machine, then become the container runtime."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ekiben.cli.context import Context
+from ekiben.cli.options import PathType, TextType, option, refuse_ignored, stack_option
+from ekiben.core.errors import UsageError
+from ekiben.executors import runtimes
+from ekiben.gpu.devices import has_gpu
+from ekiben.run import launch
+from ekiben.run.copy_local import copy_local
+from ekiben.run.live import VARIABLE, LiveFiles, live_files
+from ekiben.spec.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """How to start an image: which runtime and file, what is shown inside, and what is left out."""
+
+    cpu: bool
+    runtime: str
+    stack: str | None
+    sif: Path | None
+    binds: tuple[Path, ...]
+    copy_local: bool
+    live: bool
+    force: bool
+    dry_run: bool
+
+
+def start_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of starting an image; the command gets them as one ``start``."""
+
+    @functools.wraps(function)
+    def with_options(*args: Any, **params: Any) -> None:
+        start = StartOptions(**{name: params.pop(name) for name in StartOptions.__slots__})
+        function(*args, start=start, **params)
+
+    for decorate in reversed(_OPTIONS):
+        with_options = decorate(with_options)
+    return with_options
+
+
+_OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
+    click.option("--cpu", is_flag=True, help="Use no GPU, even when there are some."),
+    click.option("--runtime", default="auto", show_default=True, metavar="NAME", type=TextType(),
+                 help="apptainer, singularity, docker, or an engine that keeps images: podman."),
+    stack_option,
+    click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: the recipe's, in this folder)."),
+    click.option("--bind", "binds", multiple=True, type=PathType(), metavar="DIR",
+                 help="Show this folder inside, at its own path; may repeat. This folder, caches and what ARGS name are shown anyway."),
+    option("--copy-local", former="--stage", is_flag=True,
+           help="Copy the SIF to the node's own disk first, once for all jobs there."),
+    click.option("--live", is_flag=True,
+                 help="Use the recipe's scripts as they are here, not the image's; run.json records it."),
+    click.option("--force", is_flag=True, help="Run it even where doctor says that it will fail."),
+    click.option("--dry-run", is_flag=True, help="Print the command, run nothing."),
+)  # fmt: skip
+
+
+def start_image(
+    context: Context, recipe: Recipe, argv: Sequence[str], start: StartOptions, *, executes: bool, publish: str | None = None
+) -> None:  # fmt: skip
+    """Check the machine, then become the container runtime. ``publish``: see RunRequest.
+
+    Raises:
+        UsageError: options that do not go together, or a file that is not there.
+        EngineError: nothing here runs the image.
+        IncompatibleHostError: the image will not work here.
+    """
+    name = recipe.image_name(start.stack)
+    sif = start.sif or Path(f"{name}.sif")
+    containers: launch.Containers = {}
+    if start.runtime not in ("auto", *launch.RUNTIMES):
+        containers = {executor: found_runtime.run_argv for executor, found_runtime in runtimes().items()}
+    program = _choose_program(name, sif, start, containers)
+    live = live_files(recipe) if start.live else LiveFiles({}, "")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    request = launch.RunRequest(
+        argv=argv, gpu=not start.cpu and has_gpu(), binds=start.binds, mounts=live.mounts, terminal=is_terminal,
+        executes=executes, publish=publish,
+    )  # fmt: skip
+    if not start.dry_run and not start.force:
+        from ekiben.cli.commands._findings import check_this_machine  # late: doctor's rules, for a job that starts
+
+        check_this_machine(context, program, sif, name, gpu=request.gpu)
+    if not start.dry_run and start.copy_local:
+        sif = copy_local(sif, context.environment, context.log)
+    # One of an outer run is not this run's.
+    environment = {key: value for key, value in context.environment.items() if key != VARIABLE}
+    if live.origin:
+        environment[VARIABLE] = live.origin
+    ready = launch.launch(program, sif, f"ekiben/{name}:latest", request, environment, containers)
+    click.echo(f"+ {shlex.join(ready.argv)}", err=not start.dry_run)
+    for variable in ready.kept_out:
+        context.log(f"{variable} is not passed on: the image has its own")
+    if not start.dry_run:
+        sys.stdout.flush()
+        os.execvpe(ready.argv[0], ready.argv, ready.environment)
+
+
+def _choose_program(name: str, sif: Path, start: StartOptions, containers: launch.Containers) -> str:
+    """Return the runtime's program, once the options are seen to go together with it."""
+    if start.sif is not None:
+        if not sif.is_file():
+            raise UsageError(f"--sif: {sif} is {'not a file' if sif.exists() else 'not there'}")
+        refuse_ignored("names another image than the file of --sif", "stack")
+    program = launch.choose_runtime(name, sif, start.runtime, containers)
+    if start.sif is not None and not launch.takes_sif(program):
+        raise UsageError(f"--sif: {Path(program).name} runs no SIF; leave the option out, or choose another --runtime")
+    if start.copy_local and not launch.takes_sif(program):
+        raise UsageError(f"--copy-local copies a SIF, and {Path(program).name} runs none; leave the option out")
+    return program

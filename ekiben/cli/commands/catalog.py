@@ -1,0 +1,72 @@
+"""Write pages about the images published to DIR.
+
+They show contents, GPUs, how to run each image, runs and changes; read them from file:// or a web server.
+
+\b
+Examples:
+  ekiben catalog /groups/lab/ekiben
+  ekiben catalog /groups/lab/ekiben --runs /groups/lab/results --runs ~/results
+  ekiben catalog /groups/lab/ekiben -o ~/public_html/images
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ekiben.cli.context import Context
+from ekiben.cli.options import Command, OutputFolder, PathType, json_option
+from ekiben.publish.catalog.write import WrittenCatalog, make_catalog
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogResult:
+    """``with_runs``: --runs was given."""
+
+    written: WrittenCatalog
+    with_runs: bool
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Images and versions."""
+        images = self.written.catalog["images"]
+        return len(images), sum(len(image["versions"]) for image in images)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        (images, versions), runs = self.counts, self.written.runs
+        return {"path": str(self.written.out), "images": images, "versions": versions,
+                "runs": {"new": runs.new, "known": runs.known, "unfinished": runs.unfinished, "unmatched": runs.unmatched},
+                "skipped": self.written.catalog["skipped"]}  # fmt: skip
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        (images, versions), runs = self.counts, self.written.runs
+        if self.with_runs:
+            yield (f"runs     {len(runs.new)} new, {runs.known} known, {runs.unfinished} not finished, "
+                   f"{runs.unmatched} of other images")  # fmt: skip
+        yield f"written  {self.written.out}/index.html  {images} images, {versions} versions"
+
+
+@click.command("catalog", cls=Command, help=__doc__)
+@click.argument("folder", type=PathType(), metavar="DIR")
+@click.option("-o", "--output", type=OutputFolder(), metavar="DIR", help="The folder of pages (default: DIR/catalog).")
+@click.option("--runs", type=PathType(), multiple=True, metavar="FILE|DIR",
+              help="Look here for run.json of finished runs, and keep what may be shared with the versions they used; may repeat.")  # fmt: skip
+@json_option
+@click.pass_obj
+def command(context: Context, /, folder: Path, output: Path | None, runs: tuple[Path, ...]) -> None:
+    """Read what was published, write the pages."""
+    folder = folder.absolute()
+    out = output.absolute() if output else None
+    written = make_catalog(folder, context.store_with(folder), out=out, runs=runs, log=context.log)
+    for item in (
+        *written.catalog["skipped"],
+        *({"file": file, "reason": reason} for file, reason in written.runs.broken),
+    ):
+        context.log(f"skipped: {item['file']}: {item['reason']}")
+    context.print(CatalogResult(written, bool(runs)))

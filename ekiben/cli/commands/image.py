@@ -1,0 +1,229 @@
+"""Build and verify a recipe's image.
+
+Layers that are stored, published by colleagues or in the registry of layers are reused; the others are built. The commands
+that run the image are printed at the end.
+
+\b
+Examples:
+  ekiben image lora-opencalm
+  ekiben image hello --format sif -o /tmp/hello.sif
+  ekiben image ../my-recipes/chatbot --engine apptainer
+  ekiben image mine --gpu-arch 9.0
+  ekiben image hello --offline --bundle hello.bundle     where there is no network
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ekiben.artifacts import exporters
+from ekiben.artifacts.export import build_and_export
+from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.builder.plan import Action, Options, plan
+from ekiben.builder.verify import Check, verify
+from ekiben.builder.wheels import format_savings
+from ekiben.cli.context import Context, format_size
+from ekiben.cli.options import (
+    Command,
+    OutputFile,
+    PathType,
+    PluginType,
+    RecipeOptions,
+    RecipeType,
+    engine_option,
+    json_option,
+    option,
+    recipe_options,
+    refuse_ignored,
+)
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import UsageError
+from ekiben.core.progress import Progress
+from ekiben.resolve.graph import ResolvedRecipe
+from ekiben.store import Image, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRequest:
+    """What to do with each recipe. ``output``: the file of the one export that writes one."""
+
+    formats: Sequence[str]
+    output: Path | None
+    export: ExportOptions
+    verify: bool
+    engine: str
+    locked: bool
+    offline: bool
+    bundle: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageResult:
+    """``built`` names the layers that were built; ``data`` are the folders that came with a bundle; ``run`` are commands."""
+
+    recipe: str
+    image: Image
+    built: Sequence[str]
+    artifacts: Sequence[Artifact]
+    checks: Sequence[Check]
+    data: Sequence[Path]
+    run: Sequence[str]
+    is_verified: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return {
+            "recipe": self.recipe, "stack": self.image.stack, "name": self.image.name, "image": self.image.image_id,
+            "size": self.image.size,
+            "layers": [{"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size} for layer in self.image.layers],
+            "built": list(self.built),
+            "artifacts": [{"kind": item.kind, "ref": item.ref, "size": item.size, "created": item.created, "sha256": item.sha256}
+                          for item in self.artifacts],
+            "checks": [{"runtime": item.runtime, "seconds": item.seconds, "known": item.known} for item in self.checks],
+            "data": [str(path) for path in self.data],
+            "run": list(self.run),
+        }  # fmt: skip
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        image = self.image
+        yield f"image   {image.name}  {image.image_id[:19]}  {format_size(image.size)} in {len(image.layers)} layers"
+        for item in self.artifacts:
+            label = item.kind if exporters.load(item.kind).SUFFIX is None else "file"
+            yield f"{label:<7} {item.ref}  {format_size(item.size)}{'' if item.created else '  (existing)'}"
+        yield from (f"data    {path}" for path in self.data)
+        for check in self.checks:
+            yield f"tested  under {check.runtime}, {check.seconds:.0f} s{' (before, same image)' if check.known else ''}"
+        later = f"`{command_name()} verify {self.recipe}`"
+        if not self.is_verified:
+            yield f"tested  no: --no-verify was given; {later} does it"
+        elif not self.checks:
+            yield f"tested  no: nothing here can run the image; {later} does it where Apptainer or Docker is"
+        yield from (f"run     {line}" for line in self.run)
+
+
+@click.command("image", cls=Command, help=__doc__)
+@click.argument("recipes", nargs=-1, required=True, metavar="RECIPE…", type=RecipeType())
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=PluginType("ekiben.artifacts.exporters", exporters.GROUP, option="--format", kind="format"),
+    help="What to make; may repeat. Default: sif, and docker when a daemon answers.",
+)
+@engine_option("What runs the %post scripts.")
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the file here (default: ./RECIPE.sif).")
+@option(
+    "--squash", former="--flat", is_flag=True, help="Make a SIF of one partition, for tools that read only the first."
+)
+@click.option("--locked", is_flag=True, help="Refuse packages that are not available exactly as locked.")
+@click.option("--offline", is_flag=True, help="Use no network: what is not stored comes from --bundle.")
+@click.option("--bundle", type=PathType(), metavar="FILE", help="Build from this bundle. Implies --offline.")
+@click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
+@recipe_options
+@json_option
+@click.pass_obj
+def command(
+    context: Context, /, recipes: tuple[str, ...], formats: tuple[str, ...], output: Path | None, squash: bool,
+    no_verify: bool, engine: str, locked: bool, offline: bool, bundle: Path | None, recipe_options: RecipeOptions,
+) -> None:  # fmt: skip
+    """Resolve all recipes, then make one image after the other."""
+    check_output(recipes, formats)
+    if formats and "sif" not in formats:
+        refuse_ignored("is for a SIF, which --format leaves out", "squash")
+    if bundle and recipe_options.mirror:
+        raise UsageError("--build-arg mirror: --bundle has the packages; leave one of them out")
+    request = ImageRequest(
+        formats=formats, output=output, export=ExportOptions(squash=squash, with_sha256=not no_verify),
+        verify=not no_verify, engine=engine, locked=locked, offline=offline or bundle is not None, bundle=bundle,
+    )  # fmt: skip
+    # A mistake in the last recipe is reported before the first one is built.
+    all_resolved = [recipe_options.resolve(recipe) for recipe in recipes]
+    results = [make_image(context, recipe_options, resolved, request) for resolved in all_resolved]
+    if context.json and len(results) > 1:
+        click.echo(json.dumps([result.to_json() for result in results], indent=1))
+        return
+    for result in results:
+        context.print(result)
+
+
+def check_output(recipes: Sequence[str], formats: Sequence[str]) -> None:
+    """Refuse -o where no file is written, or several. Raises UsageError."""
+    files = [name for name in dict.fromkeys(formats) if exporters.load(name).SUFFIX is not None]
+    if formats and not files:
+        refuse_ignored(f"names a file, and --format {formats[0]} writes none", "output")
+    if len(recipes) * max(1, len(files)) > 1:
+        refuse_ignored("names one file; build one recipe in one format, or leave -o out", "output")
+
+
+def make_image(
+    context: Context, recipe_options: RecipeOptions, resolved: ResolvedRecipe, request: ImageRequest
+) -> ImageResult:
+    """Plan, build, export, verify."""
+    store, progress = context.store, context.progress
+    registry = None if request.offline else context.settings.registry
+    actions = plan(resolved, store, registry=registry, progress=progress)
+    missing = [action.layer.name for action in actions if action.decision == "BUILD"]
+    report_plan(resolved, store, actions, progress, savings=bool(recipe_options.gpu_arch))
+    if missing and request.offline and not request.bundle:
+        raise UsageError(f"--offline: {', '.join(missing)} would have to be built; "
+                         f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)")  # fmt: skip
+    with build_inputs(context, recipe_options, resolved, request) as (options, data):
+        image, artifacts = build_and_export(
+            resolved, store, options, progress, actions,
+            formats=request.formats, output=request.output, export_options=request.export,
+        )  # fmt: skip
+    checks = verify_artifacts(image, artifacts, store, progress) if request.verify else []
+    task = next(iter(resolved.recipe.file.tasks), "")
+    run = [line for item in artifacts for line in exporters.run_commands(item, task)]
+    return ImageResult(recipe=resolved.recipe.name, image=image, built=missing, artifacts=artifacts, checks=checks,
+                       data=data, run=run, is_verified=request.verify)  # fmt: skip
+
+
+def report_plan(
+    resolved: ResolvedRecipe, store: Store, actions: Sequence[Action], progress: Progress, *, savings: bool
+) -> None:
+    """Print how much has to be built and pulled; with ``savings``, what fewer GPU architectures save."""
+    if savings:
+        progress.log(format_savings(resolved, store))
+    decisions, count = [action.decision for action in actions], len(actions)
+    to_build, to_pull = decisions.count("BUILD"), decisions.count("PULL")
+    if to_build:
+        summary = f"{to_build} of {count} layers to build" + (f", {to_pull} to pull" if to_pull else "")
+    else:
+        summary = f"{to_pull} of {count} layers to pull" if to_pull else f"all {count} layers are stored"
+    progress.log(f"{resolved.recipe.name}: {summary}")
+
+
+@contextlib.contextmanager
+def build_inputs(
+    context: Context, recipe_options: RecipeOptions, resolved: ResolvedRecipe, request: ImageRequest
+) -> Iterator[tuple[Options, list[Path]]]:
+    """Yield what to build from: the network, or a bundle with its folders of data, which are unpacked."""
+    if not request.bundle:
+        registry = None if request.offline else context.settings.registry
+        yield Options(engine=request.engine, locked=request.locked, mirror=recipe_options.mirror, registry=registry), []
+        return
+    from ekiben.bundle.read import bundle_sources, check_bundle, import_compiled, open_bundle, unpack_snapshots
+
+    with open_bundle(request.bundle, context.store, context.progress) as bundle:
+        check_bundle(bundle, resolved)
+        import_compiled(bundle, context.store)
+        options = Options(engine=request.engine, locked=request.locked, supply=bundle_sources(bundle, resolved))
+        folder = request.output.parent if request.output else Path()
+        yield options, unpack_snapshots(bundle, folder / f"{resolved.recipe.name}-data")
+
+
+def verify_artifacts(image: Image, artifacts: Iterable[Artifact], store: Store, progress: Progress) -> list[Check]:
+    """Run the %test scripts in every export that a runtime here can run."""
+    sifs = [Path(item.ref) for item in artifacts if item.kind == "sif"]
+    return verify(
+        image, store, progress, sifs=sifs, loaded=[item.kind for item in artifacts if item.kind in ("docker", "podman")]
+    )

@@ -1,0 +1,82 @@
+"""Update the lock files of a stack or of your recipe.
+
+They name Python packages with hashes, and Debian packages with versions.
+
+\b
+Examples:
+  ekiben lock
+  ekiben lock cu130 --check
+  ekiben lock ./mine                        what mine/requirements.txt asks for, on the layers below
+  ekiben lock cu130 --keep                  after a line was added to an .in file
+  ekiben lock cu130 --outdated              what has a newer release; nothing is changed
+  ekiben lock cu130 --advisories all.zip    what has a known advisory: osv.dev's PyPI/all.zip
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from ekiben.cli.options import Command, PathType, TextType, refuse_ignored
+from ekiben.core.errors import LockMismatchError
+from ekiben.packages.lock import open_stack, refresh, short_path
+from ekiben.packages.outdated import find_advisories, find_newer, read_locks
+from ekiben.project.lock import find_local_recipe, lock_recipe
+
+
+@click.command("lock", cls=Command, help=__doc__)
+@click.argument("stack", default="cu130", metavar="[STACK|FOLDER|RECIPE]", type=TextType())
+@click.option(
+    "--check", is_flag=True, help="Change nothing; print what is out of date, and exit with 9 if something is."
+)
+@click.option("--keep", is_flag=True, help="Keep every version that still fits, and add only what is new.")
+@click.option("--outdated", is_flag=True, help="Change nothing; print which Python packages have a newer release.")
+@click.option(
+    "--advisories",
+    type=PathType(),
+    metavar="FILE|FOLDER",
+    help="Change nothing; print known advisories of the locked versions, from a database in the OSV format. "
+    "Exit with 9 if there is one.",
+)
+@click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: as apt has it here).")
+def command(stack: str, check: bool, keep: bool, outdated: bool, advisories: Path | None, mirror: str | None) -> None:
+    """Update, check, or compare."""
+    recipe = find_local_recipe(stack)
+    if outdated or advisories:
+        refuse_ignored(
+            "is for writing lock files; --outdated and --advisories only read them", "check", "keep", "mirror"
+        )
+        locks = read_locks(recipe.folder / "images" if recipe else open_stack(stack).folder)
+        _compare(locks, outdated=outdated, advisories=advisories)
+        return
+    if check:
+        refuse_ignored("is for writing lock files; --check keeps what is locked anyway", "keep")
+    if recipe:
+        refuse_ignored("is for a stack's Debian packages; a recipe of your own locks Python packages", "mirror")
+        lines = lock_recipe(recipe, check=check, keep=keep)
+    else:
+        lines = refresh(stack, check=check, keep=keep, mirror=mirror)
+    for line in lines:
+        click.echo(line)
+
+
+def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisories: Path | None) -> None:
+    """Print what is newer than, or known of, the versions of each lock file."""
+    pinned = {name: version for versions in locks.values() for name, version in versions.items()}
+    if outdated:
+        newer = find_newer(pinned)
+        for lock, versions in locks.items():
+            for name in sorted(versions.keys() & newer.keys()):
+                click.echo(f"{short_path(lock)}: {name} {versions[name]} → {newer[name]}")
+        click.echo(f"{len(newer)} of {len(pinned)} locked packages have a newer release")
+    if advisories:
+        known = find_advisories(pinned, advisories)
+        for advisory in known:
+            where = next(lock for lock, versions in locks.items() if advisory.name in versions)
+            click.echo(f"{short_path(where)}: {advisory}")
+        if known:
+            raise LockMismatchError(f"advisories of the locked versions are known: {len(known)}",
+                                    hint="ask for a fixed version in the .in file, then lock with --keep")  # fmt: skip
+        click.echo(f"no advisory is known of {len(pinned)} locked packages")

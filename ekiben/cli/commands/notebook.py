@@ -1,0 +1,138 @@
+"""Start JupyterLab in a recipe's image.
+
+The image is the recipe's with one layer more, which holds JupyterLab in an environment of its own; it is built once, as
+./RECIPE-notebook.sif or in Docker. Cells run in the recipe's Python. The server listens on this machine only, and prints its URL
+with a random token. Ctrl-C ends it.
+
+\b
+Examples:
+  ekiben notebook lora-opencalm
+  ekiben notebook lora-opencalm --port 9000
+  ekiben notebook lora-opencalm --no-start             (build the image, where there is a network)
+  ekiben notebook lora-opencalm --sif lora-opencalm-notebook.sif --ip 0.0.0.0      (in a job)
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from ekiben.cli.commands._start import StartOptions, start_image, start_options
+from ekiben.cli.context import Context
+from ekiben.cli.options import (
+    Command,
+    RecipeOptions,
+    RecipeType,
+    TextType,
+    bind_arguments,
+    definition_options,
+    refuse_ignored,
+)
+from ekiben.core.errors import UsageError
+from ekiben.core.process import which
+from ekiben.run.launch import OF_SIF
+from ekiben.spec.recipe import Recipe, find_recipe
+
+LAYER = "notebook"
+_PORTS = range(8888, 8988)
+_ANY = "0.0.0.0"
+
+
+@click.command("notebook", cls=Command, help=__doc__)
+@click.argument("recipe", type=RecipeType())
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="PORT", help="Listen on this port (default: a free one from 8888)."
+)
+@click.option(
+    "--ip",
+    default="127.0.0.1",
+    show_default=True,
+    type=TextType(),
+    metavar="ADDRESS",
+    help="Listen on this address; 0.0.0.0 is for others on the network, who need the token, too.",
+)
+@click.option("--no-start", is_flag=True, help="Build the image, start nothing.")
+@click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in a new image.")
+@definition_options
+@start_options
+@click.pass_obj
+def command(
+    context: Context, /, recipe: str, port: int | None, ip: str, no_start: bool, no_verify: bool, gpu_arch: str | None,
+    arguments: tuple[str, ...], start: StartOptions,
+) -> None:  # fmt: skip
+    """Build what is missing, then become the container runtime with JupyterLab."""
+    if no_start:
+        refuse_ignored(
+            "is for starting the image, which --no-start leaves out",
+            *("port", "ip", "cpu", "binds", "copy_local", "live", "force", "dry_run"),
+        )
+    layered = replace(find_recipe(recipe), added_layer=LAYER)
+    kind = _export_format(start)
+    if start.sif is not None:
+        refuse_ignored(
+            "is for building the image, and --sif names one", "no_start", "no_verify", "gpu_arch", "arguments"
+        )
+    elif not start.dry_run:
+        _build(
+            context,
+            RecipeOptions(start.stack, gpu_arch, bind_arguments(arguments)),
+            layered,
+            kind,
+            verify=not no_verify,
+        )
+    elif kind == "sif" and not (sif := Path(f"{layered.image_name(start.stack)}.sif")).is_file():
+        raise UsageError(f"--dry-run: {sif} is not built yet, and would be first", hint="--no-start builds it")
+    if no_start:
+        return
+    port = _choose_port(ip, port)
+    publish = f"{ip}:{port}" if kind == "docker" else None
+    address = socket.gethostname() if ip == _ANY else ip
+    argv = ["ekiben-notebook", f"--port={port}", f"--ip={_ANY if publish else ip}", f"--address={address}"]
+    start_image(context, layered, argv, start, executes=True, publish=publish)
+
+
+def _export_format(start: StartOptions) -> str:
+    """Return the format of the image that will be started: sif, docker, or the one of an engine that keeps images."""
+    if start.sif is not None or start.runtime in OF_SIF:
+        return "sif"
+    if start.runtime != "auto":
+        return start.runtime
+    return "sif" if which(*OF_SIF) else "docker"
+
+
+def _build(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool) -> None:
+    """Build the image where a layer is missing, and write its file or load it where that is not the present one."""
+    from ekiben.artifacts.exporters import ExportOptions
+    from ekiben.cli.commands.image import ImageRequest, make_image
+
+    request = ImageRequest(
+        formats=[kind], output=None, export=ExportOptions(with_sha256=verify), verify=verify, engine="auto", locked=False,
+        offline=False, bundle=None,
+    )  # fmt: skip
+    result = make_image(context, options, options.resolve(recipe), request)
+    for line in result.to_lines():
+        if not line.startswith("run "):  # of the recipe's tasks
+            context.log(line)
+
+
+def _choose_port(ip: str, asked: int | None) -> int:
+    """Return the port asked for, or the first free one. Raises UsageError when none is free, or ``ip`` is none of this machine's."""
+    for port in [asked] if asked else _PORTS:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+            return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise UsageError(
+                    f"--ip {ip}: {error.strerror or error}", hint="give an address of this machine"
+                ) from error
+    if asked:
+        raise UsageError(f"--port {asked} is in use", hint="choose another, or leave --port out")
+    raise UsageError(f"every port from {_PORTS[0]} to {_PORTS[-1]} is in use", hint="choose another with --port")

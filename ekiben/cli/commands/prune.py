@@ -1,0 +1,90 @@
+"""Remove stored layers that no image needs.
+
+Images named here are removed first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned, tagged
+(`current` is a tag) or were used lately stay.
+
+\b
+Examples:
+  ekiben prune --dry-run
+  ekiben prune hello --engines
+  ekiben prune --in /groups/lab/ekiben --unused-for 60
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ekiben.cli.context import Context, format_size
+from ekiben.cli.options import Command, PathType, TextType, refuse_ignored
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import UsageError
+from ekiben.publish.prune import prune as prune_published
+from ekiben.store import damaged_records, prune
+
+_DAYS = click.FloatRange(min=0)
+
+
+@click.command("prune", cls=Command, help=__doc__)
+@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=TextType())
+@click.option("--in", "folder", type=PathType(), metavar="DIR", help="Prune a folder that was published to instead.")
+@click.option("--unused-for", type=_DAYS, default=30.0, show_default=True, metavar="DAYS",
+              help="With --in: keep what was used in the last DAYS.")  # fmt: skip
+@click.option("--grace", type=_DAYS, default=7.0, show_default=True, metavar="DAYS",
+              help="With --in: quarantine what goes for DAYS, longer than the longest job, before it is removed.")  # fmt: skip
+@click.option("--engines", is_flag=True, help="Also remove the layers that engines keep for the next build.")
+@click.option("--wheels", is_flag=True, help="Also remove compiled wheels that no image was made with "
+              "(imported ones stay), and unfinished compilations.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, remove nothing.")
+@click.pass_obj
+def command(
+    context: Context, /, images: tuple[str, ...], folder: Path | None, unused_for: float, grace: float,
+    engines: bool, wheels: bool, dry_run: bool,
+) -> None:  # fmt: skip
+    """Prune the store, or a shared folder."""
+    if folder:
+        refuse_ignored("is about your own store; leave it out, or leave out --in", "engines", "wheels")
+        prune_shared(folder.absolute(), images, unused_for, grace, dry_run)
+        return
+    refuse_ignored("is for a shared folder, which --in names", "unused_for", "grace")
+    if engines and dry_run:
+        raise UsageError("--engines removes at once; leave out --dry-run, or --engines")
+    if engines:
+        remove_cached_images()
+        if not images and not wheels and not context.store.root.exists():  # engines keep layers of other stores, too
+            return
+    removed = prune(context.store, untag=images, wheels=wheels, dry_run=dry_run)
+    for path in damaged_records(context.store, images):
+        name = path.stem
+        heals = (
+            f"`{command_name()} image {name}`"
+            if path.parent.name == "refs"
+            else f"`{command_name()} image RECIPE` with its layer"
+        )
+        forgets = f"`{command_name()} prune {name}`" if path.parent.name == "refs" else "removing the file"
+        click.echo(f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again, {forgets} "
+                   "lets go of what only it names", err=True)  # fmt: skip
+    total = sum(count for _, count in removed)
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} blobs, {format_size(total)}")
+
+
+def remove_cached_images() -> None:
+    """Remove the layers that engines keep as images, and print how many."""
+    from ekiben.executors import by_preference
+
+    for name, executor in by_preference():
+        if executor.unavailable() is None and (count := executor.remove_cached_images()):
+            click.echo(f"removed {count} layer images of {name}")
+
+
+def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace: float, dry_run: bool) -> None:
+    """Prune a folder that was published to, and print what happens to each version."""
+    decisions, aside, removed = prune_published(
+        folder, names=names, unused_for=unused_for, grace=grace, dry_run=dry_run
+    )
+    would = "would be " if dry_run else ""
+    for one in decisions:
+        click.echo(f"{'keep  ' if one.keep else 'remove'}  {one.file}  {format_size(one.size)}  {one.reason}")
+    click.echo(f"{format_size(aside)} {would}quarantined, to be removed in {grace:g} days; "
+               f"{format_size(removed)} of before {would}removed")  # fmt: skip

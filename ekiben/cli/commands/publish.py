@@ -1,0 +1,103 @@
+"""Publish an image to a shared folder.
+
+Others run it from there and build on its layers. Missing layers are built first. With --modulefile, Environment Modules and Lmod
+find this version and later ones below DIR/modulefiles.
+
+\b
+Examples:
+  ekiben publish lora-opencalm --to /groups/lab/ekiben
+  ekiben publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable --modulefile
+  ekiben publish lora-opencalm --to /groups/lab/ekiben --sign you@example.org
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ekiben.builder.build import Options, build
+from ekiben.cli.context import Context, format_size
+from ekiben.cli.options import (
+    Command,
+    PathType,
+    RecipeOptions,
+    RecipeType,
+    TextType,
+    engine_option,
+    json_option,
+    recipe_options,
+    sign_option,
+)
+from ekiben.core.command_name import command_name
+from ekiben.publish.publish import Published, open_destination, publish
+from ekiben.signing.gpg import find_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishResult:
+    """``task`` is the first of the recipe, or stands for any command; ``is_current``: the link `current` leads to the version now."""
+
+    recipe: str
+    task: str
+    folder: Path
+    published: Published
+    is_current: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        done = self.published
+        return {**done.record.data, "path": str(done.sif), "bytes_copied": done.bytes_copied, "module": done.module}
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        done = self.published
+        sif = done.sif.with_name("current") if self.is_current else done.sif
+        copied = f", {format_size(done.bytes_copied)} of layers copied" if done.created else "  (existing)"
+        yield f"published  {done.sif}  {format_size(done.record.size)}{copied}"
+        if done.record.signature:
+            yield f"signed     by {done.record.signature}"
+        yield f"run        singularity exec --nv {sif} {self.task}"
+        if done.module:
+            module = done.module.rpartition("/")[0] if self.is_current else done.module
+            yield f"module     module use {self.folder}/modulefiles; module load {module}"
+        yield f"build on   EKIBEN_SHARED={self.folder} {command_name()} image {self.recipe}"
+        if done.created and (self.folder / "catalog").is_dir():
+            yield f"catalog    {command_name()} catalog {self.folder}   # adds this version to the pages"
+
+
+@click.command("publish", cls=Command, help=__doc__)
+@click.argument("recipe", type=RecipeType())
+@click.option("--to", "folder", type=PathType(), metavar="DIR", required=True, help="The folder colleagues read.")
+@click.option("--version", type=TextType(), metavar="VERSION", help="Default: the date, as 2026.11.21.")
+@click.option("--tag", "tags", multiple=True, type=TextType(), metavar="TAG",
+              help="Add a link beside `current`; may repeat. Its image is never pruned.")  # fmt: skip
+@click.option("--pin", is_flag=True, help="Never prune this version.")
+@click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
+@click.option("--modulefile", is_flag=True, help="Offer its tasks as commands, for `module load`; see above.")
+@click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the SIF before others see it.")
+@sign_option
+@engine_option("What builds.")
+@recipe_options
+@json_option
+@click.pass_obj
+def command(
+    context: Context, /, recipe: str, folder: Path, version: str | None, tags: tuple[str, ...], pin: bool,
+    no_current: bool, modulefile: bool, no_verify: bool, sign: str | None, engine: str, recipe_options: RecipeOptions,
+) -> None:  # fmt: skip
+    """Check the folder and the key, build, publish."""
+    resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
+    # An image takes minutes, a refusal none.
+    open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
+    key = find_key(sign) if sign is not None else None
+    options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)
+    image = build(resolved, store, options, context.progress)
+    published = publish(image, store, folder, context.progress, version=version, tags=tags, pin=pin,
+                        current=not no_current, check=not no_verify, key=key, module=modulefile)  # fmt: skip
+    task = next(iter(resolved.recipe.file.tasks), "COMMAND")
+    context.print(
+        PublishResult(recipe=recipe, task=task, folder=folder, published=published, is_current=not no_current)
+    )

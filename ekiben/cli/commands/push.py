@@ -1,0 +1,91 @@
+"""Send an image to a registry.
+
+Blobs the registry has are not sent again; an interrupted upload is resumed.
+
+\b
+Examples:
+  ekiben push lora-opencalm registry.example.org/lab/lora-opencalm:1.2
+  ekiben push lora-opencalm registry.example.org/lab/lora-opencalm:1.2-sif --format sif
+  ekiben push lora-opencalm registry.example.org/lab/layers --format layers
+  ekiben push lora-opencalm registry.example.org/lab/lora-opencalm:1.2 --sign
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ekiben.artifacts.push import FORMATS, Pushed, push
+from ekiben.builder.build import Options, build
+from ekiben.cli.context import Context, format_size
+from ekiben.cli.options import (
+    Command,
+    NearestChoice,
+    RecipeOptions,
+    RecipeType,
+    TextType,
+    json_option,
+    recipe_options,
+    refuse_ignored,
+    sign_option,
+)
+from ekiben.core.command_name import command_name
+from ekiben.registry.reference import Reference
+from ekiben.signing.gpg import Key, find_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushResult:
+    """``use`` is the command that takes it from there."""
+
+    pushed: Pushed
+    key: Key | None
+    use: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        done, key = self.pushed, self.key
+        signed = {"fingerprint": key.fingerprint, "user": key.user} if key else None
+        return {"ref": done.ref, "sent": done.sent, "mounted": done.mounted, "existing": done.existing,
+                "signed": signed, "sbom": done.sbom}  # fmt: skip
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        done = self.pushed
+        yield (f"pushed  {done.ref}  {format_size(done.sent)} sent, "
+               f"{done.mounted} blobs mounted, {done.existing} existing")  # fmt: skip
+        if self.key:
+            yield f"signed  by {self.key}"
+        if done.sbom:
+            yield f"sbom    {done.sbom}"
+        yield f"use     {self.use}"
+
+
+@click.command("push", cls=Command, help=__doc__)
+@click.argument("recipe", type=RecipeType())
+@click.argument("reference", metavar="REF", type=TextType())
+@click.option("--format", "format_", type=NearestChoice(FORMATS), default="docker", show_default=True,
+              help="For docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.")  # fmt: skip
+@sign_option
+@click.option("--sbom", is_flag=True, help="Attach its SBOM (CycloneDX), as OCI 1.1 attaches artifacts.")
+@recipe_options
+@json_option
+@click.pass_obj
+def command(
+    context: Context, /, recipe: str, reference: str, format_: str, sign: str | None, sbom: bool,
+    recipe_options: RecipeOptions,
+) -> None:  # fmt: skip
+    """Find the key, build, push."""
+    if format_ == "layers":  # before anything is built; push() refuses it, too
+        refuse_ignored("is for an image; layers have none, and are found by their keys", "sbom", "sign")
+    target, progress = Reference.parse(reference), context.progress
+    resolved, store = recipe_options.resolve(recipe), context.store
+    options = Options(mirror=recipe_options.mirror, registry=context.settings.registry)
+    key = find_key(sign) if sign is not None else None
+    pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
+    use = {"docker": f"docker pull {target}", "sif": f"apptainer pull oras://{target}",
+           "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {recipe}"}[format_]  # fmt: skip
+    context.print(PushResult(pushed=pushed, key=key, use=use))

@@ -1,0 +1,33 @@
+"""Open a shell in a recipe's image.
+
+As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. What follows `--` is a program
+to run in place of the shell.
+
+\b
+Examples:
+  ekiben shell lora-opencalm
+  ekiben shell lora-opencalm --live                    (edited scripts, no new image)
+  ekiben shell lora-opencalm -- nvidia-smi
+"""
+
+from __future__ import annotations
+
+import click
+
+from ekiben.cli.commands._start import StartOptions, start_image, start_options
+from ekiben.cli.context import Context
+from ekiben.cli.options import Command, RecipeType
+from ekiben.spec.recipe import find_recipe
+
+# Not every base has bash.
+_SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec sh -i")
+
+
+@click.command("shell", cls=Command, help=__doc__, context_settings={"ignore_unknown_options": True})
+@click.argument("recipe", type=RecipeType())
+@click.argument("argv", nargs=-1, metavar="[-- PROGRAM…]", type=click.UNPROCESSED)
+@start_options
+@click.pass_obj
+def command(context: Context, /, recipe: str, argv: tuple[str, ...], start: StartOptions) -> None:
+    """Check the machine, then become the container runtime with a shell."""
+    start_image(context, find_recipe(recipe), argv or _SHELL, start, executes=True)

@@ -1,0 +1,259 @@
+"""Submit a task to Slurm, Grid Engine or PBS.
+
+It runs on one node or several. A job checkpoints before its walltime ends and goes back into the queue until it is done.
+
+\b
+Examples:
+  ekiben submit lora-opencalm train --nodes 2 --gpus-per-node 4 --time 2:00:00 -- --data rows.jsonl
+  ekiben submit lora-opencalm train --site abci-3.0 --account gaa00000 --partition rt_HF --dry-run
+  ekiben submit lora-opencalm train --gpus-per-node 1 --seeds 1,2,3
+  ekiben submit lora-opencalm train --gpus-per-node 2 --cpus-per-node 16 --memory 128G --env WANDB_MODE=offline
+  ekiben submit --again 1234
+  ekiben submit lora-opencalm --gpus-per-node 1 -- train --data rows.jsonl + merge --adapter result/adapter
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ekiben.cli.commands._jobs import new_runs_option
+from ekiben.cli.context import Context
+from ekiben.cli.options import Command, PathType, PluginType, RecipeType, TextType, json_option, option, refuse_ignored
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import UsageError
+from ekiben.run.jobs import plan as planning
+from ekiben.run.jobs import runs as jobs
+from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
+from ekiben.run.jobs.script import JOB_PROGRAM, script
+from ekiben.run.schedulers import choose, load, seconds_of
+from ekiben.run.site import Site, find_site
+from ekiben.spec.recipe import find_recipe
+
+_SCHEDULER = PluginType("ekiben.run.schedulers", "ekiben.schedulers", option="--scheduler", kind="scheduler")
+_COUNT = click.IntRange(1)
+_COUNT_OR_NONE = click.IntRange(0)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitResult:
+    """``ids``: a job's id by its step; ``name`` is how other commands are asked about the run."""
+
+    folder: Path
+    ids: Mapping[str, str]
+    name: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return {"run": str(self.folder), "jobs": self.ids}
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        yield f"run     {self.folder}"
+        yield from (f"job     {id}  {step}" for step, id in self.ids.items())
+        yield f"watch   {command_name()} logs -f {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitPreview:
+    """What --dry-run shows: a job's script by its step, and ``program``, which all of them run."""
+
+    folder: Path
+    scripts: Mapping[str, str]
+    program: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return {"run": str(self.folder), "scripts": dict(self.scripts), "program": self.program}
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        yield from self.scripts.values()
+        yield self.program.removesuffix("\n")
+
+
+@click.command("submit", cls=Command, help=__doc__)
+@click.argument("recipe", required=False, type=RecipeType())
+@click.argument("argv", nargs=-1, metavar="TASK [-- ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
+@click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one that is here.")
+@click.option("--site", type=TextType(), metavar="NAME|FILE", help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.")  # fmt: skip
+@option("--partition", "resource", former="--resource", type=TextType(), metavar="NAME", help="One of the site's kinds of nodes (default: the smallest that does), or the scheduler's partition or queue.")  # fmt: skip
+@option("--account", "group", former="--group", type=TextType(), metavar="NAME", help="The group or account that pays.")  # fmt: skip
+@click.option("--qos", type=TextType(), metavar="NAME", help="The quality of service, where the scheduler has such.")
+@click.option("--nodes", type=_COUNT, metavar="N", default=1, show_default=True, help="For tasks that run on several.")
+@click.option("--gpus-per-node", "gpus", type=_COUNT_OR_NONE, metavar="N", help="Default: what the site's kind of node has, else 0.")  # fmt: skip
+@click.option("--cpus-per-node", "cpus", type=_COUNT, metavar="N", help="Default: in proportion to the GPUs.")
+@click.option("--memory", type=TextType(), metavar="64G", help="Memory per node. Default: in proportion to the GPUs.")
+@click.option("--exclusive", is_flag=True, default=None, help="Request nodes that no other job uses.")
+@click.option(
+    "--env",
+    multiple=True,
+    type=TextType(),
+    metavar="NAME[=VALUE]",
+    help="A variable for the task, from here or with this value; may repeat.",
+)
+@click.option("--bind", "binds", multiple=True, type=PathType(), metavar="DIR", help="Show this folder inside, at its own path; may repeat.")  # fmt: skip
+@click.option("--processes-per-node", "processes", type=_COUNT, metavar="N", help="Default: one for each GPU.")
+@click.option(
+    "--time", "walltime", type=TextType(), metavar="H:MM:SS", help="Walltime of one job; also 90m, 2h, 1-12:00:00."
+)
+@option("--grace-period", "notice", former="--notice", type=TextType(), metavar="TIME", default="5m", show_default=True,
+        help="How long before its end a job receives the signal to checkpoint.")  # fmt: skip
+@click.option("--max-resubmits", type=_COUNT_OR_NONE, metavar="N", default=20, show_default=True,
+              help="How often a job that saved goes back into the queue.")  # fmt: skip
+@click.option("--seeds", type=TextType(), metavar="1,2,3", help="Submit a job for each; {seed} in ARGS is replaced.")
+@option("--scheduler-arg", "options", former="--option", multiple=True, type=TextType(), metavar="WORDS",
+        help="An option of the scheduler's own; may repeat.")  # fmt: skip
+@click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: ./RECIPE.sif).")
+@option("--copy-local", "stage", former="--stage", is_flag=True, help="Copy the SIF to each node's own disk first, once for all jobs there.")  # fmt: skip
+@click.option(
+    "--again",
+    type=TextType(),
+    metavar="RUN",
+    help="Submit this run once more, from its record: image, tasks, arguments, request.",
+)
+@click.option(
+    "--force", is_flag=True, help="Submit without these checks: compute nodes, image, the task's own --dry-run."
+)
+@click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
+@click.option("--dry-run", is_flag=True, help="Print the job scripts, submit nothing.")
+@new_runs_option
+@json_option
+@click.pass_context
+def command(
+    ctx: click.Context, /, recipe: str | None, argv: tuple[str, ...], scheduler: str | None, site: str | None, runs: Path, sif: Path | None,
+    walltime: str | None, notice: str, memory: str | None, seeds: str | None, again: str | None, force: bool, wait: bool, dry_run: bool, **resource_options: Any,
+) -> None:  # fmt: skip
+    """Plan the jobs, check the compute nodes, submit."""
+    context = ctx.find_object(Context) or Context()
+    if dry_run:
+        refuse_ignored("is for jobs, and --dry-run submits none", "wait")
+    if again:
+        _check_only_again(ctx)
+        (before,) = jobs.find_runs([again], runs)
+        runs = runs.absolute()
+        with contextlib.chdir(before.record.get("work", ".")):
+            run = _plan_again(
+                before,
+                runs,
+                [*(word for known in reversed(context.settings.jobs) for word in known.env), *ctx.params["env"]],
+            )
+            if not force:
+                jobs.check_same_image(before, run)
+            _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
+        return
+    if not recipe or not argv:
+        raise UsageError(
+            "Missing argument 'RECIPE TASK'", hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or --again RUN"
+        )
+    found, profile = find_recipe(recipe), find_site(site) if site else None
+    request = JobRequest(
+        seconds=seconds_of(walltime) if walltime else None, notice=seconds_of(notice),
+        memory_mib=memory_mib_of(memory) if memory else None, seeds=tuple(seeds.split(",")) if seeds else (), **resource_options,
+    )  # fmt: skip
+    defaults = [
+        *context.settings.jobs,
+        *([profile.file.scheduler.defaults] if profile and profile.file.scheduler else []),
+    ]
+    request = with_defaults(request, defaults)
+    run = planning.plan(found, argv, request, scheduler=scheduler or choose_scheduler(profile), site=profile,
+                    sif=sif or Path(f"{found.name}.sif"), runs=runs)  # fmt: skip
+    _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
+
+
+_ARGUMENTS = {"recipe": "recipe", "argv": "task"}
+_WITH_AGAIN = {"again", "env", "runs", "force", "wait", "dry_run", "json", "as_json"}
+
+
+def _check_only_again(ctx: click.Context) -> None:
+    """Raise UsageError for what --again takes from the run's record."""
+    named = [
+        param for param in ctx.command.params
+        if param.name and param.name not in _WITH_AGAIN and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+        and ctx.params.get(param.name)
+    ]  # fmt: skip
+    if named:
+        shown = ", ".join(
+            param.opts[0] if isinstance(param, click.Option) else f"the {_ARGUMENTS[str(param.name)]}"
+            for param in named
+        )
+        raise UsageError(f"--again takes recipe, tasks, arguments and request from the run's record: leave out {shown}")
+
+
+def _plan_again(before: jobs.Run, runs: Path, env: Sequence[str]) -> planning.JobPlan:
+    """Plan a run once more. Raises UsageError when its record has too little in it."""
+    profile = find_site(before.record["site_path"]) if before.record["site_path"] else None
+    defaults = profile.file.scheduler.defaults.env if profile and profile.file.scheduler else ()
+    names = {word.partition("=")[0] for word in before.record.get("request", {}).get("env", ())}
+    known = [word for word in (*defaults, *env) if word.partition("=")[0] in names]
+    recipe, argv, request = jobs.request_again(before, known)
+    return planning.plan(find_recipe(recipe), argv, request, scheduler=before.record["scheduler"], site=profile,
+                         sif=Path(before.record["sif"]), runs=runs)  # fmt: skip
+
+
+def _submit(
+    ctx: click.Context, context: Context, run: planning.JobPlan, runs: Path, *, force: bool, wait: bool, dry_run: bool
+) -> None:
+    """Print what the jobs will lack, check the compute nodes and the image, and submit."""
+    for warning in dict.fromkeys(step.warning for step in run.steps if step.warning):
+        click.echo(f"warning: {warning}", err=True)
+    if dry_run:
+        scripts = {step.name: script(run, step) for step in run.steps}
+        context.print(SubmitPreview(run.folder, scripts, JOB_PROGRAM.read_text(encoding="utf-8")))
+        return
+    profile = run.site
+    if profile and run.sif.is_file() and not force:
+        from ekiben.cli.commands._findings import check_compute_nodes  # late: doctor's rules, for a job that starts
+
+        check_compute_nodes(context, profile.file, run.sif, gpu=any(step.gpus for step in run.steps))
+    if run.sif.is_file() and not force:
+        _preflight(context, run)
+    ids = jobs.submit(run)
+    is_elsewhere = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE  # then the name alone is not found
+    context.print(SubmitResult(run.folder, ids, str(run.folder) if is_elsewhere else run.folder.name))
+    if wait:
+        (submitted,) = jobs.find_runs([str(run.folder)], runs)
+        if any(row.state != "done" for row in jobs.wait(submitted, context.log)):
+            raise click.exceptions.Exit(1)
+
+
+def _preflight(context: Context, run: planning.JobPlan) -> None:
+    """Check that the image has the tasks and that the first one takes its arguments; what follows it reads what it writes."""
+    from ekiben.doctor.preflight import PlannedGpus, check_image_of, try_arguments  # late: for a job that starts
+
+    scripts = check_image_of(run.sif, run.recipe, [step.argv[0] for step in run.steps])
+    first = run.steps[0]
+    if script_of_first := scripts.get(first.argv[0]):
+        argv = [word.replace(planning.SEED, first.seeds[0]) if first.seeds else word for word in first.argv]
+        of_request = dict(word.split("=", 1) for word in run.request.env if "=" in word)
+        try_arguments(
+            run.sif,
+            script_of_first,
+            argv,
+            {**context.environment, **of_request},
+            context.log,
+            PlannedGpus(*_gpus_of(run)),
+        )
+
+
+def _gpus_of(run: planning.JobPlan) -> tuple[int, str | None]:
+    """Return how many GPUs the first step has on all its nodes, and which, where the site's profile knows one kind."""
+    first = run.steps[0]
+    models = {gpu.model for gpu in run.site.file.node.gpus} if run.site else set()
+    count = first.nodes * (first.processes or first.gpus) if first.uses_gpus and first.gpus else 0
+    return count, models.pop() if len(models) == 1 else None
+
+
+def choose_scheduler(site: Site | None) -> str:
+    """Return the site's scheduler, or the one that is here. Raises UsageError when a site names none."""
+    if site and site.file.scheduler is None:
+        raise UsageError(f"{site.name} names no scheduler; say --scheduler")
+    scheduler = site.file.scheduler.kind if site and site.file.scheduler else choose()
+    load(scheduler)
+    return scheduler

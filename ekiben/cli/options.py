@@ -1,0 +1,343 @@
+"""What commands share: the types of their options, options of several commands, and names that options had before."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from ekiben.cli.context import Context
+from ekiben.core import plugins
+from ekiben.core.command_name import INSTALLED, command_name
+from ekiben.core.errors import UsageError, nearest
+from ekiben.core.output import check_output_file, check_output_folder
+
+if TYPE_CHECKING:
+    from ekiben.resolve.graph import ResolvedRecipe
+    from ekiben.spec.recipe import Recipe
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+COMPLETE_VAR = "_EKIBEN_COMPLETE"  # set by the shell while it completes a word
+_DEFAULT_KEY = "\0"
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+class Command(click.Command):
+    """A command whose help names the program as the user started it."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help text."""
+        with with_command_name(self, formatter.width):
+            super().format_help_text(ctx, formatter)
+
+
+class CommandGroup(click.Group):
+    """The same for a command that has commands of its own."""
+
+    command_class = Command
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help text."""
+        with with_command_name(self, formatter.width):
+            super().format_help_text(ctx, formatter)
+
+
+@contextlib.contextmanager
+def with_command_name(command: click.Command, width: int) -> Iterator[None]:
+    """Let the examples of a command's help, written with ``ekiben``, begin with what starts the program here, within ``width``."""
+    written = command.help
+    command.help = "\n".join(_fit_example(line, width - 2) for line in (written or "").split("\n"))
+    try:
+        yield
+    finally:
+        command.help = written
+
+
+def _fit_example(line: str, width: int) -> str:
+    """Return a line of help; an example with this program's name, and broken where it is too wide so that it can still be pasted."""
+    example = re.fullmatch(rf"( +){INSTALLED} (.*?)(?:  +(\S.*))?", line)
+    if example is None:
+        return line
+    indent, arguments, remark = example.groups()
+    shown = f"{indent}{command_name()} {arguments}"
+    aligned = (
+        f"{shown}{' ' * (len(line) - len(remark) - len(indent) - len(INSTALLED) - 1 - len(arguments))}{remark}"
+        if remark
+        else shown
+    )
+    if len(aligned) <= width:
+        return aligned
+    lines = textwrap.wrap(
+        shown, width - 2, subsequent_indent=f"{indent}    ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(lines) + (f"\n{indent}    {remark}" if remark else "")
+
+
+def refuse_ignored(reason: str, *names: str) -> None:
+    """Refuse options of the running command that were given though they have no effect; ``reason`` says when they have one.
+
+    Raises:
+        UsageError: one of the parameters ``names`` was given.
+    """
+    ctx = click.get_current_context()
+    for param in ctx.command.params:
+        if param.name in names and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{param.opts[0]} {reason}")
+
+
+# --------------------------------------------------------------------------------------------------------------- types
+
+
+def _refuse_empty(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+    if not os.fspath(value):
+        raise click.BadParameter("is empty; is a variable of your shell not set?", ctx, param)
+
+
+class TextType(click.ParamType[str]):
+    """A name or another text, which is not empty."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text."""
+        _refuse_empty(value, param, ctx)
+        return str(value)
+
+
+class RecipeType(TextType):
+    """A recipe, or what else a command takes in its place; the shell completes names of recipes, and files."""
+
+    name = "recipe"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Name the recipes that begin so."""
+        from ekiben.spec.recipe import recipe_folders
+
+        items = [CompletionItem(name) for name in sorted(recipe_folders()) if name.startswith(incomplete)]
+        return items or [CompletionItem(incomplete, type="file")]
+
+
+class PathType(click.Path):
+    """A path, which is not empty."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, with a user's home for ``~``."""
+        _refuse_empty(value, param, ctx)
+        return Path(value).expanduser()
+
+
+class OutputFile(PathType):
+    """A file to write: a regular one that is there, or a new one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, its link resolved. Raises UsageError when no regular file can be there."""
+        return check_output_file(super().convert(value, param, ctx), f"-o {value}")
+
+
+class OutputFolder(PathType):
+    """A folder to write."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path. Raises UsageError when no folder can be there."""
+        return check_output_folder(super().convert(value, param, ctx), f"-o {value}")
+
+
+class NearestChoice(click.Choice[str]):
+    """One of several words; errors offer the nearest."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """Return the message."""
+        hint = nearest(str(value), self.choices)
+        return super().get_invalid_choice_message(value, ctx) + (hint if "Did you mean" in hint else "")
+
+
+class PluginType(click.ParamType[str]):
+    """The name of a module in a folder of plugins, or ``also``. ``option`` and ``kind`` are for errors."""
+
+    name = "plugin"
+
+    def __init__(self, package: str, group: str, *, option: str, kind: str, also: tuple[str, ...] = ()) -> None:
+        self.package, self.group, self.option, self.kind, self.also = package, group, option, kind, also
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Name what there is; nothing is imported for it."""
+        return "|".join((*self.also, *plugins.names(self.package, self.group)))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name. Raises UsageError, with the nearest name, when there is none."""
+        plugins.check(self.package, self.group, value, option=self.option, kind=self.kind, also=self.also)
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Name the modules that begin so."""
+        known = (*self.also, *plugins.names(self.package, self.group))
+        return [CompletionItem(name) for name in known if name.startswith(incomplete)]
+
+
+class _KeyType(TextType):
+    """A PGP key, as gpg names it; --sign without a value is gpg's default."""
+
+    name = "key"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the key's name, empty for gpg's default."""
+        return "" if value == _DEFAULT_KEY else super().convert(value, param, ctx)
+
+
+# ------------------------------------------------------------------------------------------- names that options had before
+
+
+class _FormerName(click.Option):
+    """The name an option had before: hidden, understood for one more release, with a warning."""
+
+    def __init__(self, *args: Any, new: str, new_name: str, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "hidden": True, "expose_value": False, "is_eager": True})
+        self.new, self.new_name = new, new_name
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        """Hand what was given under the former name to the option; being eager, before that one is read."""
+        if self.name in opts:
+            if not ctx.resilient_parsing:
+                click.echo(f"warning: {self.opts[0]} is now {self.new}; the old name will be removed", err=True)
+            values = dict(opts)
+            value = values[self.name]
+            if self.multiple:
+                value = [*values.get(self.new_name, []), *value]
+            assert isinstance(opts, dict)  # click's parser makes it for this one call
+            opts[self.new_name] = value
+        return None, args
+
+
+def option(*names: str, former: str | None = None, **settings: Any) -> Callable[[Function], Function]:
+    """Declare an option as click does. ``former`` is the name it had before."""
+
+    def decorate(function: Function) -> Function:
+        if former:
+            new = next(name for name in names if name.startswith("--"))
+            new_name = next((name for name in names if name.isidentifier()), new.lstrip("-").replace("-", "_"))
+            kind = {name: settings[name] for name in ("multiple", "is_flag") if name in settings}
+            old_name = "former_" + former.lstrip("-").replace("-", "_")
+            function = click.option(former, old_name, cls=_FormerName, new=new, new_name=new_name, **kind)(function)
+        return click.option(*names, **settings)(function)
+
+    return decorate
+
+
+# --------------------------------------------------------------------------------------------- options of several commands
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeOptions:
+    """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files."""
+
+    stack: str | None
+    gpu_arch: str | None
+    arguments: Mapping[str, str]
+
+    @property
+    def mirror(self) -> str | None:
+        """Return the URI of a Debian archive, where an argument names one."""
+        return self.arguments.get("mirror")
+
+    def resolve(self, recipe: str | Recipe) -> ResolvedRecipe:
+        """Resolve a recipe, or the one of a name or folder. Raises UsageError, DefinitionError."""
+        from ekiben.resolve.resolve import resolve
+        from ekiben.spec.recipe import find_recipe
+
+        named = find_recipe(recipe) if isinstance(recipe, str) else recipe
+        return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch)
+
+
+def stack_option(function: Function) -> Function:
+    """Add --stack."""
+    return click.option("--stack", type=TextType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's.")(function)  # fmt: skip
+
+
+def recipe_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add --stack, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
+
+    @functools.wraps(function)
+    def with_options(
+        *args: Any, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...], **rest: Any
+    ) -> None:
+        function(*args, recipe_options=RecipeOptions(stack, gpu_arch, bind_arguments(arguments)), **rest)
+
+    return stack_option(definition_options(with_options))
+
+
+def definition_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add --gpu-arch and --build-arg; the command gets ``gpu_arch`` and ``arguments``, for bind_arguments()."""
+    function = option("--build-arg", "arguments", former="--arg", multiple=True, metavar="NAME=VALUE",
+                      help="Set an argument of the definition files; may repeat.")(function)  # fmt: skip
+    return click.option("--gpu-arch", type=TextType(), metavar="8.0,9.0|native",
+                        help="Compile extensions for these compute capabilities only, or for this machine's GPUs.")(function)  # fmt: skip
+
+
+def bind_arguments(arguments: tuple[str, ...]) -> dict[str, str]:
+    """Return --build-arg's values, name → value. Raises UsageError for one that is not NAME=VALUE."""
+    pairs = [item.partition("=") for item in arguments]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise UsageError(f"--build-arg {name}: expected NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+def engine_option(purpose: str) -> Callable[[Function], Function]:
+    """Add --engine, one of the executors that are there; ``purpose`` is its help text."""
+    kind = PluginType("ekiben.executors", "ekiben.executors", option="--engine", kind="engine", also=("auto",))
+    return click.option("--engine", type=kind, default="auto", show_default=True, help=purpose)
+
+
+def sign_option(function: Function) -> Function:
+    """Add --sign with an optional key: None, or the key's name, empty for gpg's default."""
+    return click.option(
+        "--sign",
+        type=_KeyType(),
+        is_flag=False,
+        flag_value=_DEFAULT_KEY,
+        metavar="[KEY]",
+        help="Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one.",
+    )(function)
+
+
+def signature_options(function: Function) -> Function:
+    """Add --require-signature and --key."""
+    function = click.option(
+        "--key",
+        "signer",
+        type=TextType(),
+        metavar="FILE|FINGERPRINT",
+        help="Require a signature by the public key in FILE, or by one key of your keyring. Implies --require-signature.",
+    )(function)
+    return click.option(
+        "--require-signature", is_flag=True, help="Refuse an image that no key of your keyring has signed."
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    """Add --json, which sets ``Context.json``."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        if context := ctx.find_object(Context):
+            context.json = value
+
+    return click.option(
+        "--json", is_flag=True, expose_value=False, callback=remember, help="Print the result as JSON."
+    )(function)

@@ -1,0 +1,52 @@
+"""The program's name as the user typed it, for help texts and for the commands that messages offer.
+
+The command line sets it once; a message that offers a command starts it with ``command_name()``, so that it works when pasted.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+INSTALLED = "ekiben"
+
+_name = INSTALLED
+
+
+def command_name() -> str:
+    """Return how this program is started: ``ekiben`` when installed, else what was typed, such as ``.venv/bin/python build.py``."""
+    return _name
+
+
+def set_command_name(name: str) -> None:
+    """Make ``name`` what ``command_name()`` returns."""
+    global _name
+    _name = name
+
+
+def typed_name(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
+    """Return the words that started this program, without its arguments, quoted for a shell.
+
+    ``argv`` and ``orig_argv`` are those of the module sys: the script with its arguments, and all words the interpreter got.
+    """
+    script = argv[0]
+    if not script.endswith(
+        ".py"
+    ):  # a console script that pip made; a shell passes on the whole path of what is on PATH
+        on_path = shutil.which(Path(script).name)
+        return (
+            Path(script).name
+            if on_path and os.path.realpath(on_path) == os.path.realpath(script)
+            else shlex.quote(script)
+        )
+    command = list(orig_argv[: len(orig_argv) - len(argv) + 1])
+    if "-c" in command or (command[-1] != script and command[-2:] != ["-m", INSTALLED]):  # started by other code
+        return shlex.quote(script)
+    if (
+        command == ["python3", script] and "/" in script and os.access(script, os.X_OK)
+    ):  # by its first line, `env python3`
+        return shlex.quote(script)
+    return shlex.join(command)

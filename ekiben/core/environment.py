@@ -1,0 +1,38 @@
+"""What a build's scripts see of the host, and what is the same for all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def platform() -> str:
+    """Return the OCI platform of this host, as ``linux/amd64``."""
+    machine = os.uname().machine
+    return "linux/" + ARCHITECTURES.get(machine, machine)
+
+
+_BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")
+
+
+def ca_bundle() -> Path | None:
+    """Return the host's certificates: SSL_CERT_FILE, else those of the distribution."""
+    asked = os.environ.get("SSL_CERT_FILE")
+    return next((Path(path) for path in (asked, *_BUNDLES) if path and Path(path).is_file()), None)
+
+
+def build_environment(epoch: int) -> dict[str, str]:
+    """Return the environment of a build's scripts, the same for every executor and host: it may show in a layer's bytes."""
+    return {
+        "HOME": "/root",
+        "USER": "root",
+        "LC_ALL": "C.UTF-8",
+        "TZ": "UTC",
+        "DEBIAN_FRONTEND": "noninteractive",
+        "PYTHONHASHSEED": "0",
+        "SOURCE_DATE_EPOCH": str(epoch),
+        "TMPDIR": "/tmp",
+    }

@@ -1,0 +1,56 @@
+"""Where results may be written: checked before anything is built for them."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from ekiben.core.errors import UsageError
+
+_KINDS = {
+    stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+    stat.S_IFREG: "a file",
+}  # fmt: skip
+
+
+def check_output_file(path: Path, label: str = "") -> Path:
+    """Return ``path``, its link resolved, when a regular file is there or can be made.
+
+    The result replaces what is at ``path``: a device would be gone from the machine afterwards, and a link would no longer lead to
+    the file it was made for. ``label`` is how errors name the path; default: the path itself.
+
+    Raises:
+        UsageError: something else than a regular file is there, or the folder is missing.
+    """
+    label = label or str(path)
+    kind = _kind(path, label)
+    if kind == stat.S_IFDIR:
+        raise UsageError(f"{label}: is a folder; name a file in it")
+    if kind not in (None, stat.S_IFREG):
+        raise UsageError(f"{label}: is {_KINDS.get(kind or 0, 'no file')}, and only a regular file can be replaced")
+    path = path.resolve() if path.is_symlink() else path
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{label}: there is no folder {path.absolute().parent}; make it first")
+    return path
+
+
+def check_output_folder(path: Path, label: str = "") -> Path:
+    """Return ``path`` when a folder is there or can be made.
+
+    Raises:
+        UsageError: something else than a folder is there.
+    """
+    label = label or str(path)
+    kind = _kind(path, label)
+    if kind not in (None, stat.S_IFDIR):
+        raise UsageError(f"{label}: is {_KINDS.get(kind or 0, 'no folder')}, and a folder is needed")
+    return path
+
+
+def _kind(path: Path, label: str) -> int | None:
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise UsageError(f"{label}: {error.strerror}") from error

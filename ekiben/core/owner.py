@@ -1,0 +1,145 @@
+"""Temporary paths that say whose they are: what a killed process left is removed, what is in use is kept.
+
+A process id says so within one PID namespace only: of two containers with one host name, each takes the other's processes for
+dead. So the owner holds a lock on a file beside what it makes, which is seen in every namespace of a machine, and on other
+machines where the file system has locks. Where it has none, the process id has to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_LOCK = "lock"
+
+
+class Owner:
+    """What this process makes in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without locks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._token = secrets.token_hex(4)
+        self._guard = threading.Lock()
+        self._count, self._process, self._handle = 0, 0, -1
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[str]:
+        """Yield the beginning of names; until the block ends, what has such a name is not abandoned."""
+        with self._guard:
+            if self._process != os.getpid():  # a forked child is another owner
+                self._process, self._count, self._handle = os.getpid(), 0, -1
+                self._token = secrets.token_hex(4)
+            if self._count == 0:
+                self._handle = _hold(self.folder / f"{self._locked_prefix}{_LOCK}")
+            self._count += 1
+            prefix = self._locked_prefix if self._handle >= 0 else _unlocked_prefix()
+        try:
+            yield prefix
+        finally:
+            with self._guard:
+                self._count -= 1
+                if self._count == 0 and self._handle >= 0:
+                    with contextlib.suppress(OSError):
+                        (self.folder / f"{self._locked_prefix}{_LOCK}").unlink()
+                    os.close(self._handle)
+                    self._handle = -1
+
+    def has_prefix(self, path: Path) -> bool:
+        """Whether ``path`` has such a name."""
+        return path.name.startswith((self._locked_prefix, _unlocked_prefix()))
+
+    @property
+    def _locked_prefix(self) -> str:
+        return f"{os.uname().nodename}__{os.getpid()}-{self._token}__"
+
+
+def owner_of(path: Path) -> str:
+    """Return ``PID-TOKEN`` of an Owner's name, else this process's id."""
+    _, owner, *_ = [*path.name.split("__"), ""]
+    return owner if owner.partition("-")[0].isdigit() else str(os.getpid())
+
+
+def has_ended(owner: str, folder: Path) -> bool:
+    """Whether a process of this host, with what owner_of() returned for it, has ended; ``folder`` is where its lock would be."""
+    pid = owner.partition("-")[0]
+    return not Path("/proc", pid).exists() and is_abandoned(folder / f"{os.uname().nodename}__{owner}__")
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether the process of this host that made ``path``, by an Owner's name, has ended."""
+    host, process, *_ = [*path.name.split("__"), ""]
+    pid, _, token = process.partition("-")
+    if host != os.uname().nodename or not pid.isdigit():
+        return False
+    if token and path.parent.is_dir():
+        with contextlib.suppress(OSError):
+            return not _is_held(path.with_name(f"{host}__{process}__{_LOCK}"))
+    return not Path("/proc", pid).exists()
+
+
+def remove_lock(path: Path) -> bool:
+    """Remove an abandoned owner's lock file; False when ``path`` is none. Raises OSError."""
+    if not path.name.endswith(f"__{_LOCK}"):
+        return False
+    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # Not without holding it: an owner that has just made it would be left with a lock that nobody sees.
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same(handle, path):
+            path.unlink()
+    finally:
+        os.close(handle)
+    return True
+
+
+def lock_new(handle: int, path: Path) -> bool:
+    """Lock the file that was just made at ``path``; False when another process removed it meanwhile. Raises OSError."""
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    return _is_same(handle, path)
+
+
+def _hold(path: Path) -> int:
+    """Return the handle of a lock on ``path``, or -1 where there is none."""
+    for _ in range(9):
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return -1
+        try:
+            if lock_new(handle, path):
+                return handle
+        except OSError:  # this file system has no locks
+            path.unlink(missing_ok=True)
+            os.close(handle)
+            return -1
+        os.close(handle)
+    return -1
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def _is_same(handle: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    return False
+
+
+def _unlocked_prefix() -> str:
+    return f"{os.uname().nodename}__{os.getpid()}__"

@@ -1,0 +1,163 @@
+"""Run other programs. Every call is traced as a command that can be pasted into a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from ekiben.core.errors import EkibenError
+
+Argv = Sequence[str | os.PathLike[str]]
+Trace = Callable[[str], None]
+PIPE = 1 << 20  # bytes a pipe holds, where the system allows it: gigabytes go through one
+
+_trace: Trace = lambda line: None  # noqa: E731
+
+
+def set_trace(trace: Trace) -> None:
+    """Set where ``+ command`` lines go; by default nowhere."""
+    global _trace
+    _trace = trace
+
+
+class ProcessError(EkibenError):
+    """A program failed: its command, exit code and last lines."""
+
+    def __init__(self, argv: Argv, returncode: int, stderr: str) -> None:
+        self.returncode, self.stderr = returncode, stderr
+        super().__init__(f"command failed with exit code {returncode}: {quoted(argv)}\n{_last_lines(stderr)}".rstrip())
+
+
+def quoted(argv: Argv) -> str:
+    """Return ``argv`` as a line to paste into a shell."""
+    return shlex.join(os.fspath(word) for word in argv)
+
+
+def _last_lines(text: str, count: int = 15) -> str:
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+def search_path() -> list[str]:
+    """Return where programs are looked for: PATH and the system's own directories, which an ordinary PATH may lack."""
+    return [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/sbin", "/usr/sbin", "/sbin"]
+
+
+def which(*names: str) -> str | None:
+    """Return the path of the first of ``names`` that is in search_path()."""
+    path = os.pathsep.join(search_path())
+    return next((program for name in names if (program := shutil.which(name, path=path))), None)
+
+
+def run(
+    argv: Argv, *, check: bool = True, env: Mapping[str, str] | None = None, input: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and return its output. Raises ProcessError when it fails, unless ``check`` is off."""
+    _trace(f"+ {quoted(argv)}")
+    try:
+        done = subprocess.run(
+            [os.fspath(word) for word in argv],
+            env=env, input=input, stdin=None if input is not None else subprocess.DEVNULL,
+            capture_output=True, encoding="utf-8", errors="replace",
+        )  # fmt: skip
+    except OSError as error:  # as a shell would tell it
+        done = subprocess.CompletedProcess(list(argv), 127, "", f"{os.fspath(argv[0])}: {error.strerror}")
+    if check and done.returncode:
+        raise ProcessError(argv, done.returncode, done.stderr or done.stdout)
+    return done
+
+
+def stream(argv: Argv, on_line: Callable[[str], None], *, env: Mapping[str, str] | None = None) -> int:
+    """Run a program, call ``on_line`` with each line of stdout and stderr, and return the exit code.
+
+    The child gets a process group of its own, which is ended when we are interrupted: a compiler deep in a
+    container must not outlive the build.
+    """
+    _trace(f"+ {quoted(argv)}")
+    try:
+        started = subprocess.Popen(
+            [os.fspath(word) for word in argv],
+            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        on_line(f"{os.fspath(argv[0])}: {error.strerror}")
+        return 127
+    with started as child:
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                on_line(line.rstrip("\n"))
+            return child.wait()
+        except BaseException:
+            _end_group(child)
+            raise
+
+
+@contextlib.contextmanager
+def piped(argv: Argv, *, stdin: IO[bytes] | None = None, env: Mapping[str, str] | None = None) -> Iterator[IO[bytes]]:
+    """Yield the program's stdout as a stream. Raises ProcessError at the end when it failed."""
+    _trace(f"+ {quoted(argv)}")
+    with tempfile.TemporaryFile() as errors:
+        try:
+            child = subprocess.Popen(
+                [os.fspath(word) for word in argv],
+                env=env, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                pipesize=PIPE,
+            )  # fmt: skip
+        except OSError as error:
+            raise ProcessError(argv, 127, f"{os.fspath(argv[0])}: {error.strerror}") from error
+        assert child.stdout is not None
+        try:
+            yield child.stdout
+            while child.stdout.read(1 << 20):  # a reader may stop at the end of an archive; the program may not
+                pass
+            code = child.wait()
+        except BaseException:
+            _end_group(child)
+            raise
+        finally:
+            child.stdout.close()
+        if code:
+            errors.seek(0)
+            raise ProcessError(argv, code, errors.read().decode("utf-8", "replace"))
+
+
+def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # what the first one started and left behind
+
+
+MARK = "EKIBEN_STAGING"  # in the environment of what is started without a mount to know it by
+
+
+def end_orphans(staging: str) -> None:
+    """Kill what a killed build left running: processes that have its staging folder, of this name, mounted or in MARK."""
+    mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if mounted in (process / "mountinfo").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+            elif marked in (process / "environ").read_bytes():
+                # Root's work lies in that folder. Another's lies elsewhere, and only its maker can tidy it up.
+                os.kill(int(process.name), signal.SIGTERM if os.geteuid() else signal.SIGKILL)
+
+
+def readable(path: Path) -> Path | None:
+    """Return ``path`` if this user may read it."""
+    return path if os.access(path, os.R_OK) else None

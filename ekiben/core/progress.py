@@ -1,0 +1,75 @@
+"""Progress on stderr: live bars and spinners on a terminal, plain lines elsewhere. Results go to stdout, not here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Display
+
+
+class Progress:
+    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the newest detail of the step."""
+
+    def __init__(self, stream: TextIO = sys.stderr, *, quiet: bool = False) -> None:
+        self._stream, self._quiet = stream, quiet
+        self._live = stream.isatty() and not quiet and os.environ.get("TERM") != "dumb"
+        self._display: Display | None = None  # of one task, the step
+        self._title, self._noted = "", 0.0
+
+    def log(self, line: str) -> None:
+        """Print a line, above what is live."""
+        if self._display is not None:
+            self._display.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif not self._quiet:
+            print(line, file=self._stream, flush=True)
+
+    def mark(self, line: str) -> None:
+        """Print a line about the step, where nothing is live: the step takes long."""
+        if not self._live:
+            self.log(f"{self._title}: {line}")
+
+    def note(self, detail: str) -> None:
+        """Show a detail of the step, where it is live."""
+        now = time.monotonic()
+        if self._display is not None and now - self._noted > 0.1:
+            self._noted = now
+            self._display.update(self._display.task_ids[0], detail=detail.strip()[:100])
+
+    def count(self, size: int) -> None:
+        """Advance the step's bar by ``size`` bytes."""
+        if self._display is not None:
+            self._display.advance(self._display.task_ids[0], size)
+
+    @contextlib.contextmanager
+    def step(self, title: str, *, total: int = 0) -> Iterator[None]:
+        """Show a step while the block runs, and how long it took. ``total``: bytes that count() will report."""
+        self._title, began = title, time.monotonic()
+        if not self._live:
+            self.log(f"{title} …")
+            yield
+        else:
+            with self._new_display(has_total=bool(total)) as self._display:
+                self._display.add_task(title, total=total or None, detail="")
+                try:
+                    yield
+                finally:
+                    self._display = None
+        self.log(f"{title}: {time.monotonic() - began:.1f} s")
+
+    def _new_display(self, *, has_total: bool) -> Display:
+        from rich import progress  # late: slow to import, and needed on a terminal only
+        from rich.console import Console
+
+        title = progress.TextColumn("{task.description}", markup=False)
+        detail = progress.TextColumn("{task.fields[detail]}", style="dim", markup=False)
+        columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), title, progress.TimeElapsedColumn(), detail]
+        if has_total:
+            columns = [title, progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
+                       progress.TimeRemainingColumn(), detail]  # fmt: skip
+        return progress.Progress(*columns, console=Console(file=self._stream), transient=True)

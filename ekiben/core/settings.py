@@ -1,0 +1,99 @@
+"""What a user, and a site for all its users, set once: ~/.config/ekiben/config.yaml and /etc/ekiben/config.yaml, key by key.
+
+    shared: /groups/lab/ekiben                     # where colleagues publish: layers found there are not built again
+    registry: registry.example.org/lab/layers      # layers by key, asked after that; see ekiben/registry/client.py
+    recipes: [~/recipes, /groups/lab/recipes]      # folders of recipes, found by name beside those of Ekiben itself
+    jobs: {account: lab, time: "2:00:00"}          # what `submit` uses where the command line says nothing: see JobDefaults
+
+An option on the command line comes first, then the environment (EKIBEN_STORE, EKIBEN_SHARED, EKIBEN_REGISTRY, and EKIBEN_RECIPES
+with a colon between folders; empty: none), then the user's file, then the site's. A folder that is not absolute is taken from where config.yaml lies.
+The command line reads them once and hands the values down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ekiben.core.files import read_yaml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDefaults:
+    """Options of `submit` that a user or a site sets once; None: not set. ``env``: NAME or NAME=VALUE."""
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory: str | None = None
+    exclusive: bool | None = None
+    env: tuple[str, ...] = ()
+    bind: tuple[str, ...] = ()
+    scheduler_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What config.yaml holds."""
+
+    shared: str | None = None
+    registry: str | None = None
+    recipes: tuple[str, ...] = ()
+    jobs: JobDefaults = field(default_factory=JobDefaults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """``store`` and ``shared`` are absolute; ``registry`` is a reference of a repository of layers; ``recipes``
+    are absolute folders whose recipes are known by name; ``jobs`` are the user's defaults and the site's."""
+
+    store: Path
+    shared: Path | None = None
+    registry: str | None = None
+    recipes: tuple[Path, ...] = ()
+    jobs: tuple[JobDefaults, ...] = ()
+
+
+_OF_SITE = Path("/etc/ekiben/config.yaml")
+
+
+def config_files(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """Return where config.yaml may be, the user's before the site's."""
+    config_home = environment.get("XDG_CONFIG_HOME") or "~/.config"
+    return (Path(config_home).expanduser() / "ekiben" / "config.yaml", _OF_SITE)
+
+
+def store_root(environment: Mapping[str, str], option: Path | None = None) -> Path:
+    """Return the absolute path of the user's own store. ``option`` is what the command line says."""
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return (option or Path(environment.get("EKIBEN_STORE") or f"{cache}/ekiben/store")).expanduser().absolute()
+
+
+def read_settings(environment: Mapping[str, str], *, store: Path | None = None, shared: Path | None = None) -> Settings:
+    """Read the user's config.yaml and the site's. ``store`` and ``shared`` are what the command line says.
+
+    Raises:
+        DefinitionError: config.yaml is not what it should be.
+    """
+    configs = [(path, read_yaml(path, Config)) for path in config_files(environment) if path.is_file()]
+    shared_dir, registry = (
+        next((value for _, config in configs if (value := getattr(config, key)) is not None), None)
+        for key in ("shared", "registry")
+    )
+    shared_dir = str(shared) if shared else environment.get("EKIBEN_SHARED", shared_dir)
+    base, folders = next(
+        ((path.parent, config.recipes) for path, config in configs if config.recipes), (Path.cwd(), ())
+    )
+    if (named := environment.get("EKIBEN_RECIPES")) is not None:
+        base, folders = Path.cwd(), tuple(filter(None, named.split(":")))
+    return Settings(
+        store=store_root(environment, store),
+        shared=Path(shared_dir).expanduser().absolute() if shared_dir else None,
+        registry=environment.get("EKIBEN_REGISTRY", registry) or None,
+        jobs=tuple(config.jobs for _, config in configs),
+        recipes=tuple((base / Path(folder).expanduser()).absolute() for folder in folders),
+    )

@@ -1,0 +1,192 @@
+"""Will it run? What an image is made of, held against a machine or a site's compute nodes, rule by rule.
+
+Each finding says what it rests on; a fact that nobody stated is reported as unknown and never assumed.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ekiben.core.environment import platform
+from ekiben.core.errors import StoreError
+from ekiben.core.files import read_yaml
+from ekiben.core.paths import PROJECT_ROOT
+from ekiben.core.process import run
+from ekiben.doctor.findings import CheckedImage, Finding, Rule, Section
+from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_layers, requirements_of_sif
+from ekiben.doctor.machine import build_host, node_here, runtime_of, runtimes_here
+from ekiben.doctor.rules import building, device_code, nodes, runtimes
+from ekiben.gpu.device_code import DeviceCode
+from ekiben.run.launch import RunRequest, choose_runtime, launch
+from ekiben.run.site import SiteFile
+from ekiben.spec.recipe import find_recipe
+from ekiben.spec.stack import StackFile
+from ekiben.store import Store
+
+if TYPE_CHECKING:
+    from ekiben.resolve.graph import ResolvedRecipe
+
+_EXPECTED = re.compile(r"^memory\s+([\d.]+) GiB expected", re.MULTILINE)  # as the tasks print it
+
+IMAGE_RULES: tuple[Rule, ...] = (nodes.architecture, *device_code.RULES, *runtimes.RULES, *nodes.RULES)
+CPU_RULES: tuple[Rule, ...] = (nodes.architecture, *runtimes.RULES)
+STACK_RULES = device_code.RULES
+
+
+def check(rules: Iterable[Rule], site: SiteFile, checked: CheckedImage) -> list[Finding]:
+    """Return what ``rules`` find."""
+    return [finding for rule in rules for finding in rule(site, checked)]
+
+
+def check_image(
+    site: SiteFile, image: ImageRequirements, stacks: Sequence[StackFile] = (), *, gpu: bool = True
+) -> list[Finding]:
+    """Check whether ``image`` runs on a node of ``site``; ``stacks``: what could be used instead; not ``gpu``: without GPUs."""
+    checked = CheckedImage(image, device_code.better_stack(site.node, stacks))
+    return check(IMAGE_RULES if gpu else CPU_RULES, site, checked)
+
+
+def declared_requirements(stack: StackFile, arch: str, partitions: int, *, gpu: bool = True) -> ImageRequirements:
+    """Return the requirements of an image that is not built yet, as its stack.yaml declares them."""
+    libraries = {f"{stack.name}/stack.yaml": DeviceCode({device_code.declared_code(stack): 1})} if gpu else {}
+    return ImageRequirements(
+        name=f"stack {stack.name}", size=0, partitions=partitions, arch=arch, cuda=stack.cuda if gpu else None,
+        torch=stack.torch if gpu else None, glibc=None, compat=None, network=(), libraries=libraries, packages={}, damaged={},
+    )  # fmt: skip
+
+
+def check_stack(site: SiteFile, stack: StackFile) -> list[Finding]:
+    """Check whether what is built of a stack runs on a site's GPUs."""
+    return check(STACK_RULES, site, CheckedImage(declared_requirements(stack, site.node.architecture, 1)))
+
+
+def ask_task(recipe: str, stack: str | None, argv: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
+    """Return the GiB that ``task --dry-run ARGS`` expects, run in the image here without a GPU.
+
+    Raises EngineError when the image cannot be run here, UsageError when it has no such task.
+    """
+    task, *arguments = argv
+    found = find_recipe(recipe)
+    found.task(task)
+    name = found.image_name(stack)
+    sif = Path(f"{name}.sif")
+    program = choose_runtime(name, sif)
+    request = RunRequest(argv=[task, "--dry-run", *arguments], gpu=False)
+    ready = launch(program, sif, f"ekiben/{name}:latest", request, environment)
+    done = run(ready.argv, env=ready.environment, check=False)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        return Finding("warning", "memory", f"{task} --dry-run ended with exit code {done.returncode}: {''.join(last)}")
+    if not (match := _EXPECTED.search(done.stdout)):
+        return Finding("info", "memory", f"{task} --dry-run says nothing of memory")
+    return float(match[1])
+
+
+def check_here(
+    store: Store, program: str, sif: Path, name: str, *, gpu: bool, log: Callable[[str], None]
+) -> list[Finding]:
+    """Check whether ``program`` will run the image here; quick once its layers were read."""
+    runtime = runtime_of(Path(program).name)
+    if runtime is None:
+        return []  # its own message is the better one
+    try:
+        requirements = (
+            _requirements_in_store(name, store, log)
+            if runtime.kind == "docker"
+            else requirements_of_sif(sif, store, log)
+        )
+    except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
+        return [Finding("warning", "image", f"what is in it could not be read: {error}")]
+    if requirements is None:
+        return []
+    site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
+    return [finding for finding in check_image(site, requirements, known_stacks(), gpu=gpu) if finding.level != "ok"]
+
+
+def consult(
+    store: Store, image: str | None, site: SiteFile | None, output: Path, *,
+    argv: Sequence[str], stack: str | None, resolved: Callable[[str], ResolvedRecipe], log: Callable[[str], None],
+) -> list[Section]:  # fmt: skip
+    """Return all findings about an image, on a site's nodes or here, and about building here.
+
+    ``argv``: a task and its arguments, whose memory is checked too; ``resolved`` resolves a recipe. Raises UsageError,
+    DefinitionError, StoreError.
+    """
+    where = site or SiteFile(name="this machine", description="", node=node_here(), runtimes=runtimes_here())
+    sections = []
+    needed = building.TORCH_BUILD
+    if image is not None:
+        requirements, missing = _requirements_of(image, store, where.node.architecture, resolved, log)
+        title = f"{image} on {described(where)}"
+        notes = [Finding("info", "image", f"not built yet: by what {requirements.name} declares")] if missing else []
+        findings = [*notes, *check_image(where, requirements, known_stacks())]
+        if argv:
+            log(f"asking {argv[0]} --dry-run for the memory it expects")
+            asked = ask_task(image, stack, argv, os.environ)
+            findings += [asked] if isinstance(asked, Finding) else nodes.check_memory(where, argv[0], asked)
+        sections.append(Section("run", title, findings))
+        needed = building.TORCH_BUILD if missing else requirements.size
+    else:
+        for found in known_stacks() if where.node.gpus else ():
+            title = f"stack {found.name} ({found.description}) on {described(where)}"
+            sections.append(Section("suit", title, check_stack(where, found)))
+    if site is None:
+        title = f"building on {described(where)}"
+        sections.append(
+            Section("build", title, building.check_build(build_host(store.root, output), needed, _group_name))
+        )
+    return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
+
+
+_NOTHING = ImageRequirements(name="", size=0, partitions=1, arch="", cuda=None, torch=None, glibc=None, compat=None, network=(), libraries={},
+                      packages={}, damaged={})  # fmt: skip
+
+
+def _requirements_of(
+    image: str, store: Store, arch: str, resolved: Callable[[str], ResolvedRecipe], log: Callable[[str], None]
+) -> tuple[ImageRequirements, bool]:
+    """Return an image's requirements, and whether they are only declared because it is not built."""
+    if image.endswith(".sif") or (Path(image).is_file() and Path(image).suffix != ".yaml"):
+        return requirements_of_sif(Path(image), store, log), False
+    chain = resolved(image)
+    stored = [layer for step in chain.layers if (layer := store.layer(step.cache_key))]
+    if len(stored) == len(chain.layers):
+        return requirements_of_layers(image, stored, store, platform().split("/")[1], log), False
+    # Only the layer of this name brings the stack's torch and CUDA.
+    gpu = any(step.name == "pytorch" for step in chain.layers)
+    return declared_requirements(chain.stack.file, arch, len(chain.layers), gpu=gpu), True
+
+
+def _requirements_in_store(name: str, store: Store, log: Callable[[str], None]) -> ImageRequirements | None:
+    ref = store.image(name)
+    layers = [layer for key in ref["keys"] if (layer := store.layer(key))] if ref else []
+    if not ref or len(layers) < len(ref["keys"]):
+        return None
+    return requirements_of_layers(name, layers, store, platform().split("/")[1], log)
+
+
+def known_stacks() -> list[StackFile]:
+    """Return every stack of images/stacks."""
+    return [read_yaml(path, StackFile) for path in sorted((PROJECT_ROOT / "images" / "stacks").glob("*/stack.yaml"))]
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def described(site: SiteFile) -> str:
+    """Return a site's node in one line."""
+    node = site.node
+    gpus = ", ".join(f"{gpu.count} × {gpu.model} {gpu.memory_gib} GiB ({gpu.capability})" for gpu in node.gpus)
+    details = [gpus or "no NVIDIA GPU", f"driver {node.driver}" if node.driver else "",
+             f"{node.cores} cores" if node.cores else "", f"{node.memory_gib} GiB" if node.memory_gib else "",
+             node.system or "", f"kernel {node.kernel}" if node.kernel else ""]  # fmt: skip
+    return f"{site.name}: {', '.join(detail for detail in details if detail)}"

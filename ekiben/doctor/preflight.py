@@ -1,0 +1,110 @@
+"""What a job would fail with after its hours in the queue, found before it is submitted.
+
+The image is the recipe's and has the tasks; and the first task's own ``--dry-run``, where it has one and a runtime is here,
+accepts the arguments for the job's GPUs: no misspelt setting, no file that is missing, no model that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.process import run, which
+from ekiben.formats.sif import read_sif
+from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.run.launch import RunRequest, launch
+from ekiben.spec.recipe import ShippedRecipe
+
+_RECIPE = "opt/ekiben/recipe"
+_RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
+
+
+def shipped_recipe(sif: Path) -> ShippedRecipe | None:
+    """Return the recipe in an image; None for one that is not of Ekiben. Raises ValueError when recipe.yaml is broken."""
+    text = _read(sif, f"{_RECIPE}/recipe.yaml")
+    return None if text is None else ShippedRecipe.parse(text)
+
+
+def check_image_of(sif: Path, recipe: str, tasks: Sequence[str]) -> Mapping[str, bytes]:
+    """Return the entrypoint of each task in the image; none for an image that is not of Ekiben.
+
+    Raises UsageError when it is another recipe's, or lacks a task.
+    """
+    try:
+        shipped = shipped_recipe(sif)
+    except ValueError as error:
+        raise UsageError(
+            f"{sif}: /{_RECIPE}/recipe.yaml {error}", hint="--force submits without looking into the image"
+        ) from error
+    if shipped is None:
+        return {}
+    if shipped.name != recipe:
+        raise UsageError(
+            f"{sif} is an image of the recipe '{shipped.name}', not of '{recipe}'", hint="--sif FILE, or --force"
+        )
+    for task in tasks:
+        if task not in shipped.tasks:
+            raise UsageError(f"{sif} has no task '{task}'." + nearest(task, shipped.tasks),
+                             hint="build the image again: recipe.yaml has the task, and the image is older; or --force")  # fmt: skip
+    scripts = {task: _read(sif, f"{_RECIPE}/entrypoints/{shipped.tasks[task].entrypoint}") for task in tasks}
+    return {task: script for task, script in scripts.items() if script is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGpus:
+    """The GPUs of a job that is not here yet: how many on all its nodes, and which, where a profile has it."""
+
+    count: int
+    model: str | None = None
+
+    def options(self, script: bytes, arguments: Sequence[str]) -> list[str]:
+        """Return the options by which a task's --dry-run plans for them; none for a task that has no such options."""
+        is_chosen = any(word.partition("=")[0] in ("--gpus", "--on") for word in arguments)
+        if self.count < 1 or is_chosen or b"add_on_option(" not in script:
+            return []
+        return ["--gpus", str(self.count), *(["--on", self.model] if self.model else [])]
+
+
+def try_arguments(
+    sif: Path, script: bytes, argv: Sequence[str], environment: Mapping[str, str], log: Callable[[str], None],
+    gpus: PlannedGpus = PlannedGpus(0),
+) -> None:  # fmt: skip
+    """Run ``argv`` with --dry-run in the image, where its ``script`` has that option and a runtime is here.
+
+    Raises UsageError with what the task says when it ends with an error.
+    """
+    program = which("apptainer", "singularity")
+    task, *arguments = argv
+    if program is None or b'"--dry-run"' not in script:
+        return
+    options = gpus.options(script, arguments)
+    shown = " ".join([task, "--dry-run", *options])
+    log(f"trying {shown} with these arguments")
+    request = RunRequest(argv=[task, "--dry-run", *options, *arguments], gpu=False)
+    ready = launch(program, sif, "", request, environment)
+    done = run(ready.argv, env=ready.environment, check=False)
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
+    if done.returncode == _RUNTIME_FAILED:
+        log(f"{task} --dry-run could not be tried here: {' '.join(lines)}")
+    elif done.returncode and gpus.model and any(line.startswith(f"error: --on {gpus.model}") for line in lines):
+        log(f"{task} knows no memory size of {gpus.model}: whether it fits is not checked")
+        try_arguments(sif, script, argv, environment, log, PlannedGpus(gpus.count))
+    elif done.returncode:
+        raise UsageError("\n".join([f"{shown} ended with exit code {done.returncode}:", *lines]),
+                         hint="--force submits without trying the arguments")  # fmt: skip
+
+
+def _read(sif: Path, path: str) -> bytes | None:
+    """Return a file of the image; None when it has none, or is of a kind that only runtimes read."""
+    try:
+        info = read_sif(sif)
+        with sif.open("rb") as stream:
+            for layer in reversed(info.layers):
+                reader = SquashfsReader(stream, layer.offset)
+                if (entry := reader.lookup(path)) is not None:
+                    return reader.read_file(path) if entry.kind == "file" else None
+    except (StoreError, OSError):
+        return None
+    return None

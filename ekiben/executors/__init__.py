@@ -1,0 +1,245 @@
+"""What runs a layer's %post: executors, each a module of this folder that fits one Protocol.
+
+To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`, `unavailable`,
+`execute`, `try_run` and `forget_images` (see `Executor`); with `load`, `has_image`, `try_image` and `run_argv` as well (see `Runtime`)
+it also keeps images for `ekiben image --format NAME` and runs tasks for `ekiben run --runtime NAME`. A distribution of your own can offer one,
+too: an entry point of the group `ekiben.executors` that names the module. tests/test_plugins.py holds each against its Protocol;
+tests/integration/workspaces.py takes it into the tests with real engines. A module whose name begins with an underscore is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+from ekiben.core import plugins
+from ekiben.core.errors import EngineError
+from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
+from ekiben.formats.layer import decode_name
+from ekiben.formats.oci import LayerSource
+
+# In records of 256 KiB: with tar's own 10, reading a layer of gigabytes takes twice as long.
+# Of attributes layers keep capabilities and a user's own; access control lists are read to be named.
+TAR = ("tar", "--create", "--file=-", "--format=pax", "--numeric-owner", "--blocking-factor=512", "--xattrs",
+       "--xattrs-include=security.capability", "--xattrs-include=user.*", "--xattrs-include=system.posix_acl_*")  # fmt: skip
+TAR_OF_UPPER = (*TAR, "--sort=name", "--one-file-system", "--xattrs-include=*.overlay.opaque")
+
+
+# Of fuse-overlayfs, which says by a file in a folder that it hides the one below.
+_MARKED = ("(", "-name", ".wh..opq", "-o", "-name", ".wh..wh..opq", ")")
+_END = b"EKIBEN END"
+# Names may hold all but NUL. What comes behind the last name says that it is the last.
+FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && printf "{_END.decode()}\\0"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A script to run as root on a stack of layers, bottom first.
+
+    ``mount`` is a host folder that appears at /run/ekiben (it holds run.sh), ``cache`` one that appears at
+    /run/ekiben/cache; ``scratch`` is a folder for the executor's own use that goes
+    away afterwards; ``staging`` is where those of other builds are, too.
+    """
+
+    name: str
+    lower: Sequence[LayerSource]
+    mount: Path
+    cache: Path
+    scratch: Path
+    staging: Path
+    log: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a job changed: the overlay's upper directory, or a tar of it where we may not read it (see ekiben.formats.changeset)."""
+
+    upper: Path | IO[bytes]
+    deleted: Collection[str] = ()
+    opaque: Collection[str] = ()
+    is_fuse: bool = False  # made by fuse-overlayfs
+
+
+class JobFailed(Exception):
+    """A script ended with an exit code other than 0."""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(f"exit code {returncode}")
+        self.returncode = returncode
+
+
+class Executor(Protocol):
+    """As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
+
+    PREFERENCE: int  # `auto` takes the usable one with the smallest: no daemon and no root first
+
+    def unavailable(self) -> str | None:
+        """Why this executor cannot be used here, or None."""
+
+    def execute(self, job: Job) -> AbstractContextManager[Changes]:
+        """Run the job; inside the context its changes can be read, once. Raises JobFailed, EngineError."""
+
+    def try_run(self, job: Job) -> None:
+        """Run the job and forget its changes. Raises JobFailed, EngineError."""
+
+    def remove_cached_images(self) -> int:
+        """Remove the layers kept as images for the next build; how many images those were."""
+
+
+class Runtime(Executor, Protocol):
+    """An executor that also keeps images for people, and runs their tasks."""
+
+    def load(self, config: bytes, layers: Sequence[LayerSource], name: str, scratch: Path) -> None:
+        """Bring the image of ``config`` and ``layers`` in under ``name``; files go to ``scratch`` meanwhile. Raises EngineError, StoreError."""
+
+    def has_image(self, name: str, image_id: str) -> bool:
+        """Whether ``name`` is the image of this id."""
+
+    def try_image(self, image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
+        """Run a command in a container of the image that has no network and goes away; its exit code."""
+
+    def run_argv(self, gpu: bool) -> list[str]:
+        """Return the arguments that begin a task's command, as this user, with all GPUs or none. Docker's options follow."""
+
+
+GROUP = "ekiben.executors"
+_RUNTIME = ("load", "has_image", "try_image", "run_argv")
+
+
+def names() -> list[str]:
+    """Name every executor, whether or not it can be used here. Nothing is imported: docker's SDK alone takes 0.15 s."""
+    return plugins.names(__name__, GROUP)
+
+
+def by_preference() -> list[tuple[str, Executor]]:
+    """Return every executor in the order in which `auto` tries them."""
+    return sorted(((name, load(name)) for name in names()), key=lambda found: (found[1].PREFERENCE, found[0]))
+
+
+def check_name(engine: str) -> None:
+    """Accept a name of an executor, or auto. Raises UsageError for another."""
+    plugins.check(__name__, GROUP, engine, option="--engine", kind="engine", also=("auto",))
+
+
+def load(name: str) -> Executor:
+    """Import one executor. Raises UsageError when there is none of this name."""
+    return cast(Executor, plugins.load(__name__, GROUP, name, option="--engine", kind="engine"))
+
+
+def runtimes() -> dict[str, Runtime]:
+    """Return the executors that keep images and run tasks, by name."""
+    return {
+        name: cast(Runtime, found) for name, found in by_preference() if all(hasattr(found, word) for word in _RUNTIME)
+    }
+
+
+def choose(engine: str, without: Collection[str] = ()) -> tuple[str, Executor, str]:
+    """Return the executor to use, and why. ``auto`` takes the first usable one that is not one of ``without``.
+
+    Raises EngineError with each one's reason.
+    """
+    if engine != "auto":
+        executor = load(engine)
+        if reason := executor.unavailable():
+            raise EngineError(f"engine {engine} cannot be used here: {reason}")
+        return engine, executor, "asked for"
+    reasons: list[str] = []
+    for name, executor in by_preference():
+        if name in without:
+            continue
+        if (reason := executor.unavailable()) is None:
+            return name, executor, "; ".join([*reasons, "usable here"])
+        reasons.append(f"{name}: {reason}")
+    raise EngineError("no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
+                      hint=f"`{ENGINE_SETUP}` installs one, or prints what to ask the administrator for")  # fmt: skip
+
+
+@contextlib.contextmanager
+def shared_packages(job: Job) -> Iterator[None]:
+    """Give a job links to the packages fetched before: apt locks its cache, so two builds cannot have one."""
+    shared, own = job.cache / "apt", job.mount / "apt"
+    (own / "partial").mkdir(parents=True, exist_ok=True)
+    _link_packages(shared, own)
+    try:
+        yield
+    finally:
+        _link_packages(own, shared)
+
+
+def _link_packages(source: Path, target: Path) -> None:
+    for package in source.glob("*.deb"):
+        with contextlib.suppress(OSError):  # it is there, or on another file system
+            os.link(package, target / package.name)
+
+
+def marked_folders(listing: bytes, upper: str) -> set[str]:
+    """Return the folders that hide those below, of the output of FIND_MARKED with ``upper``. Raises EngineError when it is cut."""
+    *names, end, rest = (b"", *listing.split(b"\0"))
+    if (end, rest) != (_END, b""):
+        raise EngineError(
+            f"the list of what is opaque in {upper} breaks off after {len(listing)} bytes; build it again"
+        )
+    return {decode_name(name).rpartition("/")[0][len(upper) :].strip("/") for name in names if name}
+
+
+def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
+    """Raise EngineError where these layers have no GNU tar and find, with which their changes are read from inside."""
+    from ekiben.formats.changeset import Lower  # late: most invocations build nothing
+    from ekiben.formats.placement import real_path
+
+    with contextlib.ExitStack() as stack:
+        lower = Lower([stack.enter_context(layer.reader()) for layer in reversed(layers)])
+        for tool in ("tar", "find"):
+            places = [real_path(f"{folder}/{tool}", lower, follow_last=True) for folder in ("usr/bin", "bin")]
+            found = [path for path in places if (entry := lower.lookup(path)) is not None and entry.kind != "dir"]
+            small = found and found[0].rpartition("/")[2] in ("busybox", "toybox")
+            if not found or small:
+                defect = f"is {found[0].rpartition('/')[2]}'s" if small else "is missing"
+                raise EngineError(f"engine {engine} reads what a script changed with GNU tar and find of the image, where {tool} {defect}",
+                                  hint="build with --engine buildah or podman, which use this machine's; or add tar and findutils "
+                                  "to the lowest layer")  # fmt: skip
+
+
+def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:
+    """Write run.sh: the same environment and the same first steps under every executor.
+
+    Variables are read from a file: on a command line everybody on the machine could read the passwords of proxies and indexes.
+    """
+    (mount / "post.sh").write_text(script, encoding="utf-8")
+    (mount / "cache").mkdir(exist_ok=True)
+    variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(environment.items()))
+    private = os.open(mount / "environment", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(private, "w", encoding="utf-8") as stream:
+        stream.write(variables)
+    (mount / "run.sh").write_text(
+        "umask 022\ncd /\n"
+        # Only files are in it, so directories that exist keep their owners and modes.
+        f"[ ! -e /{BUILD_MOUNT}/files.tar ] || tar --no-same-owner -xf /{BUILD_MOUNT}/files.tar || exit\n"
+        f"exec env -i /bin/sh -e -c '. /{BUILD_MOUNT}/environment; . \"$0\"' /{BUILD_MOUNT}/post.sh </dev/null\n",
+        encoding="utf-8",
+    )
+
+
+__all__ = [
+    "Changes",
+    "Executor",
+    "Job",
+    "JobFailed",
+    "Runtime",
+    "apptainer",
+    "by_preference",
+    "check_name",
+    "choose",
+    "docker",
+    "load",
+    "names",
+    "podman",
+    "runtimes",
+    "write_run_script",
+]

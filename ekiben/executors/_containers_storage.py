@@ -1,0 +1,37 @@
+"""What buildah and podman have in common: the storage that both keep images in, and its user namespace."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from ekiben.core.process import ProcessError, run
+from ekiben.formats import oci
+
+
+def environment() -> dict[str, str]:
+    """Return the environment with driver overlay for ordinary users: older versions take vfs where overlay would do."""
+    return {"STORAGE_DRIVER": "overlay", **os.environ} if os.geteuid() else dict(os.environ)
+
+
+def pull(
+    argv: Sequence[str], config: bytes, layers: Sequence[oci.LayerSource], name: str, *, present: Collection[str],
+    scratch: Path, env: Mapping[str, str],
+) -> str:  # fmt: skip
+    """Pull an image of the store's layers with ``argv``, ``podman pull`` say, and return what it prints, the image's id.
+
+    Layers whose diff_ids are ``present`` in the storage are not written, unless it lacks one after all. Raises ProcessError.
+    """
+    tag = name.rpartition(":")[2]
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        for leave_out in ([present] if present else []) + [set[str]()]:
+            oci.write_layout(Path(folder, "layers"), config, layers, name, leave_out=leave_out)
+            # It makes a name of the path, and not every path can be one: hence the relative one.
+            script = f"cd {shlex.quote(folder)} && exec {shlex.join([*argv, '--quiet', f'oci:layers:{tag}'])}"
+            pulled = run(["/bin/sh", "-c", script], check=False, env=dict(env))
+            if pulled.returncode == 0:
+                return pulled.stdout.strip()
+    raise ProcessError([*argv, f"oci:…:{tag}"], pulled.returncode, pulled.stderr)

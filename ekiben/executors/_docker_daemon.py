@@ -1,0 +1,98 @@
+"""A Docker daemon: whether it answers, which images it has, loading one. Imports the SDK only when there is work for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ekiben.core.errors import EngineError
+from ekiben.formats import oci
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+
+
+@cache
+def client() -> DockerClient:
+    """Return a client of the daemon. Raises EngineError with a hint when none answers."""
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        connected = docker.from_env(timeout=600)
+        connected.ping()
+    except DockerException as error:
+        message = str(error)
+        if "Permission" in message:
+            raise EngineError(
+                "the Docker daemon refuses this user; ask for membership of the group 'docker'"
+            ) from error
+        where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
+        raise EngineError(f"no Docker daemon answers at {where}") from error
+    return connected
+
+
+def unavailable() -> str | None:
+    """Return why the daemon cannot be used, or None."""
+    try:
+        client()
+    except EngineError as error:
+        return str(error)
+    return None
+
+
+def _layers_of(name: str) -> list[str]:
+    from docker.errors import APIError
+
+    try:
+        return client().api.inspect_image(name)["RootFS"].get("Layers") or []
+    except APIError:
+        return []
+
+
+def known_layers() -> set[str]:
+    """Return the diff_ids that the daemon has as the bottom of some image, in that order, so that they need not be sent again."""
+    chains = [image.attrs["RootFS"].get("Layers") or [] for image in client().images.list(all=True)]
+    return {",".join(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
+
+
+def has_image(name: str, image_id: str) -> bool:
+    """Return whether ``name`` is the image of this id in the daemon."""
+    from docker.errors import APIError
+
+    try:
+        return bool(client().api.inspect_image(name)["Id"] == image_id)
+    except APIError:
+        return False
+
+
+def load_image(config: bytes, layers: Sequence[oci.LayerSource], name: str) -> str:
+    """Bring an image into the daemon under ``name``; layers it has are not sent. Returns the image id."""
+    image_id = oci.digest_of(config)
+    if has_image(name, image_id):
+        return image_id
+    if has_image(image_id, image_id):
+        repository, _, tag = name.rpartition(":")
+        client().api.tag(image_id, repository, tag)
+        return image_id
+    present = _present([layer.diff_id for layer in layers], name)
+    for leave_out in ([present] if present else []) + [set[str]()]:
+        message = _load(oci.archive(config, layers, name, leave_out=leave_out))
+        if has_image(name, image_id):
+            return image_id
+    raise EngineError(f"the Docker daemon did not take {name} as {image_id}: {message[-500:]}")
+
+
+def _present(diff_ids: list[str], name: str) -> set[str]:
+    """Which of the layers the daemon has. The image that had ``name`` before, most often, has all but the last."""
+    if _layers_of(name)[: len(diff_ids) - 1] == diff_ids[:-1]:
+        return set(diff_ids[:-1])
+    known = known_layers()
+    return {diff_ids[index] for index in range(len(diff_ids)) if ",".join(diff_ids[: index + 1]) in known}
+
+
+def _load(archive: Iterable[bytes]) -> str:
+    """What the daemon says to an archive."""
+    return " ".join(str(line) for line in client().api.load_image(archive) or ())

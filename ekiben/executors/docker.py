@@ -1,0 +1,191 @@
+"""A Docker daemon, through its SDK: the layers below become an image, the script runs in a container of it, and only
+what changed is read back."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from ekiben.core.environment import DEFAULT_PATH, platform
+from ekiben.core.errors import EngineError
+from ekiben.core.mounts import is_ambiguous
+from ekiben.core.owner import has_ended, owner_of
+from ekiben.core.paths import BUILD_MOUNT
+from ekiben.executors import TAR, Changes, Job, JobFailed, check_tools, shared_packages
+from ekiben.executors._docker_daemon import client, has_image, load_image, unavailable
+from ekiben.formats import oci
+from ekiben.formats.changeset import is_excluded
+from ekiben.formats.layer import decode_name, encode_name, sort_key
+from ekiben.formats.squashfs.reader import merged_entries
+
+__all__ = ["client", "execute", "has_image", "load_image", "remove_cached_images", "try_run", "unavailable"]
+PREFERENCE = 40
+LAYER_IMAGES = "ekiben/layer"
+_MAKER = "org.ekiben.process"
+
+
+@contextlib.contextmanager
+def execute(job: Job) -> Iterator[Changes]:
+    """Run the job in Docker; inside the context its changes can be read, once. Raises JobFailed, EngineError."""
+    check_tools(job.lower, "docker")
+    with _container(job) as container:
+        started = _now(job)
+        with shared_packages(job):
+            _run(job, container)
+        changed, deleted = _changes(job, container, started)
+        (job.mount / "paths").write_bytes(encode_name("".join(f"./{path}\0" for path in changed)))
+        command = [*TAR, "-C", "/", "--no-recursion", "--null", f"--files-from=/{BUILD_MOUNT}/paths"]
+        with _output(job, container, command) as archive:
+            yield Changes(archive, deleted=deleted)
+
+
+def _now(job: Job) -> float:
+    """The kernel's clock as files see it."""
+    (job.mount / "started").touch()
+    return (job.mount / "started").stat().st_ctime_ns / 1e9
+
+
+def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[str]]:
+    """What was written and what is gone since ``started``.
+
+    Not asked of the daemon: where it compares sizes and times it overlooks a file with both unchanged, and its JSON
+    has no names that are not UTF-8. A file's ctime cannot be set by hand.
+    """
+    there: dict[str, bool] = {}  # path → whether it is a directory
+    changed: set[str] = set()
+    with _output(job, container, ["find", "/", "-xdev", "-printf", r"%C@ %y %P\0"]) as listing:
+        for line in listing.read().split(b"\0")[:-1]:
+            when, kind, path = decode_name(line).split(" ", 2)
+            there[path] = kind == "d"
+            if float(when) >= started and path and not is_excluded(path):
+                parts = path.split("/")
+                changed |= {"/".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    with contextlib.ExitStack() as stack:
+        layers = [stack.enter_context(layer.reader()) for layer in job.lower]
+        deleted = [entry.path for entry in merged_entries(layers)
+                   if entry.path not in there and there.get(entry.path.rpartition("/")[0])]  # fmt: skip
+    return sorted(changed, key=sort_key), deleted
+
+
+def remove_cached_images() -> int:
+    """Remove the layers that Docker keeps as images for the next build, and return how many these were."""
+    names = [tag for image in client().images.list(LAYER_IMAGES) for tag in image.tags if tag.startswith(LAYER_IMAGES)]
+    for name in names:
+        client().images.remove(name)
+    return len(names)
+
+
+def try_run(job: Job) -> None:
+    """Run the job in Docker and discard its changes. Raises JobFailed, EngineError."""
+    with _container(job) as container, shared_packages(job):
+        _run(job, container)
+
+
+@contextlib.contextmanager
+def _container(job: Job) -> Iterator[Any]:
+    config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
+    image = load_image(config, job.lower, f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}")
+    _remove_left_behind(job)
+    container = client().containers.create(
+        image, ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
+        **_binds({job.mount: f"/{BUILD_MOUNT}", job.cache: f"/{BUILD_MOUNT}/cache"}), labels={"org.ekiben.build": job.name, _MAKER: f"{socket.gethostname()}:{owner_of(job.scratch.parent)}"},
+        init=False,
+    )  # fmt: skip
+    try:
+        container.start()
+        yield container
+    finally:
+        container.remove(force=True)
+
+
+def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
+    """Return the arguments of docker-py that show folders of the host. Its `volumes` ends a path at ':'."""
+    from docker.types import Mount
+
+    if not any(is_ambiguous(folder) for folder in folders):
+        return {"volumes": [f"{folder}:{inside}" for folder, inside in folders.items()]}
+    return {"mounts": [Mount(inside, str(folder), type="bind") for folder, inside in folders.items()]}
+
+
+def _remove_left_behind(job: Job) -> None:
+    """Containers of builds that were killed on this host."""
+    for left in client().containers.list(all=True, filters={"label": _MAKER}, ignore_removed=True):
+        host, _, process = left.labels[_MAKER].rpartition(":")
+        if host == socket.gethostname() and has_ended(process, job.staging):
+            left.remove(force=True)
+
+
+def _run(job: Job, container: Any) -> None:
+    api = client().api
+    # One stream: the daemon carries stdout and stderr apart, and then their lines arrive in any order.
+    script = f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"
+    execution = api.exec_create(container.id, ["/bin/sh", "-c", script])["Id"]
+    rest = ""
+    for chunk in api.exec_start(execution, stream=True):
+        *lines, rest = (rest + chunk.decode("utf-8", "replace")).split("\n")
+        for line in lines:
+            job.log(line)
+    if rest:
+        job.log(rest)
+    if code := _exit_code(execution):
+        raise JobFailed(code)
+
+
+def _exit_code(execution: str) -> int:
+    """The stream of a program's output may end before the program: then it has no exit code yet."""
+    while (found := client().api.exec_inspect(execution))["Running"] or found["ExitCode"] is None:
+        time.sleep(0.05)
+    return int(found["ExitCode"])
+
+
+@contextlib.contextmanager
+def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[bytes]]:
+    """A program's stdout, as a file. Raises EngineError when the program fails or the file is not all that it wrote, OSError when the disk is full.
+
+    It goes through the folder that the container shares with us: docker-py loses what arrives with the headers of a stream's
+    socket. The file's size, written when the program has ended well, says that it is whole.
+    """
+    inside, output_file = f"/{BUILD_MOUNT}/output", job.mount / "output"
+    script = f'"$@" >{inside} 2>{inside}.errors && wc -c <{inside} >{inside}.size'
+    api = client().api
+    execution = api.exec_create(container.id, ["/bin/sh", "-c", script, "sh", *command])["Id"]
+    api.exec_start(execution)
+    code = _exit_code(execution)
+    errors = _read_or_empty(job.mount / "output.errors")
+    if code:
+        _check_space(job.mount)
+        raise EngineError(
+            f"reading the changes failed with exit code {code}: {errors.decode('utf-8', 'replace')[-500:]}"
+        )
+    expected_size, size = (
+        _read_or_empty(job.mount / "output.size").strip(),
+        output_file.stat().st_size if output_file.exists() else -1,
+    )
+    if expected_size != str(size).encode():
+        raise EngineError(f"{command[0]} wrote {expected_size.decode('utf-8', 'replace') or 'an unknown number of'} bytes, and {size} of them "
+                          "arrived: the daemon does not share this machine's files, or the disk is full")  # fmt: skip
+    try:
+        with output_file.open("rb") as output:
+            yield output
+    finally:
+        for path in (output_file, job.mount / "output.errors", job.mount / "output.size"):
+            path.unlink(missing_ok=True)
+
+
+def _check_space(folder: Path) -> None:
+    """Raise the OSError of a full disk or quota: on one, the program's own message has no room either."""
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(bytes(1 << 20))
+        probe.flush()
+
+
+def _read_or_empty(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""

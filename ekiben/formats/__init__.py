@@ -1,0 +1,36 @@
+"""Layers and images as bytes; nothing here knows a store.
+
+layer           entries in canonical order, and what takes them
+changeset       what a script changed, as a layer's entries
+left_out        what a script wrote and no layer keeps, with the reason
+placement       where the files of %files go on the layers below
+upper           an overlay's upper directory, as a stream
+xattrs          which extended attributes are content, and their form
+tar             the OCI form of a layer
+foreign_tar     tars that somebody else made, checked
+squashfs        the form in which a layer is stored
+partition       a squashfs in a file, or as a part of one
+sif             SIF files
+runtime_files   what container runtimes look for inside an image
+oci             images in their OCI and Docker forms
+users           the users and groups that runtimes show, where upper layers change them
+compare         two layers, entry by entry
+"""
+
+__all__ = [
+    "changeset",
+    "compare",
+    "foreign_tar",
+    "layer",
+    "left_out",
+    "oci",
+    "partition",
+    "placement",
+    "runtime_files",
+    "sif",
+    "squashfs",
+    "tar",
+    "upper",
+    "users",
+    "xattrs",
+]

@@ -1,0 +1,158 @@
+"""A squashfs in a file, or as a part of one: read, copied, and compared with its digest on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from ekiben.core.errors import StoreError
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+COPY = 1 << 20
+_AHEAD = 1 << 24  # bytes: how far ahead of the copy the disk is asked
+_BEHIND = 1 << 28  # bytes
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A squashfs, ``size`` bytes at ``offset`` of ``path``; ``digest`` is theirs: ``sha256:`` and 64 hex digits.
+
+    ``is_checked``: they were compared with it, and the file has not been written to since.
+    """
+
+    path: Path
+    offset: int
+    size: int
+    digest: str
+    is_checked: bool = False
+
+
+def read_partition(partition: Partition, start: int = 0) -> Iterator[bytes]:
+    """Yield a partition's bytes from ``start`` on. Raises StoreError when it ends early."""
+    with _opened(partition.path) as source:
+        source.seek(partition.offset + start)
+        while start < partition.size:
+            data = source.read(min(COPY, partition.size - start))
+            if not data:
+                raise StoreError(f"{partition.path}: ends {partition.size - start} bytes early", hint=_HINT)
+            start += len(data)
+            yield data
+
+
+class Hasher:
+    """A thread that hashes what has arrived in ``file``: a bad copy is found as surely as a bad source."""
+
+    def __init__(self, file: int, digest: hashlib._Hash | None = None) -> None:
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
+        self._file, self._digest, self._buffer = file, digest or hashlib.sha256(), memoryview(bytearray(COPY))
+        self._pool: ThreadPoolExecutor = ThreadPoolExecutor(1, thread_name_prefix="sha256")
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Hasher:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pool.shutdown(cancel_futures=failure[0] is not None)
+        if failure[0] is None:
+            self._wait_for_all_but(0)
+
+    def take(self, start: int, end: int) -> None:
+        """Hash the next bytes. Waits while more than _BEHIND of them are not hashed: what it reads should still be in memory."""
+        for at in range(start, end, COPY):
+            self._wait_for_all_but(_BEHIND // COPY)
+            self._waiting.append(self._pool.submit(self._hash, at, min(COPY, end - at)))
+
+    def _wait_for_all_but(self, count: int) -> None:
+        while len(self._waiting) > count:
+            self._waiting.popleft().result()
+
+    def digest(self) -> str:
+        """Return the digest of the bytes since the last call."""
+        self._wait_for_all_but(0)
+        found, self._digest = "sha256:" + self._digest.hexdigest(), hashlib.sha256()
+        return found
+
+    def _hash(self, start: int, count: int) -> None:
+        buffer = self._buffer[:count]
+        while buffer:
+            got = os.preadv(self._file, [buffer], start)
+            if not got:
+                raise OSError(errno.EIO, "what was written cannot be read back")
+            self._digest.update(buffer[:got])
+            buffer, start = buffer[got:], start + got
+
+
+def copy_partition(
+    partition: Partition, out: BinaryIO, on_bytes: Callable[[int], None],
+    own: Hasher | None = None, whole: Hasher | None = None,
+) -> None:  # fmt: skip
+    """Copy a partition to the position of ``out`` while the hashers read what was written. ``own`` hashes this partition alone,
+    ``whole`` all of the file. Raises StoreError when the digest of ``own`` is not the partition's."""
+    hashers = [hasher for hasher in (own, whole) if hasher]
+    start = out.tell()
+    with _opened(partition.path) as source:
+        for done in range(0, partition.size, COPY):
+            count = min(COPY, partition.size - done)
+            _will_need(source, partition.offset + done + _AHEAD, COPY)
+            _copy_range(partition, source, out.fileno(), done, start + done, count)
+            for hasher in hashers:
+                hasher.take(start + done, start + done + count)
+            on_bytes(count)
+    if own and (found := own.digest()) != partition.digest:
+        raise StoreError(f"{partition.path}: should be {partition.digest}, is {found}", hint=_HINT)
+
+
+def copy_checked(partition: Partition, to: Path) -> None:
+    """Copy a partition to a new file. Raises StoreError when its bytes are not its digest's."""
+    with to.open("x+b", buffering=0) as out, Hasher(out.fileno()) as own:
+        copy_partition(partition, out, lambda count: None, own)
+
+
+_HINT = "the stored layer is damaged: remove it and build again"
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _will_need(source: BinaryIO, start: int, count: int) -> None:
+    """Of what is not in memory: unasked, copying within the kernel took up to twice as long."""
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(source.fileno(), start, count, os.POSIX_FADV_WILLNEED)
+
+
+def _copy_range(partition: Partition, source: BinaryIO, out: int, done: int, start: int, count: int) -> None:
+    while count:
+        copied = _copy_some(partition, source, out, partition.offset + done, start, count)
+        if not copied:
+            raise StoreError(f"{partition.path}: ends {partition.size - done} bytes early", hint=_HINT)
+        done, start, count = done + copied, start + copied, count - copied
+
+
+def _copy_some(partition: Partition, source: BinaryIO, out: int, offset: int, start: int, count: int) -> int:
+    """In the kernel, which shares the blocks where the file system can; where it can't, through our own hands."""
+    try:
+        if copied := os.copy_file_range(source.fileno(), out, count, offset, start):
+            return copied
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+    try:
+        data = os.pread(source.fileno(), count, offset)
+    except OSError as error:
+        raise StoreError(f"{partition.path}: cannot be read: {error.strerror}") from error
+    return os.pwrite(out, data, start)

@@ -1,0 +1,405 @@
+"""SIF files, written and read without Apptainer: a header, a table of descriptors, then the data they point at.
+
+The first layer is the primary system partition, the others are overlay partitions of the same group (Apptainer leaves
+out overlay partitions whose group differs). Where layers above the first one change users or groups, the primary partition
+is a small one with these alone, below all layers (see ekiben/formats/users.py). The format: https://github.com/apptainer/sif/blob/main/pkg/sif/sif.go
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from ekiben.core.errors import StoreError
+from ekiben.core.files import digest_of, format_size, free_bytes, new_file, reason_of
+from ekiben.formats.partition import FULL, Hasher, Partition, copy_partition, read_partition
+
+LAUNCH = b"#!/usr/bin/env run-singularity\n"
+MAGIC = b"SIF_MAGIC\0"
+VERSION = b"01\0"
+HEADER = struct.Struct("<32s10s3s3s16s8q")  # launch, magic, version, arch, id, times, descriptors, data
+DESCRIPTOR = struct.Struct("<i?3I3q2q2q128s384s")  # type, used, ids, extent, times, owners, name, extra
+PARTITION_EXTRA = struct.Struct("<2i3s")  # file system, partition type, arch
+SIGNATURE_EXTRA = struct.Struct("<i256s")  # hash, the signer's fingerprint
+SIGNED_HEADER = struct.Struct("<32s10s3s16s")  # what signatures cover of it: launch, magic, version, id
+SIGNED_DESCRIPTOR = struct.Struct("<i?2I4q128s384s")  # type, used, ids, size, created, owners, name, extra
+DESCRIPTORS_AT = 4096
+DESCRIPTOR_COUNT = 48
+DATA_AT = DESCRIPTORS_AT + DESCRIPTOR_COUNT * DESCRIPTOR.size
+PAGE = 4096  # partitions are mounted in place
+
+DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
+NO_GROUP = 0xF000_0000
+GROUP = 0xF000_0001  # group 1, as every SIF of Apptainer has it
+SQUASHFS = 1
+PRIMARY, OVERLAY = 2, 4
+USERS = "users"  # name of the primary partition that is no layer
+HASHES = {"sha256": 1, "sha384": 2, "sha512": 3}
+ARCHITECTURES = {"amd64": b"02\0", "arm64": b"04\0", "ppc64le": b"06\0"}
+FS_IOC_RESVSP = 0x40305828  # linux/falloc.h
+SPACE = struct.Struct("@2h2qiI16x")  # type, whence, start, length, two that nobody reads
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A signature of a SIF: a clear-signed signed_message(), the signer's fingerprint in hex, and the hash it is over."""
+
+    data: bytes
+    fingerprint: str
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """One data object of a SIF. ``file_system`` and ``part_type`` are 0 where it is no partition; ``link`` is 0, or the object
+    or group that a signature is of; ``extra`` depends on the type, ``row`` is all of the descriptor as it is in the file.
+    """
+
+    number: int
+    data_type: int
+    group: int
+    offset: int
+    size: int
+    name: str
+    file_system: int = 0
+    part_type: int = 0
+    link: int = 0
+    extra: bytes = b""
+    row: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SifInfo:
+    """What a SIF says of itself; ``created``: seconds since 1970; ``head``: the bytes of its header."""
+
+    id: str
+    arch: str
+    created: int
+    descriptors: tuple[Descriptor, ...]
+    head: bytes = field(default=b"", repr=False)
+
+    @property
+    def layers(self) -> tuple[Descriptor, ...]:
+        """Return the squashfs partitions as they are stacked, bottom first."""
+        squashfs = [item for item in self.descriptors if item.data_type == PARTITION and item.file_system == SQUASHFS]
+        primary = [item for item in squashfs if item.part_type == PRIMARY]
+        return (*primary, *(item for item in squashfs if item.part_type == OVERLAY))
+
+
+@dataclass(frozen=True, slots=True)
+class SifHeader:
+    """What a SIF says of itself, but for its layers: a UUID, a definition file, an architecture, a time stamp.
+
+    Equal ids promise equal files. ``arch`` is one of ARCHITECTURES; ``epoch``: seconds since 1970; ``users``: the squashfs of
+    users_partition(), or nothing.
+    """
+
+    id: str
+    deffile: str
+    arch: str
+    epoch: int
+    users: bytes = b""
+
+    @property
+    def objects(self) -> tuple[bytes, ...]:
+        """Return the data objects before the layers: the definition file, and the users where they are a partition."""
+        return self.deffile.encode("utf-8", "surrogateescape"), *([self.users] if self.users else [])
+
+
+def sif_header(digests: Sequence[str], deffile: str, arch: str, epoch: int, users: bytes = b"") -> SifHeader:
+    """Return the header of the SIF with these layers, by their digests."""
+    return SifHeader(sif_id([*([digest_of(users)] if users else []), *digests], deffile), deffile, arch, epoch, users)
+
+
+def sif_id(digests: Sequence[str], deffile: str) -> str:
+    """Return the UUID of the SIF with these partitions: equal ids promise equal files."""
+    import uuid  # late: it brings platform with it
+
+    content = json.dumps(["ekiben sif 1", list(digests), deffile])
+    return str(uuid.UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5))
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def write_sif(
+    out: Path,
+    partitions: Sequence[Partition],
+    header: SifHeader,
+    *,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    whole: hashlib._Hash | None = None,
+    signature: Signature | None = None,
+) -> None:
+    """Write a SIF to ``out`` atomically. ``on_bytes`` is called with the number of bytes that each step copied.
+
+    ``whole`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature`` is that of
+    signed_message() with the same arguments.
+    Raises StoreError when a partition's bytes are not its digest's, and when ``out`` cannot be written.
+    """
+    most = DESCRIPTOR_COUNT - len(header.objects) - bool(signature)
+    if not 0 < len(partitions) <= most:
+        raise StoreError(f"{out}: a SIF holds 1 to {most} layers, not {len(partitions)}", hint="make it --squash")
+    descriptors = _lay_out(partitions, header, signature)
+    size = descriptors[-1].offset + descriptors[-1].size
+    with _new_sif(out, size) as file:
+        file.write(_begin(descriptors, header))
+        with contextlib.ExitStack() as stack:
+            each = stack.enter_context(Hasher(file.fileno()))
+            all_of_it = stack.enter_context(Hasher(file.fileno(), whole)) if whole is not None else None
+            end = 0
+            for partition, descriptor in zip(partitions, descriptors[len(header.objects) :], strict=False):
+                if file.seek(descriptor.offset) > os.fstat(file.fileno()).st_size:
+                    file.truncate(descriptor.offset)  # what lies between is there to be read
+                if all_of_it:
+                    all_of_it.take(end, descriptor.offset)
+                copy_partition(partition, file, on_bytes, None if partition.is_checked else each, all_of_it)
+                end = descriptor.offset + descriptor.size
+            if signature:
+                file.seek(end)
+                file.write(signature.data)
+                if all_of_it:
+                    all_of_it.take(end, size)
+
+
+def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:
+    """Return what a signature of the SIF that write_sif() would write has to sign: known before the file is there."""
+    table = _head(_lay_out(partitions, header), header)
+    digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
+    rows = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
+    objects = [{"relativeId": number, "descriptorDigest": digest_of(signed_descriptor(row, number)), "objectDigest": digest}
+               for number, (row, digest) in enumerate(zip(rows, digests, strict=True))]  # fmt: skip
+    message = {"version": 1, "header": {"digest": digest_of(signed_header(table))}, "objects": objects}
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def signed_header(head: bytes) -> bytes:
+    """Return the fields of a header that a signature covers."""
+    launch, magic, version, _, id = HEADER.unpack_from(head)[:5]
+    return SIGNED_HEADER.pack(launch, magic, version, id)
+
+
+def signed_descriptor(row: bytes, relative: int) -> bytes:
+    """Return the fields of a descriptor that a signature covers; ``relative`` is its number less that of its group's first."""
+    data_type, used, _, _, link, _, size, _, created, _, uid, gid, name, extra = DESCRIPTOR.unpack(row)
+    return SIGNED_DESCRIPTOR.pack(data_type, used, relative, link, size, created, uid, gid, name, extra)
+
+
+class SifBytes:
+    """The bytes of the SIF that write_sif() would write, without the file."""
+
+    def __init__(self, partitions: Sequence[Partition], header: SifHeader, signature: Signature | None = None) -> None:
+        descriptors = _lay_out(partitions, header, signature)
+        self._partitions, self._descriptors = partitions, descriptors[len(header.objects) :]
+        self._tail = signature.data if signature else b""
+        self._head = _begin(descriptors, header)
+        self.id, self.size = header.id, descriptors[-1].offset + descriptors[-1].size
+
+    def read(self, offset: int) -> Iterator[bytes]:
+        """Yield the bytes from ``offset`` on. Raises StoreError when a partition ends early."""
+        if head := self._head[offset:]:
+            yield head
+        end = len(self._head)
+        for partition, descriptor in zip(self._partitions, self._descriptors, strict=False):
+            if offset < descriptor.offset:
+                yield bytes(descriptor.offset - max(offset, end))
+            end = descriptor.offset + descriptor.size
+            if offset < end:
+                yield from read_partition(partition, max(0, offset - descriptor.offset))
+        if tail := self._tail[max(0, offset - end) :]:
+            yield tail
+
+
+def _arch_code(arch: str) -> bytes:
+    if arch not in ARCHITECTURES:
+        raise StoreError(f"a SIF cannot be made for {arch!r}; known: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[arch]
+
+
+def _lay_out(
+    partitions: Sequence[Partition], header: SifHeader, signature: Signature | None = None
+) -> list[Descriptor]:
+    definition, *users = map(len, header.objects)
+    descriptors = [Descriptor(1, DEFFILE, GROUP, DATA_AT, definition, "")]
+    end = DATA_AT + definition
+    named = [*((USERS, size) for size in users), *(("", partition.size) for partition in partitions)]
+    for number, (name, size) in enumerate(named, 2):
+        start = -(-end // PAGE) * PAGE
+        part_type = PRIMARY if number == 2 else OVERLAY
+        descriptors.append(Descriptor(number, PARTITION, GROUP, start, size, name, SQUASHFS, part_type))
+        end = start + size
+    if signature:
+        extra = SIGNATURE_EXTRA.pack(HASHES[signature.hash], bytes.fromhex(signature.fingerprint))
+        number, size = len(descriptors) + 1, len(signature.data)
+        descriptors.append(Descriptor(number, SIGNATURE, NO_GROUP, end, size, "", link=GROUP, extra=extra))
+    return descriptors
+
+
+def _begin(descriptors: Sequence[Descriptor], header: SifHeader) -> bytes:
+    """Return all bytes before the layers."""
+    data = _head(descriptors, header)
+    for item, content in zip(descriptors, header.objects, strict=False):
+        data = data.ljust(item.offset, b"\0") + content
+    return data
+
+
+def _head(descriptors: Sequence[Descriptor], about: SifHeader) -> bytes:
+    """Return the file's first bytes: its header and the table of descriptors."""
+    import uuid  # late, see sif_id()
+
+    id, arch, epoch = uuid.UUID(about.id).bytes, _arch_code(about.arch), about.epoch
+    end = DATA_AT
+    table = b""
+    for item in descriptors:
+        extra = item.extra
+        if item.data_type == PARTITION:
+            extra = PARTITION_EXTRA.pack(item.file_system, item.part_type, arch)
+        padded = item.offset + item.size - end
+        table += DESCRIPTOR.pack(
+            *(item.data_type, True, item.number, item.group, item.link, item.offset, item.size, padded),
+            *(epoch, epoch, 0, 0, item.name.encode(), extra),
+        )
+        end = item.offset + item.size
+    header = HEADER.pack(
+        *(LAUNCH, MAGIC, VERSION, arch, id, epoch, epoch),
+        *(DESCRIPTOR_COUNT - len(descriptors), DESCRIPTOR_COUNT, DESCRIPTORS_AT, DATA_AT - DESCRIPTORS_AT),
+        *(DATA_AT, end - DATA_AT),
+    )
+    return header.ljust(DESCRIPTORS_AT, b"\0") + table
+
+
+@contextlib.contextmanager
+def _new_sif(out: Path, size: int) -> Iterator[BinaryIO]:
+    """Yield a file of ``size`` bytes to be, that takes the place of ``out`` at the end. Raises StoreError."""
+    try:
+        if free_bytes(out.parent) < size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # Executable: a SIF starts with a launch line. No fsync, a third of the time: what a power failure cuts short read_sif
+        # finds, and it is made again.
+        with new_file(out, mode=0o777, obey_umask=True, buffering=0) as file:
+            _reserve(file, size)
+            yield file
+    except OSError as error:
+        hint = "make room, or choose another disk with -o" if error.errno in FULL else None
+        raise StoreError(
+            f"{out} cannot be written: {reason_of(error, out)}; it takes {format_size(size)}", hint=hint
+        ) from error
+
+
+def _reserve(file: BinaryIO, size: int) -> None:
+    """Reserve ``size`` bytes beyond the end of the file, where the file system can; elsewhere a lack of room shows on writing.
+
+    ext4 waits, when a file takes another one's name, until all of it is on its way to the disk, but for what has its place there:
+    that took half of the time. ioctl: fallocate(2)'s other door, which Python can open.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(file, FS_IOC_RESVSP, SPACE.pack(0, os.SEEK_SET, 0, size, 0, 0))
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def read_sif(path: Path) -> SifInfo:
+    """Read what a SIF says of itself, from its first 32 KiB. Raises StoreError when it is no complete SIF."""
+    import uuid  # late, see sif_id()
+
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(HEADER.size)
+            if len(head) != HEADER.size or head[32:42] != MAGIC:
+                raise StoreError(f"{path}: not a SIF file")
+            fields = HEADER.unpack(head)
+            table = _read_table(path, file, *fields[8:11])
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    descriptors = tuple(_descriptor(row) for row in table if row[4])
+    for item in descriptors:
+        if item.offset < 0 or item.size < 0 or item.offset + item.size > size:
+            raise StoreError(f"{path}: truncated: data object {item.number} ends behind the file's {size} bytes")
+    arch = next((name for name, code in ARCHITECTURES.items() if code == fields[3]), "unknown")
+    return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors, head)
+
+
+def difference(path: Path, partitions: Sequence[Partition], header: SifHeader) -> str:
+    """Read all of a SIF and say where it differs from what write_sif() writes, signatures apart; "" when it does not.
+
+    Raises StoreError when it is no complete SIF.
+    """
+    info = read_sif(path)
+    layout = _lay_out(partitions, header)
+    table = _head(layout, header)
+    if _fixed_fields(info.head) != _fixed_fields(table[: HEADER.size]):
+        return "its header is another"
+    found = [item for item in info.descriptors if item.data_type != SIGNATURE]
+    rows = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
+    if [item.row for item in found] != rows:
+        return "its table of data objects is another"
+    digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
+    for item, digest in zip(found, digests, strict=True):
+        sha = hashlib.sha256()
+        for data in read_partition(Partition(path, item.offset, item.size, digest)):
+            sha.update(data)
+        if f"sha256:{sha.hexdigest()}" != digest:
+            return f"data object {item.number} is damaged: it should be {digest}, and is sha256:{sha.hexdigest()}"
+    return _difference_between(path, info, table)
+
+
+def _difference_between(path: Path, info: SifInfo, table: bytes) -> str:
+    """Say which bytes outside the data objects differ from what write_sif() writes: nobody reads them, but equal files are promised.
+
+    Of a signed file only those before the end of the last layer, and not what the signature changes in the header and the table.
+    """
+    objects = [item for item in info.descriptors if item.data_type != SIGNATURE]
+    signed = len(objects) < len(info.descriptors)
+    fields = slice(8, 12) if signed else slice(6, None)
+    if HEADER.unpack(info.head)[fields] != HEADER.unpack(table[: HEADER.size])[fields]:
+        return "its header is another"
+    spans = [(item.offset, item.offset + item.size) for item in objects]
+    gaps = [
+        (HEADER.size, DESCRIPTORS_AT),
+        *((end, start) for (_, end), (start, _) in itertools.pairwise([(0, DATA_AT), *spans])),
+    ]
+    if not signed:
+        gaps.append((len(table), DATA_AT))
+    with path.open("rb") as file:
+        for start, end in gaps:
+            file.seek(start)
+            if any(file.read(max(0, end - start))):
+                return f"the bytes from {start} to {end}, which belong to no data object, are not zero"
+        size = file.seek(0, os.SEEK_END)
+    if not signed and size != spans[-1][1]:
+        return f"it has {size} bytes in place of {spans[-1][1]}"
+    return ""
+
+
+def _fixed_fields(head: bytes) -> tuple[bytes | int, ...]:
+    """All of a header that stays when a signature is added."""
+    return HEADER.unpack(head)[:6]
+
+
+def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:
+    if not (0 <= total <= 1 << 16 and 0 < offset < 1 << 40 and length == total * DESCRIPTOR.size):
+        raise StoreError(f"{path}: its header does not fit a SIF's: {total} descriptors in {length} bytes at {offset}")
+    file.seek(offset)
+    table = file.read(length)
+    if len(table) != length:
+        raise StoreError(f"{path}: truncated: {length} bytes of descriptors wanted at {offset}, {len(table)} there")
+    return [table[start : start + DESCRIPTOR.size] for start in range(0, length, DESCRIPTOR.size)]
+
+
+def _descriptor(row: bytes) -> Descriptor:
+    data_type, _, number, group, link, offset, size, _, _, _, _, _, name, extra = DESCRIPTOR.unpack(row)
+    file_system, part_type, _ = PARTITION_EXTRA.unpack_from(extra) if data_type == PARTITION else (0, 0, b"")
+    label = name.rstrip(b"\0").decode(errors="replace")
+    return Descriptor(number, data_type, group, offset, size, label, file_system, part_type, link, extra, row)

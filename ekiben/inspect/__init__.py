@@ -1,0 +1,11 @@
+"""What is in an image, of the store or a SIF file.
+
+describe       What it is made of.
+diff           How two images differ.
+text           Both of these for a terminal.
+sbom           Its SBOM, CycloneDX.
+licenses       Licences of packages as SPDX has them.
+image_reader   Its layers, files and packages.
+"""
+
+__all__ = ["describe", "diff", "image_reader", "licenses", "sbom", "text"]

@@ -1,0 +1,128 @@
+"""Read the JSON that this package finds: records of images in a store, of published images, and what an image says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ekiben.core.checked import Fields, parse_json
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.store import Store, StoredLayer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer of a stored image, as its manifest and its record name it."""
+
+    name: str
+    cache_key: str
+    digest: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredImage:
+    """What the store knows of one image. ``environment`` as lines NAME=value."""
+
+    recipe: str
+    stack: str
+    manifest: str
+    config: str
+    created: str
+    architecture: str
+    environment: tuple[str, ...]
+    labels: Mapping[str, str]
+    tasks: Mapping[str, str]
+    layers: tuple[LayerRecord, ...]
+
+
+def stored_image(name: str, store: Store, hint: str) -> StoredImage:
+    """Return an image of the store by its name. Raises UsageError with ``hint`` when there is none, StoreError when its record is
+    damaged."""
+    ref = store.image(name)
+    if ref is None:
+        raise UsageError(f"no image '{name}' in {store.root}." + nearest(name, store.images()), hint=hint)
+    try:
+        record = Fields.of(ref)
+        manifest = Fields.of(parse_json(store.get_blob(record.digest("manifest"))))
+        config = Fields.of(parse_json(store.get_blob(record.digest("config"))))
+        inner, keys, layers = config.object("config"), record.strings("keys"), manifest.objects("layers")
+        if len(keys) != len(layers):
+            raise ValueError(f"names {len(keys)} layers of {len(layers)}")
+        return StoredImage(
+            recipe=record.text("recipe"), stack=record.text("stack"), manifest=record.digest("manifest"),
+            config=record.digest("config"), created=config.text("created"), architecture=config.text("architecture"),
+            environment=tuple(inner.strings("Env")), labels=inner.texts("Labels", {}), tasks=record.texts("tasks"),
+            layers=tuple(
+                LayerRecord(layer.object("annotations").text("org.ekiben.layer"), key, layer.digest("digest"), layer.size("size"))
+                for key, layer in zip(keys, layers, strict=True)
+            ),
+        )  # fmt: skip
+    except ValueError as error:
+        raise StoreError(f"the record of image '{name}' in {store.root} is damaged: it {error}",
+                         hint=f"{command_name()} image {name} writes it again") from error  # fmt: skip
+
+
+def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:
+    """Return the SIF beside a record of a published image, and its layers. Raises UsageError."""
+    try:
+        record = Fields.of(parse_json(path.read_bytes()))
+        return path.absolute().parent / record.basename("file"), [
+            StoredLayer.parse(item) for item in record.objects("layers")
+        ]
+    except (OSError, ValueError) as error:
+        reason = (
+            str(error.strerror) if isinstance(error, OSError) else f"it is no record of a published image: it {error}"
+        )
+        raise UsageError(
+            f"{path} cannot be read: {reason}", hint="name the .json beside a published .sif, or the .sif"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledWheel:
+    """A wheel that a build stage made: of a repository's ``commit``, or of the source distribution ``name`` ``version``, one of
+    ``sha256``; of neither where all of them are "". ``data`` is the whole entry."""
+
+    package: str
+    repository: str
+    commit: str
+    name: str
+    version: str
+    sha256: tuple[str, ...]
+    data: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, entry: Fields) -> CompiledWheel:
+        """Parse the fields. Raises ValueError for what is wrong."""
+        source = entry.object("source")
+        from_index = bool(source.data) and "commit" not in source
+        return cls(
+            package=entry.text("package"), repository=source.text("repository", ""), commit=source.text("commit", ""),
+            name=source.text("name") if from_index else "", version=source.text("version") if from_index else "",
+            sha256=tuple(source.strings("sha256")) if from_index else (), data=entry.data,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ImageMetadata:
+    """/opt/ekiben/image.json of an image, as ekiben.resolve wrote it: ``layers`` are (name, cache_key), without the last one."""
+
+    recipe: str
+    stack: str
+    layers: list[tuple[str, str]]
+    compiled: list[CompiledWheel]
+
+    @classmethod
+    def parse(cls, data: bytes) -> ImageMetadata:
+        """Parse the fields. Raises ValueError for what is wrong."""
+        fields = Fields.of(parse_json(data))
+        compiled = fields.objects("compiled") if "compiled" in fields else []
+        return cls(
+            fields.text("recipe"), fields.text("stack"),
+            [(layer.text("name"), layer.text("cache_key", "")) for layer in fields.objects("layers")],
+            [CompiledWheel.parse(item) for item in compiled if item.data.keys() >= {"package", "source", "cache_key"}],
+        )  # fmt: skip

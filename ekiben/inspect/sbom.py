@@ -1,0 +1,436 @@
+"""The SBOM of an image, CycloneDX 1.6 as JSON: what is in it, from where, in which layer, under which licence.
+
+Everything is read out of the image itself, so an image of the store, its SIF and its published copy have the same SBOM, byte
+for byte, wherever it is made; its serial number is the hash of its content, its time the image's. What is there:
+
+    metadata.component   the image: its id, its SIF's UUID, the stack, the layers with their keys and diff_ids, drift
+    components           the distribution; Debian's packages, as dpkg has them; Python's, as their METADATA has them
+    dependencies         Debian's Depends and Pre-Depends, Python's Requires-Dist, as far as installed
+    properties           ekiben:layer    the layer that brought a package in this version
+                         ekiben:incomplete    of the image: why packages may be missing here
+                         ekiben:drift    the version that was locked, where another one was installed
+                         ekiben:locked:sha256    hashes of the files that the lock allows (one of them was installed)
+                         ekiben:compiled:…       of a wheel that a build stage made: cache_key (see ekiben wheels
+                                                 list); torch, cuda, python, cxx11_abi, capabilities, compilers when
+                                                 it is compiled for GPUs. Its source is its pedigree's ancestor, or commit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import shlex
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+from cyclonedx.model import HashAlgorithm, HashType, Property, XsUri
+from cyclonedx.model.bom import Bom, BomMetaData
+from cyclonedx.model.component import Commit, Component, ComponentType, Pedigree
+from cyclonedx.model.contact import OrganizationalEntity
+from cyclonedx.model.dependency import Dependency
+from cyclonedx.model.license import DisjunctiveLicense, LicenseAcknowledgement, LicenseExpression
+from cyclonedx.model.lifecycle import LifecyclePhase, PredefinedLifecycle
+from cyclonedx.output.json import JsonV1Dot6
+from packageurl import PackageURL
+from packaging.requirements import InvalidRequirement, Requirement
+
+from ekiben.core.checked import Fields, parse_json
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import UsageError
+from ekiben.core.progress import Progress
+from ekiben.formats import oci
+from ekiben.formats.layer import write_entries
+from ekiben.formats.sif import read_sif, sif_header
+from ekiben.formats.tar import DigestWriter
+from ekiben.formats.users import users_partition
+from ekiben.inspect._records import CompiledWheel, ImageMetadata, published_layers
+from ekiben.inspect.image_reader import (
+    DebianPackage,
+    ImageReader,
+    LayerReader,
+    PythonPackage,
+    Tree,
+    debian_packages,
+    open_image,
+    open_layers,
+    python_packages,
+    read_file,
+    tree_of,
+)
+from ekiben.inspect.licenses import debian_licenses, is_id, needs_expression, python_licenses
+from ekiben.packages.installed import DPKG_STATUS, plain_name
+from ekiben.spec.stack import read_pins
+from ekiben.store import Image, Store, StoredLayer
+
+_IMAGE = "image"
+_COMPILED = ("torch", "cuda", "python", "cxx11_abi", "capabilities", "compilers", "cache_key")
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+
+
+def sbom_of(name: str, store: Store, progress: Progress) -> str:
+    """Return the SBOM of an image of the store, of a SIF, or of a published image by its record. Raises UsageError, StoreError,
+    VerifyError."""
+    known: Sequence[StoredLayer] = ()
+    if name.endswith(".json"):
+        sif, known = published_layers(Path(name))
+        name = str(sif)
+    with open_image(name, store) as image:
+        return write_sbom(image, store, progress, known)
+
+
+def sbom_of_image(image: Image, store: Store) -> str:
+    """Return the SBOM of an image just built. Raises StoreError, VerifyError."""
+    with open_layers(image.name, image.layers, store, image.environment, image.arch) as reader:
+        return write_sbom(reader, store, Progress(quiet=True))
+
+
+def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iterable[StoredLayer] = ()) -> str:
+    """Return the SBOM of an open image.
+
+    ``known``: layers whose diff_id need not be computed. Raises StoreError, UsageError, VerifyError.
+    """
+    tree = tree_of(image)
+    info = _image_info(image, tree)
+    debian, python, locks = debian_packages(image, tree), python_packages(image, tree), _locks(image, tree)
+    layers = _layers(image, info, store, progress, known)
+    drift = _drift(layers)
+    components = {"os": _system(info.distribution)}
+    components |= {_key(item): _debian(item, image, tree, info, layers, drift) for item in debian}
+    seen = set[tuple[str, str]]()
+    for item in python:  # one that is there twice, for two interpreters, is distinguished by its path
+        same = plain_name(item.name), item.version
+        components[_key(item)] = _python(item, image, tree, info, layers, locks, item.dist_info if same in seen else "")
+        seen.add(same)
+    image_component = _image_component(image, info, layers, drift, DPKG_STATUS in tree)
+    dependencies = {**_debian_dependencies(debian), **_python_dependencies(python, image, tree)}
+    dependencies[_IMAGE] = set(_roots(components, dependencies))
+    refs = {name: component.bom_ref for name, component in {_IMAGE: image_component, **components}.items()}
+    bom = Bom(
+        serial_number=uuid.UUID(int=0), components=components.values(),
+        metadata=BomMetaData(
+            timestamp=datetime.fromtimestamp(info.epoch, UTC), component=image_component,
+            lifecycles=[PredefinedLifecycle(LifecyclePhase.POST_BUILD)],
+        ),
+        dependencies=[Dependency(ref, [Dependency(refs[other]) for other in dependencies.get(name, ())]) for name, ref in refs.items()],
+    )  # fmt: skip
+    bom.metadata.tools.components.add(Component(name="ekiben", type=ComponentType.APPLICATION))
+    text = JsonV1Dot6(bom).output_as_string(indent=1) + "\n"
+    serial = uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16], version=5)
+    return text.replace(f'"serialNumber": "urn:uuid:{uuid.UUID(int=0)}"', f'"serialNumber": "urn:uuid:{serial}"')
+
+
+# -- the image ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageInfo:
+    """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it."""
+
+    recipe: str
+    stack: str
+    layers: list[tuple[str, str]]
+    compiled: list[CompiledWheel]
+    labels: dict[str, str]
+    environment: dict[str, str]
+    deffile: str
+    epoch: int
+    distribution: dict[str, str]
+
+
+def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
+    def text(path: str) -> str:
+        return (read_file(image, tree, path) or b"").decode("utf-8", "surrogateescape")
+
+    try:
+        metadata = ImageMetadata.parse(read_file(image, tree, "opt/ekiben/image.json") or b"")
+        labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
+        exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
+        release = shlex.split(text("etc/os-release"), comments=True)
+        return _ImageInfo(
+            recipe=metadata.recipe, stack=metadata.stack, layers=metadata.layers, compiled=metadata.compiled, labels=labels, environment=_assignments(exports), deffile=text(".singularity.d/Singularity"),
+            epoch=tree["opt/ekiben"][0].mtime, distribution=_assignments(release),
+        )  # fmt: skip
+    except (ValueError, KeyError) as error:
+        raise UsageError(f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
+                         hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} image RECIPE") from error  # fmt: skip
+
+
+def _assignments(arguments: Iterable[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in arguments if "=" in word)
+
+
+def _layers(
+    image: ImageReader, info: _ImageInfo, store: Store, progress: Progress, known: Iterable[StoredLayer]
+) -> list[StoredLayer]:
+    """Return the layers as far as they are known, "" where not: in one flat partition they cannot, and no layer holds its own key."""
+    named = [*info.layers, (info.recipe, "")]
+    if len(image.layers) != len(named):
+        return [_layer(name, key) for name, key in named]
+    seen = {layer.digest: layer for layer in known}
+    layers = []
+    for layer, (name, key) in zip(image.layers, named, strict=True):
+        record = layer.stored or seen.get(layer.digest) or (store.layer(key) if key else None)
+        if record is None or record.digest != layer.digest:
+            record = _layer(name, key, layer, _diff_id(layer, progress))
+        layers.append(replace(record, name=name, cache_key=key))
+    return layers
+
+
+def _layer(name: str, key: str, layer: LayerReader | None = None, diff_id: str = "") -> StoredLayer:
+    return StoredLayer(name=name, cache_key=key, diff_id=diff_id, tar_size=0, digest=layer.digest if layer else "",
+                       size=layer.size if layer else 0, executor="", seconds=0.0, inputs={})  # fmt: skip
+
+
+def _diff_id(layer: LayerReader, progress: Progress) -> str:
+    sink = DigestWriter()
+    with progress.step(f"diff_id of layer {layer.name}, {layer.size / 1e6:.0f} MB, which no record here knows"):
+        write_entries(layer.reader.contents(), sink)
+    return sink.diff_id
+
+
+def _drift(layers: Iterable[StoredLayer]) -> dict[str, str]:
+    """Return package → its line of the lock mismatches."""
+    return {line.split(" ", 1)[0]: line for layer in layers for line in layer.drift}
+
+
+def _image_component(
+    image: ImageReader, info: _ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str], has_debian: bool
+) -> Component:
+    identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
+    properties = [Property(name="ekiben:stack", value=info.stack)]
+    if layers[0].diff_id:
+        config = oci.image_config(layers, environment=info.environment, labels=info.labels, epoch=info.epoch,
+                                  platform=f"linux/{image.arch}", working_dir=oci.WORKING_DIR)  # fmt: skip
+        identity = oci.digest_of(config)
+        hashes.append(HashType(alg=HashAlgorithm.SHA_256, content=identity.removeprefix("sha256:")))
+        users = users_partition([layer.reader for layer in image.layers], info.epoch)
+        header = sif_header([layer.digest for layer in layers], info.deffile, image.arch, info.epoch, users)
+        properties.append(Property(name="ekiben:sif", value=header.id))
+    for number, layer in enumerate(layers, 1):
+        for field in ("name", "cache_key", "diff_id", "digest", "size"):
+            if value := getattr(layer, field):
+                properties.append(Property(name=f"ekiben:layer:{number:02}:{field}", value=str(value)))
+    properties += [Property(name="ekiben:drift", value=line) for line in drift.values()]
+    if not has_debian:  # Fedora's, say: of an image on a registry's
+        properties.append(
+            Property(name="ekiben:incomplete", value=f"no {DPKG_STATUS}: what the distribution installed is not listed")
+        )
+    return Component(
+        name=info.recipe, type=ComponentType.CONTAINER, version=identity, bom_ref=_IMAGE, hashes=hashes, properties=properties,
+        description=info.labels.get("org.opencontainers.image.description"),
+    )  # fmt: skip
+
+
+def _system(distribution: Mapping[str, str]) -> Component:
+    return Component(name=distribution.get("ID", "linux"), version=distribution.get("VERSION_ID"), bom_ref="os",
+                     type=ComponentType.OPERATING_SYSTEM, description=distribution.get("PRETTY_NAME"))  # fmt: skip
+
+
+# -- packages -------------------------------------------------------------------------------------------------------------
+
+
+def _package(
+    name: str, version: str, purl: PackageURL, layer: StoredLayer | None, licenses: Sequence[str], supplier: str,
+    properties: Mapping[str, str], **more: Any,
+) -> Component:  # fmt: skip
+    at = {"ekiben:layer": layer.name} if layer else {}
+    declared = LicenseAcknowledgement.DECLARED
+    choices = [LicenseExpression(item, acknowledgement=declared) if needs_expression(licenses)
+            else DisjunctiveLicense(id=item, acknowledgement=declared) if is_id(item)
+            else DisjunctiveLicense(name=item, acknowledgement=declared) for item in licenses]  # fmt: skip
+    return Component(
+        name=name, version=version, purl=purl, type=ComponentType.LIBRARY, licenses=choices,
+        supplier=OrganizationalEntity(name=supplier) if supplier else None,
+        properties=[Property(name=field, value=value) for field, value in {**at, **properties}.items()], **more,
+    )  # fmt: skip
+
+
+def _debian(
+    package: DebianPackage, image: ImageReader, tree: Tree, info: _ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str]
+) -> Component:  # fmt: skip
+    release, (source, of) = info.distribution, package.source
+    system = release.get("ID", "debian")
+    qualifiers = {"arch": package.architecture}
+    if number := release.get("VERSION_ID") or release.get("VERSION_CODENAME"):
+        qualifiers["distro"] = f"{system}-{number}"
+    if (source, of) != (package.name, package.version):
+        qualifiers["upstream"] = source if of == package.version else f"{source}@{of}"
+    purl = PackageURL("deb", system, package.name, package.version, qualifiers)
+    copyright = read_file(image, tree, f"usr/share/doc/{package.name}/copyright") or b""
+    properties = {"ekiben:drift": drift[package.name]} if package.name in drift else {}
+    return _package(
+        package.name, package.version, purl, _of(package.layer, image, layers), debian_licenses(copyright.decode(errors="replace")),
+        package.maintainer, properties, bom_ref=str(purl),
+    )  # fmt: skip
+
+
+def _of(number: int, image: ImageReader, layers: Sequence[StoredLayer]) -> StoredLayer | None:
+    return layers[number] if len(layers) == len(image.layers) else None
+
+
+def _python(
+    package: PythonPackage, image: ImageReader, tree: Tree, info: _ImageInfo, layers: Sequence[StoredLayer], locks: Locks, ref: str
+) -> Component:  # fmt: skip
+    name, metadata = plain_name(package.name), package.metadata
+    origin = next((item for item in info.compiled if plain_name(item.package) == name), None)
+    purl, pedigree, properties = PackageURL("pypi", None, name, package.version), None, dict[str, str]()
+    hashes: Sequence[str] = ()
+    if locked := locks.get(name):
+        version, hashes = locked
+        if version != package.version:
+            properties["ekiben:drift"], hashes = f"{name} {version} → {package.version}", ()
+        elif len(hashes) > 1:  # the lock allows one for each platform and a source, and does not say which is which
+            properties["ekiben:locked:sha256"], hashes = " ".join(hashes), ()
+    if origin:
+        purl, pedigree = _compiled_from(origin, purl)
+        properties |= {
+            f"ekiben:compiled:{field}": text
+            for field in _COMPILED
+            if (text := _format_list(origin.data.get(field, "")))
+        }
+    if not locked:
+        hashes = _installed_from(read_file(image, tree, f"{package.dist_info}/direct_url.json"))
+    return _package(
+        package.name, package.version, purl, _of(package.layer, image, layers), python_licenses(metadata), _author(metadata), properties,
+        description=str(metadata["Summary"] or "") or None, pedigree=pedigree, bom_ref=ref or str(purl),
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in hashes],
+    )  # fmt: skip
+
+
+def _format_list(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}={item}" for name, item in sorted(value.items()))
+    return (
+        " ".join(map(str, value))
+        if isinstance(value, list)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
+
+
+def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL, Pedigree | None]:
+    """The package index may have another package of that name (apex): what is from a repository is called after it."""
+    if commit := origin.commit:
+        repository = origin.repository
+        where = {"vcs_url": f"git+{repository}@{commit}"} if repository else {}
+        return PackageURL("generic", None, purl.name, purl.version, where), Pedigree(
+            commits=[Commit(uid=commit, url=XsUri(repository) if repository else None)])  # fmt: skip
+    if not origin.name:
+        return purl, None
+    ancestor = PackageURL("pypi", None, plain_name(origin.name), origin.version)
+    return purl, Pedigree(ancestors=[Component(
+        name=origin.name, version=origin.version, purl=ancestor, bom_ref=f"{ancestor}#source",
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in origin.sha256],
+    )])  # fmt: skip
+
+
+def _installed_from(direct_url: bytes | None) -> list[str]:
+    """The wheel's hash as pip wrote it: https://packaging.python.org/specifications/direct-url/"""
+    with contextlib.suppress(ValueError):
+        return [Fields.of(parse_json(direct_url or b"")).object("archive_info").object("hashes").hex_digest("sha256")]
+    return []
+
+
+def _author(metadata: Message) -> str:
+    """A name without its address."""
+    for field in ("Author", "Author-email", "Maintainer", "Maintainer-email"):
+        author = " ".join(str(metadata[field] or "").split())
+        name = re.sub(r'\s*<[^>]*>|\s*\([^)]*\)|"', "", author).strip(" ,")
+        if name and "@" not in name:
+            return name
+    return ""
+
+
+Locks = dict[str, tuple[str, list[str]]]
+
+
+def _locks(image: ImageReader, tree: Tree) -> Locks:
+    texts = [read_file(image, tree, path) or b"" for path in sorted(tree)
+             if path.startswith("opt/ekiben/locks/") and path.endswith(".lock")]  # fmt: skip
+    return {plain_name(name): (version, hashes) for text in texts
+            for name, version, hashes in read_pins(text.decode(errors="replace"))}  # fmt: skip
+
+
+# -- what needs what ------------------------------------------------------------------------------------------------------
+
+Dependencies = dict[str, set[str]]  # by the names of write_sbom's components
+
+
+def _debian_dependencies(packages: Sequence[DebianPackage]) -> Dependencies:
+    providers: dict[str, list[str]] = {}
+    for package in packages:
+        for name in (package.name, *package.provides):
+            providers.setdefault(name, []).append(_key(package))
+    return {_key(package): {other for choice in package.depends for other in next((providers[name] for name in choice if name in providers), ())}
+            - {_key(package)} for package in packages}  # fmt: skip
+
+
+def _python_dependencies(packages: Sequence[PythonPackage], image: ImageReader, tree: Tree) -> Dependencies:
+    """Requires-Dist where its marker holds in the image. An extra counts where somebody asks for it."""
+    installed = {(_site(package), plain_name(package.name)): package for package in packages}
+    dependencies: Dependencies = {_key(package): set() for package in packages}
+    waiting = [(package, "") for package in packages]
+    done: set[tuple[str, str]] = set()
+    environments = {site: _marker_environment(site, image, tree) for site in {_site(package) for package in packages}}
+    while waiting:
+        package, extra = waiting.pop()
+        if (_key(package), extra) in done:
+            continue
+        done.add((_key(package), extra))
+        for line in package.metadata.get_all("Requires-Dist", []):
+            with contextlib.suppress(InvalidRequirement):  # of before there were rules
+                requirement = Requirement(str(line))
+                if requirement.marker and not requirement.marker.evaluate(
+                    {**environments[_site(package)], "extra": extra}
+                ):
+                    continue
+                if (other := installed.get((_site(package), plain_name(requirement.name)))) is not None:
+                    dependencies[_key(package)] |= {_key(other)} - {_key(package)}
+                    waiting += [(other, plain_name(name)) for name in requirement.extras]
+    return dependencies
+
+
+def _key(package: DebianPackage | PythonPackage) -> str:
+    if isinstance(package, DebianPackage):
+        return f"deb:{package.name}:{package.architecture}"
+    return f"py:{package.dist_info}"
+
+
+def _site(package: PythonPackage) -> str:
+    return package.dist_info.rpartition("/")[0]
+
+
+def _marker_environment(site: str, image: ImageReader, tree: Tree) -> dict[str, str]:
+    """https://packaging.python.org/specifications/dependency-specifiers/#environment-markers, in the image and not here."""
+    short = match[1] if (match := re.search(r"/python(\d+\.\d+)/", f"/{site}/")) else "3"
+    settings = read_file(image, tree, site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
+    full = match[1].decode() if (match := re.search(rb"^version\s*=\s*(\S+)", settings, re.MULTILINE)) else f"{short}.0"  # type: ignore[assignment]
+    return {
+        "python_version": short, "python_full_version": full, "implementation_version": full, "implementation_name": "cpython",
+        "platform_python_implementation": "CPython", "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
+        "platform_machine": _MACHINES.get(image.arch, image.arch), "platform_release": "", "platform_version": "",
+    }  # fmt: skip
+
+
+def _roots(names: Iterable[str], dependencies: Dependencies) -> list[str]:
+    """What nothing else needs, and of every circle that nobody enters, one: from these all is reached."""
+    names = sorted(names)
+    needed = {other for others in dependencies.values() for other in others}
+    roots = [name for name in names if name not in needed]
+    reached: set[str] = set()
+    for start in (*roots, *names):
+        if start not in reached:
+            roots += [start] if start in needed else []
+            waiting = [start]
+            while waiting:
+                if (name := waiting.pop()) not in reached:
+                    reached.add(name)
+                    waiting += dependencies.get(name, ())
+    return roots

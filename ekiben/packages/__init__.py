@@ -1,0 +1,11 @@
+"""Where packages come from, and their locked versions.
+
+apt          sources and versions of Debian packages; apt's settings for a script
+host_config  PackageSources: the site's mirrors and indexes; what of the host is mounted into a build
+git          git sources of build stages: mirrors, and repositories for a bundle
+installed    which packages a file system holds
+lock         write a stack's lock files
+outdated     which locked packages have a newer release, or a known advisory
+"""
+
+__all__ = ["apt", "git", "host_config", "installed", "lock", "outdated"]

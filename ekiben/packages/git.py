@@ -1,0 +1,163 @@
+"""Git sources of build stages, from where this site says: git's own url.<base>.insteadOf.
+
+A definition names a repository and a commit, and the submodules that it needs, in arguments: ``…_repository``, ``…_commit``,
+``…_submodules``. The host fetches the commit into a bare repository that is mounted for the stage, where
+images/scripts/fetch_source.py takes it from and checks it. So a mirror may be all that the host's git can reach: a server, a
+folder (also of a shallow clone), or the file of a `git bundle`.
+
+A bundle (ekiben.bundle) takes the same repositories along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.core.checked import Fields, is_basename, parse_json, read_regular
+from ekiben.core.errors import FetchError, StoreError
+from ekiben.core.paths import BUILD_MOUNT
+from ekiben.core.process import run, which
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# A URL, a path, or ssh's HOST:PATH. All else git may take for an option, a remote of the folder at hand, or a helper to start.
+_REPOSITORY = re.compile(
+    r"(https?|ssh|git|file)://(?!-)[^\x00-\x1f]+|/[^\x00-\x1f]+|\w[\w.-]*(@\w[\w.-]*)?:(?!:|//)[^\x00-\x1f]+"
+)
+_LOCAL = ("/", "file://")
+KEPT = "repositories.json"  # beside the repositories of a bundle: which is which
+
+
+@dataclass(frozen=True, slots=True)
+class GitSource:
+    """A pinned commit. ``submodules`` are paths; others of the commit's submodules are not fetched."""
+
+    repository: str
+    commit: str
+    submodules: tuple[str, ...] = ()
+
+
+def git_sources(arguments: Mapping[str, str]) -> list[GitSource]:
+    """Return the git sources among a stage's arguments."""
+    names = [name.removesuffix("_repository") for name in sorted(arguments) if name.endswith("_repository")]
+    sources = [
+        GitSource(
+            arguments[f"{name}_repository"],
+            arguments.get(f"{name}_commit", ""),
+            tuple(arguments.get(f"{name}_submodules", "").split()),
+        )
+        for name in names
+    ]
+    return [source for source in sources if source.repository and source.commit]
+
+
+def mount_repositories(arguments: Mapping[str, str], mount: Path) -> dict[str, str]:
+    """Fetch a stage's git sources into ``mount``; return the environment that has git inside go there. Raises FetchError."""
+    if which("git") is None or not (sources := git_sources(arguments)):
+        return {}
+    folder = mount / "repositories"
+    folder.mkdir()
+    kept: dict[str, str] = {}
+    for source in sources:
+        kept |= keep_repository(source, folder)
+    write_kept(kept, folder)
+    return mount_kept(folder, f"/{BUILD_MOUNT}/{folder.name}")
+
+
+def _git_settings(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    settings = {"GIT_CONFIG_COUNT": str(len(pairs))} if pairs else {}
+    for number, (key, value) in enumerate(pairs):
+        settings |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return settings
+
+
+def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
+    """Fetch the commit, and those of the named submodules, into bare repositories in ``folder``; return repository → folder name.
+
+    git names every object by its content: nothing but what the commit says can be kept. Raises FetchError when it cannot be fetched.
+    """
+    if which("git") is None:
+        raise FetchError(f"git is not installed here, and {source.repository} is wanted", hint="install git")
+    if not _REPOSITORY.fullmatch(source.repository):
+        raise FetchError(f"{source.repository!r:.200} is not a git repository's URL: https://…, ssh://…, git://…, file://…, a path "
+                         "that begins with /, or HOST:PATH")  # fmt: skip
+    if not COMMIT.fullmatch(source.commit):
+        raise FetchError(f"{source.repository}: '{source.commit}' is not a commit's full name (40 hexadecimal digits); a tag or "
+                         "branch can move")  # fmt: skip
+    name = hashlib.sha256(source.repository.encode()).hexdigest()[:12] + ".git"
+    git = ["git", "-C", str(folder / name)]
+    if not (folder / name).exists():
+        run(["git", "init", "--quiet", "--bare", "--template=", folder / name])
+        run([*git, "config", "uploadpack.allowAnySHA1InWant", "true"])  # fetch_source asks for a commit by name
+    _fetch(git, source)
+    run([*git, "update-ref", f"refs/heads/of-{source.commit}", source.commit])
+    run([*git, "symbolic-ref", "HEAD", f"refs/heads/of-{source.commit}"])
+    (folder / name / "FETCH_HEAD").unlink(missing_ok=True)
+    kept = {source.repository: name}
+    submodules = {path: GitSource(url, commit) for path, url, commit in _submodules(git, source.commit)}
+    for path in source.submodules:
+        if path not in submodules:
+            raise FetchError(f"{source.repository}: the commit {source.commit} has no submodule {path}; it has: "
+                             + (", ".join(submodules) or "none"))  # fmt: skip
+        inner = submodules[path]
+        if inner.repository.startswith(_LOCAL) and not source.repository.startswith(_LOCAL):
+            raise FetchError(
+                f"{source.repository}: its submodule {path} is {inner.repository}, on this machine: not fetched"
+            )
+        kept |= keep_repository(inner, folder)
+    return kept
+
+
+def _fetch(git: Sequence[str], source: GitSource) -> None:
+    """Fetch one commit, from the mirror that git's configuration names. Raises FetchError."""
+    url = run(["git", "ls-remote", "--get-url", "--", source.repository]).stdout.strip()
+    where = source.repository if url == source.repository else f"{source.repository} (from {url})"
+    # Whose a mirror on this machine is does not matter: git checks what it reads by its name.
+    local = ["--upload-pack", "git -c safe.directory=* upload-pack"] if url.startswith(_LOCAL) else []
+    done = run([*git, "fetch", "--quiet", *local, "--depth", "1", "--", source.repository, source.commit], check=False)
+    if done.returncode:  # a server may not hand out a commit by its name, a file has no depth: then all that is there
+        everything = [*local, "--update-shallow", "--", source.repository, "+refs/*:refs/source/*"]
+        done = run([*git, "fetch", "--quiet", *everything], check=False)
+        if done.returncode:
+            raise FetchError(f"{where} cannot be read: {done.stderr.strip()}",
+                             hint="a mirror is named with git's own url.<base>.insteadOf")  # fmt: skip
+    if run([*git, "cat-file", "-e", source.commit + "^{commit}"], check=False).returncode:
+        raise FetchError(f"{where} does not have the commit {source.commit}",
+                         hint="is the mirror older, or of another repository? `git config --get-regexp insteadof` says who named it")  # fmt: skip
+
+
+def _submodules(git: Sequence[str], commit: str) -> list[tuple[str, str, str]]:
+    """Return the path, repository and commit of each."""
+    settings = run(
+        [*git, "config", "--blob", f"{commit}:.gitmodules", "--get-regexp", r"^submodule\..*\.(path|url)$"], check=False
+    )
+    values = dict(line.split(" ", 1) for line in settings.stdout.splitlines())
+    submodules = []
+    for key, path in values.items():
+        if key.endswith(".path") and (url := values.get(key.removesuffix(".path") + ".url")):
+            entry = run([*git, "ls-tree", commit, "--", path]).stdout.split()
+            submodules += [(path, url, entry[2])] if entry[1:2] == ["commit"] else []
+    return submodules
+
+
+def write_kept(kept: Mapping[str, str], folder: Path) -> None:
+    """Write which repositories are kept in ``folder``, for mount_kept()."""
+    (folder / KEPT).write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def mount_kept(folder: Path, inside: str) -> dict[str, str]:
+    """Return the environment that has git use what is kept in ``folder``, which is mounted at ``inside``."""
+    if not (folder / KEPT).is_file():
+        return {}
+    try:
+        kept = Fields.of({"": parse_json(read_regular(folder / KEPT))}).texts("")
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{KEPT} in the bundle does not name its repositories: it {error}") from error
+    if wrong := next((name for name in kept.values() if not is_basename(name)), None):
+        raise StoreError(f"{KEPT} in the bundle names a repository {wrong!r:.80}, which is no folder beside it")
+    pairs = [(f"url.file://{inside}/{name}.insteadOf", repository) for repository, name in sorted(kept.items())]
+    # git takes submodules from no folder, and nothing from another user's, unless configured to.
+    return _git_settings([*pairs, ("protocol.file.allow", "always"), ("safe.directory", "*")])

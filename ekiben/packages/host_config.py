@@ -1,0 +1,76 @@
+"""The host's settings that a build uses and never leaves in a layer: caches, CA bundle, mirrors, proxies, pip and uv.
+
+All of it is mounted below /run/ekiben or is in the environment of the script.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ekiben.core.environment import ca_bundle
+from ekiben.core.paths import BUILD_MOUNT
+from ekiben.packages.apt import apt_sources, snapshot_sources, write_apt_files
+from ekiben.spec.stack import Stack
+
+_PASSED = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "UV_DEFAULT_INDEX", "UV_INDEX",
+           "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PackageSources:
+    """Where packages come from. ``sources``: sources.list lines, on the host and in a script (they differ for what lies
+    in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv; ``debs``: a
+    folder of Debian packages with their index, instead of ``sources``."""
+
+    sources: str
+    sources_inside: str
+    pins: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    debs: Path | None = None
+
+
+def site_sources(stack: Stack, mirror: str | None) -> PackageSources:
+    """Return the site's own mirrors and indexes, then the snapshot archive for what the mirror no longer has."""
+    lock = stack.apt_lock()
+    if sources := apt_sources(stack.file.suite, mirror):
+        sources += snapshot_sources(stack.file.suite, lock.snapshot)
+    return PackageSources(sources, sources, lock.packages)
+
+
+def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
+    """Put the host's settings into ``mount``; return the environment that points at them."""
+    inside = f"/{BUILD_MOUNT}"
+    environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    environment |= {
+        "UV_CACHE_DIR": f"{inside}/cache/uv",
+        "PIP_CACHE_DIR": f"{inside}/cache/pip",
+        "UV_LINK_MODE": "copy",
+    }
+    if bundle := ca_bundle():
+        shutil.copyfile(bundle, mount / "ca.pem")
+        for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO"):
+            environment[name] = f"{inside}/ca.pem"
+    pip = next((path for path in _pip_settings() if path.is_file()), None)
+    if pip:
+        shutil.copyfile(pip, mount / "pip.conf")
+        environment["PIP_CONFIG_FILE"] = f"{inside}/pip.conf"
+    uv = Path(os.environ.get("UV_CONFIG_FILE") or "~/.config/uv/uv.toml").expanduser()
+    if uv.is_file():
+        shutil.copyfile(uv, mount / "uv.toml")
+        environment["UV_CONFIG_FILE"] = f"{inside}/uv.toml"
+    write_apt_files(mount, sources.sources_inside, sources.pins)
+    return environment | {"APT_CONFIG": f"{inside}/apt.conf"} | dict(sources.environment)
+
+
+def _pip_settings() -> tuple[Path, ...]:
+    named = os.environ.get("PIP_CONFIG_FILE", "")
+    return (
+        Path(named),
+        Path("~/.config/pip/pip.conf").expanduser(),
+        Path("~/.pip/pip.conf").expanduser(),
+        Path("/etc/pip.conf"),
+    )

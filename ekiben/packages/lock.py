@@ -1,0 +1,317 @@
+"""Write a stack's lock files: what each layer asks for, resolved on top of the layers below.
+
+Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer: DATE`` in an .in file resolves as of then.
+Sources           NAME-source.in → NAME-source.lock: what a build stage compiles, one source distribution with its hash.
+Debian packages   a definition's Include: and its `apt-get install` lines → apt.lock, with versions, by apt; and the moment,
+                  for the snapshot archive.
+SHA256SUMS        of all of them: a lock that was edited by hand is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
+from ekiben.core.files import atomic_write, read_yaml
+from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
+from ekiben.core.process import ProcessError, run, which
+from ekiben.packages.apt import apt_sources, preferences
+from ekiben.spec.definition import Definition, Stage, read_definition
+from ekiben.spec.stack import UNLOCKED, AptLock, Stack, StackFile, find_stack
+from ekiben.spec.sums import SUMS, format_sums
+
+_PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
+_LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==2.2.0+cu118: of an index of its own
+_SOURCE = (
+    "-source"  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
+)
+_DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
+_INSTALL = re.compile(r"\bapt-get\b[^;&|\n]*?\binstall\b([^;&|<>\n]*)")
+_CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
+
+
+def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = None) -> Iterator[str]:
+    """Lock every layer of a stack, lowest first; yields a line per change. With ``check`` nothing is written.
+
+    ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it fits.
+    Raises FetchError when an index or a mirror does not answer; LockMismatchError when ``check`` finds a lock out of date.
+    """
+    stack = open_stack(name)
+    if IS_INSTALLED and not check and stack.folder.is_relative_to(PROJECT_ROOT):
+        raise UsageError(
+            f"stack '{stack.name}' is part of the installed Ekiben, and is not locked anew in place",
+            hint=f"lock a copy of {stack.folder} in your recipe's images/stacks/, or a recipe's own packages: {command_name()} lock ./RECIPE",
+        )
+    definitions = _definitions(stack)
+    locked: dict[Path, str] = {}
+    changes = 0
+    for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
+        target = source.with_suffix(".lock")
+        old = target.read_text(encoding="utf-8") if target.exists() else ""
+        under = [stack.folder / f"{layer}.lock" for layer in reversed(_below(definitions, source.stem))]
+        below = "".join(locked[lock] for lock in under if lock in locked)
+        locked[target] = _resolve(source, below, old if check or keep else "", stack)
+        for line in _differences(old, locked[target]):
+            changes += 1
+            yield f"{short_path(target)}: {line}"
+    _check_versions(stack, "".join(locked.values()))
+    apt_lock = stack.folder / "apt.lock"
+    try:
+        before = stack.apt_lock()
+        now = _resolve_debian(stack, definitions, before if check or keep else AptLock(), mirror)
+        for line in _apt_differences(before, now):
+            changes += 1
+            yield f"{short_path(apt_lock)}: {line}"
+        if now.layers != before.layers:
+            locked[apt_lock] = _apt_text(stack, now)
+    except FileNotFoundError:
+        yield f"{short_path(apt_lock)}: left as it is: there is no apt-get here to ask"
+    edited = list(_sum_problems(stack)) if check else []
+    yield from edited
+    if changes + len(edited) and check:
+        raise LockMismatchError(
+            f"{changes + len(edited)} of {stack.name}'s locked things are not what its definitions and .in files give today",
+            hint=f"{command_name()} lock {name} --keep",
+        )
+    if not check:
+        for target, text in locked.items():
+            if not target.exists() or target.read_text(encoding="utf-8") != text:
+                atomic_write(target, text)
+        if (text := _sums(stack)) != (
+            (stack.folder / SUMS).read_text(encoding="utf-8") if (stack.folder / SUMS).exists() else ""
+        ):
+            atomic_write(stack.folder / SUMS, text)
+    if not changes:
+        yield f"{stack.name}: up to date"
+
+
+def open_stack(name: str) -> Stack:
+    """Read a stack of images/stacks/, or the one whose path ``name`` is. Raises DefinitionError."""
+    folder = Path(name).resolve()
+    if "/" in name:
+        return Stack(folder, read_yaml(folder / "stack.yaml", StackFile))
+    return find_stack(name, [PROJECT_ROOT / "images"])
+
+
+def short_path(path: Path) -> Path:
+    """Return ``path`` relative to the project where it lies in it."""
+    return path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path
+
+
+def _definitions(stack: Stack) -> dict[str, Definition]:
+    """Every definition file this stack can bind, by layer."""
+    folders = dict.fromkeys([PROJECT_ROOT / "images", stack.folder.parent.parent])
+    arguments = {**stack.file.arguments, "stack": str(stack.folder)}
+    return {path.stem: read_definition(path, root=folder.parent, arguments=arguments)
+            for folder in folders for path in sorted(folder.glob("*.def"))}  # fmt: skip
+
+
+def _depth(definitions: Mapping[str, Definition], layer: str) -> int:
+    return len(_below(definitions, layer))
+
+
+def _below(definitions: Mapping[str, Definition], layer: str) -> list[str]:
+    """The layers that ``layer`` stands on, nearest first."""
+    layers: list[str] = []
+    while layer in definitions and (parent := definitions[layer].final.parent) and parent not in layers:
+        layers.append(layer := parent)
+    return layers
+
+
+# -- Python packages ------------------------------------------------------------------------------------------------------
+
+
+def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
+    """``source``'s lock. A requirement with a local version, when no index here has it, is named as not locked."""
+    absent = [line.removeprefix(UNLOCKED) for line in below.splitlines() if line.startswith(UNLOCKED)]
+    try:
+        text = _compile(source, below, old, stack, absent)
+    except FetchError:
+        here = [match[0] for match in _LOCAL.finditer(source.read_text(encoding="utf-8"))]
+        if not here:
+            raise
+        text = "".join(f"{UNLOCKED}{line}\n" for line in here) + _compile(source, below, old, stack, [*absent, *here])
+    return text
+
+
+def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[str]) -> str:
+    uv = Path(sys.executable).with_name("uv")
+    with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
+        constraints, overrides, out = (Path(folder) / name for name in ("below.txt", "absent.txt", "out.lock"))
+        constraints.write_text(below, encoding="utf-8")
+        overrides.write_text(
+            "".join(f"{line} ; python_version < '3'\n" for line in absent), encoding="utf-8"
+        )  # that is: nowhere
+        if old:
+            out.write_text(
+                old, encoding="utf-8"
+            )  # uv keeps what is there as long as it still fits: only what must change shows
+        date = _DATE.search(source.read_text(encoding="utf-8"))
+        try:
+            run([uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
+                 "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28",
+                 *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
+                 *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
+                 "--constraints", constraints, source, "--output-file", out],
+                env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
+        except ProcessError as error:
+            raise FetchError(f"{source} could not be resolved:\n{error.stderr.strip()}") from error
+        known = {canonicalize_name(match[1]) for match in _PIN.finditer(below)}
+        blocks = re.split(r"^(?=\S)", out.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return "".join(
+            block for block in blocks if (match := _PIN.match(block)) and canonicalize_name(match[1]) not in known
+        )
+
+
+def _check_versions(stack: Stack, text: str) -> None:
+    """Raise DefinitionError when the locks are of another torch or CUDA than stack.yaml says."""
+    pins: dict[str, str] = {canonicalize_name(match[1]): match[2] for match in _PIN.finditer(text)}
+    where = f"{short_path(stack.folder / 'stack.yaml')}"
+    torch = pins.get("torch", stack.file.torch)
+    if Version(torch).public != Version(stack.file.torch).public:
+        raise DefinitionError(f"{where}: torch: {stack.file.torch}, but the .in files resolve to torch {torch}",
+                              hint=f"ask for torch=={stack.file.torch} in an .in file, or say torch: {torch}")  # fmt: skip
+    cuda = Version(stack.file.cuda).release
+    for name, version in pins.items():
+        if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name) and Version(version).release[: len(cuda)] != cuda:
+            raise DefinitionError(f"{where}: cuda: {stack.file.cuda}, but torch {torch} comes with {name} {version}",
+                                  hint=f"say cuda: {'.'.join(version.split('.')[:2])}, or ask for a torch that is built for {stack.file.cuda}")  # fmt: skip
+
+
+def _differences(old: str, new: str) -> Iterator[str]:
+    before, after = ({match[1]: match[2] for match in _PIN.finditer(text)} for text in (old, new))
+    yield from _version_differences(before, after)
+    for line in sorted({*new.splitlines()} - {*old.splitlines()}):
+        if line.startswith(UNLOCKED):
+            yield f"{line.removeprefix(UNLOCKED)} is not locked: no index here has it"
+    if before == after and old != new and UNLOCKED not in old + new:
+        yield "hashes changed"
+
+
+def _version_differences(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"{name} {before.get(name, '(new)')} → {after.get(name, '(gone)')}"
+
+
+# -- Debian packages ------------------------------------------------------------------------------------------------------
+
+
+def asked_packages(definition: Definition) -> list[str]:
+    """Return the Debian packages that a definition names: in Include:, and in the `apt-get install` lines of its scripts."""
+    return packages_of(definition.stages)
+
+
+def packages_of(stages: Iterable[Stage]) -> list[str]:
+    """Return the Debian packages that stages name, each once."""
+    names: list[str] = []
+    for stage in stages:
+        names += stage.header.get("include", "").replace(",", " ").split()
+        for match in _INSTALL.finditer(stage.post.replace("\\\n", " ")):
+            with contextlib.suppress(ValueError):
+                names += [
+                    word for word in shlex.split(match[1], comments=True) if re.fullmatch(r"[a-z0-9][a-z0-9.+-]+", word)
+                ]
+    return list(dict.fromkeys(names))
+
+
+def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None) -> AptLock:
+    """What apt would install today for each layer, beyond the layers below.
+
+    Raises FetchError when the mirror does not answer, FileNotFoundError when there is no apt-get.
+    """
+    layers_of = {name: [name, *_below(definitions, name)] for name in definitions}
+    layers_of = {name: layers for name, layers in layers_of.items()
+              if layers[-1] in definitions and definitions[layers[-1]].final.bootstrap == "debootstrap"
+              and (len(layers) == 1 or asked_packages(definitions[name]))}  # fmt: skip
+    if not layers_of:
+        return AptLock()
+    if which("apt-get") is None or which("dpkg") is None:
+        raise FileNotFoundError("apt-get")
+    sources = apt_sources(stack.file.suite, mirror)
+    packages: dict[str, dict[str, str]] = {}
+    with tempfile.TemporaryDirectory(prefix="ekiben-apt-") as folder:
+        settings = _apt_settings(Path(folder), sources, preferences(pins.packages))
+        _apt(settings, "update")
+        for name, layers in sorted(layers_of.items(), key=lambda item: (len(item[1]), item[0])):
+            names = [word for layer in layers for word in asked_packages(definitions[layer])]
+            # What mmdebstrap's minbase is: https://manpages.debian.org/bookworm/mmdebstrap/mmdebstrap.1.en.html
+            stdout = _apt(settings, "install", "--simulate", "?essential", "?priority(required)", "apt", *names)
+            lower = {package for layer in layers[1:] for package in packages.get(layer, {})}
+            packages[name] = {
+                package: version for package, version in sorted(_CHOSEN.findall(stdout)) if package not in lower
+            }
+    return AptLock(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", packages)
+
+
+def _apt_settings(folder: Path, sources: str, pins: str) -> dict[str, str]:
+    """An apt of its own in ``folder``, on a system with nothing installed; its archive keys are the host's."""
+    for path in ("lists/partial", "cache/archives/partial"):
+        (folder / path).mkdir(parents=True)
+    (folder / "status").touch()
+    (folder / "sources.list").write_text(sources, encoding="utf-8")
+    (folder / "preferences").write_text(pins, encoding="utf-8")
+    lines = [f'Dir::State "{folder}/";', f'Dir::State::lists "{folder}/lists";', f'Dir::State::status "{folder}/status";',
+             f'Dir::Cache "{folder}/cache";', f'Dir::Etc::sourcelist "{folder}/sources.list";',
+             f'Dir::Etc::sourceparts "{folder}/none";', f'Dir::Etc::preferences "{folder}/preferences";',
+             f'Dir::Etc::preferencesparts "{folder}/none";', 'APT::Install-Recommends "false";', 'APT::Sandbox::User "root";',
+             'APT::Architecture "amd64";', 'APT::Architectures:: "amd64";', 'Acquire::Languages "none";',
+             'Acquire::Retries "3";', 'Dir::Log "/dev";', 'APT::Get::List-Cleanup "false";']  # fmt: skip
+    (folder / "none").mkdir()
+    (folder / "apt.conf").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return {**os.environ, "APT_CONFIG": str(folder / "apt.conf"), "LC_ALL": "C"}
+
+
+def _apt(settings: Mapping[str, str], *args: str) -> str:
+    done = run(["apt-get", "--quiet=2" if args[0] == "update" else "--quiet", *args], env=settings, check=False)
+    if done.returncode:
+        raise FetchError(f"apt-get {args[0]} failed:\n{(done.stderr or done.stdout).strip()}",
+                         hint="another mirror is given with --mirror URI")  # fmt: skip
+    return done.stdout
+
+
+def _apt_differences(before: AptLock, now: AptLock) -> Iterator[str]:
+    for layer in dict.fromkeys([*now.layers, *before.layers]):
+        for line in _version_differences(before.layers.get(layer, {}), now.layers.get(layer, {})):
+            yield f"[{layer}] {line}"
+
+
+def _apt_text(stack: Stack, lock: AptLock) -> str:
+    lines = [
+        f"# Debian {stack.file.suite}, what each layer adds; written by ekiben lock {stack.name}",
+        f"snapshot: {lock.snapshot}",
+    ]
+    for layer, packages in lock.layers.items():
+        lines += ["", f"[{layer}]", *(f"{name}={version}" for name, version in packages.items())]
+    return "\n".join(lines) + "\n"
+
+
+# -- All of them ----------------------------------------------------------------------------------------------------------
+
+
+def _sums(stack: Stack) -> str:
+    return format_sums(
+        stack.folder, sorted(path.name for pattern in ("*.in", "*.lock") for path in stack.folder.glob(pattern))
+    )
+
+
+def _sum_problems(stack: Stack) -> Iterator[str]:
+    """Yield a line for each file whose content `lock` did not write, or read."""
+    path = stack.folder / SUMS
+    before, now = (dict(line.split("  ")[::-1] for line in text.splitlines())
+                   for text in (path.read_text(encoding="utf-8") if path.exists() else "", _sums(stack)))  # fmt: skip
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            yield f"{short_path(stack.folder / name)}: is not as `{command_name()} lock` left it"

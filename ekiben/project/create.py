@@ -1,0 +1,80 @@
+"""Makes a new recipe's folder from the files in template/, which have its layout."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from ekiben.core.errors import UsageError, nearest
+from ekiben.core.paths import PROJECT_ROOT
+from ekiben.spec.definition import read_definition
+from ekiben.spec.recipe import RecipeFile, recipe_folders
+from ekiben.spec.stack import find_stack
+
+_TEMPLATE = Path(__file__).with_name("template")
+_IMAGES = PROJECT_ROOT / "images"
+_INSTALLER = "python"  # the layer that brings /opt/ekiben/install.py, which the new layer runs
+
+
+class _Text(string.Template):
+    """Definition files and scripts have $ and {{ }} of their own."""
+
+    delimiter = "@"
+
+
+def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130") -> list[Path]:
+    """Make ``folder``, a recipe of the same name whose own layer stands on ``layer``. Returns the files that were written.
+
+    Raises:
+        UsageError: ``folder`` has something in it, or its name is none for a recipe, or there is no such layer.
+        DefinitionError: there is no such stack.
+    """
+    name = folder.absolute().name
+    _check_name(name)
+    _check_layer(layer)
+    find_stack(stack, [_IMAGES], asked_by="--stack")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is not empty", hint="name a new folder")
+    values = {"name": name, "layer": layer, "stack": stack}
+    written = []
+    for source in sorted(path for path in _TEMPLATE.rglob("*") if path.is_file()):
+        inside = str(source.relative_to(_TEMPLATE))
+        target = folder / inside.replace("layer.def", f"{name}-packages.def").replace(".py.txt", ".py")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_Text(source.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{target} cannot be written: {error.strerror}") from error
+        written.append(target)
+    return written
+
+
+def _check_name(name: str) -> None:
+    try:
+        RecipeFile(name=name, description="", stack="", layer="", tasks={})
+    except ValueError as error:
+        raise UsageError(f"'{name}' cannot be a recipe: {error}") from error
+    if name in recipe_folders():
+        raise UsageError(
+            f"Ekiben has a recipe '{name}', and two images cannot have one name", hint="choose another name"
+        )
+
+
+def _check_layer(layer: str) -> None:
+    known = {path.stem for path in _IMAGES.glob("*.def")}
+    if layer not in known:
+        raise UsageError(f"--from {layer}: there is no such layer." + nearest(layer, known))
+    if _INSTALLER not in (layers := [*_and_below(layer)]):
+        raise UsageError(
+            f"--from {layer}: it has no Python ({' on '.join(layers)}), so no package can be installed on it",
+            hint=f"--from {_INSTALLER}, or a layer that stands on it",
+        )
+
+
+def _and_below(layer: str) -> Iterator[str]:
+    """Yield ``layer`` and what it stands on, nearest first."""
+    parent: str | None = layer
+    while parent:
+        yield parent
+        parent = read_definition(_IMAGES / f"{parent}.def", root=PROJECT_ROOT).final.parent

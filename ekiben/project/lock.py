@@ -1,0 +1,260 @@
+"""Locks the Python packages that a recipe's own layer adds to the layers below it.
+
+requirements.txt or pyproject.toml → images/LAYER.lock, with hashes, by uv. Whatever the lock files of the layers below pin is a
+constraint, and is not installed a second time. SHA256SUMS tells later whether either was edited.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from uv import find_uv_bin
+
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
+from ekiben.core.files import atomic_write, read_yaml
+from ekiben.core.process import ProcessError, run
+from ekiben.spec.definition import Definition, read_definition
+from ekiben.spec.recipe import Recipe, RecipeFile
+from ekiben.spec.stack import UNLOCKED, Stack, find_stack, read_pins
+from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
+
+_WHEEL = "org.ekiben.wheel"  # of a build stage: the package that it compiles for the layer
+_INDEX_OPTION = re.compile(r"(-i|-f|--index-url|--extra-index-url|--find-links)[ =]+\S+|--pre|--prefer-binary")
+_DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What the layers below have. ``pins`` is the text of their locks; ``compiled`` are packages that no index has as a wheel,
+    with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock."""
+
+    layers: tuple[str, ...]
+    pins: str
+    compiled: Mapping[str, str]
+    absent: tuple[str, ...]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return every package of the layers below, as name → version."""
+        return {canonicalize_name(name): version for name, version, _ in read_pins(self.pins)} | dict(self.compiled)
+
+
+def find_local_recipe(name: str) -> Recipe | None:
+    """Return the recipe in the folder ``name``, or None where there is none."""
+    folder = Path(name).absolute()
+    if not (folder / "recipe.yaml").is_file():
+        return None
+    return Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))
+
+
+def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False) -> Iterator[str]:
+    """Lock the packages of a recipe's own top layer; yields a line for each change.
+
+    Args:
+        check: write nothing, and fail when a change would be made.
+        keep: keep each locked version that still fits, rather than take today's.
+
+    Raises:
+        UsageError: the recipe has no layer or no requirements of its own, or these ask for nothing new.
+        DefinitionError: a definition is wrong, or the requirements do not go with the layers below.
+        FetchError: no index answers.
+        LockMismatchError: ``check``, and the lock is out of date.
+    """
+    layer, source = recipe.file.layer, _requirements_of(recipe)
+    stack = find_stack(recipe.file.stack, recipe.image_folders, asked_by=str(recipe.folder / "recipe.yaml"))
+    target = recipe.folder / "images" / f"{layer}.lock"
+    old = target.read_text(encoding="utf-8") if target.exists() else ""
+    requirements = read_requirements(source)
+    below = read_below(recipe, stack)
+    _check_compiled(source, requirements, below)
+    pins = _compile(source, below, old if check or keep else "", stack)
+    if not pins:
+        raise UsageError(
+            f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
+            hint=f"say `layer: {below.layers[-1]}` in {recipe.folder / 'recipe.yaml'}, and delete {recipe.folder / 'images' / layer}.def",
+        )
+    text = f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben lock`\n{pins}"
+    changes = list(_differences(old, text))
+    yield from (f"{target.relative_to(recipe.folder)}: {line}" for line in changes)
+    names = [source.name, str(target.relative_to(recipe.folder))]
+    sums = recipe.folder / SUMS
+    if check:
+        is_stale = not sums.exists() or sums.read_text(encoding="utf-8") != format_sums(recipe.folder, names)
+        if changes or is_stale:
+            raise LockMismatchError(f"{target} is not what {source.name} gives on the layers below",
+                                    hint=f"{command_name()} lock {recipe.folder} --keep")  # fmt: skip
+    else:
+        if text != old:
+            atomic_write(target, text)
+        atomic_write(sums, format_sums(recipe.folder, names))
+    if not changes:
+        yield f"{recipe.name}: up to date"
+
+
+def _requirements_of(recipe: Recipe) -> Path:
+    if not (recipe.folder / "images" / f"{recipe.file.layer}.def").is_file():
+        raise UsageError(
+            f"recipe '{recipe.name}' adds no layer of its own: {recipe.folder / 'images' / recipe.file.layer}.def is not there",
+            hint=f"`{command_name()} init NAME` creates a recipe with such a layer, to copy it from",
+        )
+    for name in REQUIREMENTS:
+        if (path := recipe.folder / name).is_file():
+            return path
+    raise UsageError(f"{recipe.folder}: has no {' or '.join(REQUIREMENTS)} to lock")
+
+
+def read_below(recipe: Recipe, stack: Stack) -> Below:
+    """Read what the layers below the recipe's top layer install, from the lock files that their definitions copy.
+
+    Raises:
+        DefinitionError: a definition is wrong, or a lock file below is missing.
+    """
+    definitions = _definitions_below(recipe, stack)
+    pins, compiled = "", dict[str, str]()
+    for definition in definitions:
+        for stage in definition.stages:
+            locks = [
+                definition.root / copy.source
+                for copy in stage.files
+                if copy.stage is None and copy.source.endswith(".lock")
+            ]
+            for lock in locks:
+                if not lock.is_file():
+                    raise DefinitionError(f"{definition.path}: %files: {lock} is not there")
+            text = "".join(lock.read_text(encoding="utf-8") for lock in locks)
+            if stage is definition.final:
+                pins += text
+            elif name := stage.labels.get(_WHEEL):
+                versions = {canonicalize_name(pin): version for pin, version, _ in read_pins(text)}
+                compiled[canonicalize_name(name)] = versions.get(canonicalize_name(name), "")
+    absent = tuple(line.removeprefix(UNLOCKED) for line in pins.splitlines() if line.startswith(UNLOCKED))
+    return Below(tuple(item.name for item in definitions), pins, compiled, absent)
+
+
+def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
+    """The definitions that the recipe's top layer stands on, lowest first."""
+    known = {path.stem: path for folder in reversed(recipe.image_folders) for path in sorted(folder.glob("*.def"))}
+    arguments = {**stack.file.arguments, "stack": str(stack.folder),
+                 "capabilities": " ".join(stack.file.compute_capabilities)}  # fmt: skip
+    definitions: list[Definition] = []
+    name: str | None = recipe.file.layer
+    while name is not None:
+        if name not in known or name in [item.name for item in definitions]:
+            problem = "stands on itself" if name in known else "is no layer"
+            raise DefinitionError(f"{recipe.folder / 'recipe.yaml'}: '{name}' below '{recipe.file.layer}' {problem}")
+        definitions.append(
+            definition := read_definition(known[name], root=known[name].parent.parent, arguments=arguments)
+        )
+        name = definition.final.parent
+    if len(definitions) < 2:
+        raise DefinitionError(f"{definitions[0].path}: From: names no layer with Python, such as python.sif")
+    return definitions[:0:-1]
+
+
+def read_requirements(source: Path) -> list[Requirement]:
+    """Return the requirements in requirements.txt or pyproject.toml.
+
+    uv runs the build scripts of what is a folder, an archive or a repository, so those are refused before uv starts.
+
+    Raises:
+        DefinitionError: something in it is not a package of an index, or cannot be read.
+    """
+    try:
+        text = source.read_text(encoding="utf-8")
+        if source.suffix == ".toml":
+            project = tomllib.loads(text).get("project", {})
+            if "dependencies" in project.get("dynamic", ()):
+                raise DefinitionError(f"{source}: dependencies are dynamic, so its own code would be run to know them; list them in "
+                                      "[project] dependencies")  # fmt: skip
+            lines = list(enumerate(project.get("dependencies", ()), 1))
+        else:
+            joined = re.sub(r"\\\n", " ", text)
+            lines = list(enumerate((re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines()), 1))
+        return [
+            _requirement(source, number, line) for number, line in lines if line and not _INDEX_OPTION.fullmatch(line)
+        ]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise DefinitionError(f"{source}: cannot be read: {error}") from error
+
+
+def _requirement(source: Path, number: int, line: str) -> Requirement:
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement:
+        requirement = None
+    if requirement is None or requirement.url:
+        raise DefinitionError(
+            f"{source}:{number}: {line:.200}: only packages of an index can be locked, with a version and hashes",
+            hint="write one NAME, or NAME==VERSION, a line; options other than of indexes, files and URLs are refused",
+        )
+    return requirement
+
+
+def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Below) -> None:
+    """A package that a layer below compiled is left out of the resolution, so what is asked of its version is compared here."""
+    for asked in requirements:
+        has = below.compiled.get(canonicalize_name(asked.name))
+        if has and not asked.specifier.contains(has, prereleases=True):
+            raise DefinitionError(f"{source}: asks for {asked}, and a layer below has {asked.name} {has}")
+
+
+def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
+    """Resolve ``source`` and return the blocks of a lock file for what the layers below do not have."""
+    nowhere = [*below.absent, *below.compiled]
+    with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
+        constraints, overrides, out = (Path(folder) / name for name in ("below.txt", "absent.txt", "out.lock"))
+        constraints.write_text(below.pins, encoding="utf-8")
+        overrides.write_text("".join(f"{line} ; python_version < '3'\n" for line in nowhere), encoding="utf-8")
+        if old:
+            out.write_text(below.pins + old, encoding="utf-8")  # uv keeps what is in the file as long as it fits
+        date = _DATE.search(source.read_text(encoding="utf-8"))
+        try:
+            run([find_uv_bin(), "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header",
+                 "--no-annotate", "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28",
+                 "--only-binary", ":all:", "--no-sources", *(["--exclude-newer", date[1]] if date else []),
+                 "--override", overrides, "--constraints", constraints, source, "--output-file", out],
+                env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
+        except ProcessError as error:
+            raise _explained(source, error.stderr.strip(), below) from error
+        return _new_blocks(source, out.read_text(encoding="utf-8"), below.versions)
+
+
+def _explained(source: Path, message: str, below: Below) -> DefinitionError | FetchError:
+    if "No solution found" in message and not re.search("fetch|network", message, re.IGNORECASE):
+        return DefinitionError(
+            f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for it:\n{message}",
+            hint="ask for versions that go with what those layers have, or for another layer in the definition's From: line",
+        )
+    return FetchError(f"{source} could not be resolved:\n{message}")
+
+
+def _new_blocks(source: Path, resolved: str, known: Mapping[str, str]) -> str:
+    kept = []
+    for block in re.split(r"^(?=[^\s#])", resolved, flags=re.MULTILINE):
+        pins: Sequence[tuple[str, str, list[str]]] = read_pins(block)
+        if block.strip() and not block.startswith("#") and (not pins or not pins[0][2]):
+            raise DefinitionError(
+                f"{source}: {block.splitlines()[0]}: only packages of an index can be locked, with a version and hashes"
+            )
+        if pins and canonicalize_name(pins[0][0]) not in known:
+            kept.append(block)
+    return "".join(kept)
+
+
+def _differences(old: str, new: str) -> Iterator[str]:
+    before, after = ({name: (version, hashes) for name, version, hashes in read_pins(text)} for text in (old, new))
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name, ("(new)", [])), after.get(name, ("(gone)", []))
+        if was[0] != now[0]:
+            yield f"{name} {was[0]} → {now[0]}"
+        elif was[1] != now[1]:
+            yield f"{name} {now[0]}: hashes changed"

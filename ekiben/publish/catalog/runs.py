@@ -1,0 +1,230 @@
+"""Run records kept with the image they were made with: people's run.json lie in their own folders, and those go.
+
+A run.json (training/run_summary.py of the tasks) says with `image` what it ran in: /opt/ekiben/image.json, which names the
+layers but the last, and the checksum of the recipe's own files, which are that one. The version that has the same gets the record, in
+images/<name>/<stem>.runs/<first 12 digits of its sha256>.json. Of several that have (the same image under two versions, or a
+record from before there was a checksum) it is the newest that was there when the run began.
+
+Only what is named here is kept: model and its size, method, device, numbers and switches among the settings, the data's
+checksum and size, when it began, steps, speed, time, memory, losses, seed, packages' versions. Of a model's path only the
+last part is. Left out are all other settings that are words, and so the paths of data and output; host, nodes, job, cluster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ekiben.core.checked import Fields, parse_json, read_regular
+from ekiben.core.errors import StoreError, UsageError
+from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.publish._records import image_folders, read_records
+from ekiben.publish.catalog._types import CatalogRun, ReducedRun
+from ekiben.store.shared import SharedStore
+
+FORMAT = 1
+_RECIPE = "opt/ekiben/recipe/"
+_MOST = 1_000_000  # bytes of a run.json
+_NUMBERS = ("steps", "time_to_train_s", "tokens_per_s", "mfu", "peak_memory_bytes", "final_loss", "final_eval_loss",
+            "final_eval_perplexity", "seed")  # fmt: skip
+_FORMER = {
+    "final_eval_loss": "final_test_loss",
+    "final_eval_perplexity": "final_test_perplexity",
+}  # of earlier releases' records
+_PACKAGE = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
+_HUB = re.compile(
+    r"[\w-][\w.-]*/[\w-][\w.-]*"
+)  # cyberagent/open-calm-3b; also a folder in a folder, which tells nothing
+_STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+
+
+@dataclass(slots=True)
+class ImportedRuns:
+    """What became of the run.json that were found: ``unmatched`` used none of the images here; ``broken`` are (file, reason)."""
+
+    new: list[str] = field(default_factory=list)
+    known: int = 0
+    unfinished: int = 0
+    unmatched: int = 0
+    broken: list[tuple[str, str]] = field(default_factory=list)
+
+
+def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
+    """Copy the run records that belong to a published version. Raises UsageError, StoreError."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"--runs {folder}: no such folder")
+    imported, versions = ImportedRuns(), list(_versions(shared))
+    shared.open_for_writing()
+    for path in (path for folder in folders for path in _find(folder)):
+        try:
+            run = _read(path.resolve())  # your own results may be links
+            if run is None or not isinstance(run.get("image"), dict):  # a submitted job's, or made outside an image
+                continue
+            folder_of = _version_of(run, versions)
+            if folder_of is None:
+                imported.unmatched += 1
+            elif run.get("status") != "finished":
+                imported.unfinished += 1
+            elif _put(shared, folder_of, reduced(run)):
+                imported.new.append(str(path))
+            else:
+                imported.known += 1
+        except ValueError as error:
+            imported.broken.append((str(path), str(error)))
+    return imported
+
+
+def _find(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in os.walk(folder):
+        folders.sort()
+        if "run.json" in files:
+            yield Path(parent, "run.json")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        data = parse_json(read_regular(path, max_size=_MOST), nan=True)  # of a loss that diverged
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    return data if isinstance(data, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    folder: Path  # of its runs
+    published: str
+    metadata: dict[str, Any]
+
+
+def _versions(shared: SharedStore) -> Iterator[_Version]:
+    for folder in image_folders(shared.shared_dir):
+        for record in read_records(folder)[0]:
+            try:
+                with shared.reader(record.layers[-1].digest) as reader:
+                    metadata = image_metadata(reader)
+            except (OSError, ValueError, StoreError):
+                continue
+            yield _Version(folder / f"{record.stem}.runs", record.published, metadata)
+
+
+def image_metadata(layer: SquashfsReader) -> dict[str, Any]:
+    """Return what a run.json has under `image` for the image whose last layer this is. Raises StoreError, ValueError."""
+    files = {entry.path: b"".join(chunks or ()) for entry, chunks in layer.contents()
+             if entry.path.startswith(_RECIPE) and entry.kind == "file" and "__pycache__" not in entry.path}  # fmt: skip
+    digest = hashlib.sha256()
+    for path, data in sorted(files.items()):
+        digest.update(f"{path.removeprefix(_RECIPE)}\0{len(data)}\0".encode() + data)
+    return {**Fields.of(parse_json(layer.read_file("opt/ekiben/image.json"))).data, "recipe_sha256": digest.hexdigest()}
+
+
+def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> Path | None:
+    image = run["image"]
+    same = [
+        one
+        for one in versions
+        if {name: one.metadata[name] for name in one.metadata if name in image or name != "recipe_sha256"} == image
+    ]
+    same.sort(key=lambda one: one.published)
+    before = [one for one in same if one.published[:19] <= str(run.get("started"))[:19]]
+    return (before or same[:1])[-1].folder if same else None
+
+
+def _put(shared: SharedStore, folder: Path, kept: ReducedRun) -> bool:
+    """False when it was there."""
+    data = json.dumps(kept, indent=1, sort_keys=True).encode() + b"\n"
+    path = folder / f"{hashlib.sha256(data).hexdigest()[:12]}.json"
+    if path.exists():
+        return False
+    with shared.translated_errors():
+        shared.policy.make_folder(folder)
+        shared.write_file(path, data)
+    return True
+
+
+def reduced(run: Mapping[str, Any]) -> ReducedRun:
+    """Reduce a run.json to the fields that are kept. Raises ValueError when it does not say when the run began."""
+    model, device, data, settings = (_mapping(run.get(name)) for name in ("model", "device", "data", "settings"))
+    started = run.get("started")
+    if not isinstance(started, str) or not _STARTED.fullmatch(started):
+        raise ValueError("does not say when the run began")
+    name = model.get("name", settings.get("model"))
+    if name is None and "size" in settings:
+        name = f"GPT {_text(settings['size'])}"
+    checksum = str(data.get("sha256", ""))
+    kept: dict[str, Any] = {
+        "format": FORMAT, "started": started,
+        "model": {"name": _model_name(name), "parameters": _number(model.get("parameters")), "trainable": _number(model.get("trainable"))},
+        "method": _text(settings.get("method")),
+        "device": {"name": _text(device.get("name")), "count": _number(device.get("count")), "parallel": _text(device.get("parallel")),
+                   "dtype": _text(device.get("dtype")), "attention": _text(device.get("attention"))},
+        "data": {"sha256": checksum if re.fullmatch("[0-9a-f]{64}", checksum) else None, "rows": _number(data.get("rows")),
+                 "tokens": _number(data.get("tokens"))},
+        "settings": dict(_numbers(settings)),
+        **{field: _number(run.get(field, run.get(_FORMER.get(field, field)))) for field in _NUMBERS},
+        "versions": {key: _text(value) for key, value in sorted(_mapping(run.get("versions")).items())
+                     if _PACKAGE.fullmatch(key) and _text(value)},
+    }  # fmt: skip
+    return cast(ReducedRun, kept)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _number(value: Any) -> float | int | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if usable else None
+
+
+def _text(value: Any) -> str | None:
+    """One line of reasonable length that names no path."""
+    if not isinstance(value, str) or not value.isprintable() or len(value) > 100 or value.startswith(("/", "~", ".")):
+        return None
+    return value
+
+
+def _model_name(value: Any) -> str | None:
+    name = str(value).rstrip("/") if isinstance(value, str) else ""
+    return _text(name if _HUB.fullmatch(name) else name.rpartition("/")[2]) or None
+
+
+def _numbers(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, bool | int | float]]:
+    for name, value in sorted(settings.items()):
+        if not re.fullmatch(r"[a-z][\w.]{0,60}", name):
+            continue
+        if isinstance(value, dict) and not above:
+            yield from _numbers(value, f"{name}.")
+        elif isinstance(value, bool) or _number(value) is not None:
+            yield above + name, value
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def runs_of(folder: Path, stem: str) -> tuple[list[CatalogRun], list[tuple[str, str]]]:
+    """Return the records kept with a version, newest first, and (file, reason) of those that cannot be read."""
+    records, broken = list[CatalogRun](), list[tuple[str, str]]()
+    runs = folder / f"{stem}.runs"
+    for path in sorted(runs.glob("*.json")) if not runs.is_symlink() else ():
+        try:
+            run = _read(path)
+            if run is None or run.get("format") != FORMAT:
+                raise ValueError(f"is no record of format {FORMAT}")
+            records.append({"id": path.stem, **reduced(_as_run(run))})
+        except (ValueError, OSError) as error:
+            broken.append((f"{stem}.runs/{path.name}", str(error)))
+    records.sort(key=lambda run: (run["started"], run["id"]), reverse=True)
+    return records, broken
+
+
+def _as_run(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Whoever may write to the place may write anything there: it is reduced once more."""
+    return {**kept, "settings": {**_mapping(kept.get("settings")), "method": kept.get("method")}}

@@ -1,0 +1,144 @@
+"""Remove versions that nobody uses from a shared folder, and the layers that no other version has."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.publish._records import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
+from ekiben.run.modulefile import MODULES
+from ekiben.store.shared import IMAGES, SharedStore, open_shared
+
+_OF_A_VERSION = re.compile(r"(.+)\.(sif|sif\.sha256|cdx\.json|runs|module|bin)")
+_DAY = 86400
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision:
+    """Whether one version stays, and why. ``size`` in bytes."""
+
+    file: str
+    size: int
+    keep: bool
+    reason: str
+
+
+def published(shared_dir: Path) -> dict[str, list[VersionRecord]]:
+    """Return every image of the folder: name → its versions, oldest first. Raises StoreError."""
+    open_shared(shared_dir)
+    try:
+        return {folder.name: read_records(folder)[0] for folder in image_folders(shared_dir)}
+    except OSError as error:
+        raise StoreError(f"{shared_dir / IMAGES} cannot be read: {error.strerror}") from error
+
+
+def prune(
+    shared_dir: Path, *, names: Sequence[str] = (), unused_for: float = 30, grace: float = 7, dry_run: bool = False
+) -> tuple[list[PruneDecision], int, int]:
+    """Remove versions that nobody used for ``unused_for`` days, and with them layers that no other version has.
+
+    What is pinned or tagged stays. ``names`` are files, or images whose every other version goes at once. What goes is
+    moved to trash/ and removed ``grace`` days later: until then, a job that began with it goes on.
+    Returns the decisions, and the bytes moved aside and removed for good. Raises StoreError, UsageError.
+    """
+    shared = open_shared(shared_dir)
+    known = published(shared_dir)
+    _refuse_unknown(names, known)
+    decisions = []
+    for record in (record for versions in known.values() for record in versions):
+        with contextlib.suppress(FileNotFoundError):  # another prune is at work
+            decisions.append(_decide(shared, record, names, unused_for))
+    going = [decision.file.removesuffix(".sif") for decision in decisions if not decision.keep]
+    with shared.translated_errors():
+        if not dry_run:
+            shared.open_for_writing()
+            for name, versions in known.items():
+                for record in versions:
+                    if record.stem in going and _is_kept_by_now(shared, record, names, unused_for):
+                        going.remove(record.stem)
+                    elif record.stem in going:
+                        _discard_version(shared, shared_dir / IMAGES / name, record.stem)
+                _discard_strays(shared, shared_dir / IMAGES / name)
+            _discard_dangling(shared)
+            shared.drop_dangling()
+        removed = shared.empty_trash(grace * _DAY, dry_run=dry_run)
+    return decisions, sum(decision.size for decision in decisions if not decision.keep), removed
+
+
+def _refuse_unknown(names: Sequence[str], known: Mapping[str, Sequence[VersionRecord]]) -> None:
+    files = [record.file for versions in known.values() for record in versions]
+    for name in names:
+        if name not in known and name not in files:
+            raise UsageError(f"nothing named '{name}' was published there." + nearest(name, [*known, *files]))
+
+
+def _decide(shared: SharedStore, record: VersionRecord, names: Sequence[str], unused_for: float) -> PruneDecision:
+    folder = shared.shared_dir / IMAGES / record.name
+    path = folder / record.file
+    named = [tag for tag, target in sorted(tags(folder).items()) if target == record.file]
+    days = (time.time() - shared.last_use(path.lstat())) / _DAY
+    if path.with_suffix(".pin").exists():
+        keep, reason = True, "pinned"
+    elif named:
+        keep, reason = True, f"tagged {', '.join(named)}"
+    elif record.layers[-1].cache_key in shared.announced_keys():
+        keep, reason = True, "being published"
+    elif record.name in names or record.file in names:
+        keep, reason = False, "asked for"
+    elif not shared.knows_last_use():
+        keep, reason = True, "its last use is not known here (noatime): name it to remove it"
+    else:
+        keep, reason = days < unused_for, f"last used {days:.0f} days ago"
+    return PruneDecision(record.file, record.size, keep, reason)
+
+
+def _is_kept_by_now(shared: SharedStore, record: VersionRecord, names: Sequence[str], unused_for: float) -> bool:
+    """A publisher announces an image before it looks whether it is there: so one looks again before it goes."""
+    try:
+        return _decide(shared, record, names, unused_for).keep
+    except FileNotFoundError:  # another prune was here
+        return False
+
+
+def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:
+    """The record first: without it the version is not there."""
+    beside = sorted(folder.glob(f"{glob.escape(stem)}.*"), key=lambda path: path.name != f"{stem}.json")
+    for path in beside:
+        with contextlib.suppress(FileNotFoundError):
+            shared.discard(path)
+    if f"{stem}.sif" in tags(folder).values():  # a publisher links, then looks whether the file is there
+        for path in beside[::-1]:
+            shared.restore(path)
+
+
+def _discard_strays(shared: SharedStore, folder: Path) -> None:
+    """What a killed publisher left: files without a record, and names that were not taken, both a day old."""
+    recorded = {path.stem for path in folder.glob("*.json") if not path.name.endswith(SBOM_SUFFIX)}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            match = None if path.is_symlink() else _OF_A_VERSION.fullmatch(path.name)
+            stray = path.name.startswith(".") or (match is not None and match[1] not in recorded)
+            if stray and path.lstat().st_mtime < time.time() - _DAY:
+                shared.discard(path)
+
+
+def _discard_dangling(shared: SharedStore) -> None:
+    """Remove links to modulefiles of versions that are gone. A folder that is a link is not entered: it may lead elsewhere."""
+    folders = [shared.shared_dir / MODULES]
+    for _ in range(2):
+        folders = [path for folder in folders for path in _subfolders(folder)]
+    for path in (path for folder in folders for path in folder.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_symlink() and not path.exists():
+                shared.discard(path)
+
+
+def _subfolders(folder: Path) -> Iterator[Path]:
+    if folder.is_dir() and not folder.is_symlink():
+        yield from (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())

@@ -1,0 +1,403 @@
+"""Publish an image to a shared folder: one folder on a file system that many machines see, which colleagues run images from.
+
+    DIR/
+        README                                    for those who find the folder
+        images/<name>/                            what people run
+            <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins its sha256
+            <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c`
+            <name>-<version>-<digest12>.cdx.json      its SBOM (ekiben/inspect/sbom.py)
+            <name>-<version>-<digest12>.json          its record (ekiben/publish/_records.py)
+            <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+            <name>-<version>-<digest12>.runs/         records of runs with it, kept by ekiben/publish/catalog/runs.py
+            <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (ekiben/run/modulefile.py)
+            current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
+        modulefiles/ekiben/<name>/                when asked for: <version>-<digest12>, links to modulefiles; .modulerc
+        store/                                    which layer is where in these SIFs, by key; what was compiled for them
+                                                  (ekiben/store/shared.py)
+        catalog/                                  pages about all this, when ekiben/publish/catalog wrote them
+        trash/                                    what prune moved aside, until nobody can have it open
+
+Whatever belongs to one version lies beside it, as <name>-<version>-<digest12>.<something>, and goes with it. Links are replaced
+by rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import glob
+import hashlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ekiben.builder.verify import Check, verify
+from ekiben.core.checked import read_regular, with_checksum
+from ekiben.core.errors import StoreError, UsageError, VerifyError
+from ekiben.core.files import digest_of, free_bytes
+from ekiben.core.progress import Progress
+from ekiben.formats.partition import Partition, copy_partition
+from ekiben.formats.sif import SifHeader, Signature, write_sif
+from ekiben.publish._records import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, link_target, read_records
+from ekiben.run.modulefile import (
+    MODULES,
+    check_shared_dir,
+    command_files,
+    module_folder,
+    module_name,
+    modulefile,
+    rc_file,
+)
+from ekiben.signing.gpg import Key
+from ekiben.signing.sif import sign_image
+from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif, sif_sha256
+from ekiben.store.shared import IMAGES, SharedStore
+
+CURRENT = "current"
+_ATTEMPTS = 5
+_ENDINGS = (".sif", ".sha256", ".json", ".pin")
+_README = """\
+Container images, published with Ekiben. To run one, no Ekiben is needed:
+
+    singularity exec --nv images/NAME/current TASK          (or apptainer exec)
+    sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
+    apptainer verify images/NAME/current                    (whose it is, where it was signed)
+
+Where there is modulefiles/: `module use <this folder>/modulefiles`, then `module load ekiben/NAME` for its tasks as commands.
+An image's .json says what it is, its .cdx.json what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
+An empty file NAME-….pin beside an image, or a link to it, keeps it from `ekiben prune --in <this folder>`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The version that is there now. ``bytes_copied``: of layers that no SIF there had; ``created`` is False when the version
+    was there before; ``module``: the argument of `module load`."""
+
+    sif: Path
+    record: VersionRecord
+    bytes_copied: int
+    created: bool
+    module: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """What one call of publish() puts where. ``folder`` is the image's own folder."""
+
+    image: Image
+    store: Store
+    header: SifHeader
+    shared: SharedStore
+    progress: Progress
+    version: str | None
+    key: Key | None
+
+    @property
+    def folder(self) -> Path:
+        return self.shared.shared_dir / IMAGES / self.image.name
+
+
+def publish(
+    image: Image, store: Store, shared_dir: Path, progress: Progress, *,
+    version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
+    key: Key | None = None, module: bool = False,
+) -> Published:  # fmt: skip
+    """Write the image's SIF into ``shared_dir``, tested before anyone sees it, and signed with ``key``.
+
+    ``module``: with a modulefile. All versions get one once one has it: the default would stay behind `current` otherwise.
+    Raises StoreError, VerifyError, UsageError.
+    """
+    shared = open_destination(shared_dir, version=version, tags=tags, current=current, module=module)
+    header = image.sif_header(store)
+    request = _Request(
+        image=image, store=store, header=header, shared=shared, progress=progress, version=version, key=key
+    )
+    with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
+        _write_readme(shared)
+        folder = request.folder
+        shared.policy.make_folder(folder)
+        bytes_copied, created = 0, False
+        for _ in range(_ATTEMPTS):
+            record = _find_intact(request)
+            if record is None:
+                created = True
+                bytes_copied += _put(request, check=check)
+                if (record := _find_intact(request)) is None:
+                    continue  # a prune that had begun before it was announced here took it away
+            _write(shared, folder / f"{record.file}.sha256", _sum_line(record.sha256, record.file))
+            if pin:
+                _write(shared, folder / f"{record.stem}.pin", b"")
+            for tag in (*([CURRENT] if current else []), *tags):
+                _link(folder, tag, record.file)
+            module_loaded = None
+            if module or (shared_dir / module_folder(image.name)).is_dir():
+                module_loaded = _put_module(shared, folder, image, record.stem)
+            if _find_intact(request) is not None:
+                return Published(folder / record.file, record, bytes_copied, created, module_loaded)
+    raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
+                     hint="somebody prunes it: publish it again afterwards")  # fmt: skip
+
+
+def open_destination(
+    shared_dir: Path,
+    *,
+    version: str | None = None,
+    tags: Sequence[str] = (),
+    current: bool = True,
+    module: bool = False,
+) -> SharedStore:
+    """Refuse what can be refused before anything is built. Raises StoreError, UsageError."""
+    if module:
+        check_shared_dir(shared_dir)
+    if version is not None and not VERSION.fullmatch(version):
+        raise UsageError(f"--version {version}: letters, digits, '.', '_' and '+', at most 64")
+    if CURRENT in tags and not current:
+        raise UsageError(f"--tag {CURRENT}: --no-current leaves that link as it is; say one of the two")
+    for tag in tags:
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", tag, re.ASCII) or tag.endswith(_ENDINGS):
+            raise UsageError(f"--tag {tag}: letters, digits, '.', '_' and '-', and no ending of a file of the place")
+    shared = SharedStore(shared_dir)
+    shared.open_for_writing()
+    return shared
+
+
+def _find_intact(request: _Request) -> VersionRecord | None:
+    """Return the record of this very image, when it is there and its layers are found in it. Without a key, a signed one first."""
+    image, key = request.image, request.key
+    records, _ = read_records(request.folder)
+    candidates = [item for item in records if item.sif == request.header.id and request.version in (None, item.version)]
+    if key:
+        candidates = [item for item in candidates if item.signature and item.signature.fingerprint == key.fingerprint]
+    candidates.sort(key=lambda item: not item.signature)
+    record = next((item for item in candidates if _is_intact(request, item)), None)
+    missing = record and any(request.shared.layer(layer.cache_key) is None for layer in image.layers)
+    return (
+        None if record and missing and not _put_layers(request.shared, request.folder / record.file, image) else record
+    )
+
+
+def _is_intact(request: _Request, record: VersionRecord) -> bool:
+    """Whether the SIF is this image's and the record's, and its SBOM the record's, byte for byte.
+
+    The SIF is read once while it is unchanged.
+    """
+    sif, sbom = request.folder / record.file, request.folder / (record.sbom or "")
+    try:
+        header = check_sif(request.image, sif, request.store)
+        if sif_sha256(header, sif, request.store) != record.sha256:
+            raise VerifyError(f"{sif} is damaged: its SHA-256 is not {record.sha256}")
+        if record.sbom_sha256 and digest_of(read_regular(sbom)) != f"sha256:{record.sbom_sha256}":
+            raise VerifyError(f"{sbom} is damaged: its SHA-256 is not {record.sbom_sha256}")
+    except FileNotFoundError as error:  # a prune took it meanwhile
+        request.progress.log(f"{error.filename} is gone; it is written again")
+        return False
+    except (VerifyError, StoreError, ValueError, OSError) as error:
+        request.progress.log(f"{error}; it is written again")
+        return False
+    return True
+
+
+def _sum_line(sha256: str, file: str) -> bytes:
+    """Return the content of a .sha256 file."""
+    return f"{sha256}  {file}\n".encode()
+
+
+def _stem(request: _Request, sha256: str) -> str:
+    """Return the name that a SIF of this digest has there already, of which something is damaged, or a new one."""
+    image, end = request.image, sha256[:12]
+    version = request.version
+    if version is None:
+        names = (path.name for path in request.folder.glob(f"{glob.escape(image.name)}-*-{end}.json"))
+        versions = (name.removeprefix(f"{image.name}-").removesuffix(f"-{end}.json") for name in names)
+        version = next((item for item in sorted(versions) if VERSION.fullmatch(item)), None)
+    return f"{image.name}-{version or f'{datetime.now(UTC):%Y.%m.%d}'}-{end}"
+
+
+def _put_layers(shared: SharedStore, sif: Path, image: Image) -> bool:
+    """False when a prune took the file meanwhile."""
+    try:
+        shared.put_layers(sif, image.layers)
+    except (StoreError, OSError):
+        if sif.exists():
+            raise
+        return False
+    return True
+
+
+def _put(request: _Request, *, check: bool) -> int:
+    """Write whole files only: everything lies in staging/ until it is tested, and takes its name then.
+
+    Returns the bytes of layers that were copied from the store.
+    """
+    image, store, shared, progress = request.image, request.store, request.shared, request.progress
+    if free_bytes(shared.shared_dir) < image.size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    signature = (
+        sign_image(image, store, request.key) if request.key else None
+    )  # before the work: it may ask for a passphrase
+    with shared.staging() as staging:
+        sif = staging / "image.sif"
+        with progress.step(f"write the SIF in {request.folder}", total=image.size):
+            sha256, bytes_copied = _write_sif(sif, request, signature)
+            note_sif(request.header, sif, store, sha256=sha256)
+        checks = verify(image, store, progress, sifs=[sif]) if check else []
+        _put_wheels(image, store, shared, staging, progress)
+        sbom = _make_sbom(image, store, progress)
+        stem = _stem(request, sha256)
+        published = request.folder / f"{stem}.sif"
+        size = _put_sif(shared, sif, published, sha256)
+        note_sif(request.header, published, store, sha256=sha256)
+        if not _put_layers(shared, published, image):
+            return bytes_copied
+        _write(shared, request.folder / f"{stem}.sif.sha256", _sum_line(sha256, published.name))
+        if sbom is not None:
+            _write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
+    record = with_checksum(_record_of(request, stem, sha256, size, checks, sbom))
+    _write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
+    return bytes_copied
+
+
+def _record_of(
+    request: _Request, stem: str, sha256: str, size: int, checks: Sequence[Check], sbom: str | None
+) -> dict[str, Any]:
+    image, key = request.image, request.key
+    return {
+        "format": RECORD_FORMAT, "name": image.name, "recipe": image.recipe,
+        "version": stem.removeprefix(f"{image.name}-").rpartition("-")[0],
+        "stack": image.stack, "description": image.description,
+        "file": f"{stem}.sif", "sha256": sha256, "size": size,
+        "sif": request.header.id, "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
+        "image": image.image_id,
+        "layers": [{"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "digest": layer.digest,
+                    "size": layer.size, "tar_size": layer.tar_size, "notes": dict(layer.notes)} for layer in image.layers],
+        "tasks": dict(image.tasks),
+        "sbom": f"{stem}{SBOM_SUFFIX}" if sbom else None,
+        "sbom_sha256": digest_of(sbom.encode()).removeprefix("sha256:") if sbom else None, "labels": dict(image.labels),
+        "environment": dict(image.environment),
+        "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
+        "published": datetime.now(UTC).isoformat(timespec="milliseconds"), "by": getpass.getuser(),
+        "previous": link_target(request.folder / CURRENT),
+    }  # fmt: skip
+
+
+def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
+    """In this process and after the copying: a forked one outlived a killed publish. None where a package database is broken."""
+    from ekiben.inspect.sbom import sbom_of_image  # late: for one who publishes what is there already, it is not made
+
+    try:
+        with progress.step("SBOM"):
+            return sbom_of_image(image, store)
+    except VerifyError as error:  # people can run it all the same
+        progress.log(f"no SBOM: {error}")
+        return None
+
+
+def _write_sif(sif: Path, request: _Request, signature: Signature | None) -> tuple[str, int]:
+    """Returns its SHA-256 in hex, and how many bytes came from outside the place: what it has, its own server may copy.
+
+    What is there is compared with its digest while it is copied, and left where it is damaged; what comes from the store
+    was compared when it was written, or is now. Raises StoreError.
+    """
+    image, store, shared = request.image, request.store, request.shared
+    header, progress, signed = request.header, request.progress, signature.data if signature else b""
+    known = known_sif(store, header.id, signed)
+    for trusted in (True, False):
+        partitions, bytes_copied, file_digest = [], 0, None if known else hashlib.sha256()
+        for layer in image.layers:
+            if trusted and shared.layer(layer.cache_key) is not None:
+                partitions.append(shared.partition(layer))
+            else:
+                store.check_blob(layer.digest)
+                partitions.append(store.partition(layer, is_checked=True))
+                bytes_copied += layer.size
+        try:
+            write_sif(sif, partitions, header, on_bytes=progress.count, whole=file_digest, signature=signature)
+            break
+        except StoreError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else None
+            if all(partition.is_checked for partition in partitions) or (
+                cause and cause.errno not in (errno.ENOENT, errno.ESTALE)
+            ):
+                raise cause or error from None
+            if not cause:  # it was not a prune that took it since it was found
+                progress.log(f"{error}; every layer is taken from {store.root}")
+    return (keep_sif(store, header.id, file_digest, signed) if file_digest else str(known)), bytes_copied
+
+
+def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:
+    """What was compiled for the image, for whoever builds another one with it."""
+    for key in image.result_keys:
+        result = store.result(key)
+        if result is None or shared.result(key) is not None:
+            continue
+        for file in result.files:
+            partition = store.partition(file)
+            _copy_blob(partition, shared, staging / file.digest[7:], progress)
+            shared.put_file(staging / file.digest[7:], file.digest)
+        shared.put_result(result)
+
+
+def _copy_blob(source: Partition, shared: SharedStore, target: Path, progress: Progress) -> None:
+    with target.open("xb", buffering=0) as out:
+        shared.apply_permissions(target, 0o600)  # before there is anything in it: a quota may be the group's
+        copy_partition(source, out, progress.count)
+
+
+def _put_sif(shared: SharedStore, sif: Path, target: Path, sha256: str) -> int:
+    """Never over a file that is whole: a job may have it open, which NFS does not forgive. Returns its size."""
+    size = sif.stat().st_size
+    shared.apply_permissions(sif, 0o555)
+    with sif.open("rb") as stream:
+        os.fsync(stream.fileno())
+    with contextlib.suppress(FileNotFoundError):
+        if target.stat().st_size == size and digest_of(target) == f"sha256:{sha256}":
+            return size
+        shared.discard(target)
+    sif.rename(target)
+    return size
+
+
+def _put_module(shared: SharedStore, folder: Path, image: Image, stem: str) -> str:
+    """The link by which it is found comes last. Returns the module's name."""
+    name, tasks = module_name(image.name, stem), image.tasks
+    modules = shared.shared_dir / module_folder(image.name)
+    for needed in (shared.shared_dir / MODULES, modules.parent, modules, folder / f"{stem}.bin"):
+        shared.policy.make_folder(needed)
+    for command, script in command_files(image.name, stem, tasks).items():
+        _write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
+    _write(shared, folder / f"{stem}.module", modulefile(image.name, stem, image.description, tasks).encode())
+    _write(shared, modules / ".modulerc", rc_file(image.name).encode())
+    _link(modules, Path(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
+    return name
+
+
+def _write_readme(shared: SharedStore) -> None:
+    if not (shared.shared_dir / "README").exists():
+        _write(shared, shared.shared_dir / "README", _README.encode())
+
+
+def _write(shared: SharedStore, path: Path, data: bytes, mode: int = 0o444) -> None:
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    shared.write_file(path, data, mode)
+
+
+def _link(folder: Path, name: str, target: str) -> None:
+    """``name`` leads to ``target`` afterwards; to what it did before until then, whoever looks."""
+    if link_target(folder / name) == target:
+        return
+    temporary = folder / f".{name}.{secrets.token_hex(4)}"
+    temporary.symlink_to(target)
+    try:
+        temporary.rename(folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,342 @@
+"""A client of OCI registries: https://github.com/opencontainers/distribution-spec
+
+Every blob and manifest is checked against its digest. What breaks goes on where it broke: an upload asks how far it came, a
+download asks for the rest. (docker-registry 2.8 keeps what came in whole pieces; a piece that breaks off makes it forget that
+blob, which then begins anew.) Who one is: ekiben/registry/auth.py. Whom one trusts: the system's certificates, SSL_CERT_FILE, and
+the certs.d/HOST folders of docker and podman. Plain HTTP is used only for localhost and for references that begin with http://.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from ekiben.core.checked import Fields, is_digest, parse_json
+from ekiben.core.errors import FetchError
+from ekiben.registry import session as http
+from ekiben.registry.manifest import Descriptor, ImageConfig, Manifest, parse_index
+from ekiben.registry.reference import Reference, digest_of
+from ekiben.registry.session import BUSY, MAX_MANIFEST, MEDIA_MANIFESTS, BrokenConnection, RegistrySession
+
+MEDIA_INDEX = MEDIA_MANIFESTS[2]
+PIECE = 16 << 20  # bytes of one piece of an upload: what is lost when a connection breaks
+_Parsed = TypeVar("_Parsed")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Something to send: ``read(offset)`` gives its bytes from there on, the same each time."""
+
+    digest: str
+    size: int
+    read: Callable[[int], Iterable[bytes]]
+
+
+class Registry:
+    """One repository; threads may share it. Raises FetchError with the image, the answer of the registry, and a hint."""
+
+    def __init__(self, reference: Reference) -> None:
+        self.reference = reference
+        self.session = RegistrySession(reference)
+
+    # -- manifests ----------------------------------------------------------------------------------------------
+
+    def manifest(self, platform: str) -> Manifest:
+        """Return the manifest for ``platform``; an index on the way is followed."""
+        data, _ = self.fetch_manifest()
+        if (listed := self._parse(parse_index, data)) is not None:
+            digests = {item.platform: item.digest for item in listed}
+            if platform not in digests:
+                raise FetchError(f"{self.reference}: no image for {platform}; it has {', '.join(sorted(digests))}")
+            data, _ = self.fetch_manifest(digests[platform])
+        manifest = self._parse(Manifest.parse, data)
+        if not manifest.layers:
+            raise FetchError(f"{self.reference}: the registry answered with something that is no image's manifest")
+        return manifest
+
+    def _parse(self, parse: Callable[[bytes], _Parsed], data: bytes) -> _Parsed:
+        try:
+            return parse(data)
+        except ValueError as error:
+            web = data.lstrip()[:1] == b"<"
+            raise FetchError(
+                f"{self.reference}: the registry answered with something that is no image's manifest: it {error}: {data[:60]!r}",
+                hint="is that the registry's address, and not a web page's?" if web else None,
+            ) from error
+
+    def fetch_manifest(self, tag_or_digest: str = "") -> tuple[bytes, str]:
+        """Return a manifest's bytes and their digest, which is checked when one was requested. Raises FetchError."""
+        digest = tag_or_digest if ":" in tag_or_digest else "" if tag_or_digest else self.reference.digest
+        data = self.session.read_small(f"manifests/{tag_or_digest or self.reference.tag_or_digest}")
+        actual = digest_of(data)
+        if digest and actual != digest:
+            raise FetchError(
+                f"{self.reference}: the registry answered with other bytes than the digest promises: {actual}"
+            )
+        return data, actual
+
+    def tag_digest(self, tag: str) -> str | None:
+        """Return the digest that a tag names now; None when there is no such tag. Raises FetchError."""
+        answer = self.session.ask(
+            "HEAD", f"manifests/{tag}", headers={"Accept": ", ".join(MEDIA_MANIFESTS)}, good=(200, 404)
+        )
+        digest = answer.headers.get("Docker-Content-Digest") if answer.status_code == 200 else None
+        if digest is not None and not is_digest(digest):
+            raise FetchError(
+                f"{self.reference}: the registry names the tag {tag} with something that is no digest: {digest!r:.80}"
+            )
+        return digest
+
+    def put_manifest(self, data: bytes, media_type: str, tag: str) -> str:
+        """Put a manifest under ``tag``, and return its digest. Raises FetchError."""
+        answer = self.session.ask(
+            "PUT", f"manifests/{tag}", data=data, headers={"Content-Type": media_type}, good=(201,), push=True
+        )
+        confirmed, digest = answer.headers.get("Docker-Content-Digest"), digest_of(data)
+        if confirmed not in (None, digest):
+            raise FetchError(f"{self.reference}: the registry took the manifest {digest} for {confirmed}")
+        return digest
+
+    def config(self, manifest: Manifest) -> ImageConfig:
+        """Return the config of an image. Raises FetchError."""
+        return self._parse(ImageConfig.parse, self.small_blob(manifest.config.digest))
+
+    # -- what refers to a manifest ------------------------------------------------------------------------------
+
+    def referrers(self, digest: str) -> list[Descriptor]:
+        """Return descriptors of what was attached to a manifest, from the referrers API or else from an index.
+
+        That index has the tag sha256-…: https://github.com/opencontainers/distribution-spec/blob/main/spec.md#referrers-tag-schema
+        """
+        headers = {"Accept": MEDIA_INDEX}
+        with self.session.ask(
+            "GET", f"referrers/{digest}", headers=headers, stream=True, good=(200, 400, 404, 405)
+        ) as answer:
+            if answer.status_code == 200 and answer.headers.get("Content-Type", "").startswith(MEDIA_INDEX):
+                try:
+                    data = b"".join(self.session.received(answer, MAX_MANIFEST))
+                except BrokenConnection as error:
+                    raise FetchError(f"{self.reference}: {self.reference.host} broke off: {error}") from error
+                return self._parse(parse_index, data) or []
+        return self._listed(_list_tag(digest))
+
+    def _listed(self, tag: str) -> list[Descriptor]:
+        if self.tag_digest(tag) is None:
+            return []
+        return self._parse(parse_index, self.fetch_manifest(tag)[0]) or []
+
+    def attached(self, digest: str) -> list[bytes]:
+        """Return the content of an attached artifact. Raises FetchError."""
+        manifest = self._parse(Manifest.parse, self.fetch_manifest(digest)[0])
+        return [self.small_blob(layer.digest) for layer in manifest.layers]
+
+    def attach(self, subject: str, kind: str, data: bytes, annotations: Mapping[str, str]) -> str:
+        """Store ``data`` as an artifact of the media type ``kind`` that refers to the manifest ``subject``. Returns its digest."""
+        subject_data, _ = self.fetch_manifest(subject)
+        blobs = [Blob(digest_of(item), len(item), lambda offset, item=item: [item[offset:]]) for item in (b"{}", data)]  # type: ignore[misc]
+        for blob in blobs:
+            if not self.has_blob(blob.digest):
+                self.send_blob(blob, lambda _: None)
+        empty, content = (dict[str, Any](digest=blob.digest, size=blob.size) for blob in blobs)
+        media_type = self._parse(_media_type, subject_data) or MEDIA_MANIFESTS[0]
+        title = "org.opencontainers.image.title"
+        if title in annotations:  # what a client calls the file that it pulls
+            content["annotations"] = {title: annotations[title]}
+        manifest = {
+            "schemaVersion": 2, "mediaType": MEDIA_MANIFESTS[0], "artifactType": kind,
+            "config": {"mediaType": "application/vnd.oci.empty.v1+json", **empty},
+            "layers": [{"mediaType": kind, **content}],
+            "subject": {"mediaType": media_type, "digest": subject, "size": len(subject_data)},
+            "annotations": dict(annotations),
+        }  # fmt: skip
+        manifest_data = json.dumps(manifest, sort_keys=True).encode()
+        digest = digest_of(manifest_data)
+        headers = {"Content-Type": MEDIA_MANIFESTS[0]}
+        answer = self.session.ask(
+            "PUT", f"manifests/{digest}", data=manifest_data, headers=headers, good=(201,), push=True
+        )
+        if "OCI-Subject" not in answer.headers:  # the registry does not know of referrers
+            item = {"mediaType": MEDIA_MANIFESTS[0], "artifactType": kind, "digest": digest, "size": len(manifest_data), "annotations": dict(annotations)}  # fmt: skip
+            self._list_too(_list_tag(subject), item)
+        return digest
+
+    def _list_too(self, tag: str, item: dict[str, Any]) -> None:
+        """Registries have no locks: whoever finds that another's list took the place of his does it again, which nearly helps."""
+        for _ in range(5):
+            items = self._listed(tag)
+            if item["digest"] in [other.digest for other in items]:
+                return
+            index = {
+                "schemaVersion": 2,
+                "mediaType": MEDIA_INDEX,
+                "manifests": [*(dict(other.data) for other in items), item],
+            }
+            self.put_manifest(json.dumps(index, sort_keys=True).encode(), MEDIA_INDEX, tag)
+        raise FetchError(f"{self.reference}: other clients keep changing the list {tag}", hint="try again")
+
+    # -- blobs, down --------------------------------------------------------------------------------------------
+
+    def small_blob(self, digest: str) -> bytes:
+        """Return a blob that fits into memory, checked against its digest. Raises FetchError."""
+        data = self.session.read_small(f"blobs/{digest}")
+        if digest_of(data) != digest:
+            raise FetchError(
+                f"{self.reference}: the registry answered {digest} with other bytes than the digest promises"
+            )
+        return data
+
+    def blob(self, digest: str, out: Path, on_bytes: Callable[[int], None], size: int | None = None) -> None:
+        """Download a blob to ``out``, and resume where an earlier attempt left a part of it. Raises FetchError."""
+        sha, failures, furthest = hashlib.sha256(), 0, 0
+        with out.open("a+b") as stream:
+            stream.seek(0)
+            while chunk := stream.read(1 << 20):
+                sha.update(chunk)
+                on_bytes(len(chunk))
+            while True:
+                before = stream.tell()
+                try:
+                    if size is None or before < size:
+                        self._receive(digest, stream, sha, on_bytes, size)
+                    break
+                except BrokenConnection as error:
+                    failures = failures + 1 if stream.tell() <= furthest else 1
+                    furthest = max(furthest, stream.tell())
+                    if failures > len(http.PAUSES):
+                        raise FetchError(f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
+                                         hint="the same command goes on from there") from error  # fmt: skip
+                    time.sleep(http.PAUSES[failures - 1])
+                    sha, before = self._hash_again(stream, sha, before)
+        if "sha256:" + sha.hexdigest() != digest:
+            out.unlink(missing_ok=True)
+            raise FetchError(f"{self.reference}: blob {digest} arrived damaged", hint="run the same command again")
+
+    def _hash_again(self, stream: IO[bytes], sha: hashlib._Hash, before: int) -> tuple[hashlib._Hash, int]:
+        """A server that knows no ranges began from the start, and so did the file."""
+        return (hashlib.sha256(), 0) if stream.tell() == 0 and before else (sha, before)
+
+    def _receive(
+        self, digest: str, stream: IO[bytes], sha: hashlib._Hash, on_bytes: Callable[[int], None], size: int | None
+    ) -> None:
+        at = stream.tell()
+        headers = {"Range": f"bytes={at}-"} if at else {}
+        with self.session.ask("GET", f"blobs/{digest}", headers=headers, stream=True, good=(200, 206)) as answer:
+            if at and answer.status_code == 200:
+                stream.seek(0)
+                stream.truncate()
+                raise BrokenConnection("it knows no ranges: from the start again")
+            remaining = None if size is None else size - at
+            for chunk in self.session.received(answer, remaining):
+                stream.write(chunk)
+                sha.update(chunk)
+                on_bytes(len(chunk))
+            if size is not None and stream.tell() < size:
+                raise BrokenConnection(f"{size - stream.tell()} bytes are missing")
+
+    # -- blobs, up ----------------------------------------------------------------------------------------------
+
+    def has_blob(self, digest: str) -> bool:
+        """Return whether the repository has the blob. Raises FetchError."""
+        return self.session.ask("HEAD", f"blobs/{digest}", good=(200, 404), push=True).status_code == 200
+
+    def mount_blob(self, digest: str, other: str) -> bool:
+        """Mount a blob from the repository ``other`` of the same registry; return whether the registry did so."""
+        query = urlencode({"mount": digest, "from": other})
+        answer = self.session.ask(
+            "POST", f"blobs/uploads/?{query}", good=(201, 202, 401, 403, 404), push=True, other=other
+        )
+        if answer.status_code == 202 and (location := answer.headers.get("Location")):  # it began an upload instead
+            with contextlib.suppress(FetchError):
+                self.session.ask("DELETE", self.session.absolute(location), good=(202, 204, 404, 405), push=True)
+        return answer.status_code == 201
+
+    def send_blob(
+        self, blob: Blob, on_bytes: Callable[[int], None], *, location: str = "", on_location: Callable[[str], None] = lambda location: None
+    ) -> int:  # fmt: skip
+        """Upload a blob in pieces, and return how many bytes were sent.
+
+        ``location``: the URL of an interrupted upload to resume, as ``on_location`` received it. Raises FetchError.
+        """
+        location, offset = self._resume(location)
+        if offset > blob.size:  # not ours
+            location, offset = self._resume("")
+        on_bytes(offset)
+        failures = out = 0
+        while True:
+            on_location(location)
+            sent = offset
+            try:
+                for piece in _pieces(blob.read(offset)):
+                    location = self._send_piece(location, piece, sent)
+                    sent, out, failures = sent + len(piece), out + len(piece), 0
+                    on_location(location)
+                    on_bytes(len(piece))
+                break
+            except BrokenConnection as error:
+                failures += 1
+                if failures > len(http.PAUSES):
+                    raise FetchError(f"{self.reference}: {self.reference.host} broke off at {sent} bytes of {blob.digest}: {error}",
+                                     hint="the same command goes on from there") from error  # fmt: skip
+                time.sleep(http.PAUSES[failures - 1])
+                location, offset = self._resume(location)
+                on_bytes(offset - sent)
+        if sent != blob.size:
+            raise FetchError(
+                f"{self.reference}: {blob.digest} has {sent} bytes, not {blob.size}: it changed while it was sent"
+            )
+        self.session.ask("PUT", _with_query(location, digest=blob.digest), good=(201, 204), push=True)
+        return out
+
+    def _resume(self, location: str) -> tuple[str, int]:
+        """Return the URL and the byte to go on from: of the upload at ``location`` when the registry still has it."""
+        if location:
+            answer = self.session.ask("GET", location, good=(204, 404, 400, 416), push=True)
+            if answer.status_code == 204:
+                end = answer.headers.get("Range", "").rpartition("-")[2]
+                offset = int(end) + 1 if end.isdigit() and end != "0" else 0
+                return self.session.absolute(answer.headers.get("Location", location)), offset
+        answer = self.session.ask("POST", "blobs/uploads/", good=(202,), push=True)
+        location = answer.headers.get("Location", "")
+        if not location:
+            raise FetchError(f"{self.reference}: the registry began an upload without a Location")
+        return self.session.absolute(location), 0
+
+    def _send_piece(self, location: str, piece: bytes, start: int) -> str:
+        headers = {"Content-Type": "application/octet-stream", "Content-Range": f"{start}-{start + len(piece) - 1}"}
+        answer = self.session.ask(
+            "PATCH", location, data=piece, headers=headers, good=(202, 404, 416, *BUSY), push=True, again=False
+        )
+        if answer.status_code != 202:
+            raise BrokenConnection(f"{answer.status_code} {answer.reason}")
+        return self.session.absolute(answer.headers.get("Location", location))
+
+
+def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    waiting: list[bytes] = []
+    for chunk in chunks:
+        waiting.append(chunk)
+        if sum(map(len, waiting)) >= PIECE:
+            yield b"".join(waiting)
+            waiting = []
+    if waiting:
+        yield b"".join(waiting)
+
+
+def _with_query(url: str, **more: str) -> str:
+    split_url = urlsplit(url)
+    return urlunsplit(split_url._replace(query=urlencode([*parse_qsl(split_url.query), *more.items()])))
+
+
+def _list_tag(digest: str) -> str:
+    return digest.replace(":", "-")
+
+
+def _media_type(manifest: bytes) -> str:
+    return Fields.of(parse_json(manifest)).text("mediaType", "")

@@ -1,0 +1,10 @@
+"""From a recipe to its layers, each with a cache key.
+
+graph         the types: ResolvedRecipe, Layer, BuildStage, StageCopy
+resolve       a recipe, bound to a stack, as its layers
+capabilities  GPU architectures: what a stack's CUDA compiles for, and what is asked for
+render        the layers as one Dockerfile or definition file
+docker_files  compose.yaml and devcontainer.json, which start the image
+"""
+
+__all__ = ["capabilities", "docker_files", "graph", "render", "resolve"]

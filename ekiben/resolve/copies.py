@@ -1,0 +1,131 @@
+"""What a line of %files stands for on this machine: files, folders and patterns, as `cp -Lr` copies them."""
+
+from __future__ import annotations
+
+import glob
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ekiben.core.errors import DefinitionError, nearest
+from ekiben.formats.layer import File
+from ekiben.resolve.keys import mode_of
+from ekiben.spec.definition import Copy, Definition
+from ekiben.spec.name_confusion import unrelated
+
+
+def copied_files(definition: Definition, copy: Copy) -> list[File]:
+    """Return the files that one line of %files stands for. Links are followed.
+
+    Raises DefinitionError for what is not there, is neither file nor folder, or is a lock file that confuses two packages.
+    """
+    where = f"{definition.path}:{copy.line}: %files {copy.source}"
+    files: list[File] = []
+    sources = _matches(definition, copy, where)
+    for source in sources:
+        files += _of_source(source, copy, where, several=len(sources) > 1)
+    for file in files:
+        if (
+            file.source
+            and file.source.suffix in (".lock", ".in")
+            and (why := unrelated(file.source.read_text(encoding="utf-8", errors="replace")))
+        ):
+            raise DefinitionError(f"{file.source}: {why}")
+    return files
+
+
+def file_inputs(files: Sequence[File]) -> dict[str, Any]:
+    """Return what a cache key says of files; a source's name where it may become a part of the path."""
+    names = {file.target: file.name for file in files if file.name and file.name_counts}
+    rows = [[file.destination + "/" * file.is_folder, file.mode, file.sha256()] for file in files]
+    return {"files": rows, **({"names": sorted(names.items())} if names else {})}
+
+
+def _matches(definition: Definition, copy: Copy, where: str) -> list[Path]:
+    """The file or folder of this name; else what the pattern matches, as a shell has it."""
+    source = definition.root / copy.source
+    if os.path.lexists(source) and not source.exists():
+        raise DefinitionError(f"{where}: a link to {source.readlink()}, which is not there")
+    if source.exists():
+        return [source]
+    if glob.has_magic(copy.source):
+        _refuse_unreadable(definition.root, copy.source)
+        found = sorted(glob.glob(copy.source, root_dir=definition.root), key=os.fsencode)  # noqa: PTH207  Path.glob takes hidden files
+        if found:
+            return [definition.root / name for name in found]
+        raise DefinitionError(f"{where}: nothing under {definition.root} matches")
+    close = source.parent.iterdir() if source.parent.is_dir() else []
+    raise DefinitionError(
+        f"{where}: no such file under {definition.root}." + nearest(source.name, (path.name for path in close))
+    )
+
+
+def _refuse_unreadable(root: Path, pattern: str) -> None:
+    """Raise OSError for a folder in which the pattern has to look and cannot: glob() leaves out what would match there."""
+    names = pattern.split("/")
+    for number, name in enumerate(names):
+        above = "/".join(names[:number])
+        if glob.has_magic(name):
+            for folder in glob.glob(above or ".", root_dir=root):  # noqa: PTH207  as below
+                if (root / folder).is_dir():
+                    next((root / folder).iterdir(), None)
+
+
+def _of_source(source: Path, copy: Copy, where: str, *, several: bool) -> Iterator[File]:
+    """The files of one source. ``several``: it is one of those that a pattern matches, and they go into a folder."""
+    is_implicit = copy.destination == posixpath.normpath("/" + copy.source.strip("/"))  # no destination was given
+    target = copy.destination
+    if is_implicit:
+        target = posixpath.join(posixpath.dirname(target), source.name)
+    elif several or target.endswith("/"):
+        target = f"{target.rstrip('/')}/{source.name}"
+    is_name = not (several or copy.destination.endswith("/")) or is_implicit
+    is_folder = source.is_dir()
+    suffixes = {Path(target).suffix, source.suffix}
+    # One that is only renamed (a.py as b.py) is not meant to go into a folder, and its name is in no key.
+    may_go_into = is_name and (is_folder or source.name == Path(target).name or len(suffixes) > 1 or suffixes == {""})
+    about = {
+        "line": copy.line,
+        "target": target,
+        "name": source.name if may_go_into else "",
+        "name_counts": source.name != Path(target).name,
+    }
+    if not is_folder:
+        _check_kind(source, where)
+        yield File(target, mode_of(source), source, **about)  # type: ignore[arg-type]
+        return
+    for inside, path in _below(source, where, [os.path.realpath(source)]):
+        destination = f"{target.rstrip('/')}/{inside}".rstrip("/")
+        if path is None:
+            yield File(destination, 0o755, is_folder=True, **about)  # type: ignore[arg-type]
+        else:
+            yield File(destination, mode_of(path), path, **about)  # type: ignore[arg-type]
+
+
+def _below(folder: Path, where: str, above: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Path | None]]:
+    """Path below the folder → the file, or None for a folder in which nothing is; but for bytecode."""
+    is_empty = True
+    for path in sorted(folder.iterdir(), key=lambda path: os.fsencode(path.name)):
+        if path.name == "__pycache__":
+            continue
+        is_empty = False
+        if path.is_dir():
+            real = os.path.realpath(path)
+            if real in above:
+                raise DefinitionError(f"{where}: {path} is a link to a folder that it is in")
+            yield from _below(path, where, [*above, real], f"{prefix}{path.name}/")
+        else:
+            _check_kind(path, where)
+            yield f"{prefix}{path.name}", path
+    if is_empty:
+        yield prefix.rstrip("/"), None
+
+
+def _check_kind(path: Path, where: str) -> None:
+    if path.is_file():
+        return
+    if not path.exists():
+        raise DefinitionError(f"{where}: {path} is a link to {path.readlink()}, which is not there")
+    raise DefinitionError(f"{where}: {path} is neither a file nor a folder; only these are copied")

@@ -1,0 +1,96 @@
+"""What a recipe is resolved into: layers, the build stages they copy from, and the image's own description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ekiben.formats.layer import File
+from ekiben.spec.definition import Definition, Stage
+from ekiben.spec.recipe import Recipe
+from ekiben.spec.stack import Stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One step of an image. ``kind`` says what makes it: the header's bootstrap, a %post, or files alone.
+
+    ``environment`` is what the step below leaves behind and what runs with; ``inputs`` is the readable form of the key.
+    ``copies`` is what it takes from build stages.
+    """
+
+    name: str
+    kind: Literal["bootstrap", "post", "files"]
+    stage: Stage | None
+    files: tuple[File, ...]
+    environment: Mapping[str, str]
+    epoch: int
+    inputs: Mapping[str, Any]
+    cache_key: str
+    copies: tuple[StageCopy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildStage:
+    """A stage that hands files to a later one and never ships. ``name`` is <layer>.<stage>.
+
+    ``layers`` is what it stands on, bottom first; ``hands_over`` the paths later stages take. A stage with a ``wheel``
+    compiles that package: its key names what decides about compiled code, and not the layers below. ``job_memory``, in
+    bytes, is where the store has not seen one compiled yet.
+    """
+
+    name: str
+    stage: Stage
+    layers: tuple[Layer, ...]
+    files: tuple[File, ...]
+    copies: tuple[StageCopy, ...]
+    environment: Mapping[str, str]
+    epoch: int
+    hands_over: tuple[str, ...]
+    wheel: str | None
+    job_memory: int | None
+    inputs: Mapping[str, Any]
+    cache_key: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageCopy:
+    """One line of ``%files from``: the file or folder ``source`` of a stage, as ``destination``."""
+
+    stage: BuildStage
+    source: str
+    destination: str
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRecipe:
+    """A recipe resolved: its layers bottom first, and what its image says of itself."""
+
+    recipe: Recipe
+    stack: Stack
+    definitions: tuple[Definition, ...]
+    layers: tuple[Layer, ...]
+    environment: Mapping[str, str]
+    labels: Mapping[str, str]
+    deffile: str
+    tests: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def top(self) -> Layer:
+        """Return the highest layer."""
+        return self.layers[-1]
+
+
+def stages_of(copies: Iterable[StageCopy]) -> list[BuildStage]:
+    """Return each build stage once."""
+    return list({item.stage.cache_key: item.stage for item in copies}.values())
+
+
+def files_of(layers: Iterable[Layer | BuildStage]) -> Iterator[File]:
+    """Return all files of these layers and of the build stages that they take from, some of it several times."""
+    for step in layers:
+        yield from step.files
+        for stage in stages_of(step.copies):
+            yield from files_of([*stage.layers, stage])

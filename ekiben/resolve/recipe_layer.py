@@ -1,0 +1,150 @@
+"""The last, small layer of an image: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from typing import Any, Literal
+
+from ekiben.core.environment import platform
+from ekiben.core.paths import RECIPE_HOME, TESTS
+from ekiben.formats.layer import File
+from ekiben.formats.runtime_files import runtime_files
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
+from ekiben.resolve.keys import make_layer, mode_of
+from ekiben.spec.recipe import Recipe
+from ekiben.spec.stack import read_pins
+
+
+def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
+    """Add the last, small layer: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
+    recipe, epoch = resolved.recipe, resolved.stack.file.epoch
+    files = [File(f"{RECIPE_HOME}/{inside}", mode_of(path), path) for inside, path in recipe.members().items()]
+    files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
+    runtime = runtime_files(
+        environment=resolved.environment,
+        runscript=_runscript(recipe, resolved), test=_TEST_SCRIPT, labels=resolved.labels, deffile=resolved.deffile,
+        startscript=_last(resolved, "startscript"), help=_help(recipe, resolved),
+    )  # fmt: skip
+    files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
+    about: dict[str, Any] = {"recipe": recipe.name, "stack": resolved.stack.name,
+             "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in resolved.layers]}  # fmt: skip
+    made = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
+    if compiled := [item for item in made if item["package"]]:
+        about["compiled"] = compiled
+    files += _test_files(resolved)
+    files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(about, indent=1).encode() + b"\n"))
+    inputs = {
+        "kind": "files",
+        "files": [[file.destination, file.mode, file.sha256()] for file in files],
+        "epoch": epoch,
+        "platform": platform(),
+    }
+    top = make_layer(recipe.name, "files", None, tuple(files), resolved.environment, epoch, inputs, resolved.layers)
+    return replace(resolved, layers=(*resolved.layers, top))
+
+
+def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
+    """How a stage made a package: the image says it itself, for the stage and its compilers are not in it."""
+    inputs, arguments = stage.inputs, stage.stage.arguments
+    pins = [pin for file in stage.files for pin in _pins(file)]
+    source: dict[str, Any] = {"name": pins[0][0], "version": pins[0][1], "sha256": pins[0][2]} if len(pins) == 1 else {}
+    for name, commit in arguments.items():
+        if name.endswith("_commit") and commit and commit in stage.stage.post:
+            repository = arguments.get(name.removesuffix("_commit") + "_repository", "")
+            # A folder of this machine, or a URL with a password in it, is nobody else's business.
+            source = {
+                "repository": repository if re.fullmatch(r"(https?|git|ssh)://[^@]+", repository) else "",
+                "commit": commit,
+            }
+    about = {
+        "package": stage.wheel or source.get("name"),
+        "layer": layer.name,
+        "cache_key": stage.cache_key,
+        "source": source,
+    }
+    if stage.wheel is None:  # nothing of it is compiled for a GPU
+        return about
+    compilers: dict[str, str] = {}
+    for below in stage.layers:
+        locked = below.inputs.get("packages", {})
+        compilers |= {name: version for name, version in locked.items() if re.fullmatch(r"g(?:cc|\+\+)-\d+", name)}
+        nvcc = {pin[0]: pin[1] for file in below.files for pin in _pins(file)}.get("nvidia-cuda-nvcc")
+        if version := nvcc or (below.stage.arguments.get("nvcc") if below.stage else None):
+            compilers["nvcc"] = version
+    return {**about, "compilers": compilers,
+            **{name: inputs[name] for name in ("torch", "cuda", "python", "cxx11_abi", "capabilities")}}  # fmt: skip
+
+
+def _pins(file: File) -> list[tuple[str, str, list[str]]]:
+    """Name, version and hashes of what a lock file of Python packages pins."""
+    if file.source is None or file.source.suffix != ".lock":
+        return []
+    return read_pins(file.source.read_text(encoding="utf-8", errors="replace"))
+
+
+def _command(recipe: Recipe, name: str) -> bytes:
+    task = recipe.task(name)
+    config = f" --config {_quoted(f'{RECIPE_HOME}/{task.config}')}" if task.config else ""
+    python = 'python="/opt/venv/bin/python"; [ -x "$python" ] || python=python3'
+    script = _quoted(f"{RECIPE_HOME}/entrypoints/{task.entrypoint}")
+    return f'#!/bin/sh\n# {task.help}\n{python}\nexec "$python" {script}{config} "$@"\n'.encode()
+
+
+def _quoted(path: str) -> str:
+    """In double quotes, as it always was, where the shell reads nothing in them."""
+    return shlex.quote(path) if re.search(r'[$`"\\!]', path) else f'"{path}"'
+
+
+def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
+    """A task runs. Without words the recipe's default task does. Else the %runscript of the highest layer that has one; without,
+    what words say, or what there is to run."""
+    execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
+    if recipe.file.default_task:
+        return f"{execute}exec {recipe.file.default_task}\n"
+    if script := _last(resolved, "runscript"):
+        tasks = "|".join(recipe.file.tasks)
+        return f'case "${{1-}}" in\n{tasks}) exec "$@" ;;\nesac\n{script}' if tasks else script
+    text = _tasks(recipe)
+    show = f"cat <<'EKIBEN'\n{text}\nEKIBEN"
+    if "EKIBEN" in text.split("\n"):  # which would end it
+        show = f"printf '%s\\n' {shlex.quote(text)}"
+    return f"{execute}{show}\n"
+
+
+def _tasks(recipe: Recipe) -> str:
+    lines = [f"{recipe.name}: {recipe.file.description}"]
+    lines += ["", "Tasks (each takes --help):"] if recipe.file.tasks else []
+    width = max((len(name) for name in recipe.file.tasks), default=0)
+    return "\n".join([*lines, *(f"  {name:<{width}}  {task.help}" for name, task in recipe.file.tasks.items())])
+
+
+def _last(resolved: ResolvedRecipe, section: Literal["runscript", "startscript"]) -> str:
+    """Return the section of the highest layer that has one, as it is in an image that Apptainer builds on another; else ""."""
+    return next((text for item in reversed(resolved.definitions) if (text := getattr(item.final, section))), "")
+
+
+def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
+    """Return what `apptainer run-help` prints: the recipe's tasks, and the %help of its layers, the highest first."""
+    layers = [
+        f"Layer {item.name}:\n{item.final.help.rstrip()}" for item in reversed(resolved.definitions) if item.final.help
+    ]
+    return "\n\n".join([_tasks(recipe), *layers]) + "\n"
+
+
+def _test_files(resolved: ResolvedRecipe) -> list[File]:
+    """A child passes its parents' tests: every %test of the chain is a file, run bottom first."""
+    return [File(f"{TESTS}/{number:02}-{name}.sh", 0o644, content=script.encode())
+            for number, (name, script) in enumerate(resolved.tests, 1)]  # fmt: skip
+
+
+_TEST_SCRIPT = f"""\
+for script in {TESTS}/*.sh; do
+    [ -e "$script" ] || continue
+    echo "test: ${{script##*/}}"
+    /bin/sh -e "$script" </dev/null || {{ echo "test: ${{script##*/}} FAILED"; exit 1; }}
+done
+echo "test: all passed"
+"""

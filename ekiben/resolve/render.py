@@ -1,0 +1,316 @@
+"""A recipe as one plain Dockerfile or definition file, in a folder with the files it copies: for use without Ekiben."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ekiben.core.environment import build_environment
+from ekiben.core.errors import DefinitionError, StoreError
+from ekiben.formats.layer import File
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+
+# Never /tmp, /var/tmp or the home: Apptainer and Charliecloud mount the host's there while they build.
+_NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
+_FILES = "/.ekiben-files"
+_COPY = "copy.sh"
+_COPY_SCRIPT = """\
+# copy.sh FROM TO [NAME]: as `cp -r` copies. What TO is shows in the image alone: below a folder it gets that NAME; links are followed.
+set -eu
+from=$1 to=${2%/} name=${3-}
+if [ -n "$name" ] && [ -d "$to/" ]; then to=$to/$name; fi
+if [ -d "$from" ]; then
+    cd "$from"
+    find . -type d -exec sh -ec 'to=$1; shift; for path; do [ -n "$(ls -A "$path")" ] || mkdir -p "$to/$path"; done' sh "$to" {} +
+    find . -type f -exec sh -ec 'to=$1; shift; for path; do sh "$0" "$path" "$to/$path"; done' "$0" "$to" {} +
+    exit
+fi
+mkdir -p "${to%/*}/"
+if [ -h "$to" ]; then
+    to=$(readlink -f "$to" && echo x)
+    to=${to%??}
+fi
+if [ -d "$to" ]; then
+    echo "%files: $to is a folder" >&2
+    exit 1
+fi
+rm -f "$to"
+cp -p "$from" "$to"
+chown 0:0 "$to"
+"""
+
+
+def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
+    """Write ``folder`` and return the path of the plain file in it.
+
+    Raises StoreError when the folder is not empty, DefinitionError when the file would have to name one whose name is not UTF-8.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StoreError(f"{folder} is not an empty folder; give another folder with -o")
+    name, text = _plain_file(resolved, target)
+    for step in _steps(resolved.layers):
+        for inside, file in _paths_of(step, target):
+            path = folder / "files" / step.name / inside
+            (path if file.is_folder else path.parent).mkdir(parents=True, exist_ok=True)
+            if file.is_folder:
+                continue
+            if file.source is not None:
+                shutil.copyfile(file.source, path)
+            else:
+                path.write_bytes(file.content)
+            path.chmod(file.mode)
+        if _is_copied_by_script(step, target):
+            (folder / "files" / _COPY).write_text(_COPY_SCRIPT, encoding="utf-8")
+        if step.stage is not None and step.stage.post and target == "dockerfile":
+            (folder / "post").mkdir(parents=True, exist_ok=True)
+            (folder / "post" / f"{step.name}.sh").write_text(step.stage.post, encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(text)
+    return folder / name
+
+
+def _plain_file(resolved: ResolvedRecipe, target: str) -> tuple[str, bytes]:
+    """Return the plain file's name, and what is in it. Apptainer and its shell read any bytes; BuildKit reads UTF-8 alone."""
+    if target != "dockerfile":
+        return f"{resolved.recipe.name}.def", deffile(resolved).encode("utf-8", "surrogateescape")
+    text = dockerfile(resolved)
+    try:
+        return "Dockerfile", text.encode()
+    except UnicodeEncodeError as error:
+        line = text[: error.end].rpartition("\n")[2].encode("utf-8", "backslashreplace").decode()
+        raise DefinitionError(f"a Dockerfile cannot name a file whose name is not UTF-8: {line}…",
+                              hint="rename the file, or copy its folder as a whole") from error  # fmt: skip
+
+
+Step = Layer | BuildStage
+
+
+def _is_copied_by_script(step: Step, target: str) -> bool:
+    """Whether only the image's own tree says where files of the step go. A Dockerfile does without where it can: COPY needs no shell."""
+    return any(file.name if target == "dockerfile" else file.line for file in step.files)
+
+
+def _lines_of(step: Step) -> list[list[File]]:
+    """The files of each line of %files."""
+    return [list(group) for _, group in itertools.groupby(step.files, key=lambda file: (file.line, file.target))]
+
+
+def _paths_of(step: Step, target: str) -> Iterator[tuple[str, File]]:
+    """Where each file lies in the rendered folder of its step: where it goes, or below the number of its line."""
+    if not _is_copied_by_script(step, target):
+        yield from ((file.destination.lstrip("/"), file) for file in step.files)
+        return
+    for number, files in enumerate(_lines_of(step)):
+        yield from ((f"{number}{file.destination[len(file.target) :]}", file) for file in files)
+
+
+def _copy_commands(step: Step, folder: str) -> list[str]:
+    """The commands that copy a step's files from ``folder`` to where they go."""
+    return [
+        shlex.join(["sh", f"{folder}/{_COPY}", f"{folder}/{step.name}/{number}", files[0].target, files[0].name])
+        for number, files in enumerate(_lines_of(step))
+    ]
+
+
+def _steps(layers: Sequence[Layer]) -> list[Step]:
+    """Every layer with the build stages it takes from and what those stand on: each once, before what needs it."""
+    found: dict[str, Step] = {}
+    for layer in layers:
+        _add_stages(layer.copies, found)
+        found[layer.cache_key] = layer
+    return list(found.values())
+
+
+def _add_stages(copies: Sequence[StageCopy], found: dict[str, Step]) -> None:
+    for stage in stages_of(copies):
+        _add_stages(stage.copies, found)
+        found |= {step.cache_key: step for step in _steps(stage.layers) if step.cache_key not in found}
+        found[stage.cache_key] = stage
+
+
+def _bases(resolved: ResolvedRecipe) -> list[Layer]:
+    """What the image stands on, and then what only build stages stand on."""
+    made = [step for step in _steps(resolved.layers) if isinstance(step, Layer) and step.kind == "bootstrap"]
+    return [resolved.layers[0], *(layer for layer in made if layer.cache_key != resolved.layers[0].cache_key)]
+
+
+def _bootstrap_command(layer: Layer, tar: str) -> str:
+    assert layer.stage is not None
+    header = layer.stage.header
+    include = ",".join(header.get("include", "").replace(",", " ").split())
+    return (f"SOURCE_DATE_EPOCH={layer.epoch} mmdebstrap --variant=minbase"
+            f"{f' --include={include}' if include else ''} {header['osversion']} {tar}")  # fmt: skip
+
+
+def dockerfile(resolved: ResolvedRecipe) -> str:
+    """Return a Dockerfile, for BuildKit. Every layer is one RUN; a debootstrap base is a tar beside the file."""
+    base, *others = resolved.layers
+    lines = [f"# {resolved.recipe.name}: {resolved.recipe.file.description}"]
+    tars = {layer.cache_key: "root.tar" if layer.cache_key == base.cache_key else f"root-{layer.name}.tar"
+            for layer in _bases(resolved) if layer.stage and layer.stage.bootstrap == "debootstrap"}  # fmt: skip
+    if tars:
+        commands = [
+            _bootstrap_command(layer, tars[layer.cache_key]) for layer in _bases(resolved) if layer.cache_key in tars
+        ]
+        lines += [
+            "# Beside this file, once:", *(f"#   {command}" for command in commands),
+            "# then:", f"#   docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt -t {resolved.recipe.name} .",
+        ]  # fmt: skip
+    environment: dict[str, str] = {}
+    if any(layer.copies for layer in others):
+        for layer in _bases(resolved):
+            start, *rest = _docker_base(layer, tars)
+            lines += [f"{start} AS {_docker_name(layer)}", *rest]
+        environment = _docker_stages(resolved, lines)
+    else:
+        lines += _docker_base(base, tars)
+        for layer in others:
+            lines += ["", f"# layer {layer.name}"]
+            environment |= _docker_step(layer, environment, lines)
+    lines += ["", *(f"LABEL {key}={_quoted(value)}" for key, value in sorted(resolved.labels.items()))]
+    lines += [
+        f"ENV {key}={_quoted(value)}"
+        for key, value in sorted(resolved.environment.items())
+        if environment.get(key) != value
+    ]
+    return "\n".join([*lines, 'CMD ["/bin/sh", "/.singularity.d/runscript"]', ""])
+
+
+def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
+    assert layer.stage is not None
+    tar = tars.get(layer.cache_key)
+    return ["FROM scratch", f"ADD {tar} /"] if tar else [f"FROM {layer.stage.header['from']}"]
+
+
+def _docker_stages(resolved: ResolvedRecipe, lines: list[str]) -> dict[str, str]:
+    """Every layer and every build stage is a stage of the Dockerfile, each once; the last is the image, and its
+    environment comes back."""
+    parents: dict[str, Step] = {}
+    for step in _steps(resolved.layers):
+        layers = step.layers if isinstance(step, BuildStage) else ()
+        if layers:
+            parents[step.cache_key] = layers[-1]
+        for below, above in itertools.pairwise(layers):
+            parents[above.cache_key] = below
+    parents |= {above.cache_key: below for below, above in itertools.pairwise(resolved.layers)}
+    left: dict[str, dict[str, str]] = {}
+    for step in _steps(resolved.layers):
+        if step.cache_key not in parents:
+            left[step.cache_key] = {}
+            continue
+        under = parents[step.cache_key]
+        lines += ["", f"FROM {_docker_name(under)} AS {_docker_name(step)}"]
+        known = left[under.cache_key]
+        left[step.cache_key] = {**known, **_docker_step(step, known, lines)}
+    return left[resolved.top.cache_key]
+
+
+def _docker_name(step: Step) -> str:
+    return ("stage-" if isinstance(step, BuildStage) else "layer-") + step.name.lower().replace(".", "-")
+
+
+def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict[str, str]:
+    """One step's lines; what of its environment is not ``known`` comes back."""
+    fresh = {key: value for key, value in step.environment.items() if known.get(key) != value}
+    lines += [f"ENV {key}={_quoted(value)}" for key, value in sorted(fresh.items())]
+    if _is_copied_by_script(step, "dockerfile"):
+        mounted = "RUN --mount=type=bind,source=files,target=/run/files umask 022"
+        lines.append(" && \\\n    ".join([mounted, *_copy_commands(step, "/run/files")]))
+    elif step.files:
+        lines.append(f"COPY files/{step.name}/ /")
+    for item in step.copies:
+        # COPY of a folder copies what is in it; that of a file, to a name or into a folder that ends with a slash.
+        paths = (
+            json.dumps([item.source, item.destination])
+            if " " in item.source + item.destination
+            else f"{item.source} {item.destination}"
+        )
+        lines.append(f"COPY --from={_docker_name(item.stage)} {paths}")
+    if step.stage is not None and step.stage.post:
+        settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in build_environment(step.epoch).items())
+        lines += [
+            f"RUN --mount=type=bind,source=post/{step.name}.sh,target=/run/post.sh \\",
+            "    --mount=type=secret,id=ca,target=/run/ca.pem,required=false \\",
+            "    if [ -s /run/ca.pem ]; then export SSL_CERT_FILE=/run/ca.pem; fi; \\",
+            f"    env {settings} /bin/sh -e /run/post.sh && {_NOISE}",
+        ]
+    return fresh
+
+
+def _quoted(value: str) -> str:
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("\n", " ") + '"'
+
+
+def deffile(resolved: ResolvedRecipe) -> str:
+    """Return a definition file: every %post in one stage; build stages before it, each from the base up. Its argument: mirror."""
+    base, *others = resolved.layers
+    assert base.stage is not None
+    bundle, name = "/etc/ssl/certs/ca-certificates.crt", resolved.recipe.name
+    lines = [f"# {name}: {resolved.recipe.file.description}"]
+    if base.stage.bootstrap == "debootstrap":
+        lines += [f"# With debootstrap on the machine: apptainer build --fakeroot --build-arg mirror=<URI of a Debian archive> {name}.sif {name}.def"]  # fmt: skip
+    else:
+        lines += [f"# apptainer build --fakeroot {name}.sif {name}.def"]
+    lines += [f"# Where the network has an authority of its own, add: --bind {bundle}"]
+    stages = [step for step in _steps(resolved.layers) if isinstance(step, BuildStage)]
+    for stage in stages:
+        lines += [*_def_stage(stage.layers[0], [*stage.layers[1:], stage], _docker_name(stage)), ""]
+    lines += _def_stage(base, others, "image" if stages else None)
+    lines += ["", "%environment"]
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(resolved.environment.items())]
+    top = {file.destination: file for file in resolved.top.files}
+    lines += ["", "%runscript", top["/.singularity.d/runscript"].content.decode().rstrip(), "", "%test",
+              top["/.singularity.d/test"].content.decode().rstrip(), ""]  # fmt: skip
+    for section, file in (("%startscript", "startscript"), ("%help", "runscript.help")):
+        if f"/.singularity.d/{file}" in top:
+            lines += [section, top[f"/.singularity.d/{file}"].content.decode("utf-8", "surrogateescape").rstrip(), ""]
+    lines += ["%labels"]
+    lines += [f"    {key} {value}" for key, value in sorted(resolved.labels.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[str]:
+    """A header with the %files and the %post of all steps on it."""
+    assert base.stage is not None
+    header = {key: value for key, value in base.stage.header.items() if value and key not in ("mirrorurl", "stage")}
+    names = {"bootstrap": "Bootstrap", "from": "From", "osversion": "OSVersion", "include": "Include"}
+    lines = [f"{names[key]}: {value}" for key, value in header.items() if key in names]
+    if base.stage.bootstrap == "debootstrap":
+        lines += ["MirrorURL: {{ mirror }}"]
+    lines += [f"Stage: {name}"] if name else []
+    if base.stage.bootstrap == "debootstrap":
+        lines += ["", "%arguments", "    mirror="]
+    if copied := [step for step in others if step.files]:
+        # Apptainer copies every %files before it runs any %post: here each layer's files come with the layer, under any name.
+        lines += ["", "%files", *(f"    files/{step.name} {_FILES}/{step.name}" for step in copied)]
+        if any(_is_copied_by_script(step, "def") for step in copied):
+            lines += [f"    files/{_COPY} {_FILES}/{_COPY}"]
+    for step in others:
+        for item in step.copies:
+            lines += [
+                "",
+                f"%files from {_docker_name(item.stage)}",
+                f"    {_word(item.source)} {_word(item.destination)}",
+            ]
+    lines += ["", "%post", "umask 022"]
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in build_environment(base.epoch).items()]
+    for step in others:
+        lines += [f"# layer {step.name}"]
+        lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(step.environment.items())]
+        if _is_copied_by_script(step, "def"):
+            lines += _copy_commands(step, _FILES)
+        elif step.files:
+            lines += [f"(cd {_FILES}/{step.name} && rm -rf .singularity.d && find . -type f -print0 -o -type d -empty -print0 |",
+                      "    tar --null --no-recursion -T - -cf - | tar --no-same-owner -C / -xf -)"]  # fmt: skip
+        if step.stage is not None and step.stage.post:
+            lines += ["(", "set -e", step.stage.post.rstrip(), ")"]
+    return [*lines, f"rm -rf {_FILES}", _NOISE]
+
+
+def _word(path: str) -> str:
+    """A word of %files, as Apptainer and Ekiben read it: Apptainer knows double quotes alone."""
+    return f'"{path}"' if " " in path else path

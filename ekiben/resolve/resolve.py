@@ -1,0 +1,254 @@
+"""From a recipe to its layers, bottom first, each with its cache key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ekiben.core.environment import DEFAULT_PATH, platform
+from ekiben.core.errors import DefinitionError, nearest
+from ekiben.core.files import read_source
+from ekiben.core.paths import RECIPE_HOME
+from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
+from ekiben.resolve.copies import copied_files, file_inputs
+from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy
+from ekiben.resolve.keys import KEY_FORMAT, copy_inputs, hash_inputs, make_layer
+from ekiben.resolve.recipe_layer import add_recipe_layer
+from ekiben.spec.definition import Definition, Stage, declared_arguments, expand, load_agent, read_definition
+from ekiben.spec.recipe import Recipe
+from ekiben.spec.stack import Stack, find_stack
+from ekiben.spec.sums import check_recipe_locks
+
+WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
+MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
+LEAST_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
+
+BASE = "base"  # the argument of a layer that goes on top of any other: the layer it stands on
+
+
+def resolve(
+    recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None
+) -> ResolvedRecipe:
+    """Resolve a recipe on its stack, or on ``stack``, with ``arguments`` bound over the stack's.
+
+    ``gpu_arch``: "8.0,9.0" or "native". Raises DefinitionError when something is wrong in the recipe, its stack or its definition
+    files, UsageError when ``gpu_arch`` is none or the CUDA of the stack does not know it.
+    """
+    asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
+    bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by)
+    bound.check_locks()
+    check_recipe_locks(recipe.folder, recipe.file.layer)
+    if gpu_arch:
+        bound = filter_archs(bound, gpu_arch, recipe.image_folders)
+    images = _Images(recipe, bound, arguments or {})
+    definitions = images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))
+    if recipe.added_layer and recipe.added_layer not in [item.name for item in definitions]:
+        images = _Images(recipe, bound, {BASE: recipe.file.layer, **(arguments or {})})
+        definitions = images.definitions_of(recipe.added_layer, str(recipe.folder / "recipe.yaml"))
+    layers, environment = images.layers_of(definitions)
+    images.check_arguments()
+    labels: dict[str, str] = {}
+    tests: list[tuple[str, str]] = []
+    for definition in definitions:
+        labels |= definition.final.labels
+        if definition.final.test:
+            tests.append((definition.name, definition.final.test))
+    environment = expand({"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment}, environment,
+                         f"{recipe.folder / 'recipe.yaml'}: ")  # fmt: skip
+    if recipe.file.test:
+        tests.append((recipe.name, recipe.file.test))
+    labels |= {
+        "org.opencontainers.image.title": recipe.name,
+        "org.opencontainers.image.description": recipe.file.description,
+        "org.ekiben.stack": bound.name,
+        **recipe.file.labels,
+    }
+    deffile = "\n\n".join(f"# {item.name}\n{item.text.strip()}" for item in definitions) + "\n"
+    resolved = ResolvedRecipe(
+        recipe=recipe, stack=bound, definitions=tuple(definitions), layers=tuple(layers),
+        environment=environment, labels=labels, deffile=deffile, tests=tuple(tests),
+    )  # fmt: skip
+    return add_recipe_layer(resolved)
+
+
+class _Images:
+    """The definition files a recipe sees, bound to its stack's arguments."""
+
+    def __init__(self, recipe: Recipe, stack: Stack, arguments: Mapping[str, str]) -> None:
+        self.recipe, self.stack, self.arguments = recipe, stack, arguments
+        self.known = {
+            path.stem: path for folder in reversed(recipe.image_folders) for path in _definition_files(folder)
+        }
+        self.read: dict[str, Definition] = {}
+        self.apt_lock = stack.apt_lock()
+
+    def definition(self, name: str, asked_by: str) -> Definition:
+        if name not in self.known:
+            raise DefinitionError(f"{asked_by}: no layer '{name}'." + nearest(name, self.known))
+        if name not in self.read:
+            path, folder = self.known[name], self.stack.folder
+            root = path.parent.parent
+            own = {"stack": str(folder.relative_to(root) if folder.is_relative_to(root) else folder),
+                   "capabilities": " ".join(self.stack.file.compute_capabilities)}  # fmt: skip
+            arguments = {**self.stack.file.arguments, **self.arguments, **own}
+            self.read[name] = read_definition(path, root=root, arguments=arguments)
+        return self.read[name]
+
+    def definitions_of(self, name: str, asked_by: str) -> list[Definition]:
+        """Return a layer's definition and all below it, bottom first."""
+        found: list[Definition] = []
+        parent: str | None = name
+        while parent is not None:
+            if parent in (names := [item.name for item in found]):
+                raise DefinitionError(
+                    f"{self.known[parent]}: From: goes round in a circle: {' → '.join([*names, parent])}"
+                )
+            found.append(definition := self.definition(parent, asked_by))
+            parent, asked_by = definition.final.parent, str(definition.path)
+        return found[::-1]
+
+    def layers_of(
+        self, definitions: Sequence[Definition], circle: Sequence[str] = ()
+    ) -> tuple[list[Layer], dict[str, str]]:
+        """The layers of a chain of definitions, bottom first, and the environment they leave."""
+        layers: list[Layer] = []
+        environment: dict[str, str] = {"PATH": DEFAULT_PATH}
+        for definition in definitions:
+            if definition.name in circle:
+                raise DefinitionError(
+                    f"{definition.path}: a stage of it stands on itself: {' → '.join([*circle, definition.name])}"
+                )
+            layers += self._own_layers(definition, layers, environment, [*circle, definition.name])
+            environment = expand(definition.final.environment, environment, f"{definition.path}: %")
+        return layers, environment
+
+    def _own_layers(
+        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
+    ) -> list[Layer]:
+        """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has any)."""
+        stage, epoch, made = definition.final, self.stack.file.epoch, list[Layer]()
+        packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
+        locked = {"packages": packages} if packages else {}
+        if stage.parent is None:
+            source = load_agent(stage.bootstrap).key_inputs(stage.header)
+            inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": platform()}
+            made.append(make_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
+                               "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
+        copies = self._stages(definition, [*below, *made], environment, circle)
+        files = tuple(file for copy in stage.files if copy.stage is None for file in copied_files(definition, copy))
+        if stage.post or files or copies:
+            kind: Literal["post", "files"] = "post" if stage.post else "files"
+            inputs = {
+                "kind": kind,
+                "post": stage.post,
+                **file_inputs(files),
+                **copy_inputs(copies),
+                **locked,
+                "environment": dict(environment),
+                "epoch": epoch,
+                "platform": platform(),
+            }
+            made.append(
+                make_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *made], copies)
+            )
+        return made
+
+    def _stages(
+        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
+    ) -> tuple[StageCopy, ...]:
+        """What the last stage takes of those before it, each resolved with all it stands on."""
+        if len(definition.stages) > 1:
+            check_torch(self.stack)
+        made: dict[str, BuildStage] = {}
+        for stage in definition.stages[:-1]:
+            if stage.parent is None or stage.name is None:
+                requirement = (
+                    "needs a name (Stage: build)" if stage.parent else "stands on a layer (Bootstrap: localimage)"
+                )
+                raise DefinitionError(f"{definition.path}: a build stage {requirement}")
+            hands_over = tuple(dict.fromkeys(copy.source for later in definition.stages for copy in later.files
+                                             if copy.stage == stage.name))  # fmt: skip
+            if not hands_over:
+                raise DefinitionError(f"{definition.path}: no later stage takes anything of '{stage.name}'; "
+                                      f"write '%files from {stage.name}', or remove the stage")  # fmt: skip
+            layers, own = self.layers_of(self.definitions_of(stage.parent, str(definition.path)), circle)
+            made[stage.name] = self._stage(definition, stage, layers, own, hands_over, made, below, environment)
+        return _stage_copies(definition.final, made)
+
+    def _stage(
+        self, definition: Definition, stage: Stage, layers: Sequence[Layer], environment: Mapping[str, str],
+        hands_over: tuple[str, ...], earlier: Mapping[str, BuildStage], runtime: Sequence[Layer],
+        runtime_environment: Mapping[str, str],
+    ) -> BuildStage:  # fmt: skip
+        about, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
+        files = tuple(file for copy in stage.files if copy.stage is None for file in copied_files(definition, copy))
+        inputs: dict[str, Any] = {
+            "format": KEY_FORMAT,
+            "kind": "wheel" if wheel else "stage",
+            "post": stage.post,
+            **file_inputs(files),
+            **copy_inputs(copies),
+            "hands over": sorted(hands_over),
+            "epoch": about.epoch,
+            "platform": platform(),
+        }
+        if wheel:
+            # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
+            # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.
+            shipped = {layer.cache_key for layer in runtime}
+            inputs |= {
+                "wheel": wheel,
+                "tools": [[layer.name, hash_inputs({key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")})]
+                          for layer in layers if layer.cache_key not in shipped],
+                "environment": {key: value for key, value in environment.items() if runtime_environment.get(key) != value},
+                "suite": about.suite, "python": about.python, "torch": about.torch, "cuda": about.cuda,
+                "cxx11_abi": has_cxx11_abi(about.torch, about.cuda),
+                "capabilities": supported_archs(about.compute_capabilities, stage.labels.get(LEAST_LABEL), definition.path),
+            }  # fmt: skip
+        else:
+            inputs |= {"parent": layers[-1].cache_key, "environment": dict(environment)}
+        return BuildStage(
+            name=f"{definition.name}.{stage.name}", stage=stage, layers=tuple(layers), files=files, copies=copies,
+            environment=dict(environment), epoch=about.epoch, hands_over=hands_over, wheel=wheel, inputs=inputs,
+            job_memory=_job_memory(definition, stage),
+            cache_key=hash_inputs(inputs),
+        )  # fmt: skip
+
+    def check_arguments(self) -> None:
+        """Raise DefinitionError when an argument is bound that no definition file declares."""
+        declared = set[str]().union(*(declared_arguments(item.text) for item in self.read.values()))
+        others = (path for name, path in self.known.items() if name not in self.read)
+        anywhere = declared.union(*(declared_arguments(read_source(path, errors="replace")) for path in others))
+        unused = [
+            ("--build-arg", name, declared, f"no layer of '{self.recipe.name}'")
+            for name in sorted(set(self.arguments) - declared)
+        ]
+        unused += [(str(self.stack.folder / "stack.yaml"), name, anywhere, "no definition file")
+                   for name in sorted(set(self.stack.file.arguments) - anywhere)]  # fmt: skip
+        if unused:
+            raise DefinitionError(
+                "\n".join(
+                    f"{where}: argument '{name}' is bound but {who} declares it." + nearest(name, names)
+                    for where, name, names, who in unused
+                )
+            )
+
+
+def _definition_files(folder: Path) -> list[Path]:
+    """Raises OSError for a folder that cannot be read."""
+    return [path for path in folder.iterdir() if path.suffix == ".def"] if folder.is_dir() else []
+
+
+def _job_memory(definition: Definition, stage: Stage) -> int | None:
+    label = stage.labels.get(MEMORY_LABEL)
+    try:
+        return int(float(label) * 2**30) if label else None
+    except ValueError as error:
+        raise DefinitionError(f"{definition.path}: {MEMORY_LABEL} is a number of GiB (found: {label})") from error
+
+
+def _stage_copies(stage: Stage, made: Mapping[str, BuildStage]) -> tuple[StageCopy, ...]:
+    return tuple(
+        StageCopy(made[copy.stage], copy.source, copy.destination, copy.line) for copy in stage.files if copy.stage
+    )

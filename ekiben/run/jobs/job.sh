@@ -1,0 +1,308 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2154  # the step's script sets the parameters, and then sources this file
+# One job of a run. `bash SCRIPT` is the job, which starts `bash SCRIPT node …` on each of its nodes.
+
+# ---- a node: the container, and in it the launcher of this node's processes
+
+# Where this user's files on the node's own disk go.
+local_folder() {
+    local variable
+    for variable in "${local_variables[@]}"; do
+        [ ! -d "${!variable:-}" ] || { echo "${!variable}" && return; }
+    done
+    echo /tmp
+}
+
+# Show a folder inside at its own path. --bind ends a path at ':' and ','; a field of --mount's CSV holds both.
+bind_folder() {
+    case $1 in
+        *[:,\"\\]*) binds+=(--mount "type=bind,\"source=${1//\"/\"\"}\",\"destination=${1//\"/\"\"}\"") ;;
+        *) binds+=(--bind "$1") ;;
+    esac
+}
+
+# Whether nobody else can write into a folder, or put another in its place.
+is_own_folder() {
+    [ -d "$1" ] && [ ! -L "$1" ] && [ -O "$1" ] && [ -z "$(find "$1" -prune \( -perm -020 -o -perm -002 \))" ]
+}
+
+# Code that another user compiled would run as this one.
+protect_caches() {
+    local variable folder base fresh=
+    for base in "${local_variables[@]}"; do
+        [ -z "${!base:-}" ] || set -- "$@" "${!base}"
+    done
+    for base in "$@" /tmp /var/tmp /dev/shm; do
+        folder=$base/ekiben-$UID
+        if { [ -e "$folder" ] || [ -L "$folder" ]; } && ! is_own_folder "$folder"; then fresh=$folder; fi
+    done
+    mkdir -m 700 "${TMPDIR:-/tmp}/ekiben-$UID" 2>/dev/null # before a task makes it, as its umask has it
+    for variable in "${cache_variables[@]}"; do
+        folder=${!variable:-}
+        if [ -n "$folder" ]; then
+            if { [ ! -e "$folder" ] && [ ! -L "$folder" ]; } || is_own_folder "$folder"; then continue; fi
+        elif [ -n "$fresh" ]; then
+            folder=$fresh
+        else
+            continue
+        fi
+        echo "$folder can be written by others: compiled code goes to a temporary folder"
+        [ -n "$caches" ] || caches=$(mktemp -d "$(local_folder)/ekiben-cache-XXXXXXXX") || exit
+        export "$variable=$caches/$variable"
+        mkdir -p "$caches/$variable"
+    done
+    [ -z "$caches" ] || bind_folder "$caches"
+}
+
+# One copy on the node's own disk for all of this user's jobs there.
+copy_image() {
+    local folder name copy
+    folder=$(local_folder)/ekiben-$UID
+    name=${image##*/}
+    copy=$folder/${name%.sif}-${image_sha256:0:16}.sif
+    mkdir -m 700 "$folder" 2>/dev/null
+    if ! is_own_folder "$folder" || ! chmod 700 "$folder"; then
+        echo "$folder is not a folder of $(id -un) alone: the image is read from $image"
+        return
+    fi
+    if (
+        flock 9
+        same_image "$copy" && exit
+        rm -f "$copy" "$copy.part"
+        cp "$image" "$copy.part" && same_image "$copy.part" && mv "$copy.part" "$copy"
+    ) 9>"$copy.lock"; then
+        image=$copy
+    else
+        rm -f "$copy.part"
+        echo "the image could not be copied to $folder: it is read from $image"
+    fi
+}
+
+# Whether a file is the image that was there when the job was submitted.
+same_image() {
+    [ -f "$1" ] && [ ! -L "$1" ] && [ -r "$1" ] || return
+    [ -z "$image_sha256" ] || [ "$(sha256sum <"$1")" = "$image_sha256  -" ]
+}
+
+run_node() {
+    local number nodes=$2 port=$3 name=$4 caches='' nv=() runtime container code folder variable
+    number=$(node_number "$1")
+    cd "$work" || exit
+    load_modules
+    # shellcheck source=/dev/null
+    . "$run/environment" || exit
+    runtime=$(command -v apptainer || command -v singularity) ||
+        { echo "error: $(hostname) has neither apptainer nor singularity on PATH" >&2; exit 127; }
+    protect_caches
+    # The task gets what a job needs of the environment; what is meant for programs of the host breaks those of the image.
+    while read -r variable; do
+        export "APPTAINERENV_$variable=${!variable}" "SINGULARITYENV_$variable=${!variable}"
+    done < <(compgen -e | grep -Ex "$variables_passed")
+    # What a task that saves more slowly than that says to its user.
+    [ -z "$grace_period" ] || export {APPTAINERENV,SINGULARITYENV}_EKIBEN_GRACE_SECONDS="$grace_period"
+    for variable in "${local_variables[@]}"; do
+        folder=${!variable:-}
+        [ ! -d "$folder" ] || bind_folder "$folder"
+    done
+    [ -z "$copy_local" ] || copy_image
+    # shellcheck disable=SC2034  # set_task reads it
+    [ ${#seeds[@]} = 0 ] || seed=${seeds[${name##*.} - 1]}
+    set_task
+    [ -z "$gpu_device" ] || [ ! -e "$gpu_device" ] || nv=(--nv)
+    "$runtime" exec --cleanenv "${nv[@]}" "${binds[@]}" --pwd "$PWD" "$image" \
+        python3 "$run/launch_node.py" --node "$number" --nodes "$nodes" --processes "$(cat "$run/$name.processes")" \
+        --port "$port" --key "$run/key" --notice "$run/$name.notice" --logs "$run/$name.ranks" -- "${task[@]}" &
+    container=$!
+    # A signal to this node's part of the job is for the processes inside.
+    # shellcheck disable=SC2064  # `container` is this function's own
+    trap "kill -USR1 $container" USR1 USR2 XCPU
+    # shellcheck disable=SC2064
+    trap "kill -TERM $container" TERM
+    code=129
+    while [ "$code" -gt 128 ] && kill -0 "$container" 2>/dev/null; do wait "$container"; code=$?; done
+    [ -z "$caches" ] || rm -rf "$caches"
+    exit "$code"
+}
+
+if [ "${1:-}" = node ]; then
+    shift
+    run_node "$@"
+fi
+
+# ---- the job
+
+# The variables of a run, with tokens among them, stay until none of its jobs can start any more: one that ended with 75 may,
+# those of the steps after a failed one do not.
+remove_environment() {
+    local job failed=
+    for job in "${run_jobs[@]}"; do
+        if [ -n "$failed" ] && [ "${job%%-*}" -gt "$failed" ]; then break; fi
+        case $(cat "$run/$job.exit" 2>/dev/null) in
+            '' | 75) return ;;
+            0) ;;
+            *) failed=${job%%-*} ;;
+        esac
+    done
+    rm -f "$run/environment" "$run/key"
+}
+
+end_job() {
+    echo "$1" >"$run/$name.exit"
+    remove_environment
+    echo "ended       $job with exit code $1, $(date '+%F %T')"
+    exit "$1"
+}
+
+# How many GPUs the job has on this node. Options of the scheduler's own may have asked for them.
+count_gpus() {
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        case $CUDA_VISIBLE_DEVICES in
+            '' | NoDevFiles | -1) echo 0 ;;
+            *) tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . ;;
+        esac
+    elif [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
+        echo "$SLURM_GPUS_ON_NODE"
+    elif [ "$planned_gpus" -gt 0 ] || [ -n "${SLURM_JOB_ID:-}" ] || [ ! -e "$gpu_device" ]; then
+        echo "$planned_gpus"
+    else
+        nvidia-smi -L 2>/dev/null | grep -c '^GPU '
+    fi
+}
+
+# A step does not start before the step before has ended well.
+wait_for_step_before() {
+    local before since ended
+    for before in "${steps_before[@]}"; do
+        if declare -F requeue_waiting >/dev/null; then
+            # It went back into the queue under another id since this job waits: wait for that one.
+            since=$(cat "$run/$before.times" 2>/dev/null)
+            if [ ! -e "$run/$before.exit" ] && [ "$since" != "$(cat "$run/$name.waited.$before" 2>/dev/null)" ]; then
+                echo "$since" >"$run/$name.waited.$before"
+                requeue_waiting && exit
+            fi
+        fi
+        ended=$(cat "$run/$before.exit" 2>/dev/null)
+        if [ "$ended" != 0 ]; then
+            echo "error: $name is not started, for $before ${ended:+ended with exit code }${ended:-did not end}"
+            echo 1 >"$run/$name.exit"
+            remove_environment
+            exit 1
+        fi
+    done
+}
+
+start_nodes() {
+    local number=0
+    pids=()
+    if declare -F start_all_nodes >/dev/null; then
+        start_all_nodes &
+        pids=($!)
+        return
+    fi
+    # shellcheck disable=SC2034  # start_remote_node reads it
+    for host in ${nodes//,/ }; do
+        if [ "$number" = 0 ]; then
+            bash "$script" node 0 "$nodes" "$port" "$name" &
+        else
+            start_remote_node &
+        fi
+        pids+=($!) number=$((number + 1))
+    done
+}
+
+# When it fails on one node, it is ended on the others; the exit code is that of the first.
+wait_for_nodes() {
+    local at ended
+    code=0
+    while [ ${#pids[@]} -gt 0 ]; do
+        wait -n "${pids[@]}"
+        for at in "${!pids[@]}"; do
+            if kill -0 "${pids[at]}" 2>/dev/null; then continue; fi
+            wait "${pids[at]}"
+            ended=$?
+            unset "pids[at]"
+            if [ "$code" = 0 ] && [ "$ended" != 0 ]; then
+                code=$ended
+                [ ${#pids[@]} = 0 ] || kill "${pids[@]}" 2>/dev/null
+            fi
+        done
+    done
+}
+
+# Whether this start wrote anything but its records below the task's output folders: a checkpoint, or results.
+# A folder too large to search in a minute counts as one with something new.
+has_saved() {
+    local folder found
+    # shellcheck disable=SC2034  # set_outputs reads it
+    [ ${#seeds[@]} = 0 ] || seed=${seeds[${name##*.} - 1]}
+    set_outputs
+    for folder in "${outputs[@]}"; do
+        # `generate` keeps its answers beside the file that it will write.
+        found=$(find "$(dirname -- "$folder")" -maxdepth 1 -name ".${folder##*/}.part-*" -newer "$run/$name.started" -print -quit 2>/dev/null)
+        [ -z "$found" ] || return 0
+        [ -e "$folder" ] || continue
+        found=$(timeout 60 find -L "$folder" \( -name '.?*' ! -name '.*.part-*' -o -name ekiben-runs -o -path "$run" \) -prune \
+            -o -type f -newer "$run/$name.started" \
+            ! -name run.json ! -name loss.png ! -name 'metrics.*' ! -name '*.log' ! -name 'events.out.*' ! -name '*.svg' -print -quit 2>/dev/null)
+        if [ $? = 124 ] || [ -n "$found" ]; then return 0; fi
+    done
+    return 1
+}
+
+name=$step
+[ "$index" = 0 ] || name=$step.$index
+cd "$work" || exit
+if declare -F prepare_job >/dev/null; then prepare_job; fi
+rm -f "$run/$name.exit" "$run/$name.notice"
+wait_for_step_before
+if ! same_image "$image"; then
+    if [ -e "$image" ]; then
+        echo "error: $image is not what it was when the job was submitted: submit the task again"
+    else
+        echo "error: $image is gone: submit the task again with an image that is there"
+    fi
+    end_job 1
+fi
+nodes=$(list_nodes | awk '!seen[$1]++ { print $1 }' | paste -sd, -)
+port=$((20000 + $(echo "$job.$index" | cksum | cut -d ' ' -f 1) % 12000))
+[ -n "$processes" ] || processes=$(count_gpus)
+[ "$processes" -gt 0 ] || processes=1
+echo "$processes" >"$run/$name.processes" # every node has to start as many
+times=$(cat "$run/$name.times" 2>/dev/null || echo 0)
+echo "job         $job on $nodes, start $((times + 1)), $(date '+%F %T')"
+
+# Signalled before the walltime ends, or before preemption: the processes save, and end.
+trap 'touch "$run/$name.notice"' USR1 USR2 XCPU TERM
+timer=
+if [ -n "$warn_after" ]; then
+    (trap 'kill $!' TERM; sleep "$warn_after" & wait $! && touch "$run/$name.notice") >/dev/null 2>&1 &
+    timer=$!
+fi
+
+touch "$run/$name.started"
+start_nodes
+wait_for_nodes
+[ -z "$timer" ] || kill "$timer" 2>/dev/null
+
+# ---- 75: not finished. The same job again, until it is done, or until it makes no progress.
+if [ "$code" = 75 ] && [ ! -e "$run/cancelled" ] && [ ! -e "$run/$name.cancelled" ]; then
+    saved='saved, not finished'
+    idle=0
+    if ! has_saved; then
+        saved='nothing was saved, not finished'
+        idle=$(($(cat "$run/$name.idle" 2>/dev/null || echo 0) + 1))
+    fi
+    echo "$idle" >"$run/$name.idle"
+    if [ "$idle" -ge 2 ]; then
+        echo "error: $idle starts in a row saved nothing: not back into the queue. Submit again with a longer --time, or with a" \
+            "longer --grace-period"
+    elif [ "$times" -lt "$max_resubmits" ]; then
+        echo $((times + 1)) >"$run/$name.times"
+        echo "again       $saved: back into the queue, $((times + 1)) of at most $max_resubmits times"
+        requeue && exit "$code"
+        echo "$times" >"$run/$name.times"
+    else
+        echo "error: $saved, and back in the queue $max_resubmits times: that is --max-resubmits"
+    fi
+fi
+end_job "$code"

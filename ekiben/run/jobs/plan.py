@@ -1,0 +1,165 @@
+"""Turn what the command line asks for into what a run will be: a JobRequest becomes a JobPlan. Nothing is written."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import UsageError
+from ekiben.run.jobs._resources import choose_resources, option_of
+from ekiben.run.jobs.request import JobRequest
+from ekiben.run.schedulers import load
+from ekiben.run.site import Site
+from ekiben.spec.recipe import Recipe
+
+SEED = "{seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStep:
+    """One task as one job, or as one array of jobs when it has ``seeds``.
+
+    ``gpus`` and ``processes`` are per node; ``processes`` None: one for each GPU that the job turns out to have.
+    ``uses_gpus``: whether the task may see GPUs. ``resource_args``: the scheduler's options that ask for nodes.
+    ``warning``: what the job will lack.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    nodes: int
+    gpus: int
+    processes: int | None
+    uses_gpus: bool
+    resource_args: tuple[str, ...]
+    seeds: tuple[str, ...] = ()
+    warning: str | None = None
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """Return the names of its jobs."""
+        return tuple(f"{self.name}.{index}" for index in range(1, len(self.seeds) + 1)) or (self.name,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """Everything a run will be. ``sif`` is the file itself, never a link to it; ``sif_sha256`` "" when it is not there yet.
+
+    ``command_args``: options that a site wants on the scheduler's command line; ``directives``: further ones of every job.
+    """
+
+    folder: Path
+    recipe: str
+    recipe_folder: Path
+    scheduler: str
+    site: Site | None
+    sif: Path
+    sif_sha256: str
+    request: JobRequest
+    steps: tuple[JobStep, ...]
+    command_args: tuple[str, ...]
+    directives: tuple[str, ...]
+
+
+def plan(
+    recipe: Recipe, argv: Sequence[str], request: JobRequest, *, scheduler: str, site: Site | None, sif: Path, runs: Path
+) -> JobPlan:  # fmt: skip
+    """Return the run that ``argv`` (TASK ARGS…, and after a lone ``+`` the next task) and ``request`` describe.
+
+    Raises UsageError when it can never run.
+    """
+    if site and site.file.scheduler and site.file.scheduler.kind != scheduler:
+        raise UsageError(f"--scheduler {scheduler}: {site.name} has {site.file.scheduler.kind}")
+    tasks = _split(argv)
+    for task in tasks:
+        recipe.task(task[0])
+    tasks = _insert_seeds(tasks, request.seeds)
+    single = not any(recipe.task(task[0]).launch == "per-gpu" for task in tasks)
+    if single and (request.nodes > 1 or (request.processes or 1) > 1):
+        raise UsageError(f"'{tasks[0][0]}' runs as one process on one node, whatever --nodes and --processes-per-node say",
+                         hint="a task that can run on several has `launch: per-gpu` in recipe.yaml")  # fmt: skip
+    steps = tuple(_step(recipe, number, task, request, scheduler, site) for number, task in enumerate(tasks, start=1))
+    on_command, in_script = _account_args(request, scheduler, site)
+    name = f"{recipe.name}-{tasks[0][0]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folders = (runs.absolute() / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    site_options = site.file.scheduler.options if site and site.file.scheduler else ()
+    # A link such as `current` may point elsewhere by the time the job starts.
+    image = Path(os.path.realpath(sif))
+    return JobPlan(
+        folder=next(folder for folder in folders if not folder.exists()), recipe=recipe.name, recipe_folder=recipe.folder.absolute(), scheduler=scheduler,
+        site=site, sif=image, sif_sha256=_sha256(image) if image.is_file() else "", request=request, steps=steps, command_args=on_command,
+        directives=(*in_script, *site_options, *request.options),
+    )  # fmt: skip
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _split(argv: Sequence[str]) -> list[list[str]]:
+    tasks: list[list[str]] = [[]]
+    for word in argv:
+        if word == "+":
+            tasks.append([])
+        else:
+            tasks[-1].append(word)
+    if not all(tasks):
+        raise UsageError("a task is missing" + (" beside '+'" if len(tasks) > 1 else ""),
+                         hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or TASK ARGS… + TASK ARGS… for one after the other")  # fmt: skip
+    return tasks
+
+
+def _insert_seeds(tasks: list[list[str]], seeds: Sequence[str]) -> list[list[str]]:
+    """Return ``tasks`` with the seed in its place: a single task without ``{seed}`` gets the two options every training task has."""
+    has_placeholder = any(SEED in word for task in tasks for word in task)
+    if has_placeholder and not seeds:
+        raise UsageError(f"{SEED} stands in the arguments, and there is no --seeds")
+    if has_placeholder or not seeds:
+        return tasks
+    if len(tasks) > 1:
+        raise UsageError(f"--seeds: put {SEED} into the arguments where the seed goes",
+                         hint=f"train --set seed={SEED} --output result-{SEED} + merge --adapter result-{SEED}/adapter")  # fmt: skip
+    if any(word.split("=")[0] == "--output" for word in tasks[0]):
+        raise UsageError(f"--seeds: {len(seeds)} jobs would write into the same --output; put {SEED} into its name")
+    return [[*tasks[0], "--set", f"seed={SEED}", "--output", f"result-{SEED}"]]
+
+
+def _step(
+    recipe: Recipe, number: int, task: list[str], request: JobRequest, scheduler: str, site: Site | None
+) -> JobStep:
+    launch = recipe.task(task[0]).launch
+    nodes = request.nodes if launch == "per-gpu" else 1
+    resources = choose_resources(request, scheduler, site, nodes, gpus=0 if launch == "cpu" else request.gpus)
+    return JobStep(
+        name=f"{number}-{task[0]}", argv=tuple(task), nodes=nodes, gpus=resources.gpus,
+        processes=request.processes if launch == "per-gpu" else 1, uses_gpus=launch != "cpu", resource_args=resources.args,
+        seeds=tuple(request.seeds) if any(SEED in word for word in task) else (),
+        warning=None if launch == "cpu" else resources.warning(task[0]),
+    )  # fmt: skip
+
+
+def _account_args(request: JobRequest, scheduler: str, site: Site | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the options that name the account that pays and the QOS: (on the command line, in the script).
+
+    Raises UsageError when the site requires an account, or the scheduler has no such option.
+    """
+    profile = site.file.scheduler if site else None
+    known = load(scheduler)
+    in_script = () if request.qos is None else (option_of(known, "qos", request.qos),)
+    if request.group is None:
+        if site and profile and profile.group_required:
+            raise UsageError(
+                f"{site.name} requires the account that pays: --account NAME ({profile.group_option} there)"
+            )
+        return (), in_script
+    if profile is None or profile.group_option is None:
+        return (), (option_of(known, "account", request.group), *in_script)
+    option = profile.group_option
+    word = f"{option}{request.group}" if option.endswith("=") else f"{option} {request.group}"
+    return ((), (word, *in_script)) if profile.group_in_script else ((word,), in_script)

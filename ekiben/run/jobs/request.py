@@ -1,0 +1,69 @@
+"""What a job should get, as the command line, config.yaml and a site's profile say it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ekiben.core.errors import UsageError
+from ekiben.core.settings import JobDefaults
+from ekiben.run.schedulers import seconds_of
+
+_UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """What the command line asks for. ``gpus``, ``cpus``, ``memory_mib`` and ``processes`` are per node; None: not given.
+
+    ``resource`` is a site's kind of node, or a partition; ``group`` the account that pays. ``env``: NAME or NAME=VALUE.
+    """
+
+    nodes: int = 1
+    gpus: int | None = None
+    cpus: int | None = None
+    memory_mib: int | None = None
+    processes: int | None = None
+    resource: str | None = None
+    group: str | None = None
+    qos: str | None = None
+    exclusive: bool | None = None
+    env: tuple[str, ...] = ()
+    binds: tuple[Path, ...] = ()
+    seconds: int | None = None
+    notice: int = 300
+    max_resubmits: int = 20
+    seeds: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    stage: bool = False
+
+
+def memory_mib_of(text: str) -> int:
+    """Return ``900M``, ``64G`` or ``1T`` (also ``64GiB``) in MiB. Raises UsageError for what is no amount of memory."""
+    found = re.fullmatch(r"(\d+)([MGT])(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not found or not int(found[1]):
+        raise UsageError(f"--memory {text}: expected a number with M, G or T: 64G")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRequest:
+    """Return ``request`` with what it does not say taken from ``defaults``, of which the first that says it counts.
+
+    Lists are joined, so that what ``request`` says comes last and wins. Raises UsageError for a time or an amount that is none.
+    """
+    for layer in defaults:
+        known: dict[str, Any] = {
+            "group": layer.account, "resource": layer.partition, "qos": layer.qos, "gpus": layer.gpus_per_node,
+            "cpus": layer.cpus_per_node, "exclusive": layer.exclusive,
+            "seconds": seconds_of(layer.time) if layer.time else None,
+            "memory_mib": memory_mib_of(layer.memory) if layer.memory else None,
+        }  # fmt: skip
+        missing = {name: value for name, value in known.items() if getattr(request, name) is None}
+        request = replace(
+            request, **missing, env=(*layer.env, *request.env), options=(*layer.scheduler_args, *request.options),
+            binds=(*(Path(folder).expanduser() for folder in layer.bind), *request.binds),
+        )  # fmt: skip
+    return request

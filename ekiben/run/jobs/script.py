@@ -1,0 +1,186 @@
+"""The job script of a step: the scheduler's options, quoted parameters, and job.sh, which all steps of a run share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ekiben.core.errors import UsageError
+from ekiben.core.mounts import bind_args
+from ekiben.gpu.devices import GPU_DEVICE
+from ekiben.run.jobs.plan import SEED, JobPlan, JobStep
+from ekiben.run.launch import COMPILED_CODE, RunRequest, folders_to_bind, passes
+from ekiben.run.schedulers import JobScriptHooks, Request, load, local_folders, variables
+from ekiben.run.site import Site
+
+JOB_PROGRAM = Path(__file__).with_name("job.sh")
+
+
+def script(plan: JobPlan, step: JobStep) -> str:
+    """Return the job script of ``step``. Raises UsageError when an option of the scheduler has a line break."""
+    scheduler = load(plan.scheduler)
+    seconds = plan.request.seconds or _default_seconds(plan.site)
+    request = Request(
+        name=f"{plan.recipe}-{step.name.partition('-')[2]}", nodes=step.nodes, args=[*step.resource_args, *plan.directives],
+        seconds=seconds, notice=min(plan.request.notice, (seconds or 0) // 2), jobs=len(step.seeds),
+        log=plan.folder / f"{step.name}.log",
+    )  # fmt: skip
+    directives = scheduler.directives(request)
+    for line in directives:
+        # A second line would be read as another option, or be run.
+        if len(line.splitlines()) > 1 or "\0" in line:
+            raise UsageError(f"an option of {plan.scheduler} has a line break in it: {line!r}")
+    hooks = scheduler.HOOKS
+    grace_period = request.notice if request.seconds else 0
+    warn_after = request.seconds - grace_period if hooks.needs_timer and request.seconds else ""
+    before = plan.steps[plan.steps.index(step) - 1].jobs if plan.steps.index(step) else ()
+    lines = [
+        "#!/bin/bash",
+        *(scheduler.PREFIX + line for line in directives),
+        "",
+        "# Written by Ekiben. It needs the folder of its run: job.sh, which reads these parameters, environment and key. `submit` makes it.",
+        f"run={quote(str(plan.folder))}",
+        f"step={quote(step.name)}",
+        "script=$run/$step.sh",
+        f"image={quote(str(plan.sif))}",
+        f"image_sha256={plan.sif_sha256}",
+        f"work={quote(str(Path.cwd()))}",
+        f"processes={step.processes or ''}",
+        f"planned_gpus={step.gpus}",
+        f"gpu_device={GPU_DEVICE if step.uses_gpus else ''}",
+        f"max_resubmits={plan.request.max_resubmits}",
+        f"warn_after={warn_after}",
+        f"grace_period={grace_period if request.seconds else ''}",
+        f"copy_local={'yes' if plan.request.stage else ''}",
+        f"steps_before=({quote_all(before)})",
+        f"run_jobs=({quote_all(job for item in plan.steps for job in item.jobs)})",
+        f"binds=({quote_all(word for folder in _folders(plan, step) for word in bind_args(folder))})",
+        f"variables_passed={quote(passes())}",
+        f"local_variables=({' '.join(local_folders())})",
+        f"cache_variables=({' '.join(COMPILED_CODE)})",
+        f"seeds=({quote_all(step.seeds)})",
+        # A function: $seed is known on the node only.
+        f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
+        f"set_outputs() {{ outputs=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in _outputs(step.argv))}); }}",
+        f"command_args=({quote_all(part for word in plan.command_args for part in word.split(' ', 1))})",
+        *_function("load_modules", *(_modules(plan.site) or [":"])),
+        *_hook_lines(hooks),
+        "",
+        '. "$run/job.sh" || exit',
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def quote(word: str) -> str:
+    """Return ``word`` as one word of bash on one line, whatever is in it.
+
+    A line break inside quotes would begin a line of the script, and schedulers read lines that begin with `#SBATCH` or `#$`
+    wherever they are.
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    safe = (chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(safe)}'"
+
+
+def quote_all(args: Iterable[str]) -> str:
+    """Return ``args`` as words of bash on one line."""
+    return " ".join(quote(word) for word in args)
+
+
+def _with_seed(word: str) -> str:
+    """Quote ``out-{seed}`` as ``out-"$seed"``."""
+    return '"$seed"'.join(quote(part) if part else "" for part in word.split(SEED))
+
+
+def _outputs(argv: Sequence[str]) -> list[str]:
+    """Return the folders that a task's arguments name as its output; the working folder where none is named."""
+    named = [after for word, after in itertools.pairwise(argv) if word in ("--output", "-o")]
+    named += [word.partition("=")[2] for word in argv if word.startswith(("--output=", "output="))]
+    return named or [str(Path.cwd())]
+
+
+def _function(name: str, *lines: str) -> list[str]:
+    """Return a function of bash; none when ``lines`` are empty."""
+    body = [line for text in lines for line in text.splitlines()]
+    return [f"{name}() {{", *(f"    {line}" for line in body), "}"] if body else []
+
+
+def _hook_lines(hooks: JobScriptHooks) -> list[str]:
+    """Return what differs from scheduler to scheduler, as functions that job.sh calls."""
+    # exec: job.sh runs these two in the background, and the process that it ends has to be the program itself.
+    start = f"exec {hooks.start_all}" if hooks.start_all else ""
+    remote = f"exec {hooks.start_remote}" if hooks.start_remote and not hooks.start_all else ""
+    return [
+        f"job={hooks.job}",
+        f"index={hooks.index}",
+        *_function("list_nodes", hooks.nodes),
+        *_function("node_number", f'echo "{hooks.node_number}"'),
+        *_function("start_all_nodes", start),
+        *_function("start_remote_node", remote),
+        *_function("requeue", hooks.requeue),
+        *_function("requeue_waiting", hooks.requeue_waiting),
+        *_function("prepare_job", hooks.prepare),
+    ]
+
+
+def _folders(plan: JobPlan, step: JobStep) -> list[str]:
+    """Return the folders on shared file systems to bind; a node's own folders are known only there."""
+    shared = {name: value for name, value in os.environ.items() if name not in local_folders()}
+    request = RunRequest(argv=step.argv, gpu=step.uses_gpus, binds=plan.request.binds)
+    folders = folders_to_bind(request, shared)
+    covered = any(plan.folder.is_relative_to(folder) for folder in folders)
+    return folders if covered else [*folders, str(plan.folder)]
+
+
+def _default_seconds(site: Site | None) -> int | None:
+    hours = site.file.scheduler.default_hours if site and site.file.scheduler else None
+    return hours * 3600 if hours else None
+
+
+def _modules(site: Site | None) -> list[str]:
+    """Return the commands that load a site's modules and set its variables."""
+    if site is None:
+        return []
+    file = site.file
+    module = next((runtime.module for runtime in file.runtimes[:1] if runtime.module), None)
+    names = [*file.modules, *([module] if module else [])]
+    lines = [f"export {name}={quote(value)}" for name, value in file.environment.items()]
+    if names:
+        lines += [f"source {quote(file.module_init)}"] if file.module_init else []
+        lines.append(f"module load {quote_all(names)}")
+    return lines
+
+
+def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) -> str:
+    """Return what a job gets of ``environment``, as assignments that bash sources.
+
+    ``names``: further variables for the task, NAME or NAME=VALUE. Raises UsageError when one is not set, or has no valid name.
+    """
+    of_a_job = {*variables(), *local_folders(), *_OF_A_JOB}
+    prefixes = ("PMI_", "PMIX_", "OMPI_", *(name for name in of_a_job if name.endswith("_")))
+    kept = {
+        name: value for name, value in environment.items()
+        if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) and re.fullmatch(passes(), name)
+        # What this shell has of a scheduler is not the job's.
+        and not name.startswith(prefixes) and name not in of_a_job
+    }  # fmt: skip
+    for word in names:
+        name, is_set, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise UsageError(f"--env {word}: a variable's name has letters, digits and '_'")
+        if not is_set and name not in environment:
+            raise UsageError(f"--env {name}: is not set here; --env {name}=VALUE")
+        value = value if is_set else environment[name]
+        # What is for the task alone must not change the runtime outside, as PATH or LD_LIBRARY_PATH would.
+        prefixes_inside = ("",) if re.fullmatch(passes(), name) else ("APPTAINERENV_", "SINGULARITYENV_")
+        kept |= {f"{prefix}{name}": value for prefix in prefixes_inside}
+    return "".join(f"export {name}={quote(value)}\n" for name, value in sorted(kept.items()))
+
+
+_OF_A_JOB = {"CUDA_VISIBLE_DEVICES", "TERM", "USER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+             "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}  # fmt: skip

@@ -1,0 +1,211 @@
+"""What starts jobs on a cluster: schedulers, each a module of this folder that fits one Protocol.
+
+To add a scheduler, add one file here and nothing elsewhere; its name is the file's name. It has what `Scheduler` lists: the parts of
+a job script that differ (`HOOKS`), how options are written (`PREFIX`, `resource_args`, `directives`), what there is (`unavailable`,
+`limits`), and `submit`, `jobs`, `cancel`. `VARIABLES` says which environment variables are a job's own, `LOCAL_FOLDER` where a job's
+folder on the node's disk is. A distribution of your own can offer one, too: an entry point of the group `ekiben.schedulers` that
+names the module. tests/test_plugins.py holds each against its Protocol, tests/test_submit.py its job scripts against bash. A module
+whose name begins with an underscore is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from ekiben.core import plugins
+from ekiben.core.errors import EngineError, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a job asks for. ``args``: the options that request nodes and GPUs, one directive each.
+
+    ``seconds``: walltime, ``notice``: how long before its end the job gets a signal; ``jobs``: of an array, 0: it is none.
+    ``log`` is where the scheduler's own words go.
+    """
+
+    name: str
+    nodes: int
+    args: Sequence[str]
+    seconds: int | None
+    notice: int
+    jobs: int
+    log: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobScriptHooks:
+    """What differs in a job script from scheduler to scheduler, as bash.
+
+    ``job``, ``index``: the job's id and its index in an array (from 1; 0: it is in none). ``nodes``: prints their names, the
+    first one first. ``start_all``: starts `bash "$script" node NUMBER "$nodes" "$port" "$name"` on all nodes at once; else
+    ``start_remote`` does so on one that is not the first. ``requeue``: puts this very job back into the queue; options that a
+    site wants on the command line are in the array ``command_args``. ``prepare``: first lines. ``needs_timer``: the scheduler
+    sends no signal before the walltime ends. ``requeue_waiting``: puts a job back whose turn has not come. ``node_number``:
+    the node's number, from 0, where ``start_all`` cannot pass it.
+    """
+
+    job: str
+    index: str
+    nodes: str
+    requeue: str
+    start_all: str = ""
+    start_remote: str = ""
+    node_number: str = "$1"
+    prepare: str = ""
+    needs_timer: bool = False
+    requeue_waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one queue allows; None: not known. ``where`` names it. ``gpus``, ``cpus`` and ``memory_mib`` are of a node."""
+
+    where: str
+    gpus: int | None = None
+    nodes: int | None = None
+    seconds: int | None = None
+    cpus: int | None = None
+    memory_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """A queue as a site profile has it: ``request`` asks for its nodes; None: its jobs cannot see which it is."""
+
+    name: str | None = None
+    request: tuple[str, ...] = ()
+    group_option: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job in the queue: ``queued``, ``running``, or ``held``; one that has ended: ``done``, ``failed`` or ``cancelled``.
+
+    ``detail``: nodes, why it waits, or how it ended. ``started``: when, as the scheduler writes it.
+    """
+
+    state: str
+    detail: str = ""
+    started: str = ""
+
+
+class Scheduler(Protocol):
+    """As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
+
+    TITLE: str  # as people call it
+    PREFERENCE: int  # of several that are here, the one with the smallest is taken
+    HOOKS: JobScriptHooks
+    PREFIX: str  # begins a line of the script that holds an option
+    VARIABLES: tuple[str, ...]  # environment variables that belong to a job: prefixes that end with _, and names
+    LOCAL_FOLDER: str | None  # the variable that names the job's own folder on the node's disk
+    GPU_OPTION: str | None  # how most ask for a GPU where each site names them itself, and `resource_args` cannot
+
+    def unavailable(self) -> str | None:
+        """Why nothing can be submitted from here, or None."""
+
+    OPTIONS: Mapping[
+        str, str
+    ]  # its option for the partition, account, qos, cpus and memory (in MiB) of a job, and exclusive
+
+    def resource_args(self, nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
+        """Return options for nodes and what each has, where no site says it. Raises UsageError where only a site can."""
+
+    def requested_gpus(self, args: Sequence[str]) -> int | None:
+        """Return how many GPUs per node options of the scheduler's own request; None where they do not tell."""
+
+    def example(self, line: str, gpu: bool) -> str:
+        """Return a command that submits the shell command ``line`` as a job of two hours, for people to paste."""
+
+    def queue(self, environment: Mapping[str, str], gpus: bool) -> Queue | None:
+        """Return the queue this very job runs in, for a site profile; None outside of its jobs. ``gpus``: the node has some."""
+
+    def directives(self, request: Request) -> list[str]:
+        """Return the options of a job script."""
+
+    def limits(self, args: Sequence[str]) -> Limits:
+        """Return the limits of the queue that ``args`` name."""
+
+    def submit(self, script: Path, args: Sequence[str], after: str | None) -> str:
+        """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with the scheduler's message."""
+
+    def jobs(self, ids: Sequence[str]) -> Mapping[tuple[str, int], Job]:
+        """Return the jobs in the queue, by (id, index in the array or 0). Raises SchedulerError."""
+
+    def ended(self, ids: Sequence[str]) -> Mapping[tuple[str, int], Job]:
+        """Return what the scheduler's records say of jobs that have ended; none where it keeps no records."""
+
+    def element_id(self, id: str, index: int) -> str:
+        """Return the id of one job of the array ``id``, as users and ``cancel`` name it."""
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """Raise SchedulerError when the scheduler refuses."""
+
+
+GROUP = "ekiben.schedulers"
+
+
+def names() -> list[str]:
+    """Name every scheduler, whether or not it is here. Nothing is imported."""
+    return plugins.names(__name__, GROUP)
+
+
+def load(name: str) -> Scheduler:
+    """Import one scheduler. Raises UsageError when there is none of this name."""
+    return cast(Scheduler, plugins.load(__name__, GROUP, name, option="--scheduler", kind="scheduler"))
+
+
+def by_preference() -> dict[str, Scheduler]:
+    """Return every scheduler by name, in the order in which they are tried."""
+    found = [(name, load(name)) for name in names()]
+    return dict(sorted(found, key=lambda one: (one[1].PREFERENCE, one[0])))
+
+
+def variables() -> tuple[str, ...]:
+    """Return the variables of a job, of whichever scheduler: prefixes that end with _, and names."""
+    return tuple(dict.fromkeys(name for one in by_preference().values() for name in one.VARIABLES))
+
+
+def local_folders() -> tuple[str, ...]:
+    """Return the variables that name a job's own folder on the node, best first; TMPDIR is the last."""
+    return (*(one.LOCAL_FOLDER for one in by_preference().values() if one.LOCAL_FOLDER), "TMPDIR")
+
+
+def choose() -> str:
+    """Return the scheduler of this machine. Raises EngineError with each one's reason."""
+    reasons = {name: found.unavailable() for name, found in by_preference().items()}
+    found = next((name for name, reason in reasons.items() if reason is None), None)
+    if found is None:
+        raise EngineError("no scheduler can be used here:\n" + "\n".join(f"  {name}: {why}" for name, why in reasons.items()),
+                          hint="submit on a login node of the cluster; `--scheduler NAME --dry-run` writes a script anywhere")  # fmt: skip
+    return found
+
+
+_TIMES = re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]?\d)(?::(?P<s>[0-5]?\d))?")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(text: str) -> int:
+    """Return the seconds of ``2:00:00``, ``1-12:00:00``, ``90m``, ``2h`` or ``3d``. Raises UsageError."""
+    if found := re.fullmatch(r"(\d+)([smhd])", text):
+        seconds = int(found[1]) * _UNITS[found[2]]
+    elif found := _TIMES.fullmatch(text):
+        days, hours, minutes, rest = (int(found[name] or 0) for name in "dhms")
+        seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+        if found["d"] is None and found["s"] is None:
+            raise UsageError(f"--time {text}: hours and minutes, or minutes and seconds, as Slurm has it? Write "
+                             f"{hours}:{minutes:02}:00, or {hours}m")  # fmt: skip
+    else:
+        seconds = 0
+    if not seconds:
+        raise UsageError(f"--time {text}: expected H:MM:SS, D-HH:MM:SS, or a number with m, h or d: 1:30:00, 90m")
+    return seconds
+
+
+def clock(seconds: int) -> str:
+    """Return H:MM:SS, which all schedulers read; hours may be more than 24."""
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

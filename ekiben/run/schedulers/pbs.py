@@ -1,0 +1,195 @@
+"""PBS Professional and OpenPBS. A user's job cannot put itself back into the queue: it submits itself anew, under a new id."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ekiben.core.checked import Fields, parse_json
+from ekiben.core.errors import SchedulerError
+from ekiben.core.process import run, which
+from ekiben.run.schedulers import Job, JobScriptHooks, Limits, Queue, Request, clock
+
+TITLE = "PBS"
+PREFERENCE = 30
+PREFIX = "#PBS "
+VARIABLES = ("PBS_",)
+LOCAL_FOLDER = "PBS_LOCALDIR"
+GPU_OPTION = None
+OPTIONS = {"partition": "-q ", "account": "-P "}
+# One job of an array comes back as a job of its own.
+_ANEW = """new=$(sed '/^#PBS -J/d' "$script" | qsub "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{}) && echo "$new" >"$run/$name.job\""""
+HOOKS = JobScriptHooks(
+    job='"$PBS_JOBID"',
+    index='"${EKIBEN_INDEX:-${PBS_ARRAY_INDEX:-0}}"',
+    nodes='cat "$PBS_NODEFILE"',
+    # pbs_tmrsh has PBS itself start what runs on the other nodes: no ssh, and it ends with the job.
+    start_remote='pbs_tmrsh "$host" /bin/bash "$script" node "$number" "$nodes" "$port" "$name"',
+    requeue=_ANEW.format(""),
+    # PBS keeps a job's output on the node until the job ends, and sends no signal before the walltime is over.
+    prepare='exec >>"$run/$name.log" 2>&1\ncd "$PBS_O_WORKDIR" || exit',
+    needs_timer=True,
+    requeue_waiting=_ANEW.format(""" -W depend=afterany:"$(cat "$run/$before.job")\""""),
+)
+_STATES = {
+    "R": "running",
+    "E": "running",
+    "B": "running",
+    "H": "held",
+    "S": "held",
+    "W": "queued",
+    "Q": "queued",
+    "T": "queued",
+}
+
+
+def unavailable() -> str | None:
+    """Return why no job can be submitted to PBS from here, or None."""
+    if not which("qsub") or not which("pbsnodes"):
+        return "qsub and pbsnodes are not on PATH"
+    done = run(["qstat", "-B"], check=False)
+    return f"PBS does not answer: {done.stderr.strip()}" if done.returncode else None
+
+
+def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
+    """Return qsub's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
+    chunk = [
+        f"select={nodes}",
+        *([f"ncpus={cpus}"] if cpus else []),
+        *([f"ngpus={gpus}"] if gpus else []),
+        *([f"mem={memory_mib}mb"] if memory_mib else []),
+    ]
+    return [f"-l {':'.join(chunk)}", *(["-l place=scatter"] if nodes > 1 else [])]
+
+
+def requested_gpus(args: Sequence[str]) -> int | None:
+    """Return how many GPUs per node qsub's own options request, or None where they do not tell."""
+    counts = [int(count) for arg in args for count in re.findall(r"ngpus=(\d+)", arg)]
+    return max(counts) if counts else None if any(arg.startswith("-q") for arg in args) else 0
+
+
+def example(line: str, gpu: bool) -> str:
+    """Return a qsub command for people to paste, which runs the shell command ``line`` for two hours."""
+    in_folder = f'cd "$PBS_O_WORKDIR" && {line}'
+    return f"echo {shlex.quote(in_folder)} | qsub -l select=1{':ngpus=1' * gpu} -l walltime=2:00:00"
+
+
+def queue(environment: Mapping[str, str], gpus: bool) -> Queue | None:
+    """Return the queue of the PBS job that this process is in, or None outside of one."""
+    if "PBS_JOBID" not in environment or not (name := environment.get("PBS_QUEUE")):
+        return None
+    return Queue(name=name, request=(f"-q {name}", "-l select={nodes}"), group_option="-P")
+
+
+def directives(request: Request) -> list[str]:
+    """Return qsub's options for a job script."""
+    # Up to PBS 18 a name has 15 characters.
+    lines = [
+        f"-N {request.name[:15]}",
+        *request.args,
+        "-S /bin/bash",
+        "-j oe",
+        f"-o {_quoted(str(request.log.with_suffix('.pbs.log')))}",
+    ]
+    if request.seconds:
+        lines.append(f"-l walltime={clock(request.seconds)}")
+    if request.jobs:
+        lines.append(f"-J 1-{request.jobs}")
+    return [*lines, "-r y"]
+
+
+def _quoted(path: str) -> str:
+    """Return a path as an option in a script takes it, where ':' ends a host. The job writes its log itself, so nothing of it is lost."""
+    return "/dev/null" if re.search(r"[\"'\\:,]", path) else f'"{path}"' if " " in path else path
+
+
+def limits(args: Sequence[str]) -> Limits:
+    """Return the limits of the queue that ``args`` name, as far as they are known."""
+    named = next((found for word in args if (found := re.match(r"-q ?(\S+)", word))), None)
+    if not named or not which("qstat"):
+        return Limits(where="the default queue")
+    done = run(["qstat", "-Q", "-f", named[1]], check=False).stdout
+    time = re.search(r"resources_max\.walltime = (\d+):(\d+):(\d+)", done)
+    seconds = int(time[1]) * 3600 + int(time[2]) * 60 + int(time[3]) if time else None
+    return Limits(where=f"queue {named[1]}", seconds=seconds)
+
+
+def submit(script: Path, args: Sequence[str], after: str | None) -> str:
+    """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with qsub's message."""
+    wait = ["-W", f"depend=afterany:{after}"] if after else []  # the step itself looks how the one before ended
+    done = run(["qsub", *wait, *(part for word in args for part in word.split(" ", 1)), str(script)], check=False)
+    if done.returncode:
+        raise SchedulerError(done.stderr.strip())
+    return done.stdout.strip()
+
+
+def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
+    """Return the jobs that qstat lists, by (id, index in the array or 0). Raises SchedulerError."""
+    if not ids:
+        return {}
+    done = run(["qstat", "-x", "-t", "-f", "-F", "json", *ids], check=False)
+    found = {}
+    for name, about in _records(done.stdout).items():
+        array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
+        if array and not array[2]:
+            continue  # the array itself; its jobs follow
+        if state := _STATES.get(about["job_state"]):
+            key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
+            found[key] = Job(state, _detail(about), about.get("stime", ""))
+    if done.returncode and not found and "Unknown Job" not in done.stderr:
+        raise SchedulerError(done.stderr.strip())
+    return found
+
+
+def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
+    """Return how a job ended. The server keeps its history as long as configured (job_history_enable)."""
+    done = run(["qstat", "-x", "-t", "-f", "-F", "json", *ids], check=False) if ids else None
+    found = {}
+    for name, about in _records(done.stdout if done else "").items():
+        array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
+        if about["job_state"] not in ("F", "X") or (array and not array[2]):
+            continue
+        code = int(about.get("Exit_status", 0))
+        why = f"exit code {code}" if code > 0 else about.get("comment", f"exit status {code}") if code else ""
+        detail = ", ".join(filter(None, (why, _detail({**about, "comment": ""}))))
+        key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
+        found[key] = Job("failed" if code else "done", detail, about.get("stime", ""))
+    return found
+
+
+def _records(answer: str) -> dict[str, dict[str, Any]]:
+    """Return what qstat says of each job, by its id. Raises SchedulerError when it is not what PBS documents."""
+    if not answer.strip():
+        return {}
+    try:
+        records = Fields.of(parse_json(answer)).mapping("Jobs", {})
+        for name, record in records.items():
+            fields = Fields.of(record, name)
+            fields.text("job_state")
+            for field in ("stime", "exec_host", "comment"):
+                fields.text(field, "")
+            if "Exit_status" in fields:
+                int(fields.number("Exit_status"))
+    except ValueError as error:
+        raise SchedulerError(f"qstat's answer cannot be read: it {error}") from error
+    return records
+
+
+def element_id(id: str, index: int) -> str:
+    """Return the id of one job of the array ``id``, as qdel takes it."""
+    return id.replace("[]", f"[{index}]")
+
+
+def _detail(about: dict[str, Any]) -> str:
+    nodes = [part.split("/")[0] for part in about.get("exec_host", "").split("+")]
+    return ",".join(dict.fromkeys(filter(None, nodes))) or about.get("comment", "")
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Cancel jobs with qdel. Raises SchedulerError when it refuses."""
+    done = run(["qdel", *ids], check=False)
+    if done.returncode:
+        raise SchedulerError(done.stderr.strip())

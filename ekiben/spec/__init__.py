@@ -1,0 +1,9 @@
+"""What is asked for: definition files, recipes, stacks; read and checked.
+
+definition      a definition file of images/, and the agent of its ``Bootstrap:``
+recipe          recipe.yaml; recipes by name or by path
+stack           stack.yaml, its lock files; stacks by name
+name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
+"""
+
+__all__ = ["definition", "name_confusion", "recipe", "stack", "sums"]

@@ -1,0 +1,437 @@
+"""Read definition files: https://apptainer.org/docs/user/latest/definition_files.html
+
+A faithful reader: section bodies are kept to the byte (heredocs, tabs, case). All problems of a file are
+reported together, each with its line and the nearest known name.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, Protocol, cast
+
+from ekiben.core import plugins
+from ekiben.core.errors import DefinitionError, UsageError, nearest
+from ekiben.core.files import read_source
+
+BASES, BASES_GROUP = "ekiben.builder.bases", "ekiben.bases"
+HEADERS = ("bootstrap", "from", "stage", "osversion", "mirrorurl", "include", "registry", "namespace", "fingerprints")
+SECTIONS = ("arguments", "files", "post", "environment", "labels", "test", "help", "runscript", "startscript")
+SCRIPTS = ("post", "test", "help", "runscript", "startscript")
+FINAL_ONLY = ("environment", "test", "help", "runscript", "startscript")  # a build stage is never a container that runs
+# What is known and does nothing; to ignore it would be to say that it was done.
+UNUSED = {
+    "registry": "write it into From: (registry.example.org/name@sha256:<digest>)",
+    "namespace": "write it into From: (namespace/name@sha256:<digest>)",
+    "fingerprints": "no signature is checked while an image is built; `verify --key` checks one",
+}
+LOCAL = "localimage"  # the one bootstrap that is no agent: it names the layer below
+APPS = ("appinstall", "appfiles", "appenv", "applabels", "apphelp", "apprun", "apptest", "appstart")  # sections of SCIF
+REFUSED = {
+    "setup": "it runs on the host, outside any cache key; do the work in %post",
+    "pre": "it runs on the host, outside any cache key; do the work in %post",
+    **dict.fromkeys(APPS, "SCIF apps are not supported; a recipe's tasks take their place"),
+}
+
+# What the agents here read of a header; those of a distribution of your own say themselves what they take.
+TAKEN = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mirrorurl", "include")}
+
+_SECTION = re.compile(r"%([A-Za-z]+)\b[ \t]*(.*)")
+_HEADER = re.compile(r"([A-Za-z]+)[ \t]*:[ \t]*(.*)")
+_ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+_EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
+_NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
+_HOME = re.compile(r"(?:^|:)~")
+# Files of Apptainer's to which a %post appends what the image shall set and say. Here a script has no such file.
+_WRITTEN = re.compile(r">\s*[\"']?\$(\{)?(?:APPTAINER|SINGULARITY)_(ENVIRONMENT|LABELS)\b(?(1)\})")
+_REFERENCE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One line of %files: ``source`` relative to the folder that holds images/, or a path in ``stage``."""
+
+    source: str
+    destination: str
+    stage: str | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One header with its sections; a file has one, or several that hand files to the last."""
+
+    name: str | None
+    header: Mapping[str, str]
+    arguments: Mapping[str, str]
+    files: tuple[Copy, ...] = ()
+    post: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    test: str = ""
+    help: str = ""
+    runscript: str = ""
+    startscript: str = ""
+
+    @property
+    def bootstrap(self) -> str:
+        """Return the agent's name, or localimage."""
+        return self.header["bootstrap"]
+
+    @property
+    def parent(self) -> str | None:
+        """Return the definition this stage stands on: ``From: python.sif`` names ``python``."""
+        return Path(self.header["from"]).name.removesuffix(".sif") if self.bootstrap == LOCAL else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A definition file. ``root`` is the folder that holds its images/ folder: %files paths start there."""
+
+    name: str
+    path: Path
+    root: Path
+    text: str
+    stages: tuple[Stage, ...]
+
+    @property
+    def final(self) -> Stage:
+        """Return the stage that becomes the layer."""
+        return self.stages[-1]
+
+
+def read_definition(path: Path, *, root: Path, arguments: Mapping[str, str] | None = None) -> Definition:
+    """Read ``path`` with ``arguments`` bound over its own %arguments; names it does not declare are left to others.
+
+    Raises DefinitionError that lists every problem of the file.
+    """
+    text = read_source(path).replace("\r\n", "\n")  # a lone carriage return is no end of a line: a script may hold it
+    return _Reader(path, text).read(root, arguments or {})
+
+
+class Agent(Protocol):
+    """What a header's ``Bootstrap:`` names, as far as reading goes (see ekiben.builder.bases)."""
+
+    def header_problems(self, header: Mapping[str, str]) -> list[str]:
+        """Return what is wrong with a header; its keys are in lower case."""
+
+    def key_inputs(self, header: Mapping[str, str]) -> dict[str, str]:
+        """Return what of the header decides about the content, in one spelling: it is part of the cache key."""
+
+
+def load_agent(bootstrap: str) -> Agent:
+    """Load the agent of a ``Bootstrap:``. Raises UsageError when there is none of this name.
+
+    Agents make root file systems, above this module: here they are a folder to which others add, and known by name.
+    """
+    return cast(Agent, plugins.load(BASES, BASES_GROUP, bootstrap, option="Bootstrap", kind="agent"))
+
+
+def declared_arguments(text: str) -> set[str]:
+    """Return the names in the %arguments of a definition file's text."""
+    return {name for section in _split(text) if section.name == "arguments" for name in _assignments(section.body)}
+
+
+@dataclass(slots=True)
+class _Section:
+    """A run of lines: a header (``name`` "") or a section; ``line`` is the number of its first body line."""
+
+    name: str
+    options: str
+    line: int
+    body: list[str]
+
+
+def _split(text: str) -> Iterator[_Section]:
+    section = _Section("", "", 1, [])
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would cut at form feeds, too
+        if match := _SECTION.match(line):
+            yield section
+            section = _Section(match[1].lower(), match[2].split(" #")[0].strip(), number + 1, [])
+        elif _begins_stage(line, section):
+            yield section
+            section = _Section("", "", number, [line])
+        else:
+            section.body.append(line)
+    yield section
+
+
+def _begins_stage(line: str, section: _Section) -> bool:
+    """A header after a section or after another header; in %post only in the usual spelling, for scripts are text."""
+    if section.name == "post":
+        return line.startswith("Bootstrap:")
+    return _is_header_start(line) and (section.name != "" or any(map(_is_header_start, section.body)))
+
+
+def _is_header_start(line: str) -> bool:
+    return re.match(r"bootstrap[ \t]*:", line, re.IGNORECASE) is not None
+
+
+def _assignments(lines: list[str]) -> dict[str, str]:
+    pairs = (line.strip().partition("=") for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    return {name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals}
+
+
+class _Reader:
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text = path, text
+        self.problems: list[str] = []
+
+    def problem(self, line: int, message: str) -> None:
+        self.problems.append(f"{self.path}:{line}: {message}")
+
+    def give_up(self) -> NoReturn:
+        raise DefinitionError("\n".join(self.problems))
+
+    def read(self, root: Path, given: Mapping[str, str]) -> Definition:
+        groups: list[list[_Section]] = []
+        for section in _split(self.text):
+            if not section.name:
+                groups.append([section])
+            elif not groups:
+                groups.append([_Section("", "", 1, []), section])
+            else:
+                groups[-1].append(section)
+        for section in [section for group in groups[:-1] for section in group if section.name in FINAL_ONLY]:
+            what = f"%{section.name} of a build stage has no effect"
+            self.problem(section.line - 1, f"{what}: the stage hands over files and does not ship")
+        stages = tuple(self.stage(group, given) for group in groups)
+        names = [stage.name for stage in stages if stage.name]
+        for earlier, stage in enumerate(stages):
+            for copy in stage.files:
+                if copy.stage and copy.stage not in names[:earlier]:
+                    self.problem(copy.line, f"%files from {copy.stage}: no such stage before this one."
+                                 + nearest(copy.stage, names[:earlier]))  # fmt: skip
+        if self.problems:
+            self.give_up()
+        return Definition(name=self.path.stem, path=self.path, root=root, text=self.text, stages=stages)
+
+    def stage(self, parts: list[_Section], given: Mapping[str, str]) -> Stage:
+        arguments = self.arguments(parts, given)
+        used: set[str] = set()
+        bound = [
+            replace_body(section, self.bind(section, arguments, used))
+            for section in parts
+            if section.name != "arguments"
+        ]
+        for name in sorted(set(arguments) - used):
+            self.problem(next(section.line for section in parts if section.name == "arguments"),
+                         f"argument '{name}' is declared and never used; remove it or write {{{{ {name} }}}}")  # fmt: skip
+        self.check_mirror(parts[0])
+        header = self.header(bound[0])
+        sections = self.sections(bound[1:])
+        self.check_script(sections.get("post"))
+        return Stage(
+            name=header.get("stage"),
+            header=header,
+            arguments=arguments,
+            files=tuple(copy for section in bound if section.name == "files" for copy in self.files(section)),
+            environment=self.environment(sections.get("environment")),
+            labels=self.labels(sections.get("labels")),
+            **{name: "\n".join(sections[name].body).strip("\n") + "\n" for name in SCRIPTS
+               if name in sections and any(line.strip() for line in sections[name].body)},
+        )  # fmt: skip
+
+    def arguments(self, parts: list[_Section], given: Mapping[str, str]) -> dict[str, str]:
+        arguments: dict[str, str] = {}
+        for section in parts:
+            if section.name == "arguments":
+                arguments |= _assignments(section.body)
+                for number, line in enumerate(section.body, section.line):
+                    if _ARGUMENT.search(line) and not line.lstrip().startswith("#"):
+                        self.problem(number, f"an argument's value names another one; write the value: {line.strip()}")
+        return {name: given.get(name, default) for name, default in arguments.items()}
+
+    def bind(self, section: _Section, arguments: Mapping[str, str], used: set[str]) -> list[str]:
+        def value(match: re.Match[str], number: int) -> str:
+            name = match[1]
+            used.add(name)
+            if name not in arguments:
+                message = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
+                self.problem(section.line + number, message)
+                return ""
+            return arguments[name]
+
+        lines = []
+        for number, line in enumerate(section.body):
+            lines.append(_ARGUMENT.sub(partial(value, number=number), line))
+        return lines
+
+    def header(self, section: _Section) -> dict[str, str]:
+        header: dict[str, str] = {}
+        for number, line in enumerate(section.body, section.line):
+            text = line.split(" #")[0].strip()
+            if not text or text.startswith("#"):
+                continue
+            match = _HEADER.fullmatch(text)
+            if not match:
+                self.problem(number, f"expected 'Key: value' or a %section, found: {text}")
+            elif match[1].lower() not in HEADERS:
+                self.problem(number, f"unknown key '{match[1]}'." + nearest(match[1].lower(), HEADERS))
+            elif match[1].lower() in header:
+                self.problem(number, f"'{match[1]}:' appears twice; leave one")
+            else:
+                header[match[1].lower()] = match[2].strip()
+        return self.checked_header(header, section.line)
+
+    def check_mirror(self, section: _Section) -> None:
+        for number, line in enumerate(section.body, section.line):
+            if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not _ARGUMENT.search(line):
+                self.problem(number, "a MirrorURL: of one's own is not used, for the mirror is the machine's: give it with --build-arg mirror=URI "
+                             "or APT's sources, and write 'MirrorURL: {{ mirror }}' here")  # fmt: skip
+
+    def checked_header(self, header: dict[str, str], line: int) -> dict[str, str]:
+        bootstrap = header.setdefault("bootstrap", "")
+        for key in sorted(header.keys() & UNUSED.keys()):
+            self.problem(line, f"'{key}:' is refused: {UNUSED[key]}")
+        for key in sorted(header.keys() - {"bootstrap", "stage", *TAKEN.get(bootstrap, HEADERS), *UNUSED}):
+            self.problem(line, f"'{key}:' says nothing to Bootstrap: {bootstrap}; remove it")
+        if bootstrap == LOCAL:
+            if not header.get("from"):
+                self.problem(line, f"Bootstrap: {LOCAL} needs 'From:'")
+            elif header["from"].startswith(("/", "~")):
+                self.problem(
+                    line,
+                    f"From: {header['from']}: a layer is named, not a file: From: NAME.sif stands for images/NAME.def",
+                )
+        else:
+            try:
+                for problem in load_agent(bootstrap).header_problems(header):
+                    self.problem(line, problem)
+            except UsageError as error:
+                known = [LOCAL, *plugins.names(BASES, BASES_GROUP)]
+                missing = f"'Bootstrap: {bootstrap}' is not supported." if bootstrap else "no 'Bootstrap:' key."
+                self.problem(line, str(error) if bootstrap in known else missing + nearest(bootstrap, known))
+        header.setdefault("from", "")
+        return header
+
+    def sections(self, parts: list[_Section]) -> dict[str, _Section]:
+        sections: dict[str, _Section] = {}
+        for section in parts:
+            if section.name in REFUSED:
+                self.problem(section.line - 1, f"%{section.name} is refused: {REFUSED[section.name]}")
+            elif section.name not in SECTIONS:
+                self.problem(section.line - 1, f"unknown section %{section.name}." + nearest(section.name, SECTIONS))
+            elif section.name in sections and section.name != "files":
+                self.problem(section.line - 1, f"%{section.name} appears twice; put both in one")
+            elif section.options and section.name not in ("files", "post"):
+                self.problem(section.line - 1, f"%{section.name} takes no words: {section.options}")
+            elif section.name == "post" and section.options:
+                self.problem(
+                    section.line - 1, f"%post {section.options}: only /bin/sh runs here; start another shell inside"
+                )
+            sections[section.name] = section
+        return sections
+
+    def check_script(self, section: _Section | None) -> None:
+        """A key says what an image sets and says before any script has run."""
+        for number, line in enumerate(section.body if section else [], section.line if section else 0):
+            if match := _WRITTEN.search(line):
+                name = match[2].lower()
+                self.problem(number, f"%post cannot add to the image's {name}: write %{name}, with the value itself")
+
+    def files(self, section: _Section) -> Iterator[Copy]:
+        options = section.options.split()
+        stage = options[1] if len(options) == 2 and options[0] == "from" else None
+        if options and stage is None:
+            self.problem(section.line - 1, f"%files {section.options}: expected '%files' or '%files from <stage>'")
+        for number, line in enumerate(section.body, section.line):
+            try:
+                paths = shlex.split(_without_comment(line))
+            except ValueError as error:
+                self.problem(number, f"%files: {error}: {line.strip()}")
+                continue
+            if len(paths) in (1, 2) and ".." in paths[-1].split("/"):
+                self.problem(
+                    number, f"%files: the destination climbs with '..'; write the path it means: {line.strip()}"
+                )
+            elif len(paths) in (1, 2):
+                folder = "/" if paths[-1].endswith("/") else ""  # the file keeps its name in that folder
+                yield Copy(paths[0], posixpath.normpath("/" + paths[-1].strip("/")).rstrip("/") + folder, stage, number)
+            elif paths:
+                self.problem(number, f"%files wants 'source [destination]', found {len(paths)} words: {line.strip()}")
+
+    def environment(self, section: _Section | None) -> dict[str, str]:
+        environment: dict[str, str] = {}
+        for number, line in enumerate(section.body if section else [], section.line if section else 0):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            match = _EXPORT.fullmatch(_without_comment(text))
+            try:
+                values = _split_shell(match[2]) if match else []
+            except ValueError:
+                values = ["", ""]
+            # A Docker image's environment is a table of values, not a script.
+            if not match or len(values) > 1:
+                self.problem(number, f"%environment takes only 'export NAME=value' lines, found: {text}")
+            elif "`" in match[2] or "$" in _REFERENCE.sub("", match[2]) or re.search(r"'[^'\"]*\$|\\\$", match[2]):
+                message = (
+                    "%environment: of what a shell expands only $NAME and ${NAME} are known, outside single quotes"
+                )
+                self.problem(number, f"{message}; write the value itself: {text}")
+            else:
+                environment[match[1]] = values[0] if values else ""
+        return environment
+
+    def labels(self, section: _Section | None) -> dict[str, str]:
+        labels: dict[str, str] = {}
+        for line in section.body if section else []:
+            name, value = [*line.split(None, 1), "", ""][:2]
+            if name and not name.startswith("#"):
+                labels[name] = value.strip()
+        return labels
+
+
+def _without_comment(line: str) -> str:
+    """As a shell sees it: # begins a comment where a word begins, outside quotes."""
+    quote, before = "", " "
+    for at, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote and before != "\\" else quote
+        elif letter == "#" and before.isspace():
+            return line[:at].rstrip()
+        elif letter in "\"'" and before != "\\":
+            quote = letter
+        before = letter
+    return line
+
+
+def _split_shell(text: str) -> list[str]:
+    """A shell's words; what ends a command (; & |) or opens another one stands alone. Raises ValueError."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>()")
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return list(lexer)
+
+
+def replace_body(section: _Section, body: list[str]) -> _Section:
+    """Return the section with other lines."""
+    return replace(section, body=body)
+
+
+def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: str = "") -> dict[str, str]:
+    """Return ``inherited`` with ``environment`` on top; ``$NAME`` and ``${NAME}`` stand for what came before.
+
+    The rule of %environment and of a recipe's ``environment:``. Raises DefinitionError, which begins with ``where``, for what else
+    a shell expands (``$``, backquotes, a home's ``~``) and for a name that no layer sets: it would silently become empty.
+    """
+    result = dict(inherited)
+    for name, value in environment.items():
+        unknown = sorted({(ref[1] or ref[2]) for ref in _NAMES.finditer(value)} - result.keys())
+        if unknown:
+            raise DefinitionError(
+                f"{where}environment: {name} refers to ${unknown[0]}, which no layer sets, and which an image cannot take from "
+                f"where it runs",
+                hint=f"leave ${unknown[0]} out, set it in a line before, or set {name} in a task's own script, which runs where "
+                     f"${unknown[0]} is known",
+            )  # fmt: skip
+        if "$" in _NAMES.sub("", value) or "`" in value or _HOME.search(value):
+            raise DefinitionError(f"{where}environment: {name}: of what a shell expands only $NAME and ${{NAME}} are known; "
+                                  f"write the value itself (found: {value})")  # fmt: skip
+        result[name] = _NAMES.sub(lambda ref: result[ref[1] or ref[2]], value)
+    return result

@@ -1,0 +1,249 @@
+"""A recipe: which top layer, which stack, which tasks. A folder of recipes/ or of a folder that config.yaml names, or a path."""
+
+from __future__ import annotations
+
+import functools
+import os
+import posixpath
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ekiben.core.checked import NAME, Fields, check_variables
+from ekiben.core.errors import DefinitionError, UsageError, nearest
+from ekiben.core.files import parse_yaml, read_yaml, tree_paths
+from ekiben.core.paths import PROJECT_ROOT
+from ekiben.core.settings import read_settings
+
+LAUNCH = ("per-gpu", "single", "cpu")
+_FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
+LIBRARY = "ekiben_tasks"  # of the tasks, a package in entrypoints/
+LAUNCHER = "launch_node.py"  # starts a node's processes, for the library and for jobs
+_LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
+_TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFile:
+    """``launch``, in a job of a cluster: ``per-gpu``: a process for every GPU of every node; ``single``: one process; ``cpu``:
+    one process, and no GPU is requested. ``runs_on`` is its former name, with ``gpus``, ``gpu`` and ``cpu``."""
+
+    entrypoint: str
+    config: str | None = None
+    help: str
+    launch: str = ""
+    runs_on: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.runs_on is not None and (self.launch or self.runs_on not in _FORMER_LAUNCH):
+            raise ValueError(f"runs_on: is the former name of launch; write launch: {', '.join(LAUNCH)}")
+        object.__setattr__(self, "launch", self.launch or _FORMER_LAUNCH.get(self.runs_on or "", "single"))
+        if self.launch not in LAUNCH:
+            raise ValueError(f"launch: should be {', '.join(LAUNCH[:-1])} or {LAUNCH[-1]} (found: '{self.launch}')")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeFile:
+    """What a recipe.yaml holds."""
+
+    name: str
+    description: str
+    stack: str
+    layer: str
+    tasks: dict[str, TaskFile]
+    default_task: str = ""
+    modules: tuple[str, ...] | None = None  # no longer a key: known here so that its error says what to do
+    data: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    test: str = ""
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise ValueError("name: a recipe's name is lower-case letters, digits, '.', '_' and '-'")
+        if self.modules is not None:
+            raise ValueError("modules: is no longer a key of a recipe; delete it. The library of the tasks, ekiben_tasks, and "
+                             "the recipe's own entrypoints/ ship complete")  # fmt: skip
+        for task, about in self.tasks.items():
+            if not _TASK.fullmatch(task):
+                raise ValueError(f"tasks.{task}: a task is a command: letters, digits, '.', '_' and '-'")
+            if "\n" in about.help:
+                raise ValueError(f"tasks.{task}.help: one line is wanted")
+        if self.default_task and self.default_task not in self.tasks:
+            raise ValueError(
+                f"default_task: there is no task '{self.default_task}'." + nearest(self.default_task, self.tasks)
+            )
+        check_variables(self.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedRecipe:
+    """recipe.yaml of an image, as far as others read it: keys of a later version are ignored."""
+
+    name: str
+    description: str
+    tasks: Mapping[str, ShippedTask]
+
+    @classmethod
+    def parse(cls, data: bytes) -> ShippedRecipe:
+        """Parse the fields. Raises ValueError for what is wrong."""
+        fields = Fields.of(parse_yaml(data))
+        tasks = Fields.of(fields.data.get("tasks"), "tasks")
+        return cls(fields.name("name"), fields.text("description", ""),
+                   {str(task): ShippedTask.parse(Fields.of(value, f"tasks.{task}")) for task, value in tasks.data.items()})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedTask:
+    """A task with the files it needs in the image."""
+
+    entrypoint: str
+    help: str
+
+    @classmethod
+    def parse(cls, fields: Fields) -> ShippedTask:
+        """Parse the fields. Raises ValueError for what is wrong."""
+        return cls(fields.text("entrypoint"), fields.text("help", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe's folder and what its recipe.yaml holds. ``added_layer``: a layer on top of the recipe's own, in an image of another name."""
+
+    folder: Path
+    file: RecipeFile
+    added_layer: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the recipe's name; with an added layer, RECIPE-LAYER."""
+        return f"{self.file.name}-{self.added_layer}" if self.added_layer else self.file.name
+
+    def image_name(self, stack: str | None = None) -> str:
+        """Return the image's name in the store, as a file and as a Docker tag; another stack's name is appended."""
+        return self.name if stack in (None, self.file.stack) else f"{self.name}-{stack}"
+
+    @property
+    def image_folders(self) -> tuple[Path, ...]:
+        """Return the folders that are searched for definitions and stacks, nearest first."""
+        return (self.folder / "images", PROJECT_ROOT / "images")
+
+    def task(self, name: str) -> TaskFile:
+        """Return the task of that name. Raises UsageError when there is none."""
+        if name not in self.file.tasks:
+            raise UsageError(f"recipe '{self.name}' has no task '{name}'." + nearest(name, self.file.tasks))
+        return self.file.tasks[name]
+
+    def members(self) -> dict[str, Path]:
+        """Return the files that ship in the image, by path below /opt/ekiben/recipe. Raises DefinitionError."""
+        files = {"recipe.yaml": self.folder / "recipe.yaml", **self._scripts()}
+        problems = []
+        for file in sorted({task.config for task in self.file.tasks.values() if task.config} | set(self.file.data)):
+            files[file] = self.folder / file
+        for inside, path in files.items():
+            if not _is_plain(inside):
+                problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is no path below {self.folder}; "
+                                "keep the file there, and name it without '..' or a leading '/'")  # fmt: skip
+            elif not _is_file(path):
+                problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is named but {path} is not a file")
+        if problems:
+            raise DefinitionError("\n".join(problems))
+        return files
+
+    def _scripts(self) -> dict[str, Path]:
+        """The recipe's own entrypoints/ complete, the tasks' scripts, and the tasks' library where one of them is built on it."""
+        scripts = {f"entrypoints/{inside}": path for inside, path in _tree(self.folder / "entrypoints").items()}
+        needs_library = any(
+            _LIBRARY_IMPORT.search(path.read_bytes()) for path in scripts.values() if path.suffix == ".py"
+        )
+        for script in sorted({task.entrypoint for task in self.file.tasks.values()}):
+            ours, shipped = self.folder / "entrypoints" / script, PROJECT_ROOT / "entrypoints" / script
+            if _is_file(ours) or not _is_file(shipped):
+                scripts[f"entrypoints/{script}"] = ours
+            else:
+                scripts[f"entrypoints/{script}"] = shipped
+                needs_library = True
+        if needs_library:
+            library = {f"{LIBRARY}/{inside}": path for inside, path in _tree(PROJECT_ROOT / "entrypoints" / LIBRARY).items()
+                       if path.suffix == ".py"}  # fmt: skip
+            library[LAUNCHER] = PROJECT_ROOT / "entrypoints" / LAUNCHER
+            scripts = {f"entrypoints/{inside}": path for inside, path in library.items()} | scripts
+        return scripts
+
+
+def _tree(folder: Path) -> dict[str, Path]:
+    """Path below ``folder`` → the file, but for bytecode and for hidden files (of editors, notebooks, desktops)."""
+    paths = tree_paths(folder) if folder.is_dir() else []
+    files = {path.relative_to(folder): path for path in paths if path.is_file()}
+    return {inside.as_posix(): path for inside, path in files.items()
+            if not any(part == "__pycache__" or part.startswith(".") for part in inside.parts)}  # fmt: skip
+
+
+def _is_file(path: Path) -> bool:
+    """Also of a name that no file can have."""
+    try:
+        return path.resolve().is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a NUL
+        return False
+
+
+def _is_plain(path: str) -> bool:
+    return posixpath.normpath(path) == path and not path.startswith(("/", "../"))
+
+
+def recipe_folders() -> dict[str, Path]:
+    """Return every recipe by name: recipes/<name>/recipe.yaml of this project, then of the folders that config.yaml names."""
+    return {name: folders[0] for name, folders in sorted(_folders_by_name().items())}
+
+
+def _folders_by_name() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for root in (PROJECT_ROOT / "recipes", *read_settings(os.environ).recipes):
+        for path in sorted(root.rglob("recipe.yaml")):
+            folders = found.setdefault(path.parent.name, [])
+            if path.parent.resolve() not in [folder.resolve() for folder in folders]:
+                folders.append(path.parent)
+    return found
+
+
+def find_recipe(name: str) -> Recipe:
+    """Find ``name`` among recipe_folders(), else as a folder here, or take it as the path of a recipe's folder (or of its recipe.yaml).
+
+    Raises UsageError when there is none, or several of one name; DefinitionError when it is not a recipe.
+    """
+    if "/" in name or name in (".", ".."):
+        folder = Path(name).resolve()
+        folder = folder.parent if folder.name == "recipe.yaml" else folder
+        if not (folder / "recipe.yaml").is_file():
+            raise UsageError(f"{name}: no recipe.yaml there")
+    else:
+        known = _folders_by_name()
+        if name not in known and (Path(name) / "recipe.yaml").is_file():
+            return find_recipe(f"./{name}")
+        if name not in known:
+            gone = [folder for folder in read_settings(os.environ).recipes if not folder.is_dir()]
+            hint = "a recipe elsewhere is given as a path"
+            hint += (
+                f"; recipes: in config.yaml names {', '.join(map(str, gone))}: there is no such folder" if gone else ""
+            )
+            raise UsageError(f"no recipe '{name}'." + nearest(name, known), hint=hint)
+        if len(known[name]) > 1:
+            places = ", ".join(map(str, known[name]))
+            raise UsageError(
+                f"there are several recipes '{name}': {places}", hint="give the one that you mean as a path"
+            )
+        folder = known[name][0]
+    recipe = Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))
+    for name, task in recipe.file.tasks.items():
+        if task.runs_on is not None:
+            _warn(f"{folder / 'recipe.yaml'}: tasks.{name}: write launch: {task.launch} for runs_on: {task.runs_on}, "
+                  "its former name, which the next release no longer reads")  # fmt: skip
+    return recipe
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Print a warning once."""
+    sys.stderr.write(f"warning: {line}\n")

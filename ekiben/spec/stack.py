@@ -1,0 +1,138 @@
+"""A stack: versions that work together, with their lock files, in images/stacks/<name>/."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import DefinitionError, nearest
+from ekiben.core.files import read_source, read_yaml
+from ekiben.spec.sums import check_sums
+
+UNLOCKED = "# not locked: "  # in a .lock file: a requirement that no index had where it was made
+_PIN = re.compile(r"([A-Za-z0-9][\w.-]*)==([^\s;]+)")
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
+_SNAPSHOT = re.compile(r"\d{8}T\d{6}Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackFile:
+    """What a stack.yaml holds."""
+
+    name: str
+    description: str
+    suite: str
+    python: str
+    cuda: str
+    torch: str
+    driver: str
+    compute_capabilities: tuple[str, ...]
+    epoch: int
+    arguments: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epoch < 2**32:
+            raise ValueError(f"epoch: should be seconds since 1970, from 1 to 2**32 - 1 (found: {self.epoch})")
+        versions = {"python": [self.python], "cuda": [self.cuda], "torch": [self.torch],
+                    "compute_capabilities": self.compute_capabilities}  # fmt: skip
+        for name, values in versions.items():
+            for value in values:
+                try:
+                    Version(value)
+                except InvalidVersion as error:
+                    raise ValueError(f"{name}: should be a version (found: {value})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class AptLock:
+    """Debian packages as locked: layer → package → version; ``snapshot`` is the moment as the snapshot archive writes
+    it, "" when there is none. A list without [layer] lines belongs to the lowest layer: it has the name ""."""
+
+    snapshot: str = ""
+    layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Return every package of every layer, name → version."""
+        return {name: version for packages in self.layers.values() for name, version in packages.items()}
+
+    def of(self, layer: str, *, lowest: bool) -> dict[str, str]:
+        """Return what is locked for one layer."""
+        return {**(self.layers.get("", {}) if lowest else {}), **self.layers.get(layer, {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A stack's folder and what its stack.yaml holds."""
+
+    folder: Path
+    file: StackFile
+
+    @property
+    def name(self) -> str:
+        """Return the stack's name."""
+        return self.file.name
+
+    def apt_lock(self) -> AptLock:
+        """Read apt.lock. Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
+        path = self.folder / "apt.lock"
+        snapshot, layers = "", dict[str, dict[str, str]]()
+        layer = ""
+        for number, line in enumerate(read_source(path, default="").splitlines(), 1):
+            name, equals, version = line.partition("=")
+            if not line or line.startswith("#"):
+                continue
+            if line.startswith("[") and line.endswith("]"):
+                layer = line[1:-1]
+            elif line.startswith("snapshot: ") and _SNAPSHOT.fullmatch(line[10:]):
+                snapshot = line[10:]
+            elif equals:
+                layers.setdefault(layer, {})[name] = version
+            else:
+                raise DefinitionError(f"{path}:{number}: expected package=version, found: {line}")
+        return AptLock(snapshot, layers)
+
+    def check_locks(self) -> None:
+        """Raise DefinitionError when an .in or lock file is not as `ekiben lock` left it."""
+        check_sums(self.folder, hint="versions are asked for in the .in files; then: "
+                   f"{command_name()} lock {self.name} --keep (without --keep every version is today's)")  # fmt: skip
+
+    def unlocked(self, lock: Path) -> list[str]:
+        """Return the requirements that ``lock``, a .lock file, could not pin."""
+        return [
+            line.removeprefix(UNLOCKED)
+            for line in lock.read_text(encoding="utf-8").splitlines()
+            if line.startswith(UNLOCKED)
+        ]
+
+
+def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
+    """Return what a lock file of Python packages pins: name, version and sha256 of each; any of the hashes may be the one installed."""
+    blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
+    return [(match[1], match[2], sorted(_HASH.findall(block))) for block in blocks if (match := _PIN.match(block))]
+
+
+def stacks(folders: Sequence[Path]) -> list[Stack]:
+    """Return every stack of ``folders``, by name."""
+    known = _stack_files(folders)
+    return [Stack(path.parent, read_yaml(path, StackFile)) for _, path in sorted(known.items())]
+
+
+def find_stack(name: str, folders: Sequence[Path], *, asked_by: str = "") -> Stack:
+    """Find ``name`` in the first of ``folders`` (each an images/ folder) that has it. Raises DefinitionError when none has."""
+    known = _stack_files(folders)
+    if name not in known:
+        raise DefinitionError(f"{asked_by}: no stack '{name}'.".removeprefix(": ") + nearest(name, known))
+    return Stack(known[name].parent, read_yaml(known[name], StackFile))
+
+
+def _stack_files(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the stack.yaml of each stack by its name. Raises OSError for a folder that cannot be read."""
+    parents = [folder / "stacks" for folder in reversed(folders) if (folder / "stacks").is_dir()]
+    paths = (path / "stack.yaml" for parent in parents for path in parent.iterdir())
+    return {path.parent.name: path for path in paths if path.is_file()}

@@ -1,0 +1,62 @@
+"""SHA256SUMS beside lock files: what was edited after it was locked is noticed. `sha256sum -c` reads it, too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from ekiben.core.checked import read_regular
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import DefinitionError
+from ekiben.core.files import read_source
+
+SUMS = "SHA256SUMS"
+REQUIREMENTS = ("requirements.txt", "pyproject.toml")  # what a recipe of one's own asks for; the first that is there
+
+
+def format_sums(folder: Path, names: Iterable[str]) -> str:
+    """Return the lines for the files ``names`` of ``folder``."""
+    return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+
+
+def check_sums(folder: Path, *, hint: str) -> None:
+    """Compare the files that SHA256SUMS names with it; a folder without one passes.
+
+    Raises:
+        DefinitionError: a file is missing or has other bytes.
+    """
+    problems = []
+    for line in read_source(folder / SUMS, default="").splitlines():
+        expected, _, name = line.partition("  ")
+        path = folder / name
+        try:
+            actual = hashlib.sha256(read_regular(path, follow=True)).hexdigest()
+        except (OSError, ValueError):
+            problems.append(f"{path}: was locked, and is gone")
+            continue
+        if actual != expected:
+            problems.append(
+                f"{path}: {'was edited by hand' if path.suffix == '.lock' else 'was changed and not locked again'}"
+            )
+    if problems:
+        raise DefinitionError("\n".join(problems), hint=hint)
+
+
+def check_recipe_locks(folder: Path, layer: str) -> None:
+    """Check the locks of a recipe's own ``folder``, whose top layer is ``layer``.
+
+    Raises:
+        DefinitionError: its layer installs a lock file that was never made, or one that is not as it was locked.
+    """
+    definition, lock = folder / "images" / f"{layer}.def", folder / "images" / f"{layer}.lock"
+    requirements = next((folder / name for name in REQUIREMENTS if (folder / name).is_file()), None)
+    hint = f"{command_name()} lock {folder}"
+    if (
+        requirements
+        and not lock.exists()
+        and definition.is_file()
+        and lock.name in read_source(definition, errors="replace")
+    ):
+        raise DefinitionError(f"{requirements}: is not locked: there is no {lock}", hint=hint)
+    check_sums(folder, hint=hint)

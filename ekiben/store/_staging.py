@@ -1,0 +1,260 @@
+"""Where a store is written: temporary folders and files that are renamed into place, locks, permissions, errors.
+
+A reader sees the old file or the new one, and a killed writer leaves nothing but a name in staging/, which says whose it was
+and which the next writer removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from stat import S_ISDIR
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import StoreError
+from ekiben.core.files import format_size, free_bytes, lacks_inodes, new_file, reason_of, remove_tree
+from ekiben.core.owner import Owner, is_abandoned, remove_lock
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+DEFERRED_REMOVAL_BYTES = 20e9  # free bytes above which temporary trees stay until the last layer of a build is made
+_NEEDED = "needed"  # in a temporary folder: the cache keys of the layers that a running build stands on
+
+
+class Access(Protocol):
+    """Who may do what in a store, and what errors say of it."""
+
+    def prepare(self) -> None:
+        """Make the folder that the store is in, or refuse it. Raises StoreError."""
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder with its parents. Idempotent. Raises StoreError, OSError."""
+
+    def apply_permissions(self, path: Path, mode: int) -> None:
+        """Give a new file or folder its mode whatever the umask, and its group. Raises StoreError, OSError."""
+
+    def is_abandoned(self, path: Path) -> bool:
+        """Whether a path in staging/ belongs to no running process."""
+
+    def translated_errors(self) -> AbstractContextManager[None]:
+        """Turn an OSError of the block into a StoreError that says what to do."""
+
+
+class UserAccess:
+    """A store of one user: modes are as given, and errors name --store."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def prepare(self) -> None:
+        """See Access."""
+
+    def make_folder(self, folder: Path) -> None:
+        """Create a folder with its parents."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # below /proc, say
+            raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
+                             hint="give another folder with --store or EKIBEN_STORE") from error  # fmt: skip
+
+    def apply_permissions(self, path: Path, mode: int) -> None:
+        """Set the mode of a file."""
+        path.chmod(mode)
+
+    def is_abandoned(self, path: Path) -> bool:
+        """Return whether the process that made it has ended."""
+        return is_abandoned(path)
+
+    @contextlib.contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Turn an OSError of the block into a StoreError that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = free_bytes(self.root if self.root.exists() else Path(self.root.anchor))
+                what = "inodes" if lacks_inodes(self.root) else "space"
+                raise StoreError(f"no {what} left in {self.root}: {format_size(free)} free ({reason_of(error, self.root)})",
+                                 hint=f"free space with `{command_name()} prune`, or give another folder with --store or EKIBEN_STORE") from error  # fmt: skip
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+                raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
+                                 hint="give a folder of your own with --store or EKIBEN_STORE") from error  # fmt: skip
+            raise
+
+
+class StagingArea:
+    """Temporary files and folders of the store in ``root``, with its locks and the background work of a build."""
+
+    def __init__(self, root: Path, access: Access) -> None:
+        self.root, self.folder, self.access = root, root / "staging", access
+        self._owner = Owner(self.folder)
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: list[Future[None]] = []
+        self._finished: list[Path] = []  # folders that nobody needs, removed when no script runs any more
+
+    # -- files and folders
+
+    @contextlib.contextmanager
+    def temporary_folder(self) -> Iterator[Path]:
+        """Yield a folder of this process, removed afterwards."""
+        with self._owner.active() as prefix:
+            with self.access.translated_errors():
+                folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
+                self.access.apply_permissions(folder, 0o700)
+            try:
+                with self.access.translated_errors():
+                    yield folder
+            finally:
+                self._release(folder)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file atomically, without fsync: a record that a power failure leaves empty is no record."""
+        with self.access.translated_errors(), self._owner.active() as prefix:
+            temporary = self.folder / f"{prefix}{secrets.token_hex(4)}"
+            with new_file(path, temporary=temporary) as stream:
+                stream.write(data)
+                self.access.apply_permissions(temporary, 0o644)
+
+    def probe(self) -> None:
+        """Make a file and remove it. Raises StoreError when the store cannot be written."""
+        with (
+            self.access.translated_errors(),
+            self._owner.active() as prefix,
+            tempfile.NamedTemporaryFile(prefix=prefix, dir=self.folder),
+        ):
+            pass
+
+    def sweep(self) -> None:
+        """Remove what dead processes left, and end what they left running."""
+        for path in self.folder.iterdir():
+            with contextlib.suppress(OSError):
+                if is_abandoned(path):
+                    from ekiben.core.process import end_orphans
+
+                    end_orphans(path.name)
+                if self.access.is_abandoned(path) and not remove_lock(path):
+                    _remove(path)
+
+    def sweep_process(self) -> None:
+        """Remove what this process has left; for its end."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if self._owner.has_prefix(path):
+                    _remove(path)
+
+    # -- what running builds need
+
+    @contextlib.contextmanager
+    def announce(self, cache_keys: Iterable[str]) -> Iterator[None]:
+        """Make prune() keep these layers, and all that is stored meanwhile, until the block ends."""
+        with self.temporary_folder() as folder:
+            new = folder / f"{_NEEDED}.new"
+            new.write_text("\n".join(cache_keys), encoding="utf-8")
+            self.access.apply_permissions(new, 0o644)
+            new.rename(folder / _NEEDED)  # seen only when all may read it
+            yield
+
+    def announced_keys(self) -> set[str]:
+        """Return the cache keys of the layers that running builds and publishers stand on."""
+        keys: set[str] = set()
+        for path in self.folder.glob(f"*/{_NEEDED}"):
+            with contextlib.suppress(OSError):  # it has just ended
+                keys |= set(path.read_text(encoding="utf-8", errors="replace").split())
+        return keys
+
+    def oldest_running(self, now: float) -> float:
+        """Return when the oldest running build began, or ``now``: younger blobs may be about to be named by its image."""
+        stats = [stat_or_none(path) for path in self.folder.iterdir()]
+        return min((stat.st_mtime for stat in stats if stat and S_ISDIR(stat.st_mode)), default=now)
+
+    # -- background work
+
+    @property
+    def in_background(self) -> bool:
+        """Whether defer() returns at once."""
+        return self._pool is not None
+
+    @contextlib.contextmanager
+    def background(self) -> Iterator[None]:
+        """Run deferred work on threads inside the block; its end waits for them. Temporary trees are removed last."""
+        from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
+
+        with ThreadPoolExecutor(2, thread_name_prefix="store") as self._pool:
+            try:
+                yield
+            finally:
+                running, self._pool, self._running = self._running, None, []
+                self.remove_finished()
+        for work in running:
+            work.result()
+
+    def defer(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Call ``work``: in the background where there is one, else now."""
+        if self._pool is None:
+            work(*arguments)
+        else:
+            self._running.append(self._pool.submit(work, *arguments))
+
+    def remove_finished(self) -> None:
+        """Begin to remove the temporary trees of the layers made so far: call it when no script will make files any more."""
+        folders, self._finished = self._finished, []
+        if folders:
+            threading.Thread(target=_remove_all, args=(folders,), name="removal").start()
+
+    def _release(self, folder: Path) -> None:
+        """Remove a folder, but in a build only after its last script where the disk has room: on ext4, above all, mass
+        deletion slows file creation in the next layer."""
+        if self._pool is None:
+            remove_tree(folder)
+        elif free_bytes(self.root) < DEFERRED_REMOVAL_BYTES:
+            self.defer(remove_tree, folder)
+        else:
+            self._finished.append(folder)
+
+    @contextlib.contextmanager
+    def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Save two processes the same work. Correctness does not rest on it: flock may be absent on NFS or Lustre."""
+        try:
+            stream = (self.root / "locks" / name).open("w", encoding="utf-8")
+        except OSError:
+            yield
+            return
+        with stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            except OSError:
+                pass
+            yield
+
+
+def stat_or_none(path: Path) -> os.stat_result | None:
+    """Return ``path.stat()``, or None when it fails."""
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _remove_all(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        remove_tree(folder)

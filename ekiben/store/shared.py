@@ -1,0 +1,364 @@
+"""A store that many users read and some write, on a file system many machines see.
+
+Its layers are those of the SIFs that were published beside it, each byte written once: a layer is found by a link to a SIF
+that has it, ``layers/<hex of its digest>/<offset>-<size>-<the SIF's name>``, and is gone with the last one. Everything else
+is as in any store (ekiben/store/store.py).
+
+What keeps it right is rename and nothing else: no lock (flock may be absent on NFS and Lustre), no database, no server. Only the names
+of temporary files in staging/ say by a lock, where there is one, whether their writer lives (ekiben/core/owner.py).
+A blob, a record or a link appears whole or not at all; two writers of the same thing write the same bytes; what is removed
+is first moved to trash/, so that a job that has it open keeps it, on NFS too.
+
+Who may do what is what the folder itself says, whatever anyone's umask and whatever group a login began with: its group and
+its mode are given to everything below it, files without the right to write. `chgrp lab DIR; chmod 2775 DIR` lets a group
+publish, `chmod 2755 DIR` its owner alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getpass
+import grp
+import os
+import pwd
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ekiben.core.checked import is_digest
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import StoreError
+from ekiben.core.files import format_size, lacks_inodes, new_file, reason_of, remove_tree
+from ekiben.core.owner import is_abandoned
+from ekiben.formats.partition import Partition
+from ekiben.formats.sif import read_sif
+from ekiben.store._records import StoredLayer
+from ekiben.store.store import Store
+
+STORE, IMAGES, TRASH = "store", "images", "trash"
+_LAYERS = "layers"
+_ATTEMPTS = 5
+_LEFT = 7 * 86400  # seconds after which a folder in staging/ is nobody's: its machine may be another one
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What everything below ``folder`` gets: its group, its mode for folders, its readers for files."""
+
+    folder: Path
+    group: int
+    mode: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Policy:
+        """Read a folder's policy. Raises OSError."""
+        status = folder.stat()
+        return cls(folder, status.st_gid, stat.S_IMODE(status.st_mode) | stat.S_ISGID)
+
+    def apply_permissions(self, path: Path, mode: int) -> None:
+        """Give a new path the folder's group and ``mode`` as far as the folder itself is readable; a folder gets its mode.
+
+        Raises StoreError when the user may not give files to that group, OSError.
+        """
+        status = path.lstat()
+        if status.st_gid != self.group:
+            try:
+                os.chown(path, -1, self.group)
+            except PermissionError as error:
+                raise StoreError(
+                    f"{self.folder} belongs to the group {group_name(self.group)}, and this login may not give files to it: "
+                    f"it is in {', '.join(map(group_name, sorted({os.getegid(), *os.getgroups()})))}",
+                    hint=f"`newgrp {group_name(self.group)}` (or a new login, when you were added to it just now), and again",
+                ) from error
+        readers = 0o700 | (0o050 if self.mode & 0o050 == 0o050 else 0) | (0o005 if self.mode & 0o005 == 0o005 else 0)
+        path.chmod(self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder, which takes its name when it has its mode: others may be about to write into it. Idempotent."""
+        if folder.is_symlink() and folder != self.folder:
+            raise StoreError(
+                f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
+            )
+        if folder.is_dir():
+            return
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+        temporary.mkdir()
+        try:
+            self.apply_permissions(temporary, 0)
+            temporary.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not folder.is_dir():
+                raise
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.rmdir()
+
+
+def group_name(number: int) -> str:
+    """Return a group's name, or its number where it has none."""
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def user_name(number: int) -> str:
+    """Return a user's name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+class SharedAccess:
+    """Access to a shared store: what is written gets its folder's group and mode. Errors name the folder."""
+
+    def __init__(self, shared_dir: Path) -> None:
+        self.shared_dir = shared_dir
+        self._policy: Policy | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """Return the folder's group and mode, read once."""
+        if self._policy is None:
+            self._policy = Policy.of(self.shared_dir)
+        return self._policy
+
+    def make_folder(self, folder: Path) -> None:
+        """Create a folder of the shared folder's group and mode."""
+        inside = folder.relative_to(self.shared_dir)
+        for parent in reversed([inside, *inside.parents]):
+            self.policy.make_folder(self.shared_dir / parent)
+
+    def apply_permissions(self, path: Path, mode: int) -> None:
+        """Give a file the shared folder's group and mode."""
+        self.policy.apply_permissions(path, mode)
+
+    def is_abandoned(self, path: Path) -> bool:
+        """Whether one's own dead process on this host made it, or anyone, more than a week ago. Raises OSError."""
+        status = path.lstat()
+        return status.st_mtime < time.time() - _LEFT or (status.st_uid == os.geteuid() and is_abandoned(path))
+
+    @contextlib.contextmanager
+    def translated_errors(self) -> Iterator[None]:
+        """Turn an OSError of the block into a StoreError that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            where = error.filename2 or error.filename or self.shared_dir
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = ""
+                with contextlib.suppress(OSError):
+                    free = f"; {format_size(shutil.disk_usage(self.shared_dir).free)} free"
+                what = "inodes" if lacks_inodes(self.shared_dir) else "space"
+                whose = f", of the group {group_name(self.policy.group)}" if error.errno == errno.EDQUOT else ""
+                raise StoreError(
+                    f"no {what} left in {self.shared_dir}: {reason_of(error, self.shared_dir)}{whose}{free}; nothing there was changed",
+                    hint=f"free space with `{command_name()} prune --in {self.shared_dir}`",
+                ) from error
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+                raise StoreError(
+                    f"{self.shared_dir} cannot be written: {error.strerror}: {where}",
+                    hint="give a folder whose parent is there and in which you may write",
+                ) from error
+            raise
+
+    def prepare(self) -> None:
+        """Make the folder, readable for all and written by its owner, when its parent is there; refuse one that is unusable."""
+        shared_dir = self.shared_dir
+        with self.translated_errors():
+            if not shared_dir.is_dir():
+                if os.path.lexists(shared_dir):
+                    status = "a link that leads to no folder" if shared_dir.is_symlink() else "a file"
+                    raise StoreError(f"{shared_dir} is {status}, and what is published goes into a folder",
+                                     hint="give a folder that is there, or a new name for one to be made")  # fmt: skip
+                shared_dir.mkdir()
+                shared_dir.chmod(0o2755)
+        self._refuse_unusable()
+        with self.translated_errors():
+            for name in (STORE, IMAGES, TRASH, f"{STORE}/{_LAYERS}"):
+                self.policy.make_folder(shared_dir / name)
+
+    def _refuse_unusable(self) -> None:
+        policy, mine = self.policy, {os.getegid(), *os.getgroups()}
+        if not os.access(self.shared_dir, os.W_OK | os.X_OK):
+            self._refuse_access()
+        if policy.mode & 0o050 != 0o050:
+            raise StoreError(
+                f"{self.shared_dir} is closed to its group ({group_name(policy.group)}): nobody would find what is published there",
+                hint=f"chmod 2750 {self.shared_dir} (its group may read), or chmod 2755 {self.shared_dir} (everyone may)",
+            )
+        if os.geteuid() and policy.group not in mine and not self.shared_dir.stat().st_mode & stat.S_ISGID:
+            policy.apply_permissions(self.shared_dir, 0)  # says what to do
+
+    def _refuse_access(self) -> NoReturn:
+        status = self.shared_dir.stat()
+        group, owner = group_name(status.st_gid), user_name(status.st_uid)
+        whose = f"it is {owner}'s, group {group}, {stat.filemode(status.st_mode)}"
+        is_member = getpass.getuser() in _members(status.st_gid)
+        if status.st_mode & 0o020 and is_member:
+            hint = f"you are in the group {group}, but this login began before that or without it: `newgrp {group}`, and again"
+        elif status.st_mode & 0o020:
+            hint = f"ask to be added to the group {group}"
+        else:
+            hint = f"ask {owner}: chmod 2775 {self.shared_dir} lets the group {group} publish; or give a folder of your own"
+        raise StoreError(f"you may not publish in {self.shared_dir}: {whose}", hint=hint)
+
+
+class SharedStore(Store):
+    """The store in ``DIR/store``, whose layers lie in the SIFs of ``DIR/images``. Reading needs no right to write."""
+
+    def __init__(self, shared_dir: Path) -> None:
+        self.shared_dir, self._access = shared_dir, SharedAccess(shared_dir)
+        super().__init__(shared_dir / STORE, access=self._access, locate=self._locate, version="2 shared",
+                         replace_hint="publish to a new folder")  # fmt: skip
+
+    @property
+    def policy(self) -> Policy:
+        """Return the group and mode that everything below the folder gets."""
+        return self._access.policy
+
+    def translated_errors(self) -> AbstractContextManager[None]:
+        """Turn an OSError of the block into a StoreError that says what to do."""
+        return self._access.translated_errors()
+
+    def apply_permissions(self, path: Path, mode: int) -> None:
+        """Give a new file or folder its mode whatever the umask, and the folder's group."""
+        self.policy.apply_permissions(path, mode)
+
+    def announced_keys(self) -> set[str]:
+        """Return the cache keys of the layers that running publishers need."""
+        return self.staging_area.announced_keys()
+
+    def _locate(self, digest: str) -> Partition | None:
+        for link in self._links(digest):
+            with contextlib.suppress(OSError, ValueError):  # ValueError: a file that is not one of ours
+                start, length, _ = link.name.split("-", 2)
+                offset, size = int(start), int(length)
+                target = Path(os.path.normpath(link.parent / link.readlink()))
+                if min(offset, size) >= 0 and self._is_image_file(target) and target.stat().st_size >= offset + size:
+                    return Partition(target, offset, size, digest)
+        return None
+
+    def _is_image_file(self, path: Path) -> bool:
+        """Whether it lies below images/ of this folder, without a link on the way: one could lead out of it."""
+        images = Path(os.path.normpath(self.shared_dir / IMAGES))
+        way = [path, *path.parents]
+        return images in way and not any(step.is_symlink() for step in way[: way.index(images)])
+
+    def _links(self, digest: str) -> list[Path]:
+        """The newest first: it is the last to be pruned, and a damaged one gets behind."""
+        try:
+            links = [(path.lstat().st_mtime, path) for path in (self.root / _LAYERS / digest[7:]).iterdir()]
+        except OSError:  # there is none, or prune is at work
+            return []
+        return [path for _, path in sorted(links, reverse=True) if not path.name.startswith(".")]
+
+    def put_layers(self, sif: Path, layers: Sequence[StoredLayer]) -> None:
+        """Let readers find these layers in ``sif``, a published file of them. Idempotent."""
+        for layer, partition in zip(layers, read_sif(sif).layers[-len(layers) :], strict=True):
+            folder = self.root / _LAYERS / layer.digest[7:]
+            target = os.path.relpath(sif, folder)
+            for _ in range(_ATTEMPTS):
+                self.policy.make_folder(folder)
+                with contextlib.suppress(FileExistsError, FileNotFoundError):  # prune may remove an empty folder
+                    (folder / f"{partition.offset}-{partition.size}-{sif.name}").symlink_to(target)
+                if self.find(layer.digest):
+                    break
+            self.put_layer(layer)
+
+    def drop_dangling(self) -> None:
+        """Remove links to SIFs that are gone, and keys of layers that no SIF has any more."""
+        with self.translated_errors():
+            for folder in (self.root / _LAYERS).iterdir():
+                for link in self._links(f"sha256:{folder.name}") if is_digest(f"sha256:{folder.name}") else ():
+                    with contextlib.suppress(
+                        FileNotFoundError, FileExistsError
+                    ):  # another prune is at work, or a publisher
+                        if not link.exists():
+                            target = link.readlink()
+                            link.unlink()
+                            if (folder / target).exists():  # it was published again between the two
+                                link.symlink_to(target)
+                with contextlib.suppress(OSError):
+                    if not folder.name.startswith(".") or folder.stat().st_mtime < time.time() - _LEFT:
+                        folder.rmdir()  # one with a dot is about to get its name
+            for key in self.records.names("keys"):
+                layer = self.records.layer(key)
+                if layer and self.find(layer.digest) is None and key not in self.announced_keys():
+                    self.records.drop("keys", key)
+                    if self.find(layer.digest):  # it was published again between the two
+                        self.put_layer(layer)
+
+    def write_file(self, path: Path, data: bytes, mode: int = 0o444) -> None:
+        """Write a small file that is no blob atomically. Raises OSError."""
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with new_file(path, temporary=temporary) as stream:
+            stream.write(data)
+            self.apply_permissions(temporary, mode)
+
+    def discard(self, path: Path) -> None:
+        """Move a path to trash/; its grace period begins now."""
+        path.rename(self.shared_dir / TRASH / f"{int(time.time())}__{secrets.token_hex(4)}__{path.name}")
+
+    def empty_trash(self, older_than: float, *, dry_run: bool) -> int:
+        """Remove what was discarded more than ``older_than`` seconds ago. Returns bytes."""
+        total = 0
+        for path in (self.shared_dir / TRASH).iterdir():
+            when = path.name.partition("__")[0]
+            with contextlib.suppress(FileNotFoundError):
+                if when.isdecimal() and int(when) <= time.time() - older_than:
+                    total += path.lstat().st_size
+                    if not dry_run:
+                        remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return total
+
+    def knows_last_use(self) -> bool:
+        """Whether the file system records when a file was read."""
+        return not os.statvfs(self.shared_dir).f_flag & os.ST_NOATIME
+
+    def last_use(self, status: os.stat_result) -> float:
+        """Return when a file was read or written last, as far as the file system knows."""
+        return max(status.st_mtime, status.st_atime if self.knows_last_use() else 0)
+
+    def restore(self, path: Path) -> None:
+        """Move a path back out of trash/, where nothing has taken its name."""
+        for aside in (self.shared_dir / TRASH).glob(f"*__*__{path.name}"):
+            if not path.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    aside.rename(path)
+
+
+def _members(group: int) -> list[str]:
+    try:
+        entry = grp.getgrgid(group)
+    except KeyError:
+        return []
+    return [*entry.gr_mem, *(item.pw_name for item in pwd.getpwall() if item.pw_gid == group)]
+
+
+def open_shared(shared_dir: Path) -> SharedStore:
+    """Open a shared store for reading. Raises StoreError when nothing was published there."""
+    try:
+        exists = (shared_dir / STORE / "version").exists()
+    except OSError as error:
+        raise StoreError(f"the shared store {shared_dir} cannot be read: {error.strerror}", hint=_hint()) from error
+    if not exists:
+        missing = "it is a file" if shared_dir.exists() else "there is no such folder"
+        reason = "nothing was published there yet" if shared_dir.is_dir() else missing
+        raise StoreError(f"no shared store in {shared_dir}: {reason}", hint=_hint())
+    return SharedStore(shared_dir)
+
+
+def _hint() -> str:
+    return (
+        f"name the folder that `{command_name()} publish --to` filled: --shared, EKIBEN_SHARED or `shared:` in config.yaml; "
+        "set EKIBEN_SHARED= to use none"
+    )

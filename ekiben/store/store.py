@@ -1,0 +1,310 @@
+"""The store: an OCI image layout whose layers are kept once, as squashfs, plus the index cache_key → layer.
+
+    blobs/sha256/<hex>   layers (squashfs), image configs, manifests
+    index.json           the images, by name (derived from refs/)
+    refs/<name>.json     name → manifest
+    keys/<key>.json      cache key → layer: diff_id, blob, and the readable inputs of the key
+    last/<name>.json     layer name → the key it had last, for saying why a layer is rebuilt
+    results/<key>.json   the outputs of a build stage: files, each a blob (compiled wheels above all)
+    compile_stats/       what compiling a package takes, by name: memory, files, time (learnt/ in older stores is still read)
+    checks/              what was verified, by image and runtime
+    logs/ staging/ locks/ CACHEDIR.TAG README version
+
+A store may have another one upstream, a cluster's say (ekiben/store/shared.py): what is not here is read there, and only this
+one is written. Nothing outside this package opens a file under blobs/ or reads a record. What only a writer needs is imported
+when something is written: most invocations find all of it there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ekiben.core.errors import CorruptBlob, StoreError
+from ekiben.core.files import digest_of
+from ekiben.formats.partition import Partition, copy_checked, read_partition
+from ekiben.store._blobs import Blobs
+from ekiben.store._records import CompileStats, ImageRecord, Records, StageOutput, StoredLayer, StoredResult, dump
+from ekiben.store._staging import Access, StagingArea, UserAccess
+
+if TYPE_CHECKING:
+    from ekiben.formats.squashfs.reader import SquashfsReader
+
+VERSION = "2"  # stores of version 1 hold zstd
+_TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Written by Ekiben; backups may leave this folder out.\n"
+_README = "This folder is an Ekiben store. `ekiben list` shows what is in it, `ekiben prune` frees space.\n"
+_FOLDERS = ("blobs/sha256", "refs", "keys", "last", "results", "compile_stats", "checks", "logs", "staging", "locks")
+_REPLACE = "remove it (its content is built or fetched again), or give another folder with --store or EKIBEN_STORE"
+
+
+def default_root() -> Path:
+    """Return the folder of the user's own store: EKIBEN_STORE, or ekiben/store in the cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("EKIBEN_STORE") or f"{cache}/ekiben/store").expanduser().absolute()
+
+
+class Store:
+    """A store in ``root``; making the object touches nothing, folders are made by open_for_writing().
+
+    ``upstream`` is read for layers and results that are not here, and never written. The other arguments are what a store of
+    another kind does differently: see ekiben.store.shared. All methods raise StoreError.
+    """
+
+    def __init__(
+        self, root: Path, upstream: Store | None = None, *, access: Access | None = None,
+        locate: Callable[[str], Partition | None] = lambda digest: None, version: str = VERSION, replace_hint: str = _REPLACE,
+    ) -> None:  # fmt: skip
+        self.root, self.upstream, self.version = root, upstream, version
+        self.staging_area = StagingArea(root, access or UserAccess(root))
+        self.blobs, self.records = Blobs(root, self.staging_area, locate), Records(root, self.staging_area)
+        self._refused: set[str] = set()  # damaged blobs of ``upstream``: made again here
+        try:
+            stored_version = (root / "version").read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise StoreError(f"the store {root} cannot be read: {error.strerror}",
+                             hint="give a folder of your own with --store or EKIBEN_STORE") from error  # fmt: skip
+        if stored_version != version:
+            raise StoreError(
+                f"{root} is a store of version {stored_version}; this Ekiben reads version {version}", hint=replace_hint
+            )
+
+    @property
+    def cache(self) -> Path:
+        """Downloads, and unfinished work of compilers, beside the store. Root's, which belong to a daemon, are apart."""
+        return self.root.parent / ("cache" if os.geteuid() else "cache-root")
+
+    @property
+    def staging_root(self) -> Path:
+        """Return the folder of all temporary folders."""
+        return self.staging_area.folder
+
+    def log_path(self, name: str) -> Path:
+        """Return where a log is to be written. prune() removes it after a month."""
+        return self.root / "logs" / f"{name}.log"
+
+    def is_writable(self) -> bool:
+        """Whether the store is there and this user may write to it."""
+        return os.access(self.root, os.W_OK)
+
+    # -- blobs
+
+    def blob_path(self, digest: str) -> Path:
+        """Return the file of a blob that is no layer, for programs that want a path; here, or upstream."""
+        local = self.blobs.path(digest)
+        if self.upstream is None or local.exists():
+            return local
+        path = self.upstream.blob_path(digest)
+        return path if path.exists() and digest not in self._refused else local
+
+    def find(self, digest: str) -> Partition | None:
+        """Return where a blob's bytes are: a file here or upstream, or a part of one."""
+        if partition := self.blobs.find(digest):
+            return partition
+        return self.upstream.find(digest) if self.upstream and digest not in self._refused else None
+
+    def partition(self, blob: StoredLayer | StageOutput, *, is_checked: bool = False) -> Partition:
+        """Return where the bytes of ``blob`` are. Reading them raises StoreError when it was removed meanwhile."""
+        located = self.find(blob.digest) or Partition(self.blobs.path(blob.digest), 0, 0, blob.digest)
+        return Partition(located.path, located.offset, blob.size, blob.digest, is_checked)
+
+    @contextlib.contextmanager
+    def reader(self, digest: str) -> Iterator[SquashfsReader]:
+        """Open the files of a layer. Raises StoreError, OSError."""
+        from ekiben.formats.squashfs.reader import SquashfsReader
+
+        located = self.find(digest)
+        with (located.path if located else self.blobs.path(digest)).open("rb") as file:
+            yield SquashfsReader(file, located.offset if located else 0)
+
+    def layer_file(self, layer: StoredLayer) -> Path:
+        """Return a file that is this layer alone, for who can mount no part of one; copy it here where there is none."""
+        partition = self.partition(layer)
+        with contextlib.suppress(OSError):
+            if partition.offset == 0 and partition.path.stat().st_size == layer.size:
+                return partition.path
+        with self.staging() as staging:
+            copy_checked(partition, staging / "layer")
+            self.put_file(staging / "layer", layer.digest)
+        return self.blobs.path(layer.digest)
+
+    def has_blob(self, digest: str, size: int) -> bool:
+        """Whether a blob of this size is there: a cheap look. Its bytes are checked when they are used."""
+        partition = self.find(digest)
+        return partition is not None and partition.size == size
+
+    def get_blob(self, digest: str) -> bytes:
+        """Return a small blob, checked. Raises CorruptBlob."""
+        path = self.blob_path(digest)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StoreError(f"blob {digest} is not in {self.root}: {error.strerror}") from error
+        if digest_of(data) != digest:
+            raise CorruptBlob(digest, path)
+        return data
+
+    def read_blob(self, digest: str) -> Iterator[bytes]:
+        """Yield a blob's bytes, unchecked. Raises StoreError when it is not there."""
+        return read_partition(self.find(digest) or Partition(self.blobs.path(digest), 0, 1, digest))
+
+    def check_blob(self, digest: str, *, again: bool = False) -> None:
+        """Read all of a blob and compare; one unchanged on disk since its last check is read only if ``again``.
+
+        Raises CorruptBlob.
+        """
+        self.blobs.check(digest, self.find(digest), again=again)
+
+    def put_blob(self, data: bytes) -> str:
+        """Store small data and return its digest. Idempotent."""
+        return self.blobs.put(data)
+
+    def put_file(self, path: Path, digest: str) -> None:
+        """Take a finished file from staging() as a blob, its digest just computed. Idempotent."""
+        self.blobs.put_file(path, digest)
+
+    def drop_blob(self, digest: str) -> None:
+        """Remove a damaged blob, so that it is made again. One that is upstream is left there and no longer used."""
+        if self.blobs.find(digest) is None and self.upstream and self.upstream.find(digest):
+            self._refused.add(digest)
+        else:
+            self.blobs.drop(digest)
+
+    # -- records
+
+    def layer(self, cache_key: str) -> StoredLayer | None:
+        """Return the layer of this key, where its blob is here or upstream too."""
+        layer = self.records.layer(cache_key)
+        if layer is not None and self.has_blob(layer.digest, layer.size):
+            return layer
+        upstream_layer = self.upstream.layer(cache_key) if self.upstream else None
+        if upstream_layer is None or upstream_layer.digest in self._refused:
+            return None
+        return (
+            upstream_layer if self.has_blob(upstream_layer.digest, upstream_layer.size) else None
+        )  # an own blob that is short comes first
+
+    def has(self, cache_key: str) -> bool:
+        """Whether layer() finds it."""
+        return self.layer(cache_key) is not None
+
+    def fetch(self, cache_key: str, into: Store) -> StoredLayer | None:
+        """Return the layer of this key, its bytes readable through ``into``, which is this store or has it upstream."""
+        return self.layer(cache_key)
+
+    def put_layer(self, layer: StoredLayer) -> None:
+        """Let the layer's key stand for it; its blob is there already."""
+        self.records.put_layer(layer)
+
+    def result(self, key: str) -> StoredResult | None:
+        """Return the result of this key, where all its blobs are here or upstream too."""
+        result = self.records.result(key)
+        if result is None and self.upstream:
+            result = self.upstream.result(key)
+        return result if result and all(self.has_blob(file.digest, file.size) for file in result.files) else None
+
+    def results(self) -> list[StoredResult]:
+        """Return all results, by name."""
+        results = (self.result(key) for key in self.records.names("results"))
+        return sorted((item for item in results if item), key=lambda item: (item.name, item.key))
+
+    def put_result(self, result: StoredResult) -> None:
+        """Let the result's key stand for it; its blobs are there already."""
+        self.records.put_result(result)
+
+    def last_inputs(self, name: str) -> Mapping[str, Any] | None:
+        """Return the inputs that a layer had when it was last built, if it ever was."""
+        return self.records.last_inputs(name)
+
+    def note_last(self, name: str, cache_key: str) -> None:
+        """Remember the key that a layer has now."""
+        self.records.note_last(name, cache_key)
+
+    def compile_stats(self, name: str) -> CompileStats:
+        """Return what compiling a package took before; empty when it was never compiled here."""
+        return self.records.compile_stats(name)
+
+    def put_compile_stats(self, name: str, stats: CompileStats) -> None:
+        """Remember what compiling a package took."""
+        self.records.write("compile_stats", name, stats)
+
+    def image(self, name: str) -> ImageRecord | None:
+        """Return the record of an image: its manifest's digest and size, and what put_image() was given."""
+        return self.records.image(name)
+
+    def images(self) -> dict[str, ImageRecord]:
+        """Return the records of all images, by name."""
+        return self.records.images()
+
+    def put_image(self, name: str, manifest: Mapping[str, Any], metadata: Mapping[str, Any]) -> ImageRecord:
+        """Store the manifest and let ``name`` stand for it; the image it stood for before stays until pruned."""
+        data = dump(manifest)
+        record = cast(ImageRecord, {**metadata, "manifest": self.put_blob(data), "size": len(data)})
+        if self.image(name) != record:
+            self.records.write("refs", name, record)
+            self.records.write_index()
+        return record
+
+    def check(self, name: str) -> dict[str, Any] | None:
+        """Return what was noted under this name."""
+        return self.records.read("checks", name)
+
+    def put_check(self, name: str, result: Mapping[str, Any]) -> None:
+        """Note a result, for check() to find."""
+        self.records.write("checks", name, result)
+
+    def drop_check(self, name: str) -> None:
+        """Drop the note. Idempotent."""
+        self.records.drop("checks", name)
+
+    # -- writing
+
+    def open_for_writing(self) -> None:
+        """Make the folders, and remove what dead processes left. Idempotent."""
+        access = self.staging_area.access
+        access.prepare()
+        with access.translated_errors():
+            for folder in _FOLDERS:
+                access.make_folder(self.root / folder)
+            for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", self.version + "\n"),
+                               ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
+                if not (self.root / name).exists():
+                    self.staging_area.write(self.root / name, text.encode())
+        self.staging_area.probe()
+        self.staging_area.sweep()
+        atexit.register(
+            self.staging_area.sweep_process
+        )  # ^C may come between making a folder and the block that removes it
+
+    def staging(self) -> AbstractContextManager[Path]:
+        """Yield a temporary folder inside the store, removed afterwards."""
+        return self.staging_area.temporary_folder()
+
+    @contextlib.contextmanager
+    def building(self, cache_keys: Iterable[str], *, background: bool = False) -> Iterator[None]:
+        """Make prune() keep these layers, and all that is stored meanwhile, until the block ends.
+
+        ``background``: in the block, syncing gigabytes goes on during the next layer's work, and the end of the block waits
+        for it; temporary trees are removed last. Not for a store with other readers, who see a blob only when it is on the
+        disk.
+        """
+        with self.staging_area.announce(cache_keys):
+            if not background:
+                yield
+                return
+            with self.staging_area.background(), self.blobs.trust_written():
+                yield
+
+    def lock(self, name: str, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
+        """Save two processes the same work. Correctness does not rest on it."""
+        return self.staging_area.lock(name, on_wait)
+
+    def remove_finished(self) -> None:
+        """Begin to remove the temporary folders of the layers made so far, where building() kept them until now."""
+        self.staging_area.remove_finished()

@@ -1,0 +1,71 @@
+"""`notebook`: the command it would start, and its refusals; tests/integration/test_notebook.py starts it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from support.sample_recipe import RunCli
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> dict[str, str]:
+    """An environment in which just these programs are there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("docker", "apptainer"):
+        (folder / name).write_text("#!/bin/sh\nexit 1\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": str(folder), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_server_listens_on_this_machine_only(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
+    """Apptainer shares the machine's network; Docker's port leads in from 127.0.0.1."""
+    port = free_port()
+    (tmp_path / "hello-notebook.sif").touch()
+    argv = ["notebook", "hello", "--cpu", "--dry-run", "--port", str(port)]
+    server = f"ekiben-notebook --port={port}"
+    shown = run_cli(*argv, env=tools).stdout
+    assert shown.endswith(f"hello-notebook.sif {server} --ip=127.0.0.1 --address=127.0.0.1\n")
+    assert " exec --cleanenv " in shown
+    shown = run_cli(*argv, "--runtime", "docker", env=tools).stdout
+    assert f" --publish 127.0.0.1:{port}:{port} " in shown
+    assert shown.endswith(f" ekiben/hello-notebook:latest {server} --ip=0.0.0.0 --address=127.0.0.1\n")
+    shown = run_cli(*argv, "--ip", "0.0.0.0", env=tools).stdout
+    assert shown.endswith(f" --ip=0.0.0.0 --address={socket.gethostname()}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dry-run"], "hello-notebook.sif is not built yet"),
+        (["--sif", "x.sif", "--no-start"], "--no-start is for building the image, and --sif names one"),
+        (["--sif", "x.sif", "--gpu-arch", "9.0"], "--gpu-arch is for building the image"),
+        (["--sif", "x.sif", "--ip", "192.0.2.1"], "--ip 192.0.2.1: Cannot assign requested address"),
+        (["--sif", "x.sif", "--ip", "no.such.host.invalid"], "--ip no.such.host.invalid: "),
+        (["--sif", "x.sif", "--port", "0"], "0 is not in the range"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: list[str], message: str, run_cli: RunCli, tools: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "x.sif").touch()
+    assert message in run_cli("notebook", "hello", *options, env=tools, code=2).stderr
+
+
+def test_port_in_use_is_named_or_the_next_one_taken(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "x.sif").touch()
+    argv = ["notebook", "hello", "--cpu", "--dry-run", "--sif", "x.sif"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert f"--port {port} is in use" in run_cli(*argv, "--port", str(port), env=tools, code=2).stderr
+    chosen = int(run_cli(*argv, env=tools).stdout.partition("--port=")[2].split()[0])
+    with socket.create_server(("127.0.0.1", chosen)):
+        assert f"--port={chosen} " not in run_cli(*argv, env=tools).stdout

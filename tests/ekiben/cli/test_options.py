@@ -1,0 +1,332 @@
+"""Options of several commands: former names, empty values, files to write, options without effect."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ekiben.cli import root
+from ekiben.cli.options import TextType
+from support.sample_recipe import RunCli, SampleRecipe, seeded
+
+CTX = click.Context(root)
+
+
+def parameters() -> Iterator[tuple[str, click.Command, click.Parameter]]:
+    """Every parameter that is a name or a path."""
+    waiting: list[tuple[str, click.Command]] = [("", root)]
+    waiting += [(name, found) for name in root.list_commands(CTX) if (found := root.get_command(CTX, name))]
+    for name, command in waiting:
+        if isinstance(command, click.Group) and command is not root:
+            waiting += [(f"{name} {inner}", one) for inner, one in command.commands.items()]
+        for param in command.params:
+            is_text = isinstance(param.type, click.Path | TextType | click.types.StringParamType)
+            if is_text and not (isinstance(param, click.Option) and param.hidden):
+                yield f"{name} {param.opts[0]}".strip(), command, param
+
+
+PARAMETERS = {name: (command, param) for name, command, param in parameters()}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(PARAMETERS) - {name for name in PARAMETERS if name.endswith("--build-arg")})
+)
+def test_every_name_and_path_refuses_to_be_empty(name: str) -> None:
+    command, param = PARAMETERS[name]
+    ctx = click.Context(command)
+    with pytest.raises(click.BadParameter, match="is empty; is a variable of your shell not set"):
+        param.type_cast_value(ctx, ("",) if param.multiple or param.nargs == -1 else "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (["--store", "", "plan", "hello"], "--store"),
+        (["--shared", "", "plan", "hello"], "--shared"),
+        (["publish", "hello", "--to", ""], "--to"),
+        (["catalog", ""], "DIR"),
+        (["bundle", "hello", "--include", ""], "--include"),
+        (["image", "hello", "-o", ""], "'-o' / '--output'"),
+        (["image", ""], "RECIPE…"),
+        (["push", "hello", "x", "--sign", ""], "--sign"),
+        (["plan", "hello", "--stack", ""], "--stack"),
+        (["wheels", "export", "x", "-o", ""], "'-o' / '--output'"),
+    ],
+    ids=" ".join,
+)
+def test_empty_arguments_are_refused(run_cli: RunCli, argv: list[str], option: str) -> None:
+    message = run_cli(*argv, code=2).stderr
+    assert "is empty; is a variable of your shell not set?" in message
+    assert option in message
+
+
+def test_an_empty_build_arg_is_refused(run_cli: RunCli) -> None:
+    assert "--build-arg : expected NAME=VALUE" in run_cli("plan", "hello", "--build-arg", "", code=2).stderr
+
+
+# ------------------------------------------------------------------------------------------------------- former names
+
+
+def test_a_former_name_still_works_with_a_warning(run_cli: RunCli, sample: SampleRecipe, tmp_path: Path) -> None:
+    at = ("--store", tmp_path / "store", "plan", sample.path, "--json")
+    new, old = run_cli(*at, "--build-arg", "word=x"), run_cli(*at, "--arg", "word=x")
+    assert new.stdout == old.stdout != run_cli(*at).stdout
+    assert new.stderr == ""
+    assert old.stderr == "warning: --arg is now --build-arg; the old name will be removed\n"
+
+
+def test_former_and_new_option_names_accumulate(run_cli: RunCli, sample: SampleRecipe) -> None:
+    message = run_cli("plan", sample.path, "--arg", "one=1", "--build-arg", "two=2", "--arg", "three=3", code=3).stderr
+    assert all(f"'{name}'" in message for name in ("one", "two", "three"))
+
+
+@pytest.mark.parametrize(
+    ("command", "former", "new"),
+    [
+        ("plan", "--arg", "--build-arg"), ("image", "--arg", "--build-arg"), ("bundle", "--with", "--include"),
+        ("image", "--flat", "--squash"), ("submit", "--notice", "--grace-period"), ("submit", "--group", "--account"),
+        ("submit", "--resource", "--partition"), ("submit", "--option", "--scheduler-arg"),
+        ("submit", "--stage", "--copy-local"), ("run", "--stage", "--copy-local"),
+    ],
+)  # fmt: skip
+def test_help_shows_the_new_name_only(command: str, former: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = root.get_command(CTX, command)
+    assert found is not None
+    shown = found.get_help(click.Context(found)).split()
+    assert new in shown
+    assert former not in shown
+    (option,) = (param for param in found.params if new in param.opts)
+    is_flag = isinstance(option, click.Option) and option.is_flag
+    argv = {"submit": ["hello", "hello"]}.get(command, ["hello"])
+    value = [] if is_flag else ["30s"]
+    values = [found.make_context(command, [*argv, name, *value]).params[option.name or ""] for name in (former, new)]
+    assert values[0] == values[1]
+    assert values[0] != found.make_context(command, argv).params[option.name or ""]
+    assert capsys.readouterr().err.count(f"{former} is now {new}") == 1
+
+
+# ----------------------------------------------------------------------------------------------------- files to write
+
+
+def words_with_output(files_only: SampleRecipe) -> dict[str, list[str]]:
+    return {
+        "image": ["image", str(files_only.path), "--format", "sif", "--no-verify"],
+        "bundle": ["bundle", str(files_only.path)],
+        "sbom": ["sbom", "own"],
+        "pull": ["pull", "127.0.0.1:9/x:1"],
+        "doctor": ["doctor", "--record"],
+        "doctor of an image": ["doctor"],
+        "render": ["render", str(files_only.path), "--to", "def"],
+        "wheels": ["wheels", "export", "x"],
+        "catalog": ["catalog", str(files_only.path)],
+    }
+
+
+TO_FILE, TO_FOLDER = ("image", "bundle", "sbom", "pull", "doctor"), ("render", "wheels", "catalog")
+
+
+@pytest.mark.parametrize("name", [*TO_FILE, "doctor of an image", *TO_FOLDER])
+@pytest.mark.parametrize("by_link", [False, True], ids=["itself", "a link to it"])
+def test_output_device_is_never_replaced(
+    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str, by_link: bool
+) -> None:
+    if os.geteuid():
+        pytest.skip("only root makes a device")
+    device, link = tmp_path / "null", tmp_path / "link"
+    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    link.symlink_to(device)
+    output = link if by_link else device
+    message = run_cli(*words_with_output(files_only)[name], "-o", output, code=2).stderr
+    assert f"-o {output}: is a character device" in message
+    assert stat.S_ISCHR(device.lstat().st_mode)
+    assert link.is_symlink()
+
+
+@pytest.mark.parametrize("name", TO_FILE)
+def test_output_that_is_a_folder_or_pipe_is_refused(
+    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    argv = words_with_output(files_only)[name]
+    assert "-o folder: is a folder; name a file in it" in run_cli(*argv, "-o", "folder", code=2).stderr
+    assert "-o pipe: is a pipe" in run_cli(*argv, "-o", "pipe", code=2).stderr
+    assert "-o no/x: there is no folder" in run_cli(*argv, "-o", "no/x", code=2).stderr
+
+
+@pytest.mark.parametrize("name", TO_FOLDER)
+def test_output_folder_that_is_a_file_is_refused(
+    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    message = run_cli(*words_with_output(files_only)[name], "-o", "file", code=2).stderr
+    assert "-o file: is a file, and a folder is needed" in message
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["a file", "nothing yet"])
+def test_output_link_is_followed(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, is_there: bool) -> None:
+    store = seeded(files_only, tmp_path / "store", "ground")
+    (tmp_path / "disk").mkdir()
+    link, file = tmp_path / "link.sif", tmp_path / "disk/real.sif"
+    if is_there:
+        file.write_text("old")
+    link.symlink_to("disk/real.sif")
+    run_cli("--store", store.root, *words_with_output(files_only)["image"], "-o", link)
+    assert link.is_symlink()
+    assert file.read_bytes()[32:42] == b"SIF_MAGIC\0"
+
+
+def test_the_default_file_is_checked_too(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
+    store = seeded(files_only, tmp_path / "store", "ground")
+    (tmp_path / "own.sif").mkdir()
+    message = run_cli("--store", store.root, *words_with_output(files_only)["image"], code=2).stderr
+    assert "own.sif: is a folder" in message
+
+
+# ---------------------------------------------------------------------------------------------- options without effect
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["image", "hello", "--format", "docker", "-o", "x"], "-o names a file, and --format docker writes none"),
+        (["image", "hello", "--format", "docker", "--squash"], "--squash is for a SIF, which --format leaves out"),
+        (
+            ["run", "hello", "--copy-local", "--runtime", "docker", "--dry-run"],
+            "--copy-local copies a SIF, and docker runs none",
+        ),
+        (["status", "--runs", "missing"], "--runs: missing is not there"),
+        (["logs", "--runs", "missing"], "--runs: missing is not there"),
+        (["cancel", "1", "--runs", "missing"], "--runs: missing is not there"),
+        (["prune", "--in", ".", "--wheels"], "--wheels is about your own store; leave it out, or leave out --in"),
+        (["prune", "--in", ".", "--engines"], "--engines is about your own store"),
+        (["prune", "--unused-for", "3"], "--unused-for is for a shared folder, which --in names"),
+        (["prune", "--grace", "3"], "--grace is for a shared folder"),
+        (["verify", "hello", "--engine", "docker"], "--engine is for --rebuild"),
+        (["verify", "hello", "--rebuild", "--sif", "x.sif"], "--sif is not tested by --rebuild"),
+        (["verify", "x.sif", "--rebuild"], "--rebuild is for a recipe's image"),
+        (["verify", "x.sif", "--stack", "cu124"], "--stack is for a recipe's image"),
+        (["doctor", "--record", "hello"], "--record describes this machine; leave out the image, --site and --json"),
+        (["doctor", "--record", "--site", "abci-3.0"], "--record describes this machine"),
+        (["doctor", "--record", "--json"], "--record describes this machine"),
+        (["doctor", "--record", "--stack", "cu124"], "--stack is of no use to --record"),
+        (["doctor", "--stack", "cu124"], "--stack is for a recipe's image; name the recipe"),
+        (["doctor", "x.sif", "--gpu-arch", "9.0"], "--gpu-arch is for a recipe's image"),
+        (["doctor", "hello", "--site", "abci-3.0", "-o", "x"], "-o is about building on this machine"),
+        (
+            ["lock", "cu130", "--check", "--keep"],
+            "--keep is for writing lock files; --check keeps what is locked anyway",
+        ),
+        (["push", "hello", "127.0.0.1:9/x", "--format", "layers", "--sbom"], "--sbom is for an image"),
+        (["push", "hello", "127.0.0.1:9/x", "--format", "layers", "--sign"], "--sign is for an image"),
+        (["notebook", "hello", "--no-start", "--port", "9000"], "--port is for starting the image"),
+        (["notebook", "hello", "--no-start", "--dry-run"], "--dry-run is for starting the image"),
+        (["submit", "hello", "hello", "--dry-run", "--wait"], "--wait is for jobs, and --dry-run submits none"),
+        (
+            ["image", "hello", "--bundle", "x", "--build-arg", "mirror=http://m/"],
+            "--build-arg mirror: --bundle has the packages",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_option_without_effect_is_refused(run_cli: RunCli, tmp_path: Path, argv: list[str], message: str) -> None:
+    done = run_cli("--store", tmp_path / "store", *argv, code=2)
+    assert f"error: {message}" in done.stderr
+    assert done.stdout == "" or json.loads(done.stdout)["error"]["message"] in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------- errors under --json
+
+
+def json_commands() -> Iterator[list[str]]:
+    """The arguments of every command that has --json."""
+    for name in root.list_commands(CTX):
+        command = root.get_command(CTX, name)
+        inner = command.commands.items() if isinstance(command, click.Group) else ()
+        for argv, one in [([name], command), *(([name, key], value) for key, value in inner)]:
+            if one is not None and any("--json" in param.opts for param in one.params):
+                yield argv
+
+
+@pytest.mark.parametrize("argv", [*json_commands()], ids=" ".join)
+def test_wrong_option_is_reported_as_json(argv: list[str]) -> None:
+    done = CliRunner().invoke(root, [*argv, "--json", "--zzz"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout) == {"error": {"message": "No such option '--zzz'.", "hint": None, "exit_code": 2}}
+    assert "No such option" in done.stderr
+
+
+@pytest.mark.parametrize("argv", [*json_commands()], ids=" ".join)
+def test_file_as_store_is_reported_as_json(argv: list[str], tmp_path: Path) -> None:
+    """Every command that works with a store fails, and the others before it, for what they are about is missing."""
+    store = tmp_path / "store"
+    store.write_text("")
+    command = root.get_command(CTX, argv[0])
+    inner = command.get_command(CTX, argv[1]) if isinstance(command, click.Group) else command
+    assert inner is not None
+    required = [param for param in inner.params if param.required]
+    values = [
+        word for param in required for word in ([param.opts[0]] if isinstance(param, click.Option) else []) + ["hello"]
+    ]
+    runs = ["--runs", str(store)] if any("--runs" in param.opts for param in inner.params) else []
+    done = CliRunner().invoke(root, ["--store", str(store), *argv, *values, *runs, "--json"])
+    error = json.loads(done.stdout)["error"]
+    assert done.exit_code == error["exit_code"] != 0
+    assert error["message"] in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["plan", "--json"], ["nothing", "--json"], ["--store", "", "list", "--json"], ["plan", "x" * 300, "--json"]],
+)
+def test_errors_before_a_command_runs_are_json(run_cli: RunCli, argv: list[str]) -> None:
+    done = run_cli(*argv, code=1 if "x" * 300 in argv else 2)
+    assert json.loads(done.stdout)["error"]["message"] in done.stderr
+
+
+def test_json_for_a_task_is_not_an_option_here(run_cli: RunCli) -> None:
+    assert run_cli("run", "hello", "nothing", "--json", code=2).stdout == ""
+
+
+def test_scripts_of_a_dry_run_as_json(run_cli: RunCli) -> None:
+    argv = ("submit", "hello", "hello", "--scheduler", "slurm", "--dry-run")
+    shown = json.loads(run_cli(*argv, "--json").stdout)
+    assert shown.keys() == {"run", "scripts", "program"}
+    (script,) = shown["scripts"].values()
+    assert script.startswith("#!/bin/bash\n#SBATCH")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plan"],
+        ["init"],
+        ["run"],
+        ["doctor"],
+        ["verify"],
+        ["inspect"],
+        ["status"],
+        ["lock"],
+        ["image"],
+        ["bundle"],
+        ["render", "--to", "def"],
+        ["publish", "--to", "shared"],
+        ["notebook"],
+        ["shell"],
+    ],
+    ids=" ".join,
+)
+def test_names_too_long_for_a_file_end_without_traceback(run_cli: RunCli, argv: list[str], tmp_path: Path) -> None:
+    name = "x" * 300 + ".sif" * (argv[0] in ("verify", "inspect", "doctor"))
+    message = run_cli(
+        "--store", tmp_path / "store", *argv, name, code={"inspect": 6, "doctor": 6}.get(argv[0], 1)
+    ).stderr
+    assert "File name too long" in message

@@ -1,0 +1,51 @@
+"""Options before the environment, that before config.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.settings import read_settings
+from ekiben.run.jobs.request import JobRequest, with_defaults
+
+
+def test_options_come_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    (tmp_path / "ekiben").mkdir()
+    (tmp_path / "ekiben/config.yaml").write_text("shared: /file\nregistry: host/file\n")
+    environment = {"XDG_CONFIG_HOME": str(tmp_path), "XDG_CACHE_HOME": "/cache"}
+    found = read_settings(environment)
+    assert (found.store, found.shared, found.registry) == (Path("/cache/ekiben/store"), Path("/file"), "host/file")
+    environment |= {"EKIBEN_STORE": "/env", "EKIBEN_SHARED": "/env-shared", "EKIBEN_REGISTRY": "host/env"}
+    found = read_settings(environment)
+    assert (found.store, found.shared, found.registry) == (Path("/env"), Path("/env-shared"), "host/env")
+    found = read_settings(environment, store=Path("/option"), shared=Path("/option-shared"))
+    assert (found.store, found.shared) == (Path("/option"), Path("/option-shared"))
+
+
+def test_empty_variables_mean_none(tmp_path: Path) -> None:
+    (tmp_path / "ekiben").mkdir()
+    (tmp_path / "ekiben/config.yaml").write_text("shared: /file\nregistry: host/file\n")
+    environment = {"XDG_CONFIG_HOME": str(tmp_path), "EKIBEN_STORE": "", "EKIBEN_SHARED": "", "EKIBEN_REGISTRY": ""}
+    found = read_settings(environment)
+    assert (found.shared, found.registry) == (None, None)
+    assert found.store == Path("~/.cache/ekiben/store").expanduser()
+
+
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = read_settings({"XDG_CONFIG_HOME": str(tmp_path)}, store=Path("store"), shared=Path("lab"))
+    assert (found.store, found.shared) == (tmp_path / "store", tmp_path / "lab")
+
+
+def test_user_config_replaces_single_keys_of_site_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ekiben").mkdir()
+    monkeypatch.setattr("ekiben.core.settings._OF_SITE", tmp_path / "site.yaml")
+    (tmp_path / "site.yaml").write_text(
+        'shared: /lab\nregistry: host/lab\nrecipes: [lab]\njobs: {partition: gpu, time: "2:00:00", env: [A=1]}\n'
+    )
+    (tmp_path / "ekiben/config.yaml").write_text("registry: host/mine\njobs: {account: me, time: 90m, env: [B]}\n")
+    both = read_settings({"XDG_CONFIG_HOME": str(tmp_path)})
+    assert (both.shared, both.registry, both.recipes) == (Path("/lab"), "host/mine", (tmp_path / "lab",))
+    request = with_defaults(JobRequest(env=("C",)), both.jobs)
+    assert (request.group, request.resource, request.seconds, request.env) == ("me", "gpu", 5400, ("A=1", "B", "C"))

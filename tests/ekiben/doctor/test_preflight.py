@@ -1,0 +1,154 @@
+"""What is found before a job is submitted: in images made here, with a runtime that only runs the task's script."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ekiben.cli.commands.submit import _gpus_of
+from ekiben.core.errors import UsageError
+from ekiben.doctor.preflight import PlannedGpus, check_image_of, try_arguments
+from ekiben.formats.partition import Partition
+from ekiben.formats.sif import SifHeader, sif_id, write_sif
+from ekiben.run.jobs.plan import plan
+from ekiben.run.jobs.request import JobRequest
+from ekiben.run.site import find_site
+from ekiben.spec.recipe import find_recipe
+from support.sample_recipe import RunCli
+
+TRAIN = """\
+import argparse, pathlib
+parser = argparse.ArgumentParser()
+parser.add_argument("--dry-run", action="store_true")
+parser.add_argument("--data")
+args = parser.parse_args()
+if args.data and not pathlib.Path(args.data).exists():
+    raise SystemExit(f"error: {args.data}: no such file")
+"""
+
+
+def image(folder: Path, *, name: str = "mine", script: str = TRAIN, recipe: str | None = None) -> Path:
+    shipped = folder / "image/opt/ekiben/recipe"
+    (shipped / "entrypoints").mkdir(parents=True)
+    written = json.dumps({"name": name, "tasks": {"train": {"entrypoint": "train.py"}}})
+    (shipped / "recipe.yaml").write_text(written if recipe is None else recipe)
+    (shipped / "entrypoints/train.py").write_text(script)
+    subprocess.run(
+        ["mksquashfs", folder / "image", folder / "layer", "-quiet", "-no-progress", "-comp", "zstd"], check=True
+    )
+    data = (folder / "layer").read_bytes()
+    digest = "sha256:" + hashlib.sha256(data).hexdigest()
+    sif = folder / "mine.sif"
+    write_sif(sif, [Partition(folder / "layer", 0, len(data), digest)], SifHeader(sif_id([digest], ""), "", "amd64", 1))
+    return sif
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime that starts the task's script with the arguments behind the SIF."""
+    path = tmp_path / "bin/apptainer"
+    path.parent.mkdir()
+    path.write_text('#!/bin/bash\nwhile [[ $1 != *.sif ]]; do shift; done\n'
+                    f'shift 2\nexec python3 {tmp_path}/image/opt/ekiben/recipe/entrypoints/train.py "$@"\n')  # fmt: skip
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def test_an_image_of_another_recipe_or_without_the_task_is_refused(tmp_path: Path) -> None:
+    sif = image(tmp_path)
+    assert check_image_of(sif, "mine", ["train"]) == {"train": TRAIN.encode()}
+    with pytest.raises(UsageError, match="is an image of the recipe 'mine', not of 'other'"):
+        check_image_of(sif, "other", ["train"])
+    with pytest.raises(UsageError, match="has no task 'merge'"):
+        check_image_of(sif, "mine", ["train", "merge"])
+    (tmp_path / "foreign.sif").write_bytes(b"an image of another make")
+    assert check_image_of(tmp_path / "foreign.sif", "mine", ["train"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [(["--data", "gone.jsonl"], "gone.jsonl: no such file"), (["--frob"], "unrecognized arguments: --frob")],
+)
+def test_arguments_refused_by_the_task_are_an_error(
+    tmp_path: Path, runtime: Path, arguments: list[str], wrong: str
+) -> None:
+    sif = image(tmp_path)
+    with pytest.raises(UsageError, match=wrong):
+        try_arguments(sif, TRAIN.encode(), ["train", *arguments], dict(os.environ), lambda line: None)
+    try_arguments(sif, TRAIN.encode(), ["train", "--data", "mine.sif"], dict(os.environ), lambda line: None)
+    # A task without the option is not started.
+    try_arguments(sif, b"print()", ["train", *arguments], dict(os.environ), lambda line: None)
+
+
+PLANS = """import argparse, sys
+parser = argparse.ArgumentParser()
+for name in ("--data", "--gpus", "--on"):  # add_on_option(
+    parser.add_argument(name)
+parser.add_argument("--dry-run", action="store_true")
+args = parser.parse_args()
+if args.on == "Unknown X1":
+    sys.exit(f"error: --on {args.on}: no GPU is known by that name.")
+if args.on == "NVIDIA L4":
+    print(f"error: it will not fit on {args.gpus} {args.on}", file=sys.stderr)
+    sys.exit(3)
+open("tried", "a").write(f"{args.gpus} {args.on}\\n")
+"""
+
+
+def test_dry_run_plans_for_gpus_of_job(tmp_path: Path, runtime: Path) -> None:
+    sif = image(tmp_path)
+    (tmp_path / "image/opt/ekiben/recipe/entrypoints/train.py").write_text(PLANS)
+    messages: list[str] = []
+
+    def attempt(gpus: PlannedGpus, *arguments: str) -> None:
+        try_arguments(sif, PLANS.encode(), ["train", *arguments], dict(os.environ), messages.append, gpus)
+
+    with pytest.raises(UsageError, match="it will not fit on 4 NVIDIA L4"):
+        attempt(PlannedGpus(4, "NVIDIA L4"))
+    for gpus in (PlannedGpus(8, "NVIDIA H200"), PlannedGpus(2), PlannedGpus(4, "Unknown X1"), PlannedGpus(0)):
+        attempt(gpus)
+    attempt(PlannedGpus(4, "NVIDIA L4"), "--gpus=1")
+    assert (tmp_path / "tried").read_text() == "8 NVIDIA H200\n2 None\n4 None\nNone None\n1 None\n"
+    assert "train knows no memory size of Unknown X1: whether it fits is not checked" in messages
+
+
+def test_planned_gpus_come_from_site_profile() -> None:
+    recipe = find_recipe("lora-opencalm")
+    for site, gpus, nodes, known in (("abci-3.0", 8, 2, (16, "NVIDIA H200")), ("slurm-l4", None, 1, (1, "NVIDIA L4"))):
+        request = JobRequest(nodes=nodes, gpus=gpus, group="lab", seconds=3600)
+        profile = find_site(site)
+        assert profile.file.scheduler
+        job = plan(recipe, ["train"], request, scheduler=profile.file.scheduler.kind, site=profile, sif=Path("/x.sif"), runs=Path("/runs"))  # fmt: skip
+        assert _gpus_of(job) == known
+
+
+def test_a_runtime_that_cannot_run_here_refuses_nothing(tmp_path: Path, runtime: Path) -> None:
+    runtime.write_text("#!/bin/sh\necho no user namespaces >&2\nexit 255\n")
+    messages: list[str] = []
+    try_arguments(tmp_path / "mine.sif", TRAIN.encode(), ["train"], dict(os.environ), messages.append)
+    assert messages[-1] == "train --dry-run could not be tried here: no user namespaces"
+
+
+def test_submit_refuses_before_the_queue(tmp_path: Path, run_cli: RunCli) -> None:
+    sif = image(tmp_path)
+    submit = ("submit", "hello", "hello", "--scheduler", "pbs", "--sif", str(sif))
+    assert "is an image of the recipe 'mine', not of 'hello'" in run_cli(*submit, code=2).stderr
+    assert not (tmp_path / "ekiben-runs").exists()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["[]", "name: [", "name: mine", "name: mine\ntasks: {train: 3}", "name: mine\ntasks: {train: {}}", "[" * 9999],
+)
+def test_invalid_published_recipe_is_an_error(tmp_path: Path, recipe: str) -> None:
+    sif = image(tmp_path, recipe=recipe)
+    with pytest.raises(UsageError, match=r"recipe/recipe\.yaml") as caught:
+        check_image_of(sif, "mine", ["train"])
+    assert str(sif) in str(caught.value)

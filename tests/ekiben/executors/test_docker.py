@@ -1,0 +1,69 @@
+"""What a container says of its files arrives whole, or is an error."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ekiben.core.errors import EngineError
+from ekiben.executors import Job, docker
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Any]]:
+    """A container of this machine's own shell and tools, with a folder of ours in it."""
+    if reason := docker.unavailable():
+        pytest.skip(reason)
+    mount = tmp_path_factory.mktemp("mount")
+    made = docker.client().containers.create(
+        _image(), ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
+        volumes=[f"{mount}:/run/ekiben", "/usr:/usr:ro", "/lib:/lib:ro", "/lib64:/lib64:ro", "/bin:/bin:ro"],
+    )  # fmt: skip
+    made.start()
+    job = Job(name="x", lower=(), mount=mount, cache=mount, scratch=mount, staging=mount, log=print)
+    yield job, made
+    made.remove(force=True)
+    docker.client().images.remove("ekiben-test/empty:latest")
+
+
+def _image() -> str:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("empty"))
+    docker.client().api.import_image_from_data(out.getvalue(), repository="ekiben-test/empty", tag="latest")
+    return "ekiben-test/empty:latest"
+
+
+def test_large_output_is_complete(container: tuple[Job, Any]) -> None:
+    job, running = container
+    for _ in range(20):
+        with docker._output(job, running, ["seq", "200000"]) as output:
+            assert output.read() == b"".join(b"%d\n" % number for number in range(1, 200_001))
+    assert [path.name for path in job.mount.iterdir()] == []
+
+
+def test_failed_program_raises_with_its_stderr(container: tuple[Job, Any]) -> None:
+    job, running = container
+    with (
+        pytest.raises(EngineError, match=r"exit code 3: on purpose"),
+        docker._output(job, running, ["sh", "-c", "echo on purpose >&2; exit 3"]),
+    ):
+        pass
+
+
+def test_truncated_output_is_an_error(container: tuple[Job, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    job, running = container
+    read = docker._read_or_empty
+
+    def cut(path: Path) -> bytes:
+        (job.mount / "output").write_bytes(b"1\n")
+        return read(path)
+
+    monkeypatch.setattr(docker, "_read_or_empty", cut)
+    with pytest.raises(EngineError, match="wrote 21 bytes, and 2 of them"), docker._output(job, running, ["seq", "10"]):
+        pass

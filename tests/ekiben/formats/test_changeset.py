@@ -1,0 +1,852 @@
+"""What a script changed, as every kind of overlay tells it, becomes the same members; applied, they give the merged tree."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import random
+import socket
+import stat
+import tarfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from ekiben.core.errors import LayerError
+from ekiben.formats.changeset import (
+    PLACEHOLDERS,
+    Lower,
+    OverlayError,
+    file_entries,
+    is_excluded,
+    normalize,
+    refuse_total_removal,
+    unordered_entries,
+)
+from ekiben.formats.layer import Entry, File, LayerEntry, Xattrs, sort_key, write_entries
+from ekiben.formats.left_out import LeftOut
+from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
+from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.tar import DigestWriter
+from ekiben.formats.xattrs import content_xattrs, to_pax
+
+EPOCH = 1_700_000_000
+Content = tuple[Entry, bytes]
+Tree = dict[str, Content]
+
+
+def d(path: str, mode: int = 0o755, *, uid: int = 0, gid: int = 0) -> Content:
+    return Entry(path, "dir", mode, uid, gid, EPOCH), b""
+
+
+def f(path: str, data: bytes = b"", mode: int = 0o644, mtime: int = 5) -> Content:
+    return Entry(path, "file", mode, mtime=mtime, size=len(data)), data
+
+
+def link(path: str, target: str) -> Content:
+    return Entry(path, "symlink", 0o777, mtime=5, target=target), b""
+
+
+def tree(*items: Content) -> Tree:
+    return {entry.path: (entry, data) for entry, data in (d(""), *items)}
+
+
+def sent(files: Mapping[str, Content]) -> Iterator[LayerEntry]:
+    for path in sorted(files, key=sort_key):
+        entry, data = files[path]
+        yield entry, [data] if data else None
+
+
+def drained(members: Iterable[LayerEntry]) -> list[Content]:
+    """Checked on the way as every sink would: the order, and the sizes."""
+
+    class Nothing:
+        def add(self, entry: Entry) -> None:
+            found.append((entry, b""))
+
+        def write(self, chunk: bytes) -> None:
+            found[-1] = (found[-1][0], found[-1][1] + chunk)
+
+        def close(self) -> None:
+            pass
+
+    found: list[Content] = []
+    write_entries(members, Nothing())
+    return found
+
+
+class Layers:
+    """Real squashfs layers in a folder, and what they look like stacked."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack, self.readers = folder, stack, list[SquashfsReader]()
+
+    def push(self, members: Iterable[LayerEntry]) -> None:
+        path = self._folder / f"{len(self.readers)}.squashfs"
+        with path.open("w+b") as out:
+            write_entries(members, SquashfsWriter(out, epoch=EPOCH))
+        self.readers.append(SquashfsReader(self._stack.enter_context(path.open("rb"))))
+
+    @property
+    def lower(self) -> Lower:
+        return Lower(self.readers[::-1])
+
+    def merged(self) -> Tree:
+        return {entry.path: (entry, data) for entry, data in drained(merged_layer(self.readers))}
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Iterator[Layers]:
+    with ExitStack() as stack:
+        yield Layers(tmp_path, stack)
+
+
+# ------------------------------------------------------------------------- an upper directory, and how overlays keep it
+
+
+@dataclass
+class Upper:
+    """``made``: what is there; ``deleted``: what hides; ``opaque``: folders made anew, which hide what was in them."""
+
+    made: Tree = field(default_factory=dict)
+    deleted: set[str] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+    links: dict[str, str] = field(default_factory=dict)
+
+
+def tar_info(entry: Entry, prefix: str = "./") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(prefix + entry.path)
+    kinds = {"dir": tarfile.DIRTYPE, "file": tarfile.REGTYPE, "symlink": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE,
+             "hardlink": tarfile.LNKTYPE, "whiteout": tarfile.CHRTYPE}  # fmt: skip
+    info.type, info.mode, info.uid, info.gid = kinds[entry.kind], entry.mode, entry.uid, entry.gid
+    info.mtime, info.size, info.linkname = entry.mtime, entry.size, entry.target
+    info.pax_headers = to_pax(entry.xattrs)
+    return info
+
+
+def tar(infos: Iterable[tuple[tarfile.TarInfo, bytes]]) -> io.BytesIO:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive:
+        for info, data in infos:
+            archive.addfile(info, io.BytesIO(data))
+    out.seek(0)
+    return out
+
+
+def in_order(upper: Upper, opaque: Callable[[tarfile.TarInfo], None] = lambda info: None, whiteouts: bool = True,
+             marks: str = "") -> io.BytesIO:  # fmt: skip
+    """Depth first and sorted, as GNU tar --sort=name writes an upper directory."""
+    files: dict[str, Content] = dict(upper.made)
+    for path in upper.deleted if whiteouts else ():
+        files[path] = Entry(path, "whiteout", 0), b""
+    for path in upper.opaque if marks else ():
+        files[f"{path}/{marks}"] = Entry(f"{path}/{marks}", "file", 0), b""
+    for path, target in upper.links.items():
+        files[path] = Entry(path, "hardlink", 0o644, mtime=5, target="./" + target), b""
+    infos = []
+    for path in sorted(files, key=sort_key):
+        entry, data = files[path]
+        info = tar_info(entry)
+        if path in upper.opaque:
+            opaque(info)
+        infos.append((info, data))
+    return tar([(tar_info(Entry("", "dir")), b""), *infos])
+
+
+def _says_opaque(info: tarfile.TarInfo) -> None:
+    info.pax_headers = {"SCHILY.xattr.trusted.overlay.opaque": "y"}
+
+
+def overlayfs(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
+    return normalize(in_order(upper, _says_opaque), lower, epoch=EPOCH)
+
+
+def folder(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
+    """The upper directory itself, as the kernel's overlay keeps it: its whiteouts are names of one inode."""
+    with TemporaryDirectory() as outer:
+        upper_dir, whiteout = f"{outer}/upper", f"{outer}/whiteout"
+        os.mknod(whiteout, stat.S_IFCHR, os.makedev(0, 0))
+        Path(upper_dir).mkdir(0o755)
+        for path in sorted([*upper.made, *upper.deleted, *upper.links], key=sort_key):
+            if path in upper.made:
+                lay_out(f"{upper_dir}/{path}", *upper.made[path])
+            else:
+                os.link(f"{upper_dir}/{upper.links[path]}" if path in upper.links else whiteout, f"{upper_dir}/{path}")
+        for path in upper.opaque:
+            os.setxattr(f"{upper_dir}/{path}", "trusted.overlay.opaque", b"y")
+        for path, (entry, _) in sorted(upper.made.items(), reverse=True):  # a folder's time when all is in it
+            os.utime(f"{upper_dir}/{path}", (entry.mtime, entry.mtime), follow_symlinks=False)
+        yield from normalize(Path(upper_dir), lower, epoch=EPOCH)
+
+
+def lay_out(destination: str, entry: Entry, data: bytes) -> None:
+    if entry.kind == "dir":
+        Path(destination).mkdir(exist_ok=not entry.path)
+    elif entry.kind == "file":
+        Path(destination).write_bytes(data)
+    elif entry.kind == "symlink":
+        Path(destination).symlink_to(entry.target)
+    os.chown(destination, entry.uid, entry.gid, follow_symlinks=False)
+    if entry.kind != "symlink":
+        Path(destination).chmod(entry.mode)
+    for name, value in entry.xattrs:
+        os.setxattr(destination, name, value)
+
+
+def fuse_overlayfs(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
+    return normalize(in_order(upper, marks=".wh..opq"), lower, epoch=EPOCH, opaque=upper.opaque)
+
+
+def docker(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
+    archive = in_order(upper, whiteouts=False)
+    return normalize(archive, lower, epoch=EPOCH, deleted=upper.deleted, opaque=upper.opaque)
+
+
+def oci(upper: Upper, lower: Lower, rng: random.Random | None = None) -> Iterator[LayerEntry]:
+    """A registry's layer: any order, deletions as .wh. files, folders perhaps left out when they are unchanged."""
+    infos = [(tar_info(entry, ""), data) for entry, data in upper.made.values()]
+    for path in [*upper.deleted, *(f"{folder}/.wh..opq" for folder in upper.opaque)]:
+        head, slash, name = path.rpartition("/")
+        infos.append((tarfile.TarInfo(f"{head}{slash}.wh.{name}"), b""))
+    infos += [(tar_info(Entry(path, "hardlink", target=target), ""), b"") for path, target in upper.links.items()]
+    if rng:
+        rng.shuffle(infos)
+    return unordered_entries(tar(infos), io.BytesIO(), lower, epoch=EPOCH)
+
+
+SHAPES = {"overlayfs": overlayfs, "fuse-overlayfs": fuse_overlayfs, "docker": docker, "oci": oci}
+if os.geteuid() == 0:  # who else can give files away, and mark folders as the kernel does?
+    SHAPES["folder"] = folder
+
+
+def same_in_all_shapes(upper: Upper, lower: Lower) -> list[Content]:
+    found = {name: drained(shape(upper, lower)) for name, shape in SHAPES.items()}
+    for name, members in found.items():
+        assert members == found["overlayfs"], name
+    return found["overlayfs"]
+
+
+def short(members: Iterable[Content]) -> list[str]:
+    signs = {"dir": "/", "whiteout": " gone", "symlink": "@", "hardlink": "=", "file": "", "fifo": "|"}
+    return [entry.path + signs[entry.kind] for entry, _ in members if entry.path]
+
+
+BASE = tree(
+    d("etc"), f("etc/conf", b"1"), f("etc/passwd", b"root"), d("opt", 0o750, uid=7), d("opt/a"), d("opt/a/b"), f("opt/a/b/c", b"c"),
+    f("opt/a/x", b"x"), f("opt/z", b"z"), d("usr"), d("usr/bin"), f("usr/bin/tool", b"tool", 0o755), link("bin", "usr/bin"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def base(layers: Layers) -> Layers:
+    layers.push(sent(BASE))
+    return layers
+
+
+CASES: dict[str, tuple[Upper, list[str]]] = {
+    "nothing": (Upper(), []),
+    "folders that were only passed through": (Upper(tree(BASE["etc"], BASE["opt"], BASE["opt/a"])), []),
+    "a new file": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/new", b"n"))), ["opt/", "opt/a/", "opt/a/new"]),
+    "a new folder, empty": (Upper(tree(BASE["opt"], d("opt/new"))), ["opt/", "opt/new/"]),
+    "a folder's mode": (Upper(tree(d("etc", 0o700))), ["etc/"]),
+    "a folder's owner": (Upper(tree(d("etc", gid=3))), ["etc/"]),
+    "a deletion": (Upper(tree(BASE["etc"]), {"etc/conf"}), ["etc/", "etc/conf gone"]),
+    "a folder's deletion": (Upper(tree(BASE["opt"]), {"opt/a"}), ["opt/", "opt/a gone"]),
+    "a deletion at the top": (Upper(tree(), {"bin"}), ["bin gone"]),
+    "a deletion of what was not below": (Upper(tree(BASE["etc"]), {"etc/never"}), []),
+    "a file in a folder's place": (Upper(tree(BASE["opt"], f("opt/a", b"file"))), ["opt/", "opt/a"]),
+    "a folder in a file's place": (Upper(tree(BASE["etc"], d("etc/conf"), f("etc/conf/x")), set(), {"etc/conf"}), ["etc/", "etc/conf/", "etc/conf/x"]),
+    "a link in a folder's place": (Upper(tree(BASE["opt"], link("opt/a", "z"))), ["opt/", "opt/a@"]),
+    "a folder made anew, empty": (Upper(tree(BASE["opt"], BASE["opt/a"]), set(), {"opt/a"}), ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
+    "a folder made anew with one of its files": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/x", b"new")), set(), {"opt/a"}),
+                                                 ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x"]),
+    "a folder in it made anew, too": (Upper(tree(BASE["opt"], BASE["opt/a"], BASE["opt/a/b"], f("opt/a/b/d")), set(), {"opt/a"}),
+                                      ["opt/", "opt/a/", "opt/a/b/", "opt/a/b/c gone", "opt/a/b/d", "opt/a/x gone"]),
+    "a file in it in a folder's place": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/b", b"b")), set(), {"opt/a"}),
+                                         ["opt/", "opt/a/", "opt/a/b", "opt/a/x gone"]),
+    "a whiteout in a folder made anew": (Upper(tree(BASE["opt"], BASE["opt/a"]), {"opt/a/x"}, {"opt/a"}), ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
+    "noise": (Upper(tree(d("tmp"), f("tmp/x"), d("var"), d("var/log"), f("var/log/apt.log"), BASE["etc"], f("etc/resolv.conf"), f("etc/machine-id"))),
+              ["tmp/", "var/", "var/log/"]),
+    "noise that is deleted": (Upper(tree(BASE["etc"]), {"etc/hostname", "etc/.pwd.lock"}), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_overlay_form_gives_the_same_entries(base: Layers, name: str) -> None:
+    upper, expected = CASES[name]
+    upper.made.pop("", None)
+    assert short(same_in_all_shapes(upper, base.lower)) == expected
+
+
+def test_normalized_form_of_an_entry(base: Layers) -> None:
+    late = replace(f("etc/late", b"x")[0], mtime=EPOCH + 9, mode=0o4755)
+    upper = Upper(
+        {
+            "etc": (replace(BASE["etc"][0], mtime=77), b""),
+            "etc/late": (late, b"x"),
+            "etc/z": link("etc/z", "/abs/./olute"),
+        }
+    )
+    (root, _), (etc, _), (made, data), (symlink, _) = same_in_all_shapes(upper, base.lower)
+    assert root == Entry("", "dir", 0o755, mtime=EPOCH)
+    assert etc == BASE["etc"][0]
+    assert (made, data) == (replace(late, mtime=EPOCH), b"x")
+    assert (symlink.mode, symlink.target) == (0o777, "/abs/./olute")
+
+
+def test_uv_cache_json_is_excluded(base: Layers) -> None:
+    """uv writes when the wheel's file was made, and lists that note in RECORD."""
+    info, lines = "site/a-1.dist-info", b"a.py,sha256=x,1\na-1.dist-info/RECORD,,\n"
+    note = b"a-1.dist-info/uv_cache.json,sha256=y,127\n"
+    plain = Upper(tree(d("site"), d(info), f(f"{info}/RECORD", lines)))
+    noted = Upper(tree(d("site"), d(info), f(f"{info}/RECORD", note + lines), f(f"{info}/uv_cache.json", b"{}")))
+    assert same_in_all_shapes(noted, base.lower) == same_in_all_shapes(plain, base.lower)
+    only = Upper(tree(d("site"), d(info), f(f"{info}/RECORD", note)))
+    assert (f(f"{info}/RECORD")[0], b"") in same_in_all_shapes(only, base.lower)
+
+
+def test_devices_and_sockets_are_excluded(base: Layers) -> None:
+    info = tarfile.TarInfo("./etc/device")
+    info.type, info.devmajor, info.devminor = tarfile.CHRTYPE, 1, 3
+    block = tarfile.TarInfo("./etc/disk")
+    block.type = tarfile.BLKTYPE
+    archive = tar([(tar_info(BASE["etc"][0]), b""), (info, b""), (block, b"")])
+    assert short(drained(normalize(archive, base.lower, epoch=EPOCH))) == []
+
+
+@pytest.fixture
+def upper(tmp_path: Path) -> Path:
+    (tmp_path / "upper").mkdir()
+    return tmp_path / "upper"
+
+
+def test_sockets_below_a_folder_are_excluded(base: Layers, upper: Path) -> None:
+    (upper / "etc").mkdir(0o755)
+    os.mkfifo(upper / "etc/pipe")
+    with socket.socket(socket.AF_UNIX) as here:
+        here.bind(str(upper / "etc/socket"))
+        assert short(drained(normalize(upper, base.lower, epoch=EPOCH))) == ["etc/", "etc/pipe|"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EIO])
+def test_missing_xattr_support_means_no_opaque_marks(
+    base: Layers, upper: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without extended attributes, and one that fails to read them: a mark that was overlooked shows old files."""
+
+    def fail(upper_dir: str) -> list[str]:
+        raise OSError(number, os.strerror(number), upper_dir)
+
+    (upper / "new").mkdir(0o755)
+    monkeypatch.setattr(os, "listxattr", fail)
+    if number == errno.ENOTSUP:
+        assert short(drained(normalize(upper, base.lower, epoch=EPOCH))) == ["new/"]
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            drained(normalize(upper, base.lower, epoch=EPOCH))
+
+
+def test_a_tar_that_breaks_off_between_two_files_is_an_error(base: Layers) -> None:
+    data = in_order(Upper(made={"a": f("a", b"x"), "b": f("b", b"y")})).getvalue()
+    assert short(drained(normalize(io.BytesIO(data), base.lower, epoch=EPOCH))) == ["a", "b"]
+    with pytest.raises(LayerError, match="breaks off"):
+        drained(normalize(io.BytesIO(data[: 3 * 512]), base.lower, epoch=EPOCH))
+
+
+def test_a_layer_that_removes_all_below_is_refused(base: Layers) -> None:
+    names = set(base.lower.children(""))
+    assert len(names) > 1
+    whole = drained(normalize(in_order(Upper(deleted=names)), base.lower, epoch=EPOCH))
+    with pytest.raises(LayerError, match="removes all that is in the layers below"):
+        drained(refuse_total_removal(((entry, None) for entry, _ in whole), base.lower))
+    some = drained(normalize(in_order(Upper(deleted={*names} - {"usr"})), base.lower, epoch=EPOCH))
+    drained(refuse_total_removal(((entry, None) for entry, _ in some), base.lower))
+
+
+def test_an_opaque_root_folder_is_refused(base: Layers) -> None:
+    with pytest.raises(LayerError, match="all of the layers below was removed"):
+        normalize(in_order(Upper()), base.lower, epoch=EPOCH, opaque={""})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="attributes and devices are root's to make")
+def test_excluded_entries_are_reported_by_kind_with_the_reason(base: Layers, tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    for path in (
+        "tmp/a",
+        "tmp/b",
+        "root/.cache/x",
+        "var/log/l",
+        "etc/apt/sources.list",
+        "kept",
+    ):
+        (up / path).parent.mkdir(parents=True, exist_ok=True)
+        (up / path).write_bytes(b"x")
+    os.setxattr(up / "kept", "system.posix_acl_access", ACL)
+    os.mknod(up / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    left = LeftOut()
+    drained(normalize(up, base.lower, epoch=EPOCH, left_out=left))
+    reports = {line.split(" (")[0].removeprefix("left out: "): line for line in left.lines()}
+    assert set(reports) == {
+        "/tmp/a, /tmp/b",
+        "/root/.cache/x",
+        "/var/log/l",
+        "/etc/apt/sources.list",
+        "/kept",
+        "/null",
+    }
+    assert "access control lists" in reports["/kept"]
+    assert all(line.endswith(")") for line in reports.values())
+
+
+class TestTimeZone:
+    def zone(self, name: str) -> Upper:
+        files = tree(d("etc"), link("etc/localtime", f"/usr/share/zoneinfo/{name}"))
+        return Upper({path: content for path, content in files.items() if path})
+
+    def test_a_time_zone_is_kept(self, base: Layers) -> None:
+        members = same_in_all_shapes(self.zone("Asia/Tokyo"), base.lower)
+        assert [entry.target for entry, _ in members if entry.path == "etc/localtime"] == [
+            "/usr/share/zoneinfo/Asia/Tokyo"
+        ]
+
+    @pytest.mark.parametrize("name", ["Etc/UTC", "UTC"])
+    def test_utc_is_what_no_time_zone_means(self, base: Layers, name: str) -> None:
+        assert "etc/localtime@" not in short(same_in_all_shapes(self.zone(name), base.lower))
+
+    def test_utc_replaces_another_time_zone(self, base: Layers) -> None:
+        base.push(sent(tree(d("etc"), link("etc/localtime", "/usr/share/zoneinfo/Asia/Tokyo"))))
+        assert "etc/localtime@" in short(same_in_all_shapes(self.zone("Etc/UTC"), base.lower))
+
+
+CAPABILITY = bytes.fromhex("01000002c0200000000000000000000000000000")
+ACL = bytes.fromhex(
+    "0200000001000600ffffffff02000400e803000004000400ffffffff10000400ffffffff20000400ffffffff"
+)  # user::rw-, user:1000:r--, group::r--, mask::r--, other::r--
+
+
+class TestXattrs:
+    XATTRS = (("security.capability", CAPABILITY), ("user.empty", b""), ("user.note", b"a\0=\n\xff"))
+
+    def upper(self, xattrs: Xattrs = XATTRS) -> Upper:
+        files = tree(replace_entry(d("usr"), xattrs=xattrs), replace_entry(f("usr/ping", b"x"), xattrs=xattrs))
+        return Upper({path: content for path, content in files.items() if path})
+
+    def test_capabilities_and_those_of_users_are_kept(self, base: Layers) -> None:
+        members = same_in_all_shapes(self.upper(), base.lower)
+        assert {entry.path: entry.xattrs for entry, _ in members} == {
+            "": (),
+            "usr": self.XATTRS,
+            "usr/ping": self.XATTRS,
+        }
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="capabilities are root's to set")
+    def test_in_a_folder(self, base: Layers, upper: Path) -> None:
+        (upper / "usr").mkdir()
+        (upper / "usr/ping").write_bytes(b"x")
+        for path in (upper / "usr", upper / "usr/ping"):
+            for name, value in self.XATTRS:
+                os.setxattr(path, name, value)
+            os.setxattr(path, "user.fuseoverlayfs.origin", b"usr/ping\0")
+        entries = {entry.path: entry.xattrs for entry, _ in normalize(upper, base.lower, epoch=EPOCH)}
+        assert entries == {"": (), "usr": self.XATTRS, "usr/ping": self.XATTRS}
+
+    def test_a_file_that_was_copied_up_with_them_is_left_out(self, base: Layers) -> None:
+        members = same_in_all_shapes(self.upper(), base.lower)
+        base.push(sent({entry.path: (entry, data) for entry, data in members}))
+        assert short(same_in_all_shapes(self.upper(), base.lower)) == []
+        assert "usr/ping" in short(same_in_all_shapes(self.upper(self.XATTRS[:1]), base.lower))
+
+    def test_the_namespace_that_set_a_capability_does_not_count(self) -> None:
+        of_a_namespace = bytes.fromhex("01000003") + CAPABILITY[4:] + (100_000).to_bytes(4, "little")
+        assert content_xattrs([("security.capability", of_a_namespace)]) == (("security.capability", CAPABILITY),)
+
+    @pytest.mark.parametrize("name", ["trusted.overlay.opaque", "user.overlay.opaque", "user.fuseoverlayfs.origin",
+                                      "user.containers.override_stat", "security.selinux", "system.posix_acl_access"])  # fmt: skip
+    def test_what_is_no_content(self, name: str) -> None:
+        assert content_xattrs([(name, b"y")]) == ()
+
+    @pytest.mark.parametrize("name", ["user.a=b", "user.a%3Db"])
+    def test_a_name_that_tools_write_in_different_ways_is_refused(self, base: Layers, upper: Path, name: str) -> None:
+        (upper / "x").write_bytes(b"x")
+        os.setxattr(upper / "x", name, b"1")
+        with pytest.raises(LayerError, match=r"/x: the extended attribute 'user.a.*b' cannot be stored"):
+            drained(normalize(upper, base.lower, epoch=EPOCH))
+
+    def test_a_registrys_layer_that_names_a_file_alone_keeps_those_of_its_folders(self, base: Layers) -> None:
+        base.push(sent({"": d(""), **self.upper().made}))
+        members = drained(
+            unordered_entries(tar([(tar_info(f("usr/new")[0]), b"")]), io.BytesIO(), base.lower, epoch=EPOCH)
+        )
+        assert next(entry.xattrs for entry, _ in members if entry.path == "usr") == self.XATTRS
+
+
+def replace_entry(content: Content, **fields: Any) -> Content:
+    return replace(content[0], **fields), content[1]
+
+
+class TestSharedNames:
+    """fuse-overlayfs marks what it copied up with the path that it had."""
+
+    @pytest.fixture
+    def lower(self, layers: Layers) -> Lower:
+        layers.push(
+            sent(tree(f("a", b"old"), (Entry("b", "hardlink", 0o644, mtime=5, target="a"), b""), f("c", b"old")))
+        )
+        return layers.lower
+
+    def copied(self, path: str, origin: str, data: bytes, mode: int = 0o644) -> io.BytesIO:
+        info = tar_info(f(path, data, mode)[0])
+        info.pax_headers["SCHILY.xattr.user.fuseoverlayfs.origin"] = origin + "\0"
+        return tar([(tar_info(d("")[0]), b""), (info, data)])
+
+    @pytest.mark.parametrize(("path", "origin", "data", "mode"), [("a", "a", b"new", 0o644), ("b", "b", b"old", 0o600),
+                                                                  ("new", "b", b"new", 0o644)])  # fmt: skip
+    def test_a_changed_file_of_several_names_is_refused(
+        self, lower: Lower, path: str, origin: str, data: bytes, mode: int
+    ) -> None:
+        with pytest.raises(OverlayError, match=f"/{origin} is one of several names"):
+            drained(normalize(self.copied(path, origin, data, mode), lower, epoch=EPOCH))
+
+    @pytest.mark.parametrize(("path", "origin", "data"), [("a", "a", b"old"), ("new", "b", b"old"), ("c", "c", b"new")])
+    def test_unchanged_and_single_names_are_kept(self, lower: Lower, path: str, origin: str, data: bytes) -> None:
+        members = drained(normalize(self.copied(path, origin, data), lower, epoch=EPOCH))
+        assert [entry.path for entry, _ in members][1:] == ([] if (path, data) == ("a", b"old") else [path])
+
+
+@pytest.mark.parametrize("path", ["etc/.wh.x", ".wh.y"])
+def test_a_name_that_docker_takes_for_a_removal_is_refused(base: Layers, path: str) -> None:
+    upper = Upper({name: content for name, content in tree(d("etc"), f(path, b"x")).items() if name})
+    for shape in ("overlayfs", "docker"):
+        with pytest.raises(LayerError, match=r"begins with \.wh\."):
+            drained(SHAPES[shape](upper, base.lower))
+    with pytest.raises(LayerError, match=r"begins with \.wh\."):
+        files(base, f"/{path}")
+
+
+def test_two_names_of_a_fifo_are_two_fifos_in_every_form(base: Layers, tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    up.mkdir()
+    os.mkfifo(up / "a", 0o600)
+    os.link(up / "a", up / "b")
+    os.utime(up / "a", (5, 5))
+    as_folder = drained(normalize(up, base.lower, epoch=EPOCH))
+    infos = [(tar_info(Entry("", "dir")), b""), (tar_info(Entry("a", "fifo", 0o600, mtime=5)), b"")]
+    for second in (Entry("b", "fifo", 0o600, mtime=5), Entry("b", "hardlink", 0o600, mtime=5, target="./a")):
+        other = drained(normalize(tar([*infos, (tar_info(second), b"")]), base.lower, epoch=EPOCH))
+        assert [(e.path, e.kind, e.mode) for e, _ in other] == [
+            ("", "dir", 0o755),
+            ("a", "fifo", 0o600),
+            ("b", "fifo", 0o600),
+        ]
+    assert [(e.path, e.kind, e.mode, e.mtime) for e, _ in as_folder][1:] == [
+        ("a", "fifo", 0o600, 5),
+        ("b", "fifo", 0o600, 5),
+    ]
+
+
+def test_a_folder_that_fuse_overlayfs_gave_no_group_is_refused(base: Layers) -> None:
+    parent, inside = d("g", 0o2755, gid=42), (replace(f("g/s/x", b"x")[0], gid=42), b"x")
+    for child, is_fuse, is_refused in (
+        (d("g/s"), True, True), (d("g/s", 0o2755), True, True), (d("g/s", 0o2755, gid=42), True, False), (d("g/s"), False, False),
+    ):  # fmt: skip
+        archive = tar(
+            [(tar_info(Entry("", "dir")), b""), *((tar_info(entry), data) for entry, data in (parent, child, inside))]
+        )
+        entries = normalize(archive, base.lower, epoch=EPOCH, is_fuse=is_fuse)
+        if is_refused:
+            with pytest.raises(OverlayError, match=r"/g/s was made in a folder that is setgid, and has not its group"):
+                drained(entries)
+        else:
+            assert "g/s" in [entry.path for entry, _ in drained(entries)]
+
+
+def test_many_exclusions_of_one_kind_are_one_line() -> None:
+    left = LeftOut()
+    for number in range(9):
+        left.add(f"var/log/{number}")
+    assert left.lines() == [
+        "left out: /var/log/0, /var/log/1, /var/log/2 and 6 more (logs, caches and locks that differ from run to run)"
+    ]
+
+
+def test_nothing_is_reported_without_exclusions(base: Layers) -> None:
+    left = LeftOut()
+    upper = Upper(made={"a": f("a", b"x")}, deleted={"etc"})
+    drained(normalize(in_order(upper), base.lower, epoch=EPOCH, left_out=left))
+    assert left.lines() == []
+
+
+def test_a_file_that_ends_early_is_an_error(base: Layers, upper: Path) -> None:
+    (upper / "new").write_bytes(b"12345")
+    root, (entry, chunks) = normalize(upper, base.lower, epoch=EPOCH)
+    (upper / "new").write_bytes(b"123")
+    with pytest.raises(ValueError, match="'new' changed while it was read: \\+2 bytes of 5 left"):
+        write_entries([root, (entry, chunks)], DigestWriter())
+
+
+def test_a_recreated_folder_in_a_registrys_layer_hides_the_old_one(base: Layers) -> None:
+    """.wh.a beside a/: deleted, and made anew in the same layer."""
+    archive = tar(
+        [(tarfile.TarInfo("opt/.wh.a"), b""), (tar_info(d("opt/a")[0], ""), b""), (tar_info(f("opt/a/n")[0], ""), b"")]
+    )
+    members = drained(unordered_entries(archive, io.BytesIO(), base.lower, epoch=EPOCH))
+    assert short(members) == ["opt/", "opt/a/", "opt/a/b gone", "opt/a/n", "opt/a/x gone"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("opt/a/.wh.x", ["opt/", "opt/a/", "opt/a/x gone"]),
+        ("opt/a/.wh..wh..opq", ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
+        (".wh..wh..opq", ["bin gone", "etc gone", "opt gone", "usr gone"]),
+        (".wh.etc", ["etc gone"]),
+    ],
+)
+def test_registry_layer_may_delete_without_naming_the_folder(base: Layers, name: str, expected: list[str]) -> None:
+    members = drained(unordered_entries(tar([(tarfile.TarInfo(name), b"")]), io.BytesIO(), base.lower, epoch=EPOCH))
+    assert short(members) == expected
+    assert all(BASE[entry.path][0] == entry for entry, _ in members if entry.kind == "dir" and entry.path)
+
+
+class TestHardLinks:
+    def test_first_hard_link_name_is_the_file_in_any_archive_order(self, base: Layers) -> None:
+        made = tree(BASE["usr"], BASE["usr/bin"], f("usr/bin/c", b"data", 0o644))
+        del made[""]
+        for links in (
+            {"usr/bin/d": "usr/bin/c", "usr/bin/e": "usr/bin/c"},
+            {"usr/bin/a": "usr/bin/c", "usr/bin/b": "usr/bin/c"},
+        ):
+            members = drained(oci(Upper(made, links=links), base.lower))
+            first, *others = sorted(["usr/bin/c", *links])
+            assert short(members) == ["usr/", "usr/bin/", first, *(f"{name}=" for name in others)]
+            assert [entry.target for entry, _ in members if entry.kind == "hardlink"] == [first, first]
+            assert next(data for entry, data in members if entry.path == first) == b"data"
+
+    def test_hard_links_of_an_ordered_archive(self, base: Layers) -> None:
+        made = tree(BASE["usr"], BASE["usr/bin"], f("usr/bin/c", b"data"))
+        del made[""]
+        same_in_all_shapes(Upper(made, links={"usr/bin/d": "usr/bin/c"}), base.lower)
+
+    def test_metadata_of_a_hard_link_entry_is_ignored(self, layers: Layers) -> None:
+        """Some tools write links with no mode or time; read back from the squashfs, the tar must be the same."""
+        upper = Upper(tree(f("b", b"data", 0o755, 7)), links={"a": "b", "c": "b"})
+        del upper.made[""]
+        before, after = DigestWriter(), DigestWriter()
+        write_entries(oci(upper, layers.lower), before)
+        layers.push(oci(upper, layers.lower))
+        write_entries(layers.readers[0].contents(), after)
+        assert before.diff_id == after.diff_id
+
+    def test_hard_link_to_an_excluded_entry_is_an_error(self, base: Layers) -> None:
+        made = tree(d("tmp"), f("tmp/x", b"x"), BASE["usr"])
+        del made[""]
+        for shape in (overlayfs, docker, oci):
+            with pytest.raises(
+                LayerError, match=r"/usr/y is a hard link to /tmp/x, which no layer keeps; copy the file"
+            ):
+                drained(shape(Upper(made, links={"usr/y": "tmp/x"}), base.lower))
+
+    def test_hard_link_out_of_a_registry_layer_is_an_error(self, base: Layers) -> None:
+        with pytest.raises(LayerError, match="/usr/y is a hard link to /usr/gone, which the archive does not hold"):
+            drained(oci(Upper(links={"usr/y": "usr/gone"}), base.lower))
+
+
+def test_a_root_file_system_gets_placeholders_for_mounts() -> None:
+    archive = tar([(tar_info(d("etc")[0]), b""), (tar_info(f("etc/hostname", b"host")[0]), b"host")])
+    members = drained(unordered_entries(archive, io.BytesIO(), Lower([]), epoch=EPOCH, placeholders=True))
+    assert short(members) == ["etc/", *sorted(PLACEHOLDERS)]
+    assert all(entry.size == 0 for entry, _ in members)
+
+
+@pytest.mark.parametrize("path", ["tmp/x", "var/log/a/b", "etc/resolv.conf", "root/.cache", "var/lib/dpkg/lock-frontend", "run/ekiben/x",
+                                  "proc/1", "var/cache/ldconfig/aux-cache", ".singularity.d/env/x", "a/.wh..wh.plnk"])  # fmt: skip
+def test_machine_specific_paths_are_excluded(path: str) -> None:
+    assert is_excluded(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tmp",
+        "var/log",
+        "tmpx/a",
+        "opt/tmp/x",
+        "etc/passwd",
+        "home/etc/hosts",
+        "usr/dev/x",
+        "var/lib/dpkg/status",
+        "run",
+    ],
+)
+def test_other_paths_are_kept(path: str) -> None:
+    assert not is_excluded(path)
+
+
+# ---------------------------------------------------------------------------------------------------- any tree at all
+
+NAMES = ["a", "b", "a-b", "a.b", "A", "-rf", "+x", ".c", "é", "a b", ".wh", "\udcff"]
+
+
+class Script:
+    """A random script on a tree: the tree afterwards, and what an overlay's upper directory holds then."""
+
+    def __init__(self, rng: random.Random, before: Tree) -> None:
+        self.rng, self.before, self.after, self.upper = rng, before, dict[str, Content](), Upper()
+        self.visit("")
+        self.after[""] = before[""]
+
+    def children(self, path: str) -> list[str]:
+        return [name for name in self.before if name and name.rpartition("/")[0] == path]
+
+    def leaf(self, path: str) -> Content:
+        if self.rng.random() < 0.2:
+            return link(path, self.rng.choice(["a", "../b", "/abs"]))
+        return f(
+            path,
+            self.rng.randbytes(self.rng.choice([0, 1, 5000])),
+            self.rng.choice([0o644, 0o755, 0o4711]),
+            self.rng.randrange(99),
+        )
+
+    def make(self, path: str, depth: int = 0) -> None:
+        """Something new at ``path``, whatever was there."""
+        if self.rng.random() < 0.6 or depth > 2:
+            self.after[path] = self.upper.made[path] = self.leaf(path)
+            return
+        self.after[path] = self.upper.made[path] = d(path, self.rng.choice([0o755, 0o700]), uid=self.rng.choice([0, 9]))
+        if path in self.before and depth == 0:
+            self.upper.opaque.add(path)
+        for name in self.rng.sample(NAMES, self.rng.randrange(4)):
+            self.make(f"{path}/{name}", depth + 1)
+
+    def keep(self, path: str) -> None:
+        for name, content in self.before.items():
+            if name == path or name.startswith(path + "/"):
+                self.after[name] = content
+
+    def visit(self, path: str) -> bool:
+        """Work in a folder that stays; whether something in it changed."""
+        changed = False
+        for child in self.children(path):
+            chance = self.rng.random()
+            if chance < 0.15:
+                self.upper.deleted.add(child)
+            elif chance < 0.35:
+                self.make(child)
+            elif chance < 0.75 and self.before[child][0].kind == "dir":
+                touched = self.visit(child)
+                entry = self.before[child][0]
+                if self.rng.random() < 0.2:
+                    entry = replace(entry, mode=0o711)
+                    touched = True
+                self.after[child] = entry, b""
+                if touched or self.rng.random() < 0.3:
+                    self.upper.made[child] = replace(entry, mtime=3), b""
+                    changed = True
+                continue
+            else:
+                self.keep(child)
+                continue
+            changed = True
+        for name in self.rng.sample(NAMES, self.rng.randrange(3)):
+            child = f"{path}/{name}".lstrip("/")
+            if child not in self.before and len(child) < 30:
+                self.make(child)
+                changed = True
+        return changed
+
+
+def applied(before: Tree, members: Collection[Content]) -> Tree:
+    """A model of stacking: a folder on a folder merges, anything else replaces all that was there."""
+    after = dict(before)
+    for entry, data in members:
+        old = after.get(entry.path)
+        if entry.kind != "dir" or (old and old[0].kind != "dir"):
+            after = {
+                path: content
+                for path, content in after.items()
+                if path != entry.path and not path.startswith(entry.path + "/")
+            }
+        if entry.kind != "whiteout":
+            after[entry.path] = entry, data
+    return after
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_changes_of_random_trees(layers: Layers, seed: int) -> None:
+    rng = random.Random(seed)
+    merged = Script(rng, tree()).after
+    for _ in range(5):  # something to begin with
+        merged = Script(rng, merged).after
+    layers.push(sent(merged))
+    for _ in range(3):
+        script = Script(rng, merged)
+        members = same_in_all_shapes(script.upper, layers.lower)
+        assert drained(oci(script.upper, layers.lower, rng)) == members
+        assert applied(merged, members) == script.after
+        layers.push(sent({entry.path: (entry, data) for entry, data in members}))
+        assert layers.merged() == script.after
+        for path, content in script.after.items():
+            assert layers.lower.lookup(path) == content[0]
+        merged = script.after
+
+
+# ------------------------------------------------------------------------------------------------- layers of files alone
+
+
+def files(base: Layers, *destinations: str) -> list[Content]:
+    return drained(file_entries([File(name, 0o644, content=b"x") for name in destinations], base.lower, epoch=EPOCH))
+
+
+class TestFiles:
+    def test_existing_folders_keep_their_metadata(self, base: Layers) -> None:
+        members = files(base, "/opt/a/new/file")
+        assert short(members) == ["opt/", "opt/a/", "opt/a/new/", "opt/a/new/file"]
+        assert members[1] == BASE["opt"]
+        assert members[3][0] == Entry("opt/a/new", "dir", 0o755, mtime=EPOCH)
+
+    def test_symlinked_parent_folder_stays_a_link(self, base: Layers) -> None:
+        assert short(files(base, "/bin/new")) == ["usr/", "usr/bin/", "usr/bin/new"]
+
+    def test_links_may_be_absolute_climb_and_chain(self, base: Layers) -> None:
+        base.push(sent(tree(BASE["usr"], link("usr/one", "../two"), link("two", "/opt/a"))))
+        assert short(files(base, "/usr/one/n")) == ["opt/", "opt/a/", "opt/a/n"]
+
+    def test_a_circle_of_links_is_an_error(self, base: Layers) -> None:
+        base.push(sent(tree(link("one", "two"), link("two", "one"))))
+        with pytest.raises(LayerError, match="/one/n: too many links"):
+            files(base, "/one/n")
+
+    def test_a_folder_is_not_replaced_by_a_file(self, base: Layers) -> None:
+        with pytest.raises(
+            LayerError, match="/opt/a is a folder in the layers below; name the file in it: /opt/a/<name>"
+        ):
+            files(base, "/opt/a")
+
+    def test_a_file_is_not_replaced_by_a_folder(self, base: Layers) -> None:
+        with pytest.raises(LayerError, match="/etc/conf is no folder in the layers below"):
+            files(base, "/etc/conf/x")
+
+    def test_later_of_two_equal_names_wins(self, base: Layers) -> None:
+        twice = [File("/etc/n", 0o644, content=b"one"), File("/etc/n", 0o755, content=b"two")]
+        assert drained(file_entries(twice, base.lower, epoch=EPOCH))[-1] == f("etc/n", b"two", 0o755, EPOCH)
+
+
+def test_lower_merges_as_overlayfs_does(layers: Layers) -> None:
+    layers.push(sent(BASE))
+    gone: Any = {"opt/a": (Entry("opt/a", "whiteout", 0), b"")}
+    layers.push(sent({**tree(BASE["opt"]), **gone}))
+    layers.push(sent(tree(BASE["opt"], d("opt/a", 0o700), f("opt/a/new"), f("usr"))))
+    lower = layers.lower
+    assert lower.children("opt") == ["opt/a", "opt/z"]
+    assert lower.children("opt/a") == ["opt/a/new"]
+    assert lower.lookup("opt/a/x") is None
+    assert lower.lookup("usr/bin") is None
+    assert lower.children("usr") == []
+    assert lower.children("") == ["bin", "etc", "opt", "usr"]

@@ -1,0 +1,70 @@
+"""The scripts of the last layer: any text of a recipe is text in them, and never a command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.errors import DefinitionError
+from support.sample_recipe import RECIPE, SampleRecipe, chain_of
+
+
+def script(sample: SampleRecipe, path: str) -> str:
+    return {file.destination: file for file in chain_of(sample).top.files}[path].content.decode()
+
+
+def runscript_output(text: str, *args: str) -> str:
+    return subprocess.run(["/bin/sh", "-c", text, "sh", *args], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("text", ["one\nEKIBEN\necho made a command", 'it\'s $HOME `id` \\ "x"', "EKIBEN"])
+def test_description_is_printed_verbatim(sample: SampleRecipe, text: str) -> None:
+    sample.recipe(description=text)
+    assert runscript_output(script(sample, "/.singularity.d/runscript")).startswith(f"own: {text}\n\nTasks")
+
+
+@pytest.mark.parametrize("name", ["greet$HOME.py", 'gr"eet.py', "gr`id`eet.py", "gr eet.py", "gr\\eet.py", "gr'eet.py"])
+def test_entrypoint_names_are_quoted(sample: SampleRecipe, name: str, tmp_path: Path) -> None:
+    sample.write(f"entrypoints/{name}", "print('hello')\n")
+    sample.recipe(tasks={"greet": {"entrypoint": name, "config": f"configs/{name}", "help": "say hello"}})
+    sample.write(f"configs/{name}", "{}\n")
+    shown = script(sample, "/usr/local/bin/greet").replace('exec "$python"', "printf '%s\\n'")
+    assert runscript_output(shown, "a b") == (
+        f"/opt/ekiben/recipe/entrypoints/{name}\n--config\n/opt/ekiben/recipe/configs/{name}\na b\n"
+    )
+
+
+def test_startscript_and_help_of_definitions(sample: SampleRecipe) -> None:
+    for layer in ("walls", "roof"):
+        with (sample.path / f"images/{layer}.def").open("a") as text:
+            text.write(f"\n%startscript\n    echo {layer}\n\n%help\n    The {layer}.\n")
+    assert script(sample, "/.singularity.d/startscript") == "#!/bin/sh\n    echo roof\n"
+    start = script(sample, "/.singularity.d/actions/start")
+    assert start.endswith('exec /.singularity.d/startscript "$@"\n')
+    help = script(sample, "/.singularity.d/runscript.help")
+    tasks = "\n\nTasks (each takes --help):\n  greet  say hello\n"
+    assert help.startswith(f"{RECIPE['name']}: {RECIPE['description']}{tasks}")
+    assert help.endswith("\n\nLayer roof:\n    The roof.\n\nLayer walls:\n    The walls.\n")
+
+
+def test_default_task_runs_without_arguments(sample: SampleRecipe) -> None:
+    with (sample.path / "images/roof.def").open("a") as text:
+        text.write("\n%runscript\n    echo layer\n")
+    sample.recipe(default_task="greet")
+    program = "greet() { echo task; exit; }; " + script(sample, "/.singularity.d/runscript").replace("exec ", "")
+    assert runscript_output(program) == "task\n"
+    assert runscript_output(program, "echo", "a b").startswith("a b\n")
+    sample.recipe(default_task="gret")
+    with pytest.raises(DefinitionError, match=r"default_task: there is no task 'gret'\. Did you mean 'greet'"):
+        script(sample, "")
+
+
+def test_runscript_of_the_definition_is_used(sample: SampleRecipe) -> None:
+    sample.write("images/roof.def", (sample.path / "images/roof.def").read_text() + '\n%runscript\n    echo own "$@"\n')
+    text = script(sample, "/.singularity.d/runscript")
+    assert runscript_output(text, "a", "b") == "own a b\n"
+    assert runscript_output(text) == "own \n" or runscript_output(text) == "own\n"
+    assert runscript_output("greet() { echo task; }; " + text.replace("exec ", ""), "greet").startswith("task\n")
+    assert RECIPE["tasks"].keys() == {"greet"}

@@ -1,0 +1,135 @@
+"""The chain as one plain file: parsed again by our own reader, and by a shell."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.errors import StoreError
+from ekiben.resolve.graph import ResolvedRecipe
+from ekiben.resolve.render import render
+from ekiben.resolve.resolve import resolve
+from ekiben.spec.recipe import find_recipe, recipe_folders
+from support.sample_recipe import SampleRecipe
+
+
+@pytest.fixture
+def chain(sample: SampleRecipe) -> ResolvedRecipe:
+    return resolve(find_recipe(str(sample.path)))
+
+
+def test_rendered_dockerfile_and_context(chain: ResolvedRecipe, tmp_path: Path) -> None:
+    path = render(chain, "dockerfile", tmp_path / "context")
+    text = path.read_text()
+    assert path == tmp_path / "context/Dockerfile"
+    assert [line for line in text.splitlines() if line.startswith(("FROM", "ADD", "COPY", "RUN", "CMD"))] == [
+        "FROM scratch",
+        "ADD root.tar /",
+        "RUN --mount=type=bind,source=files,target=/run/files umask 022 && \\",
+        "RUN --mount=type=bind,source=post/walls.sh,target=/run/post.sh \\",
+        "RUN --mount=type=bind,source=files,target=/run/files umask 022 && \\",
+        "COPY files/own/ /",
+        'CMD ["/bin/sh", "/.singularity.d/runscript"]',
+    ]
+    assert "mmdebstrap --variant=minbase --include=b,a bookworm root.tar" in text
+    assert 'ENV GREETING="hello"' in text
+    assert 'LABEL walls.label="one"' in text
+    assert (tmp_path / "context/post/walls.sh").read_text() == "    echo hello > /word\n"
+    assert "    sh /run/files/copy.sh /run/files/walls/0 /opt/tool.sh tool.sh" in text.splitlines()
+    tool = tmp_path / "context/files/walls/0"
+    assert (tool.read_text(), tool.stat().st_mode & 0o777) == ("#!/bin/sh\necho tool\n", 0o755)
+    assert (tmp_path / "context/files/own/usr/local/bin/greet").exists()
+
+
+def test_rendered_definition_file_and_context(chain: ResolvedRecipe, tmp_path: Path) -> None:
+    path = render(chain, "def", tmp_path / "folder")
+    text = path.read_text()
+    assert path == tmp_path / "folder/own.def"
+    for line in (
+        "Bootstrap: debootstrap",
+        "OSVersion: bookworm",
+        "MirrorURL: {{ mirror }}",
+        "export GREETING=hello",
+        "    walls.label one",
+    ):
+        assert line in text.splitlines()
+    post = text.split("%post\n")[1].split("\n%environment")[0]
+    subprocess.run(["sh", "-n"], input=post, text=True, check=True)
+    assert post.index("export GREETING=hello") > post.index("echo hello > /word")
+    copied = [line.split() for line in text.split("%files\n")[1].split("\n%post")[0].splitlines() if line.strip()]
+    assert ["files/walls", "/.ekiben-files/walls"] in copied
+    assert all((tmp_path / "folder" / source).exists() for source, _ in copied)
+    assert (
+        post.index("copy.sh /.ekiben-files/walls/0 ")
+        < post.index("> /word")
+        < post.index("copy.sh /.ekiben-files/roof/0 ")
+    )
+
+
+@pytest.mark.parametrize("target", ["dockerfile", "def"])
+def test_every_recipe_here_renders(target: str, tmp_path: Path) -> None:
+    for name in recipe_folders():
+        assert render(resolve(find_recipe(name)), target, tmp_path / name).is_file()
+
+
+def test_rendered_values_are_quoted(sample: SampleRecipe, tmp_path: Path) -> None:
+    sample.recipe(environment={"QUOTE": 'a "b" \\ c'}, labels={"l": "x$y"})
+    chain = resolve(find_recipe(str(sample.path)))
+    text = render(chain, "dockerfile", tmp_path / "a").read_text()
+    assert 'ENV QUOTE="a \\"b\\" \\\\ c"' in text
+    assert 'LABEL l="x\\$y"' in text
+    assert "export QUOTE='a \"b\" \\ c'" in render(chain, "def", tmp_path / "b").read_text()
+
+
+def test_render_refuses_a_folder_with_files(chain: ResolvedRecipe, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("x")
+    for folder in (tmp_path / "full", tmp_path / "full/mine"):
+        with pytest.raises(StoreError, match="is not an empty folder; give another folder with -o"):
+            render(chain, "def", folder)
+    assert (tmp_path / "full/mine").read_text() == "x"
+    (tmp_path / "empty").mkdir()
+    assert render(chain, "def", tmp_path / "empty").is_file()
+
+
+def test_the_files_of_a_layer_go_where_cp_puts_them_after_the_scripts_below(
+    sample: SampleRecipe, tmp_path: Path
+) -> None:
+    """The rendered script itself, on a folder in the place of the root."""
+    sample.write("files/with space", "spaced\n")
+    sample.write("files/tree/it's\nso", "quoted\n")
+    (sample.path / "files/tree/hollow").mkdir()
+    below = (
+        "echo below > /opt/data.txt; mkdir -p /opt/into /opt/empty /opt/old; ln -s into /opt/link; echo 1 > /opt/first; "
+        "ln /opt/first /opt/second; ln -s 'old/end\n' /opt/dangling"
+    )
+    sample.replace("images/walls.def", "echo {{ word }} > /word", f"echo {{{{ word }}}} > /word; {below}")
+    lines = [
+        "files/data.txt /opt/data.txt", '"files/with space" "/opt/a b"', '"files/with space" /opt/into', "files/data.txt /opt/empty",
+        "files/data.txt /opt/link", "files/tree /opt/old", "files/tree /opt/tree", "files/data.txt /opt/first", "files/data.txt /opt/dangling",
+    ]  # fmt: skip
+    sample.replace("images/roof.def", "files/data.txt /opt/data/", "\n    ".join(lines))
+    path = render(resolve(find_recipe(str(sample.path))), "def", tmp_path / "folder")
+    root = tmp_path / "root"
+    (root / "opt").mkdir(parents=True)
+    copy = path.parent / "files/copy.sh"
+    copy.write_text(copy.read_text().replace("chown 0:0", "true"))
+    post = path.read_text().split("%post\n")[1].split("\n%environment")[0].split("# layer", 1)[1]
+    script = "# layer" + post.rsplit("rm -rf /.ekiben-files", 1)[0]
+    script = re.sub(r"(?<=[ '])/(?=opt|word)", f"{root}/", script)
+    script = script.replace("/.ekiben-files", f"{path.parent}/files").replace("-C / ", f"-C {root} ")
+    subprocess.run(["sh", "-e"], input=script, text=True, check=True)
+    files = {str(path.relative_to(root)): path.read_text() for path in (root / "opt").rglob("*") if path.is_file()}
+    tree = {"a.txt": "a\n", "sub/b.txt": "b\n", "it's\nso": "quoted\n"}
+    expected = {
+        "data.txt": "data\n", "a b": "spaced\n", "into/with space": "spaced\n", "empty/data.txt": "data\n",
+        "into/data.txt": "data\n", "first": "data\n", "second": "1\n", "old/end\n": "data\n",
+        **{f"{folder}/{name}": text for folder in ("tree", "old/tree") for name, text in tree.items()},
+    }  # fmt: skip
+    assert {name: files.get(f"opt/{name}") for name in expected} == expected
+    assert (root / "opt/tree/hollow").is_dir()
+    assert (root / "opt/old/tree/hollow").is_dir()
+    assert (root / "opt/link").is_symlink()

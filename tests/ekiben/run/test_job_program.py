@@ -1,0 +1,494 @@
+"""job.sh, run by bash with a runtime and schedulers' programs that only note how they were called."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ekiben.core.errors import UsageError
+from ekiben.core.mounts import bind_args
+from ekiben.run.jobs.plan import JobPlan, plan
+from ekiben.run.jobs.request import JobRequest
+from ekiben.run.jobs.runs import _write, cancel, find_runs, request_again
+from ekiben.run.jobs.script import environment_text, script
+from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile, find_recipe
+from support.sample_recipe import RunCli
+
+TASKS = {
+    "prepare": TaskFile(entrypoint="a.py", help="", launch="cpu"),
+    "train": TaskFile(entrypoint="a.py", help="", launch="per-gpu"),
+}
+RECIPE = Recipe(Path(), RecipeFile(name="mine", description="", stack="cu130", layer="x", tasks=TASKS))
+HOSTILE = "one\n#SBATCH --time=1\n#$ -l h_rt=1\n$(touch pwned) `touch pwned` 'a' \"b\" \\ ; touch pwned\n"
+
+# What the runtime was called with: every word, NUL-separated.
+RUNTIME = """#!/bin/bash
+printf '%s\\0' "$@" >"$NOTES/argv"
+env -0 >"$NOTES/environment"
+"""
+SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
+SCONTROL = '#!/bin/bash\n[ "$1 $2" = "show hostnames" ] && echo c1\n'
+
+
+@dataclass
+class Node:
+    """A machine with fake programs on PATH, where a job is run."""
+
+    folder: Path
+    work: Path
+    sif: Path
+
+    def plan(self, *args: str, **request: Any) -> JobPlan:
+        return plan(RECIPE, args, JobRequest(**request), scheduler="slurm", site=None, sif=self.sif, runs=self.work / "ekiben-runs")  # fmt: skip
+
+    def write(self, job: JobPlan) -> JobPlan:
+        shutil.rmtree(job.folder, ignore_errors=True)
+        _write(job)
+        return job
+
+    def run(self, job: JobPlan, *, code: int = 0, **environment: str) -> str:
+        """Run the first step as Slurm would, and return what it wrote. A run that has ended is submitted again."""
+        if not (job.folder / "environment").exists():
+            self.write(job)
+        known = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "NOTES": str(self.folder),
+            "HOME": str(self.folder),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "c1",
+            "SLURM_NODEID": "0",
+            "TMPDIR": str(self.folder / "local"),
+        }
+        done = subprocess.run(["bash", job.folder / f"{job.steps[0].name}.sh"], cwd="/", env={**known, **environment},
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
+        stdout = done.stdout.decode(errors="replace")
+        assert done.returncode == code, stdout
+        return stdout
+
+    @property
+    def argv(self) -> list[bytes]:
+        """What the runtime was called with."""
+        return (self.folder / "argv").read_bytes().split(b"\0")[:-1]
+
+    @property
+    def task(self) -> list[bytes]:
+        return self.argv[self.argv.index(b"--") + 1 :]
+
+    @property
+    def binds(self) -> list[str]:
+        return [self.argv[at + 1].decode() for at, word in enumerate(self.argv) if word in (b"--bind", b"--mount")]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        pairs = (self.folder / "environment").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
+        return dict(pair.split("=", 1) for pair in pairs)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    for name, text in {"apptainer": RUNTIME, "srun": SRUN, "scontrol": SCONTROL}.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "local").mkdir(mode=0o755)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    sif = tmp_path / "mine.sif"
+    sif.write_bytes(b"an image")
+    return Node(tmp_path, work, sif)
+
+
+def test_a_task_gets_the_grace_period_of_its_job(node: Node) -> None:
+    node.run(node.plan("train", seconds=3600))
+    assert node.environment["APPTAINERENV_EKIBEN_GRACE_SECONDS"] == "300"
+    node.run(node.plan("train"))
+    assert "APPTAINERENV_EKIBEN_GRACE_SECONDS" not in node.environment
+
+
+# ------------------------------------------------------------------------------------------------------ arguments
+
+WORD = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")) | st.text(
+    st.sampled_from("\n\r\t '\"\\$`!#;&|{}()*?~%=-<>あ\u2028"), max_size=12
+).map(str.encode)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(argv=st.lists(WORD, max_size=6))
+def test_any_arguments_arrive_as_they_are(node: Node, argv: list[bytes]) -> None:
+    job = node.plan("train")
+    step = replace(job.steps[0], argv=("train", *map(os.fsdecode, argv)))
+    job = node.write(replace(job, steps=(step,)))
+    node.run(job)
+    assert node.task == [b"train", *argv]
+    assert not list(node.folder.rglob("pwned"))
+    record = json.loads((job.folder / "run.json").read_text())
+    assert [os.fsencode(word) for word in record["steps"][0]["argv"]] == [b"train", *argv]
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "sge", "pbs"])
+def test_no_argument_begins_a_line_of_the_script(node: Node, scheduler: str) -> None:
+    job = replace(node.plan("train"), scheduler=scheduler)
+    plain = script(job, job.steps[0])
+    hostile = script(replace(job, steps=(replace(job.steps[0], argv=("train", HOSTILE)),)), replace(job.steps[0], argv=("train", HOSTILE)))  # fmt: skip
+    assert len(hostile.splitlines()) == len(plain.splitlines())
+    assert [line for line in hostile.splitlines() if line.startswith("#")] == [
+        line for line in plain.splitlines() if line.startswith("#")
+    ]
+
+
+def test_seeds_and_arguments_are_quoted(node: Node) -> None:
+    job = node.write(node.plan("train", "--name={seed}" + HOSTILE, "{seed}", seeds=("5", "$(touch pwned)\n7")))
+    node.run(job, SLURM_ARRAY_TASK_ID="2")
+    assert node.task == [b"train", b"--name=$(touch pwned)\n7" + HOSTILE.encode(), b"$(touch pwned)\n7"]
+    assert (job.folder / "1-train.2.exit").read_text() == "0\n"
+    assert not list(node.folder.rglob("pwned"))
+
+
+def test_an_option_of_the_scheduler_with_a_line_break_is_refused(node: Node) -> None:
+    job = node.plan("train", options=("--comment=x\n#SBATCH --time=1",))
+    with pytest.raises(UsageError, match="an option of slurm has a line break in it"):
+        script(job, job.steps[0])
+
+
+def test_variables_are_quoted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", HOSTILE)
+    monkeypatch.setenv("NCCL_X", os.fsdecode(b"\xff'\n"))
+    job = node.write(node.plan("train"))
+    node.run(job)
+    assert node.environment["APPTAINERENV_HF_TOKEN"] == HOSTILE
+    assert os.fsencode(node.environment["APPTAINERENV_NCCL_X"]) == b"\xff'\n"
+    assert environment_text({"NCCL_$(touch pwned)": "1", "NCCL_A": "1"}) == "export NCCL_A=1\n"
+
+
+def test_requested_variables_and_folders_are_passed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    (node.folder / "more").mkdir()
+    monkeypatch.setenv("MINE", HOSTILE)
+    job = node.write(
+        node.plan("train", env=("MINE", "PATH=/nowhere", "NCCL_DEBUG=INFO"), binds=(node.folder / "more",))
+    )
+    node.run(job, NCCL_DEBUG="WARN")
+    assert node.environment["APPTAINERENV_MINE"] == HOSTILE
+    assert node.environment["APPTAINERENV_PATH"] == "/nowhere"
+    assert node.environment["APPTAINERENV_NCCL_DEBUG"] == "INFO"
+    assert str(node.folder / "more") in node.binds
+    with pytest.raises(UsageError, match="--env NOT_SET_HERE: is not set here"):
+        _write(node.plan("train", env=("NOT_SET_HERE",)))
+
+
+def test_srun_gets_the_cpus_of_the_job(node: Node) -> None:
+    (node.folder / "bin/srun").write_text('#!/bin/bash\necho "cpus $SRUN_CPUS_PER_TASK"\n')
+    assert "cpus 12\n" in node.run(node.write(node.plan("train")), SLURM_CPUS_PER_TASK="12")
+
+
+@pytest.mark.parametrize("name", ["a b", "100%j", "it's", 'say "x"', "$(touch pwned)", "a;b", "a:b,c"])
+def test_a_working_folder_of_any_name(node: Node, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = node.work / name
+    work.mkdir()
+    monkeypatch.chdir(work)
+    job = node.write(plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=node.sif, runs=work / "runs"))  # fmt: skip
+    node.run(job)
+    assert node.argv[node.argv.index(b"--pwd") + 1].decode() == str(work)
+    assert bind_args(work)[1] in node.binds
+    assert (job.folder / "1-train.exit").read_text() == "0\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- image
+
+
+def test_the_image_is_the_file_that_a_link_named_at_submission(node: Node) -> None:
+    current = node.folder / "current"
+    current.symlink_to(node.sif.name)
+    job = node.write(plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=current, runs=node.work / "runs"))  # fmt: skip
+    (node.folder / "newer.sif").write_bytes(b"another image")
+    current.unlink()
+    current.symlink_to("newer.sif")
+    node.run(job)
+    assert str(node.sif).encode() in node.argv
+    record = json.loads((job.folder / "run.json").read_text())
+    assert record["sif"] == str(node.sif)
+    assert record["sif_sha256"] == subprocess.check_output(["sha256sum", node.sif], text=True).split()[0]
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"An image", "is not what it was when the job was submitted"), (None, "is gone")])  # fmt: skip
+def test_a_job_whose_image_changed_ends_with_one_sentence(node: Node, content: bytes | None, message: str) -> None:
+    job = node.write(node.plan("train"))
+    node.sif.unlink() if content is None else node.sif.write_bytes(content)
+    lines = node.run(job, code=1).splitlines()
+    assert [line for line in lines if line.startswith("error: ")] == [f"error: {node.sif} {message}: {lines[0].split(': ')[-1]}"]  # fmt: skip
+    assert (job.folder / "1-train.exit").read_text() == "1\n"
+    assert not (node.folder / "argv").exists()
+
+
+def staged(node: Node) -> list[Path]:
+    folder = node.folder / f"local/ekiben-{os.getuid()}"
+    return [path for path in folder.iterdir() if path.suffix == ".sif"]
+
+
+def test_a_copy_on_the_local_disk_is_private_and_made_once(node: Node) -> None:
+    job = node.write(node.plan("train", stage=True))
+    node.run(job)
+    [copy] = staged(node)
+    assert os.fsencode(copy) in node.argv
+    assert copy.read_bytes() == node.sif.read_bytes()
+    assert copy.parent.stat().st_mode & 0o777 == 0o700
+    before = copy.stat().st_ino
+    node.run(job)
+    assert staged(node)[0].stat().st_ino == before
+
+
+def test_replaced_local_copy_is_not_run(node: Node) -> None:
+    job = node.write(node.plan("train", stage=True))
+    node.run(job)
+    [copy] = staged(node)
+    copy.write_bytes(b"another image of the same name")
+    node.run(job)
+    assert copy.read_bytes() == node.sif.read_bytes()
+    copy.unlink()
+    copy.symlink_to("/bin/true")
+    node.run(job)
+    assert copy.read_bytes() == node.sif.read_bytes()
+    assert not copy.is_symlink()
+
+
+@pytest.mark.parametrize("how", ["link", "writable", "owner"])
+def test_a_folder_of_others_on_the_local_disk_is_not_used(node: Node, how: str) -> None:
+    folder = node.folder / f"local/ekiben-{os.getuid()}"
+    if how == "link":
+        (node.folder / "elsewhere").mkdir()
+        folder.symlink_to(node.folder / "elsewhere")
+    else:
+        folder.mkdir(mode=0o777)
+        folder.chmod(0o777)
+    if how == "owner":
+        if os.getuid():
+            pytest.skip("needs root")
+        folder.chmod(0o700)
+        os.chown(folder, 65534, 65534)
+    job = node.write(node.plan("train", stage=True))
+    output = node.run(job)
+    assert "the image is read from" in output
+    assert str(node.sif).encode() in node.argv
+    assert list(folder.iterdir()) == []
+    # Compiled code of others is not loaded either.
+    caches = {node.environment[f"APPTAINERENV_{name}"] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")}  # fmt: skip
+    assert len(caches) == 3
+    assert all(path.startswith(f"{node.folder}/local/ekiben-cache-") for path in caches)
+    assert any(bind.startswith(f"{node.folder}/local/ekiben-cache-") for bind in node.binds)
+    assert list((node.folder / "local").glob("ekiben-cache-*")) == []  # removed with the job
+
+
+def test_cache_writable_by_others_is_replaced_and_a_private_one_kept(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, shared = node.folder / "triton", node.folder / "cuda"
+    private.mkdir(mode=0o755)
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(private))
+    monkeypatch.setenv("CUDA_CACHE_PATH", str(shared))
+    node.run(node.write(node.plan("train")))
+    assert node.environment["APPTAINERENV_TRITON_CACHE_DIR"] == str(private)
+    assert node.environment["APPTAINERENV_CUDA_CACHE_PATH"].startswith(f"{node.folder}/local/ekiben-cache-")
+    assert "APPTAINERENV_TORCHINDUCTOR_CACHE_DIR" not in node.environment
+
+
+# ------------------------------------------------------------------------------------------------------------ GPUs
+
+
+@pytest.mark.parametrize(
+    ("task", "request_", "environment", "nv", "processes"),
+    [
+        ("train", {"options": ("--gres=gpu:2",)}, {"CUDA_VISIBLE_DEVICES": "4,5"}, True, b"2"),
+        ("train", {"options": ("--gpus=3",)}, {"SLURM_GPUS_ON_NODE": "3"}, True, b"3"),
+        ("train", {"gpus": 4}, {}, True, b"4"),
+        ("train", {"gpus": 4, "processes": 1}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, True, b"1"),
+        ("train", {}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, True, b"1"),
+        ("prepare", {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, False, b"1"),
+    ],
+)
+def test_gpus_are_those_of_the_job(
+    node: Node, task: str, request_: dict[str, Any], environment: dict[str, str], nv: bool, processes: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    device = node.folder / "nvidiactl"
+    device.touch()
+    monkeypatch.setattr("ekiben.run.jobs.script.GPU_DEVICE", str(device))
+    job = node.write(node.plan(task, **request_))
+    node.run(job, **environment)
+    assert (b"--nv" in node.argv) == nv
+    assert node.argv[node.argv.index(b"--processes") + 1] == processes
+    device.unlink()
+    node.run(job, **environment)
+    assert b"--nv" not in node.argv
+
+
+# ------------------------------------------------------------------------------------------------------- requeueing
+
+
+def requeueing(node: Node, writes: str = ":") -> None:
+    """Have the task end with 75 after ``writes``, and the scheduler take the job back."""
+    (node.folder / "bin/apptainer").write_text(f"#!/bin/bash\n{writes}\nexit 75\n")
+    (node.folder / "bin/scontrol").write_text(
+        "#!/bin/bash\ncase $2 in hostnames) echo c1 ;; show) echo JobState=RUNNING ;; esac\n"
+    )
+
+
+@pytest.mark.parametrize("writes", [":", "echo 1 >>result/metrics.jsonl; date >result/run.json; date >result/loss.png", "mkdir -p .cache; date >.cache/x"])  # fmt: skip
+@pytest.mark.parametrize("output", [(), ("--output", "result"), ("--set", "output=result"), ("--output=result",)])
+def test_a_job_that_saves_nothing_is_started_twice_only(node: Node, writes: str, output: tuple[str, ...]) -> None:
+    (node.work / "result/checkpoints").mkdir(parents=True)
+    (node.work / "result/checkpoints/old").touch()
+    requeueing(node, writes)
+    job = node.write(node.plan("train", *output))
+    assert "nothing was saved, not finished: back into the queue, 1 of at most 20 times" in node.run(job, code=75)
+    assert "error: 2 starts in a row saved nothing: not back into the queue" in node.run(job, code=75)
+    assert (job.folder / "1-train.exit").read_text() == "75\n"
+    assert (job.folder / "1-train.times").read_text() == "1\n"
+
+
+@pytest.mark.parametrize("output", [(), ("--output", "answers/mine.jsonl"), ("--set", "output=answers/mine.jsonl")])
+def test_a_job_that_answers_piece_by_piece_goes_back_into_the_queue(node: Node, output: tuple[str, ...]) -> None:
+    """Until all answers are there, each process of `generate` has a hidden file beside the output."""
+    (node.work / "answers").mkdir()
+    requeueing(node, "echo '{}' >>answers/.mine.jsonl.part-0")
+    job = node.write(node.plan("train", *output))
+    for start in (1, 2, 3):
+        assert f"saved, not finished: back into the queue, {start} of" in node.run(job, code=75)
+
+
+@pytest.mark.parametrize("output", [(), ("--output", "result-{seed}")])
+def test_a_job_that_saves_goes_back_into_the_queue(node: Node, output: tuple[str, ...]) -> None:
+    requeueing(node, "mkdir -p result-5/checkpoints; date +%N >result-5/checkpoints/step-$RANDOM")
+    job = node.write(node.plan("train", *output, seeds=("5",)))
+    for start in (1, 2, 3):
+        assert f"saved, not finished: back into the queue, {start} of" in node.run(
+            job, code=75, SLURM_ARRAY_TASK_ID="1"
+        )
+
+
+def test_a_job_of_several_hosts_goes_back_with_the_account_on_the_command_line(node: Node) -> None:
+    requeueing(node, "date >result")
+    (node.folder / "bin/qsub").write_text('#!/bin/bash\nprintf "%s|" "$@" >"$NOTES/qsub"\necho 8\n')
+    (node.folder / "bin/qsub").chmod(0o755)
+    (node.folder / "bin/qrsh").write_text("#!/bin/bash\nexit 75\n")
+    (node.folder / "bin/qrsh").chmod(0o755)
+    (node.folder / "hosts").write_text("h1 1\nh2 1\n")
+    job = replace(node.plan("train"), scheduler="sge", command_args=("-g lab",))
+    node.run(node.write(job), code=75, JOB_ID="7", PE_HOSTFILE=str(node.folder / "hosts"))
+    assert (node.folder / "qsub").read_text().startswith("-terse|-g|lab|-v|")
+    assert (job.folder / "1-train.job").read_text() == "8\n"
+
+
+def runtime_that_ends_with(node: Node, code: int) -> None:
+    (node.folder / "bin/apptainer").write_text(f"#!/bin/bash\nexit {code}\n")
+
+
+@pytest.mark.parametrize(("codes", "is_kept"), [([0], True), ([0, 0], False), ([1], False), ([0, 75], True)])
+def test_variables_are_removed_when_no_job_can_start_any_more(node: Node, codes: list[int], is_kept: bool) -> None:
+    job = node.write(node.plan("prepare", "+", "train"))
+    for step, code in zip(job.steps, codes, strict=False):
+        runtime_that_ends_with(node, code)
+        node.run(replace(job, steps=(step,)), code=code)
+    assert [(job.folder / name).exists() for name in ("environment", "key")] == [is_kept, is_kept]
+
+
+def test_variables_stay_while_another_job_of_an_array_has_not_ended(node: Node) -> None:
+    job = node.write(node.plan("train", "--seed", "{seed}", seeds=("5", "6")))
+    runtime_that_ends_with(node, 1)
+    for index, is_kept in (("2", True), ("1", False)):
+        node.run(job, code=1, SLURM_ARRAY_TASK_ID=index)
+        assert (job.folder / "environment").exists() == is_kept
+
+
+def test_variables_are_removed_by_cancel(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("squeue", "scancel", "sacct"):
+        (node.folder / "bin" / program).write_text("#!/bin/bash\n")
+        (node.folder / "bin" / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{node.folder}/bin:{os.environ['PATH']}")
+    job = node.write(node.plan("train"))
+    (run,) = find_runs([str(job.folder)], node.work)
+    cancel(run)
+    assert not (job.folder / "environment").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- records
+
+
+def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -> None:
+    asked = JobRequest(
+        gpus=2, cpus=3, memory_mib=900, seconds=3600, seeds=("5", "7"), options=("--comment=x y",), binds=(node.folder,)
+    )
+    argv = ["hello", "--name={seed}", "+", "hello", HOSTILE]
+    job = plan(find_recipe("hello"), argv, asked, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
+    _write(job)
+    (run,) = find_runs([str(job.folder)], node.work)
+    assert run.record["format"] == 2
+    recipe, again, request = request_again(run)
+    assert (find_recipe(recipe).name, again, request) == ("hello", argv, asked)
+    printed = run_cli("submit", "--again", job.folder, "--dry-run").stdout
+    for step in job.steps:
+        lines = [line for line in script(job, step).splitlines() if str(job.folder) not in line]
+        assert [line for line in lines if line not in printed.splitlines()] == []
+    for extra, named in {
+        ("hello", "hello"): "the recipe, the task",
+        ("--nodes", "2", "--time", "1h"): "--nodes, --time",
+    }.items():
+        assert f"leave out {named}" in run_cli("submit", *extra, "--again", job.folder, code=2).stderr
+
+
+def test_run_folder_that_cannot_be_written_is_removed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ekiben.run.jobs.runs._write_private", fail)
+    job = node.plan("train")
+    with pytest.raises(UsageError, match="cannot be written: No space left on device"):
+        _write(job)
+    assert not job.folder.exists()
+
+
+def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:
+    job = plan(find_recipe("hello"), ["hello"], JobRequest(), scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
+    _write(job)
+    node.sif.write_bytes(b"another image")
+    refusal = run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
+    assert f"{node.sif} is not what it was when {job.folder.name} was submitted" in refusal
+    assert "task=(hello)" in run_cli("submit", "--again", job.folder, "--dry-run", "--force").stdout
+
+
+def test_submit_again_takes_values_of_unrecorded_variables(
+    node: Node, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = JobRequest(env=("TOKEN=secret", "WANDB_MODE=offline"))
+    job = plan(find_recipe("hello"), ["hello"], request, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
+    _write(job)
+    assert "secret" not in (job.folder / "run.json").read_text()
+    (run,) = find_runs([str(job.folder)], node.work)
+    with pytest.raises(UsageError, match="--env TOKEN: is not set here"):
+        environment_text({}, request_again(run, ["WANDB_MODE=online"])[2].env)
+    kept = environment_text({}, request_again(run, ["WANDB_MODE=online", "TOKEN=other"])[2].env)
+    assert "TOKEN=other" in kept
+    assert "WANDB_MODE=online" in kept
+
+
+def test_a_record_of_an_earlier_version_is_read_but_not_submitted_again(node: Node) -> None:
+    steps = [{"name": "1-train", "words": ["train"], "asks": [], "seeds": []}]
+    (node.work / "run.json").write_text(json.dumps({"scheduler": "slurm", "steps": steps}))
+    (run,) = find_runs([str(node.work)], node.work)
+    assert run.jobs == ["1-train"]
+    with pytest.raises(UsageError, match="by an earlier version"):
+        request_again(run)
+    (node.work / "run.json").write_text(json.dumps({"format": 3, "steps": steps}))
+    with pytest.raises(UsageError, match="by a later version"):
+        find_runs([str(node.work)], node.work)

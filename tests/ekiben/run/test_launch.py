@@ -1,0 +1,238 @@
+"""The command that runs a task: what it lets in, what it binds, what stays off the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.errors import EngineError, UsageError
+from ekiben.run.launch import COMPILED_CODE, Launch, RunRequest, choose_runtime, folders_to_bind, launch, protect_caches
+
+SIF, TAG = Path("x.sif"), "ekiben/x:latest"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return folder
+
+
+def made(
+    program: str, environment: Mapping[str, str], *args: str, gpu: bool = False, binds: tuple[Path, ...] = (), terminal: bool = False
+) -> Launch:  # fmt: skip
+    return launch(program, SIF, TAG, RunRequest(argv=args, gpu=gpu, binds=binds, terminal=terminal), environment)
+
+
+def bound(ready: Launch) -> list[str]:
+    """Folders that are seen inside, at their own path."""
+    argv = ready.argv
+    found = [argv[at + 1] for at, word in enumerate(argv) if word in ("--bind", "--volume")]
+    return [folder.split(":")[0] for folder in found]
+
+
+def inside(ready: Launch, prefix: str = "APPTAINERENV_") -> dict[str, str]:
+    return {name.removeprefix(prefix): value for name, value in ready.environment.items() if name.startswith(prefix)}
+
+
+NEEDED = {
+    "HF_TOKEN": "hf_secret", "NCCL_DEBUG": "INFO", "SLURM_PROCID": "3", "PBS_NODEFILE": "/x", "SGE_TASK_ID": "1", "MASTER_ADDR": "n1",
+    "RANK": "0", "https_proxy": "http://proxy:1", "NO_PROXY": "localhost", "CUDA_VISIBLE_DEVICES": "1", "WANDB_API_KEY": "key",
+    "OMP_NUM_THREADS": "4", "EKIBEN_RUN": "r",
+}  # fmt: skip
+HARMFUL = {
+    "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64", "PYTHONPATH": "/home/me/lib", "PYTHONHOME": "/apps/python", "CUDA_HOME": "/apps/cuda",
+    "LD_PRELOAD": "/apps/trace.so", "CONDA_PREFIX": "/home/me/conda", "VIRTUAL_ENV": "/home/me/venv",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["/usr/bin/apptainer", "/usr/bin/singularity", "/usr/bin/docker"])
+def test_passed_variables_and_hidden_secrets(program: str) -> None:
+    """Values only in the environment of the runtime: a command line is read by everybody with `ps`."""
+    ready = made(program, {**NEEDED, **HARMFUL, "PATH": "/bin"}, "train")
+    for value in (*NEEDED.values(), *HARMFUL.values()):
+        assert not any(len(value) > 3 and value in word for word in ready.argv)
+    if program.endswith("docker"):
+        names = [ready.argv[at + 1] for at, word in enumerate(ready.argv) if word == "--env"]
+        assert set(names) == {*NEEDED, "NVIDIA_VISIBLE_DEVICES=void"}
+        assert NEEDED.items() <= ready.environment.items()
+    else:
+        assert inside(ready) == NEEDED
+        assert inside(ready, "SINGULARITYENV_") == (NEEDED if program.endswith("singularity") else {})
+        assert "--cleanenv" in ready.argv
+        assert ready.environment["PATH"] == "/bin"
+
+
+def test_site_wide_container_variables_are_dropped_with_a_message() -> None:
+    environment = {
+        "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/lib",
+        "APPTAINERENV_PYTHONPATH": "/x",
+        "APPTAINERENV_MINE": "1",
+    }
+    ready = made("apptainer", environment, "train")
+    assert ready.kept_out == ("APPTAINERENV_PYTHONPATH", "SINGULARITYENV_LD_LIBRARY_PATH")
+    assert inside(ready) == {"MINE": "1"}
+    assert not inside(ready, "SINGULARITYENV_")
+
+
+def test_container_variables_of_the_user_win() -> None:
+    ready = made("apptainer", {"NCCL_DEBUG": "INFO", "APPTAINERENV_NCCL_DEBUG": "WARN"}, "train")
+    assert inside(ready) == {"NCCL_DEBUG": "WARN"}
+
+
+def test_gpu_options_of_each_runtime() -> None:
+    assert "--nv" in made("apptainer", {}, "train", gpu=True).argv
+    assert "--nv" not in made("apptainer", {}, "train").argv
+    argv = made("docker", {}, "train", gpu=True).argv
+    assert argv[argv.index("--gpus") + 1] == "all"
+    assert "memlock=-1" in argv
+    assert "NVIDIA_VISIBLE_DEVICES=void" in made("docker", {}, "train").argv
+
+
+def test_docker_options_for_shared_memory_user_and_terminal() -> None:
+    argv = made("docker", {}, "chat").argv
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    assert int(argv[argv.index("--shm-size") + 1]) == max(half, 1 << 30)
+    assert argv[argv.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert "--tty" not in argv
+    assert "--tty" in made("docker", {}, "chat", terminal=True).argv
+    assert "--user" not in made("docker", {"DOCKER_HOST": "unix:///run/user/1001/docker.sock"}, "chat").argv
+
+
+def test_model_caches_are_bind_mounted(tmp_path: Path, here: Path) -> None:
+    models = tmp_path / "models"
+    ready = made("apptainer", {"HF_HOME": str(models), "HF_HUB_CACHE": str(tmp_path / "absent")}, "train")
+    assert models.is_dir()
+    assert bound(ready) == [str(here), str(models)]
+    kept = tmp_path / "home/.cache/huggingface"
+    kept.mkdir(parents=True)
+    ready = made("docker", {}, "train")
+    assert bound(ready) == [str(here), str(kept)]
+    assert ready.environment["HF_HOME"] == str(kept)
+    assert "HF_HOME" in ready.argv
+    assert bound(made("docker", {"EKIBEN_CACHE": str(models)}, "train")) == [str(here), str(models)]
+
+
+def test_local_disk_and_certificates_are_passed(tmp_path: Path, here: Path) -> None:
+    local, bundle = tmp_path / "local", tmp_path / "ca.pem"
+    local.mkdir()
+    bundle.touch()
+    ready = made("apptainer", {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}, "train")
+    assert bound(ready) == [str(here), str(local), str(bundle)]
+    systems = {
+        "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
+        "REQUESTS_CA_BUNDLE": "/etc/ssl/certs/ca-certificates.crt",
+    }
+    assert bound(made("apptainer", systems, "train")) == [str(here), "/etc/ssl/certs/ca-certificates.crt"]
+    assert bound(made("apptainer", {"SSL_CERT_FILE": str(here)}, "train")) == [str(here)]
+    assert inside(ready) == {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}
+
+
+def test_paths_in_arguments_are_bind_mounted(tmp_path: Path, here: Path) -> None:
+    for name in ("data", "out", "more"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data/talk.jsonl").touch()
+    ready = made("apptainer", {}, "train", "--data=../data/talk.jsonl", "--output", f"{tmp_path}/out/run/1", "--model=cyberagent/open-calm-small",
+                 "--endpoint=https://hub/x", "--config", "/opt/ekiben/recipe/x.yaml", "--lr=1e-4", "here/x", "/nowhere/at/all",
+                 binds=(tmp_path / "more",))  # fmt: skip
+    assert bound(ready) == [str(tmp_path / "data"), str(here), str(tmp_path / "more"), str(tmp_path / "out")]
+    assert bound(made("apptainer", {}, "train", "--data=..")) == [str(tmp_path)]  # and so this folder is, too
+    for word in (f"model={tmp_path}/more", f"--set=model={tmp_path}/more", f"--data={tmp_path}/more/run=1/x.jsonl:2"):
+        assert bound(made("apptainer", {}, "train", "--set", word)) == [str(here), str(tmp_path / "more")]
+    with pytest.raises(UsageError, match="--bind nowhere: does not exist"):
+        made("apptainer", {}, "train", binds=(Path("nowhere"),))
+
+
+def test_cache_folder_that_cannot_be_created_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"HF_HOME=.*file/x: Not a directory"):
+        made("apptainer", {"HF_HOME": str(tmp_path / "file/x")}, "train")
+
+
+def test_choose_runtime_order(tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        EngineError, match="x cannot be run here: neither apptainer nor singularity nor docker is on PATH"
+    ):
+        choose_runtime("x", SIF)
+    for name in ("docker", "singularity"):
+        (tmp_path / name).touch(mode=0o755)
+    assert choose_runtime("x", SIF) == str(tmp_path / "docker")
+    (tmp_path / "docker").unlink()
+    with pytest.raises(EngineError, match=r"x\.sif is not there"):
+        choose_runtime("x", SIF)
+    (here / SIF).touch()
+    assert choose_runtime("x", SIF) == str(tmp_path / "singularity")
+
+
+def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
+    for name in ("deep", "data", "models"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "deep/talk.jsonl").touch()
+    (tmp_path / "data/talk.jsonl").symlink_to("../deep/talk.jsonl")
+    (here / "link.jsonl").symlink_to(tmp_path / "data/talk.jsonl")
+    assert bound(made("apptainer", {}, "train", "--data", "./link.jsonl")) == [
+        str(tmp_path / "data"), str(tmp_path / "deep"), str(here),
+    ]  # fmt: skip
+    for argument, count in {
+        "link.jsonl": 3,
+        "--data=link.jsonl": 3,
+        "--set=data=link.jsonl": 3,
+        "other.jsonl": 1,
+    }.items():
+        assert len(folders_to_bind(RunRequest(argv=("train", argument), gpu=False), {})) == count, argument
+    (here / "cache").symlink_to(tmp_path / "models")
+    assert bound(made("apptainer", {"HF_HOME": str(here / "cache")}, "train")) == [str(here), str(tmp_path / "models")]
+    assert bound(made("apptainer", {}, "train", "--output", "cache/run/1")) == [str(here), str(tmp_path / "models")]
+    (tmp_path / "models/weights").symlink_to(tmp_path / "deep/talk.jsonl")
+    (here / "linked").mkdir()
+    (here / "linked/talk.jsonl").symlink_to(tmp_path / "deep/talk.jsonl")
+    for model, folders in (("../models", ["deep", "models"]), ("linked", ["deep"])):
+        request = RunRequest(argv=("train", "--set", f"model={model}"), gpu=False)
+        assert folders_to_bind(request, {}) == sorted([str(here), *(str(tmp_path / name) for name in folders)])
+    (here / "loop").symlink_to("loop")
+    assert bound(made("apptainer", {}, "train", "--data", "./loop")) == [str(here)]
+
+
+def test_argument_longer_than_a_path_is_not_bound(here: Path) -> None:
+    for word in ("x" * 5000, f"/tmp/{'x' * 300} and/or", "a/" * 3000, "あ/" + "い" * 100):
+        assert folders_to_bind(RunRequest(argv=("chat", word), gpu=False), {}) == [str(here)]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, None])
+def test_compiled_code_is_never_in_a_folder_that_others_can_write(tmp_path: Path, mode: int | None) -> None:
+    (tmp_path / "local").mkdir()
+    folder = tmp_path / f"local/ekiben-{os.getuid()}"
+    environment = {"TMPDIR": str(tmp_path / "local")}
+    assert protect_caches(environment) == environment
+    assert folder.stat().st_mode & 0o777 == 0o700  # made before a task makes it, whatever the umask
+    folder.rmdir()
+    if mode is None:
+        folder.symlink_to(tmp_path)
+    else:
+        folder.mkdir()
+        folder.chmod(mode)
+    private = tmp_path / "own"
+    private.mkdir(mode=0o755)
+    ready = made("apptainer", {**environment, "TRITON_CACHE_DIR": str(private)}, "train")
+    caches = {name: Path(inside(ready)[name]) for name in COMPILED_CODE}
+    assert caches.pop("TRITON_CACHE_DIR") == private
+    assert all(path.parent.parent == tmp_path / "local" and path.is_dir() for path in caches.values())
+    assert all(path.parent.stat().st_mode & 0o777 == 0o700 for path in caches.values())
+
+
+def test_a_cache_that_others_can_write_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    found = protect_caches(
+        {"TMPDIR": str(tmp_path / "local"), "CUDA_CACHE_PATH": str(shared), "TRITON_CACHE_DIR": "/n"}
+    )
+    assert Path(found["CUDA_CACHE_PATH"]).parent.parent == tmp_path / "local"
+    assert (found["TRITON_CACHE_DIR"], "TORCHINDUCTOR_CACHE_DIR" in found) == ("/n", False)

@@ -1,0 +1,370 @@
+"""Modulefiles of a published image, read by Environment Modules and by Lmod: what is loaded by which name, what is not found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_publish import image_of, put, put_next, quiet, unused
+
+from ekiben.core.errors import UsageError
+from ekiben.publish.prune import prune
+from ekiben.publish.publish import Published, publish
+from ekiben.run.modulefile import check_shared_dir, command_files
+from ekiben.store import Store
+from ekiben.store.shared import SharedStore
+from support.module_systems import NAMES, ModuleSystem, module_system
+from support.sample_recipe import RunCli, SampleRecipe, chain_of, seeded
+
+
+@pytest.fixture
+def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
+    return seeded(files_only, tmp_path / "store", "ground")
+
+
+@pytest.fixture
+def shared_dir(tmp_path: Path) -> Path:
+    return tmp_path / "lab"
+
+
+@pytest.fixture(params=NAMES)
+def modules(request: pytest.FixtureRequest) -> ModuleSystem:
+    return module_system(request.param)
+
+
+def module_output(modules: ModuleSystem, shared_dir: Path, script: str, **options: Any) -> str:
+    """What the script prints, messages of `module` included."""
+    done = modules.run(shared_dir / "modulefiles", script, home=shared_dir.parent, **options)
+    return done.stdout + done.stderr
+
+
+def loaded(modules: ModuleSystem, shared_dir: Path, *names: str) -> str:
+    """Which SIF's command `greet` is, after these were loaded one after the other."""
+    script = "".join(f"module load {name}\n" for name in names)
+    done = modules.run(
+        shared_dir / "modulefiles", f"{script}command -v greet; echo $EKIBEN_IMAGE", home=shared_dir.parent
+    )
+    assert done.stdout.count("\n") == 2, done.stdout + done.stderr
+    command, image = map(Path, done.stdout.splitlines())
+    assert command.parent == image.with_suffix(".bin")
+    assert image.is_file()
+    return image.name
+
+
+def version(done: Published) -> str:
+    return done.sif.stem.removeprefix("own-")
+
+
+# ------------------------------------------------------------------------------------------------------------ what is there
+
+
+def test_modulefile_belongs_to_its_version(files_only: SampleRecipe, store: Store, shared_dir: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        done = put(files_only, store, shared_dir, version="1.2", module=True)
+    finally:
+        os.umask(before)
+    assert done.module == f"ekiben/own/{version(done)}"
+    stem, folder = done.sif.stem, shared_dir / "modulefiles/ekiben/own"
+    assert {path.name for path in folder.iterdir()} == {".modulerc", version(done)}
+    assert (folder / version(done)).readlink() == Path(f"../../../images/own/{stem}.module")
+    commands = done.sif.with_suffix(".bin")
+    assert {path.name for path in commands.iterdir()} == {"greet", "ekiben-own"}
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in (*commands.iterdir(), *folder.parent.rglob("*"))
+             if path.is_file() and not path.is_symlink()}  # fmt: skip
+    assert {mode for path, mode in modes.items() if path.parent == commands} == {0o555}
+    assert {mode for path, mode in modes.items() if path.parent != commands} == {0o444}
+    for made in (commands, folder, folder.parent, folder.parent.parent):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o2755
+    assert stat.S_IMODE(done.sif.with_suffix(".module").stat().st_mode) == 0o444
+
+
+def test_modulefile_is_added_later_and_kept_for_new_versions(
+    files_only: SampleRecipe, store: Store, shared_dir: Path
+) -> None:
+    first = put(files_only, store, shared_dir)
+    assert first.module is None
+    assert not (shared_dir / "modulefiles").exists()
+    kept = {path: path.lstat().st_mtime_ns for path in shared_dir.rglob("*") if not path.is_dir()}
+    again = put(files_only, store, shared_dir, module=True)
+    assert (again.created, again.module) == (False, f"ekiben/own/{version(first)}")
+    assert kept == {path: path.lstat().st_mtime_ns for path in kept}
+    kept = {path: path.lstat().st_mtime_ns for path in shared_dir.rglob("*") if not path.is_dir()}
+    put(files_only, store, shared_dir, module=True)
+    assert kept == {path: path.lstat().st_mtime_ns for path in shared_dir.rglob("*") if not path.is_dir()}
+    assert put_next(files_only, store, shared_dir).module  # else `module load` would stay behind `current`
+
+
+def test_an_end_at_any_rename_leaves_no_half_module(
+    files_only: SampleRecipe, store: Store, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is found is whole; the next run adds what is missing."""
+    image, rename, where, count, ended = image_of(files_only, store), os.rename, 0, 0, True
+    publish(image, store, shared_dir, quiet(), check=False)
+
+    def end(source: Any, target: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == where:
+            raise KeyboardInterrupt
+        rename(source, target, **options)
+
+    while ended:
+        where, count, ended = where + 1, 0, False
+        shutil.rmtree(shared_dir / "modulefiles", ignore_errors=True)
+        for path in (shared_dir / "images/own").glob("*.bin"):
+            shutil.rmtree(path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", end)
+            try:
+                done = publish(image, store, shared_dir, quiet(), check=False, module=True)
+            except KeyboardInterrupt:
+                ended = True
+        if ended:
+            found = [path for path in (shared_dir / "modulefiles").glob("ekiben/own/[0-9]*") if path.exists()]
+            assert found == []
+            done = publish(image, store, shared_dir, quiet(), check=False, module=True)
+        assert (shared_dir / "modulefiles" / str(done.module)).is_file()
+        assert len(list(done.sif.with_suffix(".bin").iterdir())) == 2
+    assert where == 10  # four folders, two commands, two files of Tcl, the link; and then none
+
+
+@pytest.mark.parametrize("name", ["two words", "a:b", "a'b", "$HOME", "a;b", "a(b"])
+def test_paths_invalid_in_modulepath_are_refused(
+    name: str, tmp_path: Path, files_only: SampleRecipe, store: Store
+) -> None:
+    with pytest.raises(UsageError, match="Lmod cannot read modulefiles there"):
+        put(files_only, store, tmp_path / name, module=True)
+    assert not (tmp_path / name).exists()
+    put(files_only, store, tmp_path / name)  # the image itself may lie there
+
+
+def test_other_paths_are_accepted() -> None:
+    check_shared_dir(Path("/gs1/groups/gaa50000/共有/ekiben-2.0+x_y"))
+
+
+# ----------------------------------------------------------------------------------------------------------- which is loaded
+
+
+def test_default_module_is_the_current_version(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
+) -> None:
+    first = put(files_only, store, shared_dir, version="9", tags=["stable", "default"], module=True)
+    assert loaded(modules, shared_dir, "ekiben/own") == first.sif.name
+    second = put_next(files_only, store, shared_dir, version="10")
+    third = put_next(files_only, store, shared_dir, version="11", current=False)
+    for name, done in {
+        "ekiben/own": second, "ekiben/own/current": second, "ekiben/own/stable": first,
+        "ekiben/own/9": first, "ekiben/own/10": second, "ekiben/own/11": third,
+        **{f"ekiben/own/{version(done)}": done for done in (first, second, third)},
+    }.items():  # fmt: skip
+        assert loaded(modules, shared_dir, name) == done.sif.name, name
+    # A link that is moved by hand is followed as well.
+    current = first.sif.with_name("current")
+    current.unlink()
+    current.symlink_to(first.sif.name)
+    assert loaded(modules, shared_dir, "ekiben/own") == first.sif.name
+
+
+def test_version_without_digest_loads_newest_or_tag(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
+) -> None:
+    first = put(files_only, store, shared_dir, version="2.0", module=True)
+    short = str(first.module).rpartition("-")[0]
+    os.utime(first.sif.with_suffix(".module"), (1, 1))
+    second = put_next(files_only, store, shared_dir, version="2.0", current=False)
+    assert loaded(modules, shared_dir, short) == second.sif.name
+    first.sif.with_name("2.0").symlink_to(first.sif.name)
+    assert loaded(modules, shared_dir, short) == first.sif.name
+
+
+def test_module_works_after_a_move_and_through_a_link(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path, tmp_path: Path
+) -> None:
+    """As where nodes see it under another path, and where a site takes the modules into its own tree."""
+    done = put(files_only, store, shared_dir, module=True)
+    shared_dir = shared_dir.rename(tmp_path / "elsewhere")
+    assert loaded(modules, shared_dir, "ekiben/own") == done.sif.name
+    (tmp_path / "site/modulefiles").mkdir(parents=True)
+    (tmp_path / "site/modulefiles/ekiben").symlink_to(shared_dir / "modulefiles/ekiben")
+    assert loaded(modules, tmp_path / "site", "ekiben/own") == done.sif.name
+
+
+def other_image(files_only: SampleRecipe, store: Store, shared_dir: Path) -> Published:
+    """A second image in the same folder, with a task of the same name."""
+    files_only.recipe(name="other")
+    done = put(files_only, store, shared_dir, module=True)
+    files_only.recipe()
+    return done
+
+
+def test_one_image_is_loaded_at_a_time(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
+) -> None:
+    """Both have a task `greet`; a version of the same image has, too."""
+    first, second = put(files_only, store, shared_dir, module=True), put_next(files_only, store, shared_dir)
+    other = other_image(files_only, store, shared_dir)
+    for name, done in {f"ekiben/own/{version(second)}": second, "ekiben/other": other}.items():
+        before = f"ekiben/own/{version(first)}"
+        if modules.name == "lmod":
+            assert loaded(modules, shared_dir, before, name) == done.sif.name
+        else:
+            assert loaded(modules, shared_dir, before, name) == first.sif.name
+            assert "onflict" in module_output(modules, shared_dir, f"module load {before}; module load {name}")
+        script = f"module load {before}\nmodule swap {before} {name}\necho $PATH; module purge; echo $PATH"
+        paths = modules.run(shared_dir / "modulefiles", script, home=shared_dir.parent).stdout
+        assert paths.splitlines() == [f"{done.sif.with_suffix('.bin')}:/usr/bin:/bin", "/usr/bin:/bin"]
+
+
+def test_pruned_version_has_no_module(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
+) -> None:
+    first, second = put(files_only, store, shared_dir, module=True), put_next(files_only, store, shared_dir)
+    assert loaded(modules, shared_dir, f"ekiben/own/{version(first)}") == first.sif.name
+    prune(shared_dir, names=[first.sif.name])
+    assert {path.name for path in first.sif.parent.iterdir() if path.name.startswith(first.sif.stem)} == set()
+    assert {path.name for path in (shared_dir / "modulefiles/ekiben/own").iterdir()} == {".modulerc", version(second)}
+    assert version(first) not in module_output(modules, shared_dir, "module avail")
+    missing = module_output(modules, shared_dir, f"module load ekiben/own/{version(first)}; echo [$EKIBEN_IMAGE]")
+    assert "[]" in missing
+    assert "unknown" in missing or "Unable to locate a modulefile" in missing
+    assert loaded(modules, shared_dir, "ekiben/own") == second.sif.name
+    prune(shared_dir, grace=0)
+    assert list((shared_dir / "trash").iterdir()) == []
+
+
+def test_modulefile_left_by_a_killed_prune_is_removed(
+    files_only: SampleRecipe, store: Store, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = put(files_only, store, shared_dir, module=True)
+    put_next(files_only, store, shared_dir)
+    discard, count = SharedStore.discard, 0
+
+    def end(shared: SharedStore, path: Path) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        discard(shared, path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SharedStore, "discard", end)
+        prune(shared_dir, names=[first.sif.name])
+    assert (shared_dir / "modulefiles" / str(first.module)).exists()
+    unused(shared_dir, 1.5)
+    prune(shared_dir)
+    assert not os.path.lexists(shared_dir / "modulefiles" / str(first.module))
+    assert not list(first.sif.parent.glob(f"{first.sif.stem}*"))
+
+
+def test_module_of_a_version_linked_during_prune_is_kept(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = put(files_only, store, shared_dir, module=True)
+    put_next(files_only, store, shared_dir)
+    discard = SharedStore.discard
+
+    def link_and_discard(shared: SharedStore, path: Path) -> None:
+        if path.name == f"{first.sif.stem}.json":
+            first.sif.with_name("mine").symlink_to(first.sif.name)
+        discard(shared, path)
+
+    monkeypatch.setattr(SharedStore, "discard", link_and_discard)
+    prune(shared_dir, names=[first.sif.name])
+    assert loaded(modules, shared_dir, "ekiben/own/mine") == first.sif.name
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+
+NASTY = 'A "quoted" {brace [exit 7] $env(HOME) \\ ]===] os.exit(7) 日本語 é # %s'
+
+
+def test_help_and_whatis_texts_are_verbatim(
+    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
+) -> None:
+    files_only.recipe(description=f"{NASTY}\n second line", tasks={"greet": {"entrypoint": "greet.py", "help": NASTY}})
+    done = put(files_only, store, shared_dir, version="1", module=True)
+    shown = NASTY.replace("]=", "] =")
+    about = module_output(modules, shared_dir, "module help ekiben/own")
+    assert f"own {version(done)}: {shown} second line" in about
+    assert f"  greet  {shown}\n" in about
+    assert "EKIBEN_CPU=1" in about
+    assert "programs of the host with these names are hidden" in about
+    assert f"own {version(done)}: {shown} second line" in module_output(modules, shared_dir, "module whatis ekiben/own")
+    # In a locale without these letters, too, nothing breaks.
+    assert "second line" in module_output(modules, shared_dir, "module help ekiben/own", env={"LC_ALL": "C"})
+    listed = module_output(modules, shared_dir, "module show ekiben/own")
+    assert f"{done.sif.with_suffix('.bin')}" in listed
+    assert "ERROR" not in listed
+
+
+def test_publish_modulefile_by_command(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, shared_dir: Path, tmp_path: Path
+) -> None:
+    argv = ("--store", store.root, "publish", files_only.path, "--to", shared_dir, "--no-verify", "--modulefile")
+    out = run_cli(*argv).stdout
+    assert f"module     module use {shared_dir}/modulefiles; module load ekiben/own\n" in out
+    files_only.write("files/data.txt", "new\n")
+    out = run_cli(*argv[:-1], "--no-current", "--version", "2").stdout
+    assert "; module load ekiben/own/2-" in out
+    refused = run_cli(*argv[:5], tmp_path / "a b", *argv[6:], code=2)
+    assert f"' ' in {tmp_path}/a b: Lmod cannot read modulefiles there" in refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------- the commands
+
+
+def test_the_commands_are_plain_sh(tmp_path: Path) -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed (tests/services.sh install)")
+    for name, script in command_files("own", "own-1-0123456789ab", {"greet": "say hello; rm -rf $HOME `x`"}).items():
+        (tmp_path / name).write_text(script)
+        # SC2013: names of variables have no blanks.
+        subprocess.run(["shellcheck", "--shell=sh", "--exclude=SC2013", tmp_path / name], check=True)
+
+
+def host_without_runtime(tmp_path: Path) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for program in ("sh", "awk", "grep", "uname", "mkdir"):
+        found = shutil.which(program)
+        assert found
+        (folder / program).symlink_to(found)
+    return folder
+
+
+def test_module_command_names_missing_requirements(
+    files_only: SampleRecipe, store: Store, shared_dir: Path, tmp_path: Path
+) -> None:
+    """Tasks called like what it needs itself do not send it round in circles."""
+    names = ("greet", "sh", "uname", "awk")
+    files_only.recipe(tasks={name: {"entrypoint": "greet.py", "help": "x"} for name in names})
+    done = put(files_only, store, shared_dir, module=True)
+    commands, host = done.sif.with_suffix(".bin"), host_without_runtime(tmp_path)
+
+    def failed(command: Path, path: str) -> str:
+        ran = subprocess.run([command], env={"PATH": path}, capture_output=True, text=True, timeout=20, check=False)
+        assert (ran.returncode, ran.stdout) == (127, "")
+        return ran.stderr
+
+    for path in (f"{commands}:{host}", f"{host}:{commands}", f"{host}:{commands}:/nowhere", str(host)):
+        for name in names:
+            assert failed(commands / name, path) == (
+                f"ekiben-own: neither apptainer nor singularity is on PATH of {os.uname().nodename}: "
+                "load a module that has one of them\n"
+            )
+    done.sif.unlink()
+    stderr = failed(commands / "greet", str(host))
+    assert stderr.startswith(f"ekiben-own: {done.sif} is gone, or closed to you: load a version that is there")
+
+
+def test_image_of_another_stack_has_its_own_module(files_only: SampleRecipe, store: Store, shared_dir: Path) -> None:
+    assert (
+        chain_of(files_only).recipe.image_name("cu124") == "own-cu124"
+    )  # own, version cu124-…, would be another module
+    assert set(command_files("own-cu124", "own-cu124-1-0123456789ab", {})) == {"ekiben-own-cu124"}

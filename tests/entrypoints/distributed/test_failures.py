@@ -1,0 +1,123 @@
+"""One process of a run fails: all end within seconds, with one sentence that names it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+for package in ("torch", "transformers", "peft", "tokenizers"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parents[3]
+RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"))
+ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
+sys.path.insert(0, str(ENTRYPOINTS))
+
+import torch
+
+from ekiben_tasks.distributed import failures
+from support.tiny_runs import SAMPLE, base  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
+# train as its own script runs it; what one rank does when its third step begins stands in WHAT.
+TRAIN = """
+import os, signal, sys, time
+sys.path.insert(0, {entrypoints!r})
+import torch
+torch.set_num_threads(1)
+import train
+from ekiben_tasks.distributed import failures
+from ekiben_tasks.training import loop, run
+gradients = loop.Run._gradients
+def fail(self, *words):
+    if self.step == 2 and os.environ["RANK"] == "{rank}":
+        print("failing", time.time(), flush=True)
+        {what}
+    return gradients(self, *words)
+loop.Run._gradients = fail
+failures.run(lambda: train.main({arguments!r}))
+"""
+
+
+def launch(
+    what: str, base: Path, output: Path, *more: str, rank: int = 1
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """(what two processes came to, seconds from the failure to the end)."""
+    settings = {"model": base, "max_steps": 5, "batch_size": 8, "max_length": 512, "eval_every": 0, "device": "cpu"}
+    arguments = ["--data", str(SAMPLE), "--output", str(output)]
+    arguments += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    arguments += more
+    code = TRAIN.format(entrypoints=str(ENTRYPOINTS), what=what, rank=rank, arguments=arguments)
+    argv = [sys.executable, str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--", sys.executable, "-c", code]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(output.parent / "hub"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    began = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("failing")]
+    return done, time.time() - began[0] if began else 0.0
+
+
+def errors(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "code", "sentence", "frames"),
+    [
+        (1, "raise ValueError('odd')", 1, r"\S+: ValueError: odd", 1),
+        (1, "raise torch.OutOfMemoryError('CUDA out of memory. Tried')", 1, r"\S+: out of GPU memory", 0),
+        (0, "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling')", 1,
+         r"\S+: out of GPU memory \(CUDA error: CUBLAS_STATUS_ALLOC_FAILED", 0),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"\S+ was killed by SIGKILL", 0),
+        (1, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"\S+ was killed by SIGKILL", 0),
+    ],
+)  # fmt: skip
+def test_failing_rank_ends_all_with_one_sentence(
+    rank: int, what: str, code: int, sentence: str, frames: int, base: Path, tmp_path: Path
+) -> None:
+    done, seconds = launch(what, base, tmp_path / "out", rank=rank)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert len(errors(done.stderr)) == 1 and re.match(f"error: rank {rank} on {sentence}", errors(done.stderr)[0]), (
+        done.stderr
+    )
+    assert done.stderr.count("Traceback") == frames, done.stderr
+    assert seconds < 10
+
+
+def test_wrong_setting_is_printed_once(base: Path, tmp_path: Path) -> None:
+    done, _ = launch("pass", base, tmp_path / "out", "--set", "learning_rate=-1")
+    assert done.returncode == 2
+    assert errors(done.stderr) == ["error: setting learning_rate: must be above 0, not -1.0"]
+    assert "Traceback" not in done.stderr
+
+
+def test_no_gpu_is_printed_once_and_not_by_nccl(base: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done, _ = launch("pass", base, tmp_path / "out", "--set", "device=auto")
+    (line,) = errors(done.stderr)
+    assert done.returncode == 1 and "cannot meet" not in line and "GPU" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.distributed.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
+        (RuntimeError("shape mismatch"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_out_of_memory_of_every_library_is_recognised(error: BaseException, found: bool) -> None:
+    assert failures.is_out_of_memory(error) is found
+    if isinstance(error, torch.distributed.DistBackendError):
+        assert not failures.is_retryable(error)

@@ -1,0 +1,61 @@
+"""The frame of every task: what it refuses before it begins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ekiben_tasks.task import command
+
+ENTRYPOINTS = Path(__file__).resolve().parents[3] / "entrypoints"
+TASK = """
+from ekiben_tasks.task.command import run
+def main():
+    print("ran")
+    return 0
+run(main)
+"""
+
+
+def start(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(TASK)
+    settings = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ENTRYPOINTS), **environment}
+    return subprocess.run([sys.executable, folder / "train.py"], env=settings, capture_output=True, text=True, check=False)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+    ],
+)
+def test_copies_started_by_srun_or_mpirun_are_refused(tmp_path: Path, size: str, rank: str) -> None:
+    first, second = (start(tmp_path, **{size: "2", rank: number}) for number in "01")
+    assert (first.returncode, first.stdout, second.returncode, second.stdout) == (2, "", 2, "")
+    assert first.stderr.startswith("error: srun or mpirun started train 2 times, as separate runs")
+    assert second.stderr == ""
+    for allowed in (
+        {size: "1"},
+        {size: "2", "WORLD_SIZE": "2"},
+        {size: "2", "EKIBEN_INDEPENDENT": "1"},
+        {"SLURM_NTASKS": "2"},
+    ):
+        assert start(tmp_path, **allowed).stdout == "ran\n"
+
+
+@pytest.mark.parametrize(("argv", "expected"), [([], False), (["--overwrite"], True), (["--fresh"], True)])
+def test_former_name_of_a_flag_is_understood_with_a_warning(
+    argv: list[str], expected: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_flag(parser, "--overwrite", former="--fresh", help="start again")
+    assert vars(parser.parse_args(argv)) == {"overwrite": expected}
+    assert ("--fresh is now --overwrite" in capsys.readouterr().err) == (argv == ["--fresh"])
+    assert "--fresh" not in parser.format_help()

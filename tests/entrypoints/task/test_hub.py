@@ -1,0 +1,128 @@
+"""Tokens that are missing or may not: the hub is played by a local server that answers as it does."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("huggingface_hub", "datasets"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parents[3]
+PLACES = [Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints", ROOT / "entrypoints"]
+
+ANSWERS = {
+    "gated": (403, "GatedRepo"),
+    "private": (401, "RepoNotFound"),
+    "unknown": (404, "RepoNotFound"),
+    "old": (404, "RevisionNotFound"),
+}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    """OWNER/gated, OWNER/private and OWNER/unknown, as models and as data sets."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            status, code = next(answer for name, answer in ANSWERS.items() if f"/{name}" in self.path)
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def ask(hub: str, folder: Path, script: str, token: str) -> list[str]:
+    """The errors ``script`` prints, in a process of its own: the hub's library reads its address once."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_OFFLINE")}
+    environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": hub, "PYTHONPATH": os.pathsep.join(map(str, PLACES))}
+    if token:
+        environment["HF_TOKEN"] = token
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+MODELS = """
+from ekiben_tasks.task import errors, hub
+for name in ("gated", "private", "unknown"):
+    try:
+        hub.locate_model(f"owner/{name}")
+    except errors.TaskError as error:
+        print(error)
+"""
+DATA = """
+from ekiben_tasks.data import sources
+from ekiben_tasks.task import errors
+for name in ("gated", "private", "unknown"):
+    try:
+        sources.read_all([sources.Source(f"owner/{name}", 0.0)], seed=0, skip_bad=False)
+    except errors.TaskError as error:
+        print(error)
+"""
+
+
+REVISIONS = """
+import sys
+from pathlib import Path
+from ekiben_tasks.task import errors, hub
+folder = Path("with@sign")
+folder.mkdir()
+(folder / "config.json").write_text("{}")
+print(hub.split_revision("owner/name@v2"), hub.split_revision(str(folder)), hub.is_hub_model("owner/name@v2"))
+try:
+    hub.locate_model("owner/old@v9")
+except errors.TaskError as error:
+    print(error)
+cached = Path(sys.argv[1] if sys.argv[1:] else ".") / "hub" / "models--owner--name"
+commit = "0123456789abcdef0123456789abcdef01234567"
+(cached / "snapshots" / commit).mkdir(parents=True)
+(cached / "snapshots" / commit / "config.json").write_text("{}")
+(cached / "refs").mkdir()
+(cached / "refs" / "v2").write_text(commit)
+print(hub.model_commit("owner/name@v2"), hub.model_commit("owner/name"), hub.model_commit(str(folder)))
+"""
+
+
+def test_revision_of_a_model(hub: str, tmp_path: Path) -> None:
+    names, missing, commits = ask(hub, tmp_path, REVISIONS, "")
+    assert names == "('owner/name', 'v2') ('with@sign', None) True"
+    assert missing == "model owner/old@v9: is on the hub, but has no such revision; give a branch, a tag or a commit"
+    assert commits == "0123456789abcdef0123456789abcdef01234567 None None"
+
+
+@pytest.mark.parametrize(("kind", "script"), [("model", MODELS), ("data set", DATA)], ids=["model", "data set"])
+@pytest.mark.parametrize("token", ["", "hf_read"], ids=["no token", "a token"])
+def test_errors_about_tokens_have_hints(hub: str, tmp_path: Path, kind: str, script: str, token: str) -> None:
+    gated, private, unknown = ask(hub, tmp_path, script, token)
+    for name, text in (("gated", gated), ("private", private), ("unknown", unknown)):
+        assert text.startswith(f"{kind} owner/{name}: "), text
+    if token:
+        assert "token you gave" in gated
+        assert re.search("not on the hub, or private; .*is the token you gave allowed", private)
+    else:
+        assert "HF_TOKEN" in gated
+        assert re.search("not on the hub, or private; .*HF_TOKEN", private)
+    assert "not on the hub" in unknown
+    assert "hf_read" not in gated + private + unknown

@@ -1,0 +1,905 @@
+"""Every parser of foreign bytes, as a case: valid samples of what it reads, and a call that reads other bytes in their record_file.
+
+CASES holds the cases; READERS says which case covers a function that decodes JSON, YAML, tar or binary records, or why
+none is needed. test_parsers.py finds such functions in the source: one that is not in READERS fails a test.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from ekiben import api
+from ekiben.artifacts.pull import pull
+from ekiben.builder.bases import docker
+from ekiben.bundle.read import import_compiled, open_bundle
+from ekiben.core.environment import platform
+from ekiben.core.errors import EkibenError
+from ekiben.core.files import digest_of
+from ekiben.core.settings import read_settings
+from ekiben.doctor.image_requirements import requirements_of_layers, requirements_of_sif
+from ekiben.formats.changeset import Lower, normalize
+from ekiben.formats.layer import LayerEntry
+from ekiben.formats.sif import read_sif
+from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
+from ekiben.gpu.device_code import read_device_code
+from ekiben.gpu.elf import read_library
+from ekiben.inspect._records import published_layers, stored_image
+from ekiben.inspect.sbom import sbom_of
+from ekiben.packages.outdated import find_advisories
+from ekiben.project.lock import read_requirements
+from ekiben.publish._records import read_records
+from ekiben.publish.catalog.runs import runs_of
+from ekiben.publish.catalog.write import make_catalog
+from ekiben.publish.prune import prune as prune_published
+from ekiben.registry.auth import find_credentials
+from ekiben.registry.client import Registry
+from ekiben.registry.reference import Reference
+from ekiben.resolve.resolve import resolve
+from ekiben.run.jobs.runs import find_runs, request_again
+from ekiben.run.site import find_site
+from ekiben.signing.gpg import Keys
+from ekiben.signing.registry import _claim
+from ekiben.signing.sif import check_sif
+from ekiben.spec.definition import read_definition
+from ekiben.spec.recipe import find_recipe
+from ekiben.spec.stack import find_stack, read_pins
+from ekiben.store import Store, prune
+from ekiben.store.shared import open_shared
+from fuzz import world as samples
+from fuzz.world import World
+from support.registries import Answer
+from support.sample_recipe import GROUND, STACK, WALLS, quiet
+from support.tars import plain_tar
+
+Read = Callable[[bytes], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``named``: what an error's message has to name, as the file that was read."""
+
+    samples: Sequence[bytes]
+    read: Read
+    named: str = ""
+
+
+def drain(entries: Iterator[LayerEntry]) -> None:
+    for _, chunks in entries:
+        for _ in chunks or ():
+            pass
+
+
+# ---------------------------------------------------------------------------------------------------- files of a project
+
+ADVISORY: dict[str, Any] = {
+    "id": "GHSA-1", "summary": "torch.load runs code",
+    "affected": [{"package": {"ecosystem": "PyPI", "name": "torch"}, "versions": ["2.10.0"],
+                  "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "2.9"}, {"fixed": "2.11.1"}]}]}],
+}  # fmt: skip
+
+
+def definition(world: World) -> Case:
+    path = world.path("case/definition/x.def")
+    stages = "Bootstrap: localimage\nFrom: ground.sif\nStage: build\n\n%post\n    true\n\nBootstrap: localimage\nFrom: ground.sif\nStage: final\n\n%files from build\n    /a /b\n"
+
+    def read(data: bytes) -> object:
+        return read_definition(world.put(path, data), root=path.parent, arguments={"word": "x"})
+
+    return Case([GROUND.encode(), WALLS.encode(), stages.encode()], read, path.name)
+
+
+def project(world: World) -> Case:
+    """A definition file as the top layer of a recipe: all that follows from it, too."""
+    path = world.project.path / "images/roof.def"
+
+    valid = path.read_bytes()
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        try:
+            return resolve(find_recipe(str(world.project.path)))
+        finally:
+            world.put(path, valid)
+
+    return Case([valid, WALLS.encode()], read)
+
+
+def recipe(world: World) -> Case:
+    path = world.path("case/recipe/recipe.yaml")
+    plain = "name: greeter\ndescription: x\nstack: tiny\nlayer: roof\ntasks:\n  greet: {entrypoint: greet.py, help: hi, runs_on: gpu}\ntest: |\n  greet\n"
+
+    def read(data: bytes) -> object:
+        return find_recipe(str(world.put(path, data).parent)).members()
+
+    return Case([(world.project.path / "recipe.yaml").read_bytes(), plain.encode()], read, str(path.parent))
+
+
+def stack(world: World) -> Case:
+    path = world.path("case/images/stacks/tiny/stack.yaml")
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        return find_stack("tiny", [path.parents[2]])
+
+    return Case([json.dumps(STACK).encode()], read, path.name)
+
+
+def advisories(world: World) -> Case:
+    database = world.path("case/advisories.zip")
+    zipped = BytesIO()
+    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("GHSA-1.json", json.dumps(ADVISORY))
+    versions = {"torch": "2.11.0"}
+
+    def read(data: bytes) -> object:
+        return find_advisories(versions, world.put(database, data))
+
+    return Case([zipped.getvalue()], read, database.name)
+
+
+def advisory(world: World) -> Case:
+    record_file = world.path("case/advisories/GHSA-1.json")
+
+    def read(data: bytes) -> object:
+        return find_advisories({"torch": "2.11.0"}, world.put(record_file, data).parent)
+
+    return Case([json.dumps(ADVISORY).encode()], read, record_file.name)
+
+
+def requirements(world: World) -> Case:
+    path = world.path("case/requirements.txt")
+
+    def read(data: bytes) -> object:
+        for name in ("requirements.txt", "pyproject.toml"):
+            file = world.put(path.with_name(name), data)
+            with suppress(EkibenError) if name == "requirements.txt" else nullcontext():
+                read_requirements(file)
+        return None
+
+    plain = b"# a remark\n--pre\nhumanize>=4.9 ; python_version > '3.8'  # one\ntabulate[x] \\\n  ==0.9.0\n"
+    toml = b'[project]\nname = "x"\nversion = "1"\ndependencies = ["humanize==4.9.0", "trl"]\ndynamic = ["readme"]\n'
+    return Case([toml, plain], read, "pyproject.toml")
+
+
+def locks(world: World) -> Case:
+    folder = world.path("case/locks/images/stacks/tiny/x").parent
+    (folder / "stack.yaml").write_text(json.dumps(STACK))
+    apt = b"snapshot: 20260101T000000Z\n[base]\nbash=5.2\n# remark\n[python]\npython3=3.11\n"
+    sums = f"{'a' * 64}  apt.lock\n".encode()
+
+    def read(data: bytes) -> object:
+        result = find_stack("tiny", [folder.parents[1]])
+        for name in ("apt.lock", "SHA256SUMS"):
+            world.put(folder / name, data)
+            with suppress(EkibenError):
+                result.check_locks()
+            with suppress(EkibenError):
+                result.apt_lock()
+        return read_pins(data.decode(errors="replace"))
+
+    return Case([apt, sums, samples.LOCK.encode()], read)
+
+
+def site(world: World) -> Case:
+    path = world.path("case/site.yaml")
+    known = [file.read_bytes() for file in sorted((Path(__file__).parents[2] / "sites").glob("*.yaml"))]
+
+    def read(data: bytes) -> object:
+        return find_site(str(world.put(path, data)))
+
+    return Case(known, read, str(path))
+
+
+def config(world: World) -> Case:
+    path = world.path("case/config/ekiben/config.yaml")
+    text = b'shared: /groups/lab\nregistry: r.example.org/x\nrecipes: [~/a, b]\njobs: {account: lab, time: "2:00:00", env: [A=b]}\n'
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        return read_settings({"XDG_CONFIG_HOME": str(path.parents[1])})
+
+    return Case([text], read, str(path))
+
+
+# ------------------------------------------------------------------------------------------------------- store and shared
+
+
+def store_records(world: World) -> Case:
+    """Each record of a store: a damaged one is none, or names what is damaged."""
+    image, store = world.image, world.store
+    make_compiled(store)
+    paths = [path for kind in ("keys", "results", "refs", "last", "checks", "compile_stats") for path in sorted((store.root / kind).glob("*.json"))]  # fmt: skip
+    kept = {path: path.read_bytes() for path in paths}
+
+    def read(data: bytes) -> object:
+        for path in paths:
+            world.put(path, data)
+        try:
+            for layer in image.layers:
+                store.layer(layer.cache_key), store.last_inputs(layer.name)
+                requirements_of_layers(image.name, [layer], store, "amd64", lambda line: None)
+            store.results(), store.images(), store.compile_stats("tiny")
+            prune(store, dry_run=True)
+            with suppress(EkibenError):
+                stored_image(image.name, store, "hint")
+            return None
+        finally:
+            for path, old in kept.items():
+                world.put(path, old)
+
+    return Case(list(kept.values()), read, "store")
+
+
+def make_compiled(store: Store) -> None:
+    """A result of a build stage, with numbers of its compilation."""
+    from ekiben.store import StageOutput, StoredResult
+
+    digest = store.put_blob(b"wheel")
+    store.put_result(StoredResult(name="build", key="stage-1", wheel="tiny", files=(StageOutput("/a.whl", 0o644, digest, 5),), inputs={},
+                                  origin="built", executor="hand", seconds=1.0))  # fmt: skip
+    store.put_compile_stats("tiny", {"units": 3, "job_memory": 5})
+
+
+def stored_blobs(world: World) -> Case:
+    """Manifest and config of a stored image, under the digests that their bytes have."""
+    store, name = world.store, world.image.name
+    ref = store.image(name)
+    assert ref is not None
+    kept = {field: store.get_blob(ref[field]) for field in ("manifest", "config")}
+
+    def read(data: bytes) -> object:
+        for field in kept:
+            changed = {**ref, field: store.put_blob(data)}
+            store.records.write("refs", "damaged", changed)
+            try:
+                prune(store, dry_run=True)
+                with suppress(EkibenError):
+                    stored_image("damaged", store, "hint")
+            finally:
+                store.records.drop("refs", "damaged")
+                store.drop_blob(digest_of(data)) if data not in kept.values() else None
+        return None
+
+    return Case(list(kept.values()), read)
+
+
+def version_record(world: World) -> Case:
+    path = world.published.sif.with_suffix(".json")
+    valid, lab, reader = path.read_bytes(), world.folder / "lab", Store(world.folder / "reader")
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        try:
+            read_records(path.parent)
+            prune_published(lab, unused_for=0, grace=1, dry_run=True)
+            return published_layers(path)
+        finally:
+            world.put(path, valid)
+
+    assert reader.root != world.store.root
+    return Case([valid], read, path.name)
+
+
+def catalog(world: World) -> Case:
+    """The records of a shared folder, read for its web pages, and an earlier catalog."""
+    path = world.published.sif.with_suffix(".json")
+    valid, lab, out = path.read_bytes(), world.folder / "lab", world.folder / "catalog"
+    store = Store(world.folder / "reader", open_shared(lab))
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        try:
+            return make_catalog(lab, store, out=out, runs=[], log=lambda line: None)
+        finally:
+            world.put(path, valid)
+
+    return Case([valid], read)
+
+
+def catalog_replaced(world: World) -> Case:
+    out = world.path("old-catalog/catalog.json")
+    lab = world.published.sif.parents[2]
+    store = Store(world.folder / "reader", open_shared(lab))
+
+    def read(data: bytes) -> object:
+        world.put(world.path("old-catalog/catalog.json"), data)
+        return make_catalog(lab, store, out=out.parent, runs=[], log=lambda line: None)
+
+    return Case([b'{"format": 1, "images": []}'], read, str(out.parent))
+
+
+RUN = {
+    "image": {"recipe": "greeter"}, "status": "finished", "format": 1, "started": "2026-11-01T10:00:00+00:00", "model": {"name": "a/b", "parameters": 3},
+    "device": {"name": "H100", "count": 8, "dtype": "bf16"}, "data": {"sha256": "a" * 64, "count": 5}, "settings": {"method": "lora", "lr": 1e-3, "a": {"b": 2}},
+    "versions": {"torch": "2.11"}, "tokens_per_second": 5.0,
+}  # fmt: skip
+
+
+def run_record(world: World) -> Case:
+    """A run.json of a training: one to import, and one that is kept with a version."""
+    from ekiben.publish.catalog.runs import import_runs
+
+    result, sif = world.path("case/runs/a/run.json"), world.published.sif
+    kept = world.path(f"{sif.parent.relative_to(world.folder)}/{sif.stem}.runs/0123456789ab.json")
+    shared = open_shared(world.folder / "lab")
+
+    def read(data: bytes) -> object:
+        world.put(result, data), world.put(kept, data)
+        try:
+            return import_runs(shared, [result.parent]), runs_of(kept.parent.parent, sif.stem)
+        finally:
+            kept.unlink()
+
+    return Case([json.dumps(RUN).encode()], read)
+
+
+# ------------------------------------------------------------------------------------------------------------- bundles
+
+
+BUNDLED = {"debs/Packages": b"Package: a\n", "wheels/a-1-py3-none-any.whl": b"wheel", "include/model/weights": b"0123"}
+
+
+def index_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """bundle.json of these files."""
+    entries = {name: {"size": len(data), "sha256": digest_of(data)[7:]} for name, data in files.items()}
+    return {"format": 3, "recipe": "greeter", "stack": "tiny", "platform": platform(), "locks": {}, "files": entries}
+
+
+def bundle(world: World) -> Case:
+    """All bytes of a bundle."""
+    index = index_of(BUNDLED)
+    index["files"]["include/model/link"] = {"link": "weights"}
+    valid = plain_tar({"bundle.json": json.dumps(index).encode(), **BUNDLED}, {"include/model/link": "weights"})
+    return Case([valid], bundle_reader(world), "x.bundle")
+
+
+def bundle_index(world: World) -> Case:
+    """bundle.json in a tar that is in order."""
+    read = bundle_reader(world)
+    return Case([json.dumps(index_of(BUNDLED)).encode()],
+                lambda data: read(plain_tar({"bundle.json": data, **BUNDLED})), "x.bundle")  # fmt: skip
+
+
+def bundle_record(world: World) -> Case:
+    """The record of a compiled wheel in a bundle, and the names of its git repositories."""
+    from ekiben.packages.git import mount_kept
+
+    record = {"name": "build", "key": "stage-9", "wheel": "tiny", "inputs": {}, "origin": "built", "executor": "x", "seconds": 1.0, "notes": {},
+              "files": [{"path": "/a.whl", "mode": 420, "digest": digest_of(b"wheel"), "size": 5}]}  # fmt: skip
+    path, store = world.path("x.bundle"), Store(world.folder / "bundle-cache/store")
+
+    def read(data: bytes) -> object:
+        files = {
+            "compiled/stage-9.json": data,
+            f"compiled/{digest_of(b'wheel')[7:]}": b"wheel",
+            "sources/repositories.json": data,
+        }
+        world.put(path, plain_tar({"bundle.json": json.dumps(index_of(files)).encode(), **files}))
+        with open_bundle(path, store, quiet()) as unpacked:
+            with suppress(EkibenError):
+                mount_kept(unpacked.folder / "sources", "/x")
+            import_compiled(unpacked, store)
+            return None
+
+    return Case([json.dumps(record).encode(), b'{"https://example.org/a": "0123.git"}'], read, "bundle")
+
+
+def bundle_reader(world: World) -> Read:
+    path, store = world.path("x.bundle"), Store(world.folder / "bundle-cache/store")
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        with open_bundle(path, store, quiet()) as unpacked:
+            return list(unpacked.folder.rglob("*"))
+
+    return read
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+def sif(world: World) -> Case:
+    """A SIF of Ekiben's: its header, what it says of itself, its signatures."""
+    path = world.path("case/x.sif")
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        read_sif(path)
+        with suppress(EkibenError):
+            check_sif(path, Keys())
+        return api.open(path).metadata
+
+    return Case([sif_of(world, samples.squashfs())], read, path.name)
+
+
+def sif_files(world: World) -> Case:
+    """A SIF that somebody gave: its SBOM, and what it needs to run."""
+    path, store = world.path("case/y.sif"), Store(world.folder / "reader")
+    store.open_for_writing()
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        with suppress(EkibenError):
+            sbom_of(str(path), store, quiet())
+        result = requirements_of_sif(path, store, lambda line: None)
+        for record in (store.root / "checks").glob("facts-*"):
+            record.unlink()
+        return result
+
+    return Case([sif_of(world, samples.squashfs())], read, path.name)
+
+
+def sif_of(world: World, layer: bytes) -> bytes:
+    """A SIF with one layer."""
+    from ekiben.formats.partition import Partition
+    from ekiben.formats.sif import SifHeader, sif_id, write_sif
+
+    blob, out = world.path("made/layer"), world.path("made/x.sif")
+    blob.write_bytes(layer)
+    write_sif(
+        out,
+        [Partition(blob, 0, len(layer), digest_of(layer))],
+        SifHeader(sif_id([digest_of(layer)], "x"), "x", "amd64", 1),
+    )
+    return out.read_bytes()
+
+
+def packages(world: World) -> Case:
+    """The databases of packages in an image, and what it says of itself, each in the place of the others."""
+    names = ("var/lib/dpkg/status", f"{samples.SITE}/torch-2.11.0.dist-info/METADATA", f"{samples.SITE}/torch-2.11.0.dist-info/direct_url.json",
+             "opt/ekiben/image.json", "opt/ekiben/recipe/recipe.yaml", "opt/ekiben/locks/python.lock", ".singularity.d/labels.json",
+             ".singularity.d/env/90-environment.sh", "usr/share/doc/bash/copyright", "etc/os-release", "opt/venv/pyvenv.cfg")  # fmt: skip
+    path, store = world.path("case/z.sif"), Store(world.folder / "reader")
+    store.open_for_writing()
+    small = {name: data for name, data in samples.TREE.items() if len(data) < 5000}
+    turn = 0
+
+    def read(data: bytes) -> object:
+        nonlocal turn
+        turn += 1
+        known = [name for name in names if small[name] in case.samples and data[:12] == small[name][:12]] or list(names)
+        tree = {**small, known[turn % len(known)]: data}
+        world.put(path, sif_of(world, samples.squashfs(tree)))
+        with suppress(EkibenError):
+            sbom_of(str(path), store, quiet())
+        return api.open(path).metadata
+
+    case = Case([small[name] for name in names], read, path.name)
+    return case
+
+
+def squashfs(world: World) -> Case:
+    path = world.path("case/layer.squashfs")
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        with path.open("rb") as stream:
+            reader = SquashfsReader(stream)
+            reader.lookup("opt/ekiben/image.json"), reader.children("usr")
+            drain(merged_layer([reader]))
+        return None
+
+    return Case([samples.squashfs(), samples.squashfs({"a": b"x" * 300_000})], read, path.name)
+
+
+def compress(data: bytes) -> bytes:
+    return gzip.compress(data, 1, mtime=0)
+
+
+FOREIGN = plain_tar({"a/.wh.gone": b"", "a/.wh..wh..opq": b"", "usr/lib/x": b"x" * 3000, "bin/sh": b"#!"},
+                            {"usr/lib64": "lib", "etc/x": "../../../../etc/passwd"})  # fmt: skip
+
+
+def changes(world: World) -> Case:
+    """The tar of what a script changed."""
+    return Case([samples.layer_tar(), FOREIGN], lambda data: drain(normalize(BytesIO(data), Lower([]), epoch=1)))
+
+
+def libraries(world: World) -> Case:
+    def read(data: bytes) -> object:
+        for parse in (read_library, lambda data: read_device_code(lambda offset, size: data[offset : offset + size])):
+            try:
+                parse(data)
+            except ValueError as error:
+                assert str(error), "an error without a reason"
+        return None
+
+    return Case([samples.LIBRARY, Path("/usr/bin/true").resolve().read_bytes()], read)
+
+
+# ------------------------------------------------------------------------------------------------------------ registries
+
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+CONFIG = json.dumps({
+    "created": "2026-01-01T00:00:00+00:00", "architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [digest_of(b"tar")]},
+    "config": {"Env": ["PATH=/bin", "A=b"], "Labels": {"org.ekiben.stack": "tiny"}},
+}).encode()  # fmt: skip
+
+
+def manifest_of(config: bytes, *layers: bytes) -> bytes:
+    entries = [{"mediaType": "x", "digest": digest_of(layer), "size": len(layer)} for layer in layers]
+    return json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "config": {"mediaType": "y", "digest": digest_of(config), "size": len(config)}, "layers": entries}).encode()  # fmt: skip
+
+
+def registry_manifest(world: World) -> Case:
+    """Manifest or index of an image, as a pull and a base out of a registry read it."""
+    layer = samples.layer_tar()
+    index = {
+        "schemaVersion": 2,
+        "manifests": [
+            {
+                "mediaType": MANIFEST,
+                "digest": digest_of(b"x"),
+                "size": 1,
+                "platform": {"os": "linux", "architecture": "amd64"},
+            }
+        ],
+    }
+    host, answers = world.registry
+
+    def read(data: bytes) -> object:
+        answers.clear()
+        answers.update(
+            {
+                "/manifests/": Answer(body=data),
+                digest_of(CONFIG): Answer(body=CONFIG),
+                digest_of(layer): Answer(body=layer),
+            }
+        )
+        registry = Registry(Reference(host, "lab/x", tag="1"))
+        registry.config(registry.manifest("linux/amd64"))
+        return None
+
+    return Case([manifest_of(CONFIG, layer), json.dumps(index).encode()], read, host)
+
+
+def registry_config(world: World) -> Case:
+    host, answers = world.registry
+
+    def read(data: bytes) -> object:
+        answers.clear()
+        answers.update({"/manifests/": Answer(body=manifest_of(data, b"x")), digest_of(data): Answer(body=data)})
+        registry = Registry(Reference(host, "lab/x", tag="1"))
+        return registry.config(registry.manifest("linux/amd64"))
+
+    return Case([CONFIG], read, host)
+
+
+def answer_image(world: World, layer: bytes) -> str:
+    """Let the registry have an image of this one layer, and return its reference."""
+    host, answers = world.registry
+    config = CONFIG.replace(digest_of(b"tar").encode(), digest_of(samples.layer_tar()).encode())
+    answers.clear()
+    answers.update(
+        {
+            "/manifests/": Answer(body=manifest_of(config, layer)),
+            digest_of(config): Answer(body=config),
+            digest_of(layer): Answer(body=layer),
+        }
+    )
+    return f"http://{host}/lab/x@{digest_of(manifest_of(config, layer))}"
+
+
+def registry_base(world: World) -> Case:
+    """The layers of a base out of a registry, whoever made them."""
+
+    class Stage:
+        header: dict[str, str] = {}  # noqa: RUF012
+
+    class Layer:
+        stage, epoch = Stage, 1
+
+    def read(data: bytes) -> object:
+        Stage.header = {"from": answer_image(world, data)}
+        with tempfile.TemporaryDirectory() as folder:
+            entries = docker.entries(Layer, Path(folder), {}, None, lambda line: None)  # type: ignore[arg-type]
+            drain(entries)
+        return None
+
+    return Case([compress(FOREIGN), FOREIGN, samples.layer_tar(), zstandard.compress(FOREIGN)], read, "layer")
+
+
+def registry_image(world: World) -> Case:
+    """The layers of an image that is pulled as a SIF."""
+    store = Store(world.folder / "reader")
+
+    def read(data: bytes) -> object:
+        return pull(Reference.parse(answer_image(world, data)), store, world.path("case/pulled.sif"), quiet())
+
+    return Case([samples.layer_tar(), compress(samples.layer_tar())], read)
+
+
+def registry_layer(world: World) -> Case:
+    """The record of a layer in a registry of layers."""
+    from ekiben.store.remote import LayerCache
+
+    host, answers = world.registry
+    layer = world.image.layers[-1]
+    blob = world.store.partition(layer)
+    content = blob.path.read_bytes()[blob.offset : blob.offset + blob.size]
+    record = json.dumps({"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "tar_size": layer.tar_size, "digest": layer.digest,
+                         "size": layer.size, "executor": "x", "seconds": 1.0, "inputs": {}, "notes": {}}).encode()  # fmt: skip
+    into = Store(world.folder / "from-registry")
+    into.open_for_writing()
+
+    def read(data: bytes) -> object:
+        answers.clear()
+        head = {"Docker-Content-Digest": digest_of(b"")}
+        answers.update(
+            {
+                "/manifests/": Answer(body=manifest_of(data, content), headers=head),
+                digest_of(data): Answer(body=data),
+                layer.digest: Answer(body=content),
+            }
+        )
+        result = LayerCache(f"http://{host}/lab/layers", quiet()).fetch(layer.cache_key, into)
+        assert result is None or (result.digest, result.size) == (layer.digest, layer.size)
+        answers["/manifests/"] = Answer(body=data, headers=head)
+        LayerCache(f"http://{host}/lab/layers", quiet()).fetch(layer.cache_key, into)
+        return None
+
+    return Case([record, manifest_of(record, content)], read)
+
+
+def registry_referrers(world: World) -> Case:
+    """The list of what was attached to an image, and an attached artifact."""
+    host, answers = world.registry
+    index = {
+        "schemaVersion": 2,
+        "manifests": [
+            {"mediaType": MANIFEST, "digest": digest_of(b"x"), "size": 1, "artifactType": "t", "annotations": {}}
+        ],
+    }
+
+    def read(data: bytes) -> object:
+        answers.clear()
+        answers.update({"/referrers/": Answer(body=data, headers={"Content-Type": "application/vnd.oci.image.index.v1+json"}),
+                        "/manifests/": Answer(body=data), "/blobs/": Answer(body=data)})  # fmt: skip
+        registry = Registry(Reference(host, "lab/x", tag="1"))
+        with suppress(EkibenError):
+            registry.attached("1")
+        return registry.referrers(digest_of(b"y"))
+
+    return Case([json.dumps(index).encode(), manifest_of(b"{}", b"x")], read, host)
+
+
+def registry_token(world: World) -> Case:
+    """What a login answers."""
+    host, answers = world.registry
+
+    def read(data: bytes) -> object:
+        challenge = {"WWW-Authenticate": f'Bearer realm="http://{host}/token",service="x"'}
+        answers.clear()
+        answers.update({"/token": Answer(body=data), "/manifests/": Answer(401, headers=challenge)})
+        return Registry(Reference(host, "lab/x", tag="1")).fetch_manifest()
+
+    return Case([b'{"token": "abc", "expires_in": 300}', b'{"access_token": "abc"}'], read, host)
+
+
+def registry_login(world: World) -> Case:
+    """The files in which other programs keep logins."""
+    path = world.path("home/.docker/config.json")
+    data = {"auths": {"r.example.org": {"auth": "YTpi"}, "r.example.org/lab": {"username": "a", "password": "b", "identitytoken": "t"}},
+            "credHelpers": {"other": "none"}, "credsStore": None}  # fmt: skip
+
+    def read(data: bytes) -> object:
+        world.put(path, data)
+        return find_credentials("r.example.org", "lab/x")
+
+    return Case([json.dumps(data).encode()], read)
+
+
+def signed_claim(world: World) -> Case:
+    claim = {
+        "critical": {
+            "identity": {"docker-reference": "a/b:1"},
+            "image": {"docker-manifest-digest": digest_of(b"x")},
+            "type": "atomic container signature",
+        }
+    }
+    return Case([json.dumps(claim).encode()], _claim)
+
+
+# ---------------------------------------------------------------------------------------------------------------- jobs
+
+
+def job_record(world: World) -> Case:
+    """run.json of a submitted run, and the small files that its jobs write."""
+    folder = world.path("case/jobs/own-greet-1/x").parent
+    record = {
+        "format": 2, "recipe": "greeter", "recipe_path": "/x", "scheduler": "slurm", "site": None, "site_path": None, "sif": "/x.sif", "sif_id": None,
+        "sif_sha256": "", "work": "/", "submitted": "2026-11-01T00:00:00Z",
+        "request": {"nodes": 1, "gpus": None, "env": ["A"], "binds": ["/data"], "seeds": [], "options": [], "max_resubmits": 20, "stage": False},
+        "steps": [{"name": "1-greet", "argv": ["greet", "a"], "nodes": 1, "gpus": 0, "processes": 1, "resource_args": [], "seeds": ["1", "2"]}],
+    }  # fmt: skip
+    files = (
+        "1-greet.job",
+        "1-greet.exit",
+        "1-greet.times",
+        "1-greet.array",
+        "1-greet.1.job",
+        "1-greet.1.exit",
+        "1-greet.1.times",
+    )
+
+    def read(data: bytes) -> object:
+        if data[:1] not in (b"{", b"["):
+            world.put(folder / "run.json", json.dumps(record).encode())
+            for name in files:
+                world.put(folder / name, data)
+        else:
+            world.put(folder / "run.json", data)
+            for name in files:
+                world.put(folder / name, b"7\n")
+        result = []
+        for run in find_runs([], folder.parent):
+            result.append([(run.exit_code(job), run.times(job), id) for job, id in run.ids.items()])
+            request_again(run)
+        return result
+
+    return Case([json.dumps(record).encode(), b"123\n"], read, str(folder))
+
+
+def compiled_record(world: World) -> Case:
+    """The record beside a wheel that somebody gives, and what a compiler measured."""
+    from ekiben.builder._stage import _read_measured
+    from ekiben.builder.wheels import RECORD_FORMAT, read_record
+
+    wheel = world.path("case/tiny.whl")
+    wheel.write_bytes(b"wheel")
+    record = {"format": RECORD_FORMAT, "name": "build", "key": "stage-9", "wheel": "tiny", "inputs": {"a": 1}, "origin": "built", "executor": "x",
+              "seconds": 1.0, "notes": {}, "files": [{"path": "/a.whl", "mode": 420, "digest": digest_of(b"wheel"), "size": 5}]}  # fmt: skip
+
+    class Stage:
+        name, cache_key, inputs = "build", "stage-9", {"a": 1}
+
+    def read(data: bytes) -> object:
+        record_file = world.put(wheel.with_name("tiny.whl.json"), data)
+        _read_measured(record_file)
+        return read_record(wheel, Stage())  # type: ignore[arg-type]
+
+    return Case([json.dumps(record).encode()], read, "tiny.whl")
+
+
+def pbs_answer(world: World) -> Case:
+    """What qstat prints of jobs, on whatever version of PBS a site has."""
+    from ekiben.run.schedulers import pbs
+
+    jobs = {
+        "1.srv": {"job_state": "R", "exec_host": "n1/0+n2/0", "stime": "Mon"},
+        "2[1].srv": {"job_state": "F", "Exit_status": 3, "comment": "x"},
+    }
+
+    def read(data: bytes) -> object:
+        return [
+            (record["job_state"], int(record.get("Exit_status", 0)), pbs._detail(record))
+            for record in pbs._records(data.decode("utf-8", "replace")).values()
+        ]
+
+    return Case([json.dumps({"pbs_version": "20", "Jobs": jobs}).encode(), b""], read, "qstat")
+
+
+def oar_answer(world: World) -> Case:
+    from ekiben.run.schedulers import oar
+
+    job = {"Job_Id": 7, "array_id": "7", "array_index": 1, "state": "Running", "initial_request": "oarsub -S x", "startTime": 1700000000,
+           "assigned_network_address": ["n1", "n1"], "exit_code": None, "events": [{"type": "WALLTIME", "description": ""}]}  # fmt: skip
+
+    def read(data: bytes) -> object:
+        return [
+            (oar._key(record), oar._nodes(record), oar._started(record))
+            for record in oar._records(data.decode("utf-8", "replace"))
+        ]
+
+    return Case([json.dumps({"7": job, "8": {**job, "exit_code": "256"}}).encode()], read, "oarstat")
+
+
+Make = Callable[[World], Case]
+CASES: dict[str, Make] = {
+    case.__name__: case for case in (
+        definition, project, recipe, stack, requirements, locks, advisories, advisory, site, config, store_records, stored_blobs, version_record, catalog, catalog_replaced, run_record,
+        bundle, bundle_index, bundle_record, sif, sif_files, packages, squashfs, changes, libraries, registry_manifest, registry_config,
+        registry_base, registry_image, registry_layer, registry_referrers, registry_token, registry_login, signed_claim, job_record, compiled_record, pbs_answer, oar_answer,
+    )
+}  # fmt: skip
+
+_OURS = "reads what Ekiben itself has just written, or a program of this machine"
+# file:function → its case, or in a sentence why none is needed.
+READERS: dict[str, str] = {
+    "api.py:metadata": "packages",
+    "builder/_stage.py:_read_measured": "compiled_record",
+    "builder/layer.py:_files_tar": _OURS,
+    "builder/wheels.py:read_record": "compiled_record",
+    "bundle/_index.py:parse": "bundle_index",
+    "bundle/read.py:_unpack": "bundle",
+    "bundle/read.py:import_compiled": "bundle_record",
+    "bundle/write.py:_write": _OURS,
+    "cli/commands/sbom.py:command": _OURS,
+    "core/checked.py:parse_json": "version_record",
+    "core/files.py:read_source": "definition",
+    "core/files.py:read_yaml": "recipe",
+    "core/settings.py:read_settings": "config",
+    "doctor/consult.py:known_stacks": "stack",
+    "executors/buildah.py:unavailable": _OURS,
+    "executors/podman.py:load": _OURS,
+    "executors/podman.py:unavailable": _OURS,
+    "formats/changeset.py:_tar_members": "changes",
+    "formats/changeset.py:unordered_entries": "registry_base",
+    "formats/foreign_tar.py:_entries": "registry_base",
+    "formats/foreign_tar.py:_write_out": "registry_base",
+    "formats/sif.py:_descriptor": "sif",
+    "formats/sif.py:_difference_between": "sif",
+    "formats/sif.py:_fixed_fields": "sif",
+    "formats/sif.py:read_sif": "sif",
+    "formats/sif.py:signed_descriptor": "sif",
+    "formats/sif.py:signed_header": "sif",
+    "formats/squashfs/reader.py:__init__": "squashfs",
+    "formats/squashfs/reader.py:_block": "squashfs",
+    "formats/squashfs/reader.py:_directory_inode": "squashfs",
+    "formats/squashfs/reader.py:_file_inode": "squashfs",
+    "formats/squashfs/reader.py:_inode": "squashfs",
+    "formats/squashfs/reader.py:_listing": "squashfs",
+    "formats/squashfs/reader.py:_table": "squashfs",
+    "formats/squashfs/reader.py:_xattr_pairs": "squashfs",
+    "formats/squashfs/reader.py:_xattr_sets": "squashfs",
+    "formats/squashfs/reader.py:_xattr_value": "squashfs",
+    "formats/tar.py:tar_entries": "registry_image",
+    "gpu/device_code.py:_entries": "libraries",
+    "gpu/device_code.py:_fatbin_sections": "libraries",
+    "gpu/device_code.py:_fatbins": "libraries",
+    "inspect/_records.py:parse": "packages",
+    "inspect/_records.py:published_layers": "version_record",
+    "inspect/_records.py:stored_image": "stored_blobs",
+    "inspect/sbom.py:_image_info": "packages",
+    "inspect/sbom.py:_installed_from": "packages",
+    "packages/git.py:mount_kept": "bundle_record",
+    "packages/lock.py:open_stack": "stack",
+    "packages/outdated.py:_read_records": "advisories",
+    "packages/outdated.py:find_advisories": "advisory",
+    "packages/outdated.py:find_newer": _OURS,
+    "packages/outdated.py:read_locks": "locks",
+    "project/lock.py:find_local_recipe": "recipe",
+    "project/lock.py:read_requirements": "requirements",
+    "publish/_records.py:read_record": "version_record",
+    "publish/catalog/runs.py:_read": "run_record",
+    "publish/catalog/runs.py:image_metadata": "catalog",
+    "publish/catalog/write.py:_is_replaceable": "catalog_replaced",
+    "publish/publish.py:_is_intact": "compares an SBOM with its digest, and reads nothing of it",
+    "registry/auth.py:_ask_helper": "registry_login",
+    "registry/auth.py:_parsed": "registry_login",
+    "registry/client.py:_media_type": "registry_manifest",
+    "registry/manifest.py:parse": "registry_manifest",
+    "registry/manifest.py:parse_index": "registry_referrers",
+    "registry/session.py:_token": "registry_token",
+    "resolve/resolve.py:check_arguments": "project",
+    "run/jobs/runs.py:_open_run": "job_record",
+    "run/schedulers/oar.py:_records": "oar_answer",
+    "run/schedulers/pbs.py:_records": "pbs_answer",
+    "run/site.py:find_site": "site",
+    "signing/registry.py:_claim": "signed_claim",
+    "signing/sif.py:_check_group": "sif",
+    "signing/sif.py:_refuse_changes": "sif",
+    "spec/definition.py:read_definition": "definition",
+    "spec/recipe.py:find_recipe": "recipe",
+    "spec/recipe.py:parse": "packages",
+    "spec/stack.py:apt_lock": "locks",
+    "spec/stack.py:find_stack": "stack",
+    "spec/stack.py:stacks": "stack",
+    "spec/sums.py:check_recipe_locks": "project",
+    "spec/sums.py:check_sums": "locks",
+    "store/_records.py:_read": "store_records",
+    "store/gc.py:reachable": "stored_blobs",
+    "store/remote.py:_fetch": "registry_layer",
+}

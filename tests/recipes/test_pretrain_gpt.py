@@ -1,0 +1,584 @@
+"""pretrain-gpt: tokenizer, data, Megatron-Core on the CPU, conversion. Every number comes from the real libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "transformers", "sentencepiece", "megatron.core"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "pretrain-gpt"
+SCRIPTS = [str(ROOT / "entrypoints"), str(RECIPE / "entrypoints")]
+sys.path[:0] = SCRIPTS
+
+import torch
+import transformers
+
+torch.set_num_threads(1)
+import pretrain
+import pretraining
+import without_gpu
+
+with warnings.catch_warnings(action="ignore"):
+    without_gpu.pretend()
+    import gpt
+    import steps  # noqa: F401  # here, where its warnings are silenced
+
+import background_save
+import convert
+import dialogues
+import model_configs
+import pieces
+import prepare_data
+import pretrain_smoke_test
+import sft
+import texts
+import train_tokenizer
+import upload
+from ekiben_tasks.distributed.context import REQUEUE
+from ekiben_tasks.task.errors import DoesNotFitError, TaskError
+
+pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    saved, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    os.environ["EKIBEN_RECIPE"] = str(RECIPE)  # in an image of another recipe it names that one
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer.train(train_tokenizer.Settings(vocab_size=1500), ["sample"], RECIPE, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare_data.prepare(prepare_data.Settings(workers=1), ["sample"], RECIPE, tokenizer, folder)
+    return folder
+
+
+def small(data: Path, **changes: Any) -> pretraining.Settings:
+    values: dict[str, Any] = {"max_steps": 6, "batch_size": 8, "save_every": 3, "eval_every": 4, "log_seconds": 0.0}
+    return replace(pretrain_smoke_test.tiny(data, cpu=True), **{**values, **changes})
+
+
+def losses(output: Path, key: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line]
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("trained")
+    assert pretraining.pretrain(small(data), output) == 0
+    return output
+
+
+# ---------------------------------------------------------------------- tokenizer
+
+SAYINGS = [
+    "富士山は日本で一番高い山です。", "改行\nあり\n\n続く", "  二つ  の空白 ", "㍿ﾗｰﾒﾝ１２３", "𠮷野家で😀", "\n", "", "a\tb",
+    "<EOD>は記号、</s>も<mask>も。", "한국어 кириллица é",
+]  # fmt: skip
+
+
+def test_special_tokens_come_first_in_order(tokenizer: Path) -> None:
+    learnt = pieces.load(tokenizer)
+    symbols = ["<unk>", "<s>", "</s>", "<pad>", "<CLS>", "<SEP>", "<EOD>", "<MASK>", "\n", "<0x00>"]
+    assert [learnt.id_to_piece(number) for number in range(10)] == symbols
+    assert learnt.vocab_size() == 1500
+    listed = (tokenizer / "tokenizer.vocab").read_text(encoding="utf-8")
+    assert len(listed.split("\n")) == 1502  # one piece is a newline, and the last line ends with one
+
+
+def test_japanese_text_round_trips(tokenizer: Path) -> None:
+    learnt = pieces.load(tokenizer)
+    for text in ("富士山は日本で一番高い山です。", "改行\nあり\n\n続く", "  二つ  の空白 ", "𠮷野家で😀"):
+        assert learnt.decode(learnt.encode(text)) == text
+    digits = learnt.encode("2026", out_type=str)
+    assert [piece.strip("▁") for piece in digits if piece.strip("▁")] == ["2", "0", "2", "6"]
+
+
+def test_the_converted_tokenizer_makes_the_same_tokens(tokenizer: Path, tmp_path: Path) -> None:
+    learnt = pieces.load(tokenizer)
+    pieces.to_hugging_face(tokenizer / pieces.MODEL).save_pretrained(tmp_path)
+    converted = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    sample = [text for _, text in texts.read_documents(texts.find_files(["sample"], RECIPE), "text")]
+    for text in SAYINGS + sample:
+        ids = learnt.encode(text)
+        assert converted.encode(text, add_special_tokens=False, split_special_tokens=True) == ids
+        assert converted.decode(ids, skip_special_tokens=False) == learnt.decode(ids)
+    assert converted.eos_token == "<EOD>"
+
+
+def test_unsuitable_vocabulary_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"vocab_size: 90000 .* too high .* <= \d+"):
+        train_tokenizer.train(train_tokenizer.Settings(vocab_size=90000), ["sample"], RECIPE, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokenizer_of_another_kind_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    train_tokenizer.train(train_tokenizer.Settings(vocab_size=1600, model_type="bpe"), ["sample"], RECIPE, tmp_path)
+    with pytest.raises(TaskError, match="only unigram"):
+        pieces.to_hugging_face(tmp_path / pieces.MODEL)
+    (tmp_path / "other.model").write_bytes(b"not a model")
+    with pytest.raises(TaskError, match="is no SentencePiece model"):
+        pieces.load(tmp_path / "other.model")
+    with pytest.raises(TaskError, match="train-tokenizer writes one"):
+        pieces.load(tmp_path / "nowhere")
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_megatron_reads_the_prepared_data(tokenizer: Path, data: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    learnt = pieces.load(tokenizer)
+    documents = [text for _, text in texts.read_documents(texts.find_files(["sample"], RECIPE), "text")]
+    read = IndexedDataset(str(data / "text_document"))
+    assert [ids.tolist() for ids in read[0 : len(documents)]] == [[*learnt.encode(text), 6] for text in documents]
+    assert read.document_indices.tolist() == list(range(len(documents) + 1))
+    about = json.loads((data / "prepared.json").read_text())
+    assert about["documents"] == len(documents)
+    assert about["tokens"] == sum(map(len, read[0 : len(documents)]))
+
+
+def test_prepared_data_do_not_depend_on_the_workers(tokenizer: Path, data: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"body": f"文書{number}です。"}) + "\n" for number in range(700)))
+    written = []
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        out.mkdir()
+        settings = prepare_data.Settings(column="body", workers=workers)
+        prepare_data.prepare(settings, [str(rows)], RECIPE, tokenizer, out)
+        written.append([(out / f"text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")])
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": 3}', "line 2: text is 3, not text"),
+        ('{"txet": "a"}', "Did you mean 'txet'"),
+        ('{"text": "a"', "is not JSON"),
+    ],
+)
+def test_invalid_example_is_named_and_nothing_is_written(
+    line: str, message: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text('{"text": "一つ"}\n' + line + '\n{"text": "三つ"}\n')
+    out.mkdir()
+    with pytest.raises(TaskError, match=message):
+        prepare_data.prepare(prepare_data.Settings(workers=1), [str(rows)], RECIPE, tokenizer, out)
+    assert list(out.iterdir()) == []
+    prepare_data.prepare(prepare_data.Settings(workers=1), [str(rows)], RECIPE, tokenizer, out, skip_bad=True)
+    assert json.loads((out / "prepared.json").read_text())["documents"] == 2
+
+
+def test_missing_data_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("a")
+    with pytest.raises(TaskError, match=r"Did you mean 'corpus\.txt'"):
+        texts.find_files([str(tmp_path / "corpsu.txt")], RECIPE)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TaskError, match=r"holds no \.txt"):
+        texts.find_files([str(tmp_path / "empty")], RECIPE)
+
+
+# ---------------------------------------------------------------------- shapes and plans
+
+
+def test_parameters_and_flops_by_hand() -> None:
+    shape = model_configs.Shape(layers=2, width=32, heads=4, positions=16, vocabulary=128)
+    model = transformers.GPT2LMHeadModel(model_configs.hugging_face_config(shape, end=6, begin=1))
+    assert shape.parameters == sum(weight.numel() for weight in model.parameters())
+    products = 2 * 12 * 32 * 32 + 32 * 128  # the blocks' weights, and the head's
+    pairs = 16 * 17 / 2
+    assert model_configs.training_flops(shape, 3) == 3 * (6 * products * 16 + 2 * 12 * 32 * pairs)
+    assert model_configs.pad_vocabulary(2000) == 2048
+
+
+def test_learning_rate_warms_up_and_decays(data: Path) -> None:
+    settings = replace(
+        pretraining.Settings(), data=str(data), batch_size=4, sequence=100, train_tokens=40e3, warmup_tokens=4e3,
+        decay_tokens=40e3, micro_batch=1,
+    )  # fmt: skip
+    plan = pretraining.make_plan(settings, {"vocab_size": 1500}, 1, 1 << 50, torch.bfloat16)
+    assert (plan.steps, plan.warmup, plan.decay) == (100, 10, 100)
+    assert plan.rate(0) == pytest.approx(6e-5)
+    assert plan.rate(9) == plan.rate(10) == pytest.approx(6e-4)
+    assert plan.rate(55) == pytest.approx((6e-4 + 1e-6) / 2)
+    assert plan.rate(100) == plan.rate(10**6) == pytest.approx(1e-6)
+
+
+def test_the_defaults_are_the_recipes(capsys: pytest.CaptureFixture[str], data: Path, tmp_path: Path) -> None:
+    config = ["--config", str(RECIPE / "configs" / "pretrain.yaml"), "--data", str(data)]
+    assert pretrain.main([*config, "--dry-run", "--set", "device=cpu", "--output", str(tmp_path / "out")]) == 0
+    stdout = capsys.readouterr().out
+    assert "12 layers of 768, 12 heads" in stdout
+    assert "572,205 of 256 x 2,048 tokens" in stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_fit_or_divide_are_refused(data: Path) -> None:
+    about = {"vocab_size": 1500}
+    large = replace(pretraining.Settings(), size="13B")
+    with pytest.raises(TaskError, match=r"13\.\d+|12\.\d+ G parameters need .* try --set tensor_parallel=2"):
+        pretraining.make_plan(large, about, 1, 80 << 30, torch.bfloat16)
+    assert (
+        pretraining.make_plan(replace(large, tensor_parallel=8), about, 64, 80 << 30, torch.bfloat16).micro_batch >= 1
+    )
+    with pytest.raises(TaskError, match=r"start as many processes or a multiple \(--gpus 4\)"):
+        pretraining.make_plan(small(data, tensor_parallel=2, pipeline_parallel=2), about, 6, 1 << 50, torch.float32)
+    with pytest.raises(TaskError, match="make it a multiple of 6"):
+        pretraining.make_plan(small(data, micro_batch=3), about, 2, 1 << 50, torch.float32)
+    full, again = (
+        pretraining.expect_memory(large, pretraining.shape_of(large, 1500), 8, 4, recompute=r) for r in (False, True)
+    )
+    assert again < full
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": "0.125"}, "Did you mean '0.125B'"),
+        ({"tensor_parallel": 3}, "4 heads cannot be shared by 3"),
+        ({"pipeline_parallel": 3}, "4 layers cannot be shared by 3"),
+        ({"split": "9,1"}, "three numbers like 949,50,1"),
+        ({"heads": 5}, "64 cannot be divided by 5"),
+        ({"sequence_parallel": True}, "needs tensor_parallel above 1"),
+        ({"data": "/nowhere"}, "prepare-data writes such a folder"),
+    ],
+)
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message):
+        pretraining.pretrain(replace(small(data), **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------- training
+
+
+# Forked by a process that has computed nothing yet: importing Megatron takes longer than the training.
+RANKS = """
+import dataclasses, json, os, pathlib, signal, sys, warnings
+import torch
+torch.set_num_threads(1)
+import pretraining, without_gpu
+with warnings.catch_warnings(action="ignore"):
+    without_gpu.pretend()
+    import steps, transformers
+    transformers.GPT2LMHeadModel
+size, settings, output = json.loads(sys.argv[1])
+settings = dataclasses.replace(pretraining.Settings(), **settings)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+children = []
+for rank in range(size):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+        os._exit(pretraining.pretrain(settings, pathlib.Path(output)))
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+sys.exit(max(codes, key=abs))
+"""
+
+
+def start_ranks(
+    size: int, settings: pretraining.Settings, output: Path, script: str = RANKS, *argv: str, output_to: Any = None
+) -> subprocess.Popen[bytes]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = os.pathsep.join([*SCRIPTS, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    what = json.dumps([size, asdict(settings), str(output)])
+    command = [sys.executable, "-c", script, what, *argv]
+    return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output_to, stderr=output_to)
+
+
+def finish(ranks: subprocess.Popen[bytes]) -> int:
+    try:
+        return ranks.wait(timeout=300)
+    except subprocess.TimeoutExpired:
+        os.killpg(ranks.pid, signal.SIGKILL)
+        raise
+
+
+def test_files_of_a_run(trained: Path, data: Path) -> None:
+    found = losses(trained)
+    assert len(found) == 6
+    assert found[-1] < found[0]
+    assert losses(trained, "eval_loss")[-1] == pytest.approx(
+        json.loads((trained / "run.json").read_text())["final_eval_loss"], abs=1e-5
+    )
+    result = json.loads((trained / "run.json").read_text())
+    assert (result["status"], result["steps"], result["device"]["dtype"]) == ("finished", 6, "float32")
+    assert result["tokens_per_s"] > 0
+    assert result["site"]["host"] == socket.gethostname()
+    assert [path.name for path in background_save.list_checkpoints(trained / "checkpoints")] == [
+        "step-0000003",
+        "step-0000006",
+    ]
+    assert (trained / pieces.MODEL).read_bytes() == (data / pieces.MODEL).read_bytes()
+    assert (trained / "loss.png").is_file()
+
+
+def test_compiled_layers_are_one_graph_with_the_same_losses(
+    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is traced, without generating code: one for all layers, one for the loss."""
+    build, graphs = gpt.build, []
+
+    def look(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(*args: Any, **named: Any) -> Any:
+        model = build(*args, **named)
+        gpt.compile_parts(model, backend=look)
+        return model
+
+    monkeypatch.setattr(gpt, "build", compiled)
+    torch._dynamo.reset()
+    assert pretraining.pretrain(small(data), tmp_path) == 0
+    assert len(graphs) == 2
+    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-6)
+    assert losses(tmp_path, "eval_loss") == pytest.approx(losses(trained, "eval_loss"), rel=1e-6)
+
+
+def test_four_processes_train_like_one_and_one_resumes(trained: Path, data: Path, tmp_path: Path) -> None:
+    """Tensor 2 x pipeline 2; then its checkpoint, made whole again, by one process."""
+    assert finish(start_ranks(4, small(data, tensor_parallel=2, pipeline_parallel=2), tmp_path)) == 0
+    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-4)
+    assert losses(tmp_path, "eval_loss") == pytest.approx(losses(trained, "eval_loss"), rel=1e-4)
+    (
+        background_save.list_checkpoints(tmp_path / "checkpoints")[-1] / "about.json"
+    ).unlink()  # as if it had died in the middle
+    assert pretraining.pretrain(small(data), tmp_path) == 0
+    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-4)
+
+
+def test_two_gpus_with_all_memory_saving_options(trained: Path, data: Path, tmp_path: Path) -> None:
+    """As a user starts it: the norms shared too, and activations computed twice."""
+    changes = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": True}
+    options = [
+        word
+        for name, value in asdict(small(data, **changes)).items()
+        for word in ("--set", f"{name}={json.dumps(value)}")
+    ]
+    paths = os.pathsep.join([*SCRIPTS, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(RECIPE / "entrypoints" / "pretrain.py"), "--gpus", "2", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 GPUs: tensor 2 x pipeline 1 x data 1" in done.stdout
+    assert "activations computed twice" in done.stdout
+    # The norm notices gradients that were not summed, where losses do not.
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert losses(tmp_path, key) == pytest.approx(losses(trained, key), rel=1e-4), key
+
+
+def test_recomputed_activations_use_the_same_dropout(data: Path, tmp_path: Path) -> None:
+    for name, twice in (("once", False), ("twice", True)):
+        assert pretraining.pretrain(small(data, dropout=0.1, recompute=twice, max_steps=3), tmp_path / name) == 0
+    assert losses(tmp_path / "twice") == pytest.approx(losses(tmp_path / "once"), rel=1e-6)
+
+
+def test_dry_run_computes_for_the_given_gpus(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--data", str(data), "--dry-run", "--set", "device=cpu", "--output", str(tmp_path / "out")]
+    assert pretrain.main([*argv, "--gpus", "4", "--set", "tensor_parallel=2", "--set", "pipeline_parallel=2"]) == 0
+    assert "4 GPUs: tensor 2 x pipeline 2 x data 1" in capsys.readouterr().out
+    for wrong in ([], ["--dry-run"]):
+        with pytest.raises(TaskError, match="--gpus 0: at least 1"):
+            pretrain.main(["--gpus", "0", *wrong])
+    elsewhere = ["--data", str(data), "--dry-run", "--output", str(tmp_path / "out"), "--gpus", "8"]
+    assert pretrain.main([*elsewhere, "--on", "H100", "--set", "size=1.3B"]) == 0
+    printed = capsys.readouterr().out
+    assert "tensor 1 x pipeline 1 x data 8" in printed and "device      H100, bfloat16" in printed
+    assert "of 79.0 GiB free on each" in printed and not (tmp_path / "out").exists()
+    with pytest.raises(DoesNotFitError, match=r"14\.0 GiB are free; try --set tensor_parallel=2"):
+        pretrain.main([*elsewhere, "--on", "T4", "--set", "size=13B"])
+
+
+def test_signal_saves_and_the_resumed_run_has_the_same_losses(data: Path, tmp_path: Path) -> None:
+    """Two copies of the model are interrupted; one goes on."""
+    settings = small(data, max_steps=40, save_every=0, eval_every=0, train_tokens=1e9, learning_rate=1e-3)
+    ranks = start_ranks(2, settings, tmp_path / "stopped")
+    metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2):
+        assert ranks.poll() is None, "it ended before it was told to"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(ranks.pid, signal.SIGUSR1)
+    assert finish(ranks) == REQUEUE
+    done = len(losses(tmp_path / "stopped"))
+    assert 2 <= done < 40
+    assert json.loads((tmp_path / "stopped" / "run.json").read_text())["status"] == "interrupted"
+    assert pretraining.pretrain(settings, tmp_path / "stopped") == 0
+    assert pretraining.pretrain(settings, tmp_path / "whole") == 0
+    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+
+
+def test_resumed_run_has_bitwise_equal_losses(data: Path, tmp_path: Path) -> None:
+    """With dropout: what is left out goes by the step."""
+    settings = small(data, dropout=0.1)
+    assert pretraining.pretrain(settings, tmp_path) == 0
+    whole = losses(tmp_path)
+    (background_save.list_checkpoints(tmp_path / "checkpoints")[-1] / "about.json").unlink()
+    assert pretraining.pretrain(settings, tmp_path) == 0
+    assert losses(tmp_path) == whole
+
+
+def test_checkpoint_of_another_run_is_not_resumed(trained: Path, data: Path) -> None:
+    with pytest.raises(TaskError, match=r"belongs to another run \(learning_rate was .*; give another --output"):
+        pretraining.pretrain(small(data, learning_rate=1e-3), trained)
+
+
+# ---------------------------------------------------------------------- conversion
+
+
+@pytest.fixture(scope="module")
+def converted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its logits are compared on the way."""
+    folder = tmp_path_factory.mktemp("converted")
+    assert convert.convert(trained, convert.find_checkpoint(trained, None), folder) < convert.TOLERANCE
+    return folder
+
+
+def test_converted_model_loads_in_transformers(trained: Path, converted: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(converted)
+    assert (model.config.eos_token_id, model.config.n_positions) == (6, 128)
+    assert pretrain_smoke_test.generate(converted, "富士山は")[0]
+    ids = torch.arange(50, 90)[None]
+    about = json.loads((convert.find_checkpoint(trained, None) / "about.json").read_text())
+    with convert.load_megatron(
+        convert.find_checkpoint(trained, None), model_configs.Shape(**about["shape"]), torch.float32
+    ) as whole:
+        convert.compare(whole(ids, torch.arange(40)[None], None).detach(), model, ids)
+        with pytest.raises(TaskError, match="logits differ by"):
+            convert.compare(1.01 * whole(ids, torch.arange(40)[None], None).detach(), model, ids)
+
+
+def test_unconvertible_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="holds no checkpoint"):
+        convert.find_checkpoint(tmp_path, None)
+    with pytest.raises(TaskError, match="no checkpoint of step 5; there is 3, 6"):
+        convert.find_checkpoint(trained, 5)
+    assert convert.find_checkpoint(trained, 3).name == "step-0000003"
+    for step in ("step-9999999", "step-10000000"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "about.json").touch()
+    assert convert.find_checkpoint(tmp_path, None).name == "step-10000000"
+
+
+# ---------------------------------------------------------------------- tuning and upload
+
+
+def test_split_turns() -> None:
+    split = dialogues.split_turns
+    text = "### Human: 一つ目?### Assistant: はい。\n### Human: 次?### Assistant: いいえ。### Human: 無視"
+    assert split(text, "### Human:", "### Assistant:") == [
+        {"role": "user", "content": "一つ目?"}, {"role": "assistant", "content": "はい。"},
+        {"role": "user", "content": "次?"}, {"role": "assistant", "content": "いいえ。"},
+    ]  # fmt: skip
+    assert split("a ### Human: b", "### Human:", "### Assistant:") == "does not begin with '### Human:'"
+    assert "do not take turns" in split("### Assistant: a### Human: b### Assistant: c", "### Human:", "### Assistant:")
+    assert split("### Human: a### Assistant: ", "### Human:", "### Assistant:") == "turn 2 is empty"
+
+
+def test_prepared_dialogues_are_written_once(tmp_path: Path) -> None:
+    times = []
+    for _ in range(2):
+        dialogues.prepare(dialogues.Settings(), [RECIPE / "data" / "dialogues.jsonl"], tmp_path)
+        times.append({path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()})
+    assert times[0] == times[1] and len(times[0]) == 2
+
+
+def test_only_response_tokens_are_targets(converted: Path, tmp_path: Path) -> None:
+    """Token by token: nothing of the question, all of the answer, and its end."""
+    from ekiben_tasks.data import sources, tokenize
+
+    tuned = dialogues.prepare(dialogues.Settings(), [RECIPE / "data" / "dialogues.jsonl"], tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(converted)
+    tokenize.apply_format(tokenizer, tuned.form)
+    read = sources.read_all([sources.Source(str(tuned.data[0]), 0.0)], seed=0, skip_bad=False, form=tuned.form).train
+    for example, row in zip(tokenize.encode_examples(tokenizer, read[:4]), read[:4], strict=True):
+        learnt = tokenizer.decode(example.ids[example.target_positions])
+        assert learnt.replace(" ", "") == "".join(
+            turn.content + "<EOD>" for turn in row.messages if turn.role == "assistant"
+        ).replace(" ", "")
+
+
+def test_converted_model_can_be_fine_tuned(converted: Path, tmp_path: Path) -> None:
+    changes = [
+        "train.method=full",
+        f"train.model={converted}",
+        "train.device=cpu",
+        "train.max_steps=3",
+        "train.batch_size=2",
+    ]
+    settings = [
+        word
+        for change in [*changes, "train.max_length=512", "train.validation_split=0.1"]
+        for word in ("--set", change)
+    ]
+    assert sft.main([*settings, "--output", str(tmp_path / "out"), "--dry-run", "--gpus", "4", "--on", "H100"]) == 0
+    assert not (tmp_path / "out").exists()
+    assert sft.main([*settings, "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "run.json").read_text())
+    assert (result["status"], result["steps"]) == ("finished", 3)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "問"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "### Human: 問### Assistant:"
+    with pytest.raises(TaskError, match="does not begin with '### Human:'"):
+        sft.main([*settings, "--data", str(RECIPE / "data" / "sample.jsonl"), "--output", str(tmp_path / "bad")])
+
+
+def test_upload_runs_generation_first(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    options = ["--input", str(converted), "--prompt", "富士山は"]
+    assert upload.main([*options, "--name", "you/tiny", "--dry-run"]) == 0
+    stdout = capsys.readouterr().out
+    assert "before      '富士山は' goes on: '" in stdout
+    assert "model.safetensors" in stdout
+    assert "nothing was sent" in stdout
+    with pytest.raises(TaskError, match="set HF_TOKEN"):
+        upload.main([*options, "--name", "you/tiny"])
+    with pytest.raises(TaskError, match="write it as OWNER/NAME"):
+        upload.main([*options, "--name", "tiny", "--dry-run"])
+    with pytest.raises(TaskError, match=r"no config\.json there"):
+        upload.main(["--input", str(tmp_path), "--name", "you/tiny", "--dry-run"])

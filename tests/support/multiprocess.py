@@ -1,0 +1,89 @@
+"""What tests of tasks share: several processes of one run, as torchrun would start them, as forks of this one (so that not each
+imports torch anew), and an environment that is afterwards as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """The tasks set cache folders for the libraries they start; each test of a module that imports this starts from what was there."""
+    saved = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start(
+    size: int, log: Path, work: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None, **kwargs: Any
+) -> list[Any]:
+    """``work(*args)`` in ``size`` processes that find each other; what each prints is in ``log``-RANK."""
+    port = free_port()
+    processes = []
+    context = multiprocessing.get_context("fork")
+    for rank in range(size):
+        # One thread each: after a fork the other threads of OpenMP and of the tokenizers are gone, and nobody tells them.
+        rank_env = {
+            "OMP_NUM_THREADS": 1,
+            "TOKENIZERS_PARALLELISM": "false",
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        variables = {**{name: str(value) for name, value in rank_env.items()}, **(env or {})}
+        output = Path(f"{log}-{rank}")
+        processes.append(context.Process(target=_run, args=(variables, output, work, args, kwargs)))
+        processes[-1].start()
+    return processes
+
+
+def wait(processes: list[Any], seconds: float = 120) -> list[int]:
+    """Exit codes. A process that does not end is killed, and counts as None."""
+    codes = []
+    for process in processes:
+        process.join(seconds)
+        codes.append(process.exitcode)
+        if process.exitcode is None:
+            process.kill()
+    return codes
+
+
+def run(size: int, log: Path, work: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """All of it; what the first process printed. Fails where one of them did."""
+    codes = wait(start(size, log, work, *args, **kwargs))
+    outputs = [Path(f"{log}-{rank}").read_text(encoding="utf-8") for rank in range(size)]
+    assert codes == [0] * size, f"exit codes {codes}\n" + "\n----\n".join(outputs)
+    return outputs[0]
+
+
+def _run(
+    variables: dict[str, str], output: Path, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    import torch
+
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    with output.open("w", encoding="utf-8", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            code = work(*args, **kwargs)
+    sys.exit(code or 0)

@@ -1,0 +1,85 @@
+"""The structure of the code, proven from its own imports (tests/support/architecture.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.architecture import (
+    ROOT,
+    builder_modules,
+    circles,
+    edges,
+    floors,
+    imports_of,
+    long_files,
+    long_functions,
+    package_graph,
+    passed_faces,
+    task_modules,
+)
+
+MODULES = {"builder": builder_modules(), "tasks": task_modules()}
+MOST_FLOORS = {"builder": 7, "tasks": 7}
+HEAVY = ("deflate", "zstandard", "requests", "docker", "cyclonedx", "jinja2")
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_no_circles(part: str) -> None:
+    graph = edges(MODULES[part])
+    assert len(graph) > 20
+    assert circles(graph) == []
+    assert circles(package_graph(graph)) == []
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_few_floors(part: str) -> None:
+    assert max(floors(package_graph(edges(MODULES[part]))).values()) <= MOST_FLOORS[part]
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_packages_are_imported_by_their_faces(part: str) -> None:
+    assert passed_faces(MODULES[part]) == []
+
+
+@pytest.mark.parametrize("part", MODULES)
+def test_files_and_functions_are_short(part: str) -> None:
+    paths = [*MODULES[part].values()]
+    assert long_files(paths, 550) == []
+    assert long_functions(paths, 60) == []
+
+
+def test_entrypoints_never_import_the_builder() -> None:
+    paths = [*(ROOT / "entrypoints").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
+    assert len(paths) > 20
+    for path in paths:
+        assert [item for item in imports_of(path.stem, path) if item.target.split(".")[0] == "ekiben"] == [], path
+
+
+@pytest.mark.parametrize("face", [name for name, path in builder_modules().items() if path.name == "__init__.py"])
+def test_a_face_is_cheap_to_import(face: str) -> None:
+    script = f"import sys, {face}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_checker_finds_a_circle_a_private_import_and_a_long_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("support.architecture.ROOT", tmp_path)
+    texts = {
+        "top/__init__.py": "", "top/one/__init__.py": "__all__ = ['a']\n", "top/two/__init__.py": "__all__ = []\n",
+        "top/one/a.py": "def f():\n    from top.two import b\n" + "    x = 1\n" * 60, "top/two/b.py": "import top.one.a\n",
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    from support.architecture import modules_below
+
+    modules = modules_below(tmp_path / "top", "top")
+    assert circles(edges(modules)) == [["top.one.a", "top.two.b"]]
+    assert passed_faces(modules) == ["top/one/a.py:2: b is not in top.two's __all__"]
+    assert long_functions(modules.values(), 60) == ["top/one/a.py:1 f: 62 lines"]
