@@ -22,6 +22,10 @@ from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print who runs this container and what it may use, and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="hello", description="Say who and where this container runs, and what it may use."
     )
@@ -33,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def gather() -> dict[str, Any]:
+    """Return what `hello --json` prints. ``cpus`` may be a fraction, ``memory_bytes`` is in bytes."""
     return {
         "user": user_name(),
         "uid": os.getuid(),
@@ -50,6 +55,7 @@ def gather() -> dict[str, Any]:
 
 
 def tell(facts: dict[str, Any]) -> list[str]:
+    """Return the lines that `hello` prints. facts: as gather() returns them."""
     image = facts["image"] or {}
     identity = next(
         (image[key] for key in ("digest", "image_id", "id", "recipe", "name") if image.get(key)), "not recorded"
@@ -71,6 +77,7 @@ def tell(facts: dict[str, Any]) -> list[str]:
 
 
 def user_name() -> str:
+    """Return the user's name: from the passwd entry, else $USER, else "no name"."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # docker run --user 12345
@@ -78,11 +85,12 @@ def user_name() -> str:
 
 
 def job() -> str | None:
+    """Return the id of the Slurm, PBS or Grid Engine job that this process runs in, None outside one."""
     return next((os.environ[key] for key in ("SLURM_JOB_ID", "PBS_JOBID", "JOB_ID") if os.environ.get(key)), None)
 
 
 def image() -> dict[str, Any] | None:
-    """What the builder wrote about this image, or None outside one."""
+    """Return the metadata that the builder wrote into this image, None outside one."""
     try:
         content: dict[str, Any] = json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -91,6 +99,7 @@ def image() -> dict[str, Any] | None:
 
 
 def runtime() -> str:
+    """Return the container runtime's name (apptainer, singularity, docker, podman), or "no container"."""
     if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
         return "apptainer" if os.environ.get("APPTAINER_CONTAINER") else "singularity"
     if Path("/.dockerenv").exists():
@@ -99,6 +108,7 @@ def runtime() -> str:
 
 
 def system() -> str:
+    """Return the name of the image's operating system, as /etc/os-release has it."""
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:
@@ -106,7 +116,7 @@ def system() -> str:
 
 
 def cpus() -> float:
-    """CPUs this process may use: its affinity, and the cgroup's quota where there is one."""
+    """Return how many CPUs this process may use: its affinity, or the cgroup's quota where that is lower."""
     allowed = float(len(os.sched_getaffinity(0)))
     for quota, period in _quotas():
         if quota > 0 and period > 0:
@@ -115,7 +125,7 @@ def cpus() -> float:
 
 
 def memory() -> int:
-    """Bytes this process may use: the machine's, or the cgroup's limit where that is lower."""
+    """Return the bytes of memory this process may use: the machine's, or the cgroup's limit where that is lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [_number(folder / "memory.max") for folder in _cgroups("")]
     limits += [_number(folder / "memory.limit_in_bytes") for folder in _cgroups("memory")]
@@ -123,7 +133,7 @@ def memory() -> int:
 
 
 def gpus() -> dict[str, Any]:
-    """{"found": [{"name", "memory_bytes"}], "reason": why there is none}."""
+    """Return {"found": [{"name", "memory_bytes"}], "reason": why there is none, else None}."""
     for ask in (_gpus_by_smi, _gpus_by_driver):
         found = ask()
         if found:

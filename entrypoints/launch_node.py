@@ -2,9 +2,8 @@
 
 launch_node.py --node 1 --nodes c1,c2 --processes 4 --port 23456 --key FILE -- train --data rows.jsonl
 
-Every process finds its place in the environment, as torchrun would write it (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, …).
-The launchers keep a line to the one on the first node: a signal that one of them gets reaches every process of the job, and when
-a process fails or a node dies, all end, and say which it was. Exit code 75: saved, not finished, start the job again.
+Each process gets torchrun's variables. Launchers connect to the first node's, so a signal to one reaches every process;
+when a process or a node fails, all end and name it. Exit code 75: saved, but not finished; start the job again.
 """
 
 from __future__ import annotations
@@ -24,21 +23,25 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 REQUEUE = 75  # EX_TEMPFAIL
 ENDINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
 BEAT = 5.0  # seconds between signs of life
-GRACE = 15.0  # seconds from SIGTERM to SIGKILL for the others, when one has failed
+GRACE = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has failed: without it they cannot save
+STOP_GRACE = 120.0  # seconds that the others have to end, once one that got a signal has ended
+FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # as ekiben_tasks/distributed/failures.py calls it
+PEER_LOST = "another process of the run is gone"  # as it says there
 SIOCGIFCONF, PR_SET_PDEATHSIG = 0x8912, 1
 
 
 @dataclass(frozen=True)
-class Place:
-    """This node among the nodes of the job; ``processes`` on each."""
+class NodeRank:
+    """Identify this node among the nodes of the job, each of which runs ``processes`` processes."""
 
     node: int
     nodes: tuple[str, ...]
@@ -53,10 +56,12 @@ class Place:
         return self.nodes[self.node]
 
     def ranks(self, node: int) -> str:
+        """Return the host name and ranks of a node for messages: ``c2 (ranks 4 to 7)``."""
         first, last = node * self.processes, (node + 1) * self.processes - 1
         return f"{self.nodes[node]} ({f'rank {first}' if first == last else f'ranks {first} to {last}'})"
 
     def environment(self, local: int, address: str, port: int) -> dict[str, str]:
+        """Return torchrun's variables for the local rank ``local``; address, port: MASTER_ADDR and MASTER_PORT."""
         rank = self.node * self.processes + local
         return {
             "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(self.size),
@@ -67,55 +72,65 @@ class Place:
 
 @dataclass(frozen=True)
 class Outcome:
+    """Record how a node's processes ended: the exit code and, after a failure, the reason."""
+
     code: int
     why: str = ""
 
 
 class Lost(Exception):
-    """A node cannot be reached, or not any more."""
-
-
-# ------------------------------------------------------------------------------------------------------------ the story
+    """Report a node that cannot be reached, or no longer can."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the launcher of one node and return the job's exit code; 2 for a wrong --node."""
     args = _parse(arguments)
-    place = Place(args.node, tuple(args.nodes.split(",")), args.processes)
-    if not 0 <= place.node < len(place.nodes):
-        say(f"error: node {place.node} of {len(place.nodes)}: {args.nodes}")
+    node_rank = NodeRank(args.node, tuple(args.nodes.split(",")), args.processes)
+    if not 0 <= node_rank.node < len(node_rank.nodes):
+        say(f"error: node {node_rank.node} of {len(node_rank.nodes)}: {args.nodes}")
         return 2
-    launcher = Launcher(place, args.command, port=args.port, key=args.key.read_text().strip() if args.key else "",
-                        notice=args.notice, patience=args.patience, start_patience=args.start_patience)  # fmt: skip
+    launcher = Launcher(node_rank, args.command, port=args.port, key=args.key.read_text().strip() if args.key else "",
+                        notice=args.notice, logs=args.logs, patience=args.patience, start_patience=args.start_patience)  # fmt: skip
     return asyncio.run(launcher.run())
 
 
 class Launcher:
+    """Start this node's processes, watch them, and agree with the other nodes' launchers on the job's outcome."""
+
     def __init__(
-        self, place: Place, command: Sequence[str], *, port: int, key: str, notice: Path | None = None,
-        patience: float, start_patience: float,
+        self, node_rank: NodeRank, command: Sequence[str], *, port: int, key: str, notice: Path | None = None,
+        logs: Path | None = None, patience: float, start_patience: float,
     ) -> None:  # fmt: skip
-        self.place, self.command, self.port, self.key = place, command, port, key
+        self.node_rank, self.command, self.port, self.key = node_rank, command, port, key
         self.notice, self.patience, self.start_patience = notice, patience, start_patience
+        self.logs = logs if node_rank.size > 1 else None
+        self.copies: list[threading.Thread] = []  # from a process to its log and the job's
         self.workers: list[asyncio.subprocess.Process] = []
         self.stopping = False
         self.reports: dict[int, Outcome] = {}  # of the nodes, at the first one
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.tasks: set[asyncio.Task[None]] = set()
+        self.failures: Path | None = None  # where processes write why they fail
+        self.abandoned = False  # whether processes that ignore the signal are killed
         self.scratch: Path | None = None  # for NCCL's log; it stays when it has something to tell
 
     async def run(self) -> int:
+        """Run until the outcome of the job is decided, end what is left, and return the exit code."""
         loop = asyncio.get_running_loop()
         self.decided: asyncio.Future[Outcome] = loop.create_future()
         for number in ENDINGS:
-            loop.add_signal_handler(number, self._signalled, number)
+            loop.add_signal_handler(number, self._stop, number, self.node_rank.node)
         beginning = loop.create_task(self._begin())
-        if self.notice and self.place.node == 0:
+        if self.notice and self.node_rank.node == 0:
             self._keep(self._watch_notice(self.notice))
         outcome = await self.decided
         beginning.cancel()
         if outcome.why:
             say(f"error: {outcome.why}")
         await self._end_workers()
+        end = loop.time() + 2  # a process of a process may have the pipe open
+        for copy in self.copies:
+            copy.join(max(end - loop.time(), 0))
         await self._hang_up(outcome)
         return outcome.code
 
@@ -125,27 +140,25 @@ class Launcher:
         except Lost as lost:
             self._decide(Outcome(1, str(lost)))
 
-    # -------------------------------------------------------------------------------------------------- the other nodes
-
     async def _meet(self) -> tuple[str, int]:
-        """Wait for the launchers of all nodes; MASTER_ADDR and MASTER_PORT. Errors: Lost."""
-        if len(self.place.nodes) == 1:
+        """Wait for all nodes' launchers and return (MASTER_ADDR, MASTER_PORT). Raises Lost when one does not come."""
+        if len(self.node_rank.nodes) == 1:
             return "127.0.0.1", free_port()
-        return await (self._gather_nodes() if self.place.node == 0 else self._join_first())
+        return await (self._gather_nodes() if self.node_rank.node == 0 else self._join_first())
 
     async def _gather_nodes(self) -> tuple[str, int]:
         everyone = asyncio.Event()
         addresses: list[str] = []
 
         async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """A launcher of this job knows the key; whoever else finds the port is not listened to."""
+            """Accept a launcher of this job, which knows the key, and ignore anything else that finds the port."""
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, TimeoutError):
                 hello = json.loads(await asyncio.wait_for(reader.readline(), self.patience))
                 node = int(hello["node"])
-                if secrets.compare_digest(str(hello["key"]), self.key) and 0 < node < len(self.place.nodes):
+                if secrets.compare_digest(str(hello["key"]), self.key) and 0 < node < len(self.node_rank.nodes):
                     addresses.append(writer.get_extra_info("sockname")[0])
                     self.peers[node] = writer
-                    if len(self.peers) == len(self.place.nodes) - 1:
+                    if len(self.peers) == len(self.node_rank.nodes) - 1:
                         everyone.set()
                     await self._listen(reader, node)
                     return
@@ -154,11 +167,11 @@ class Launcher:
         try:
             self.server = await asyncio.start_server(lambda *ends: self._keep(receive(*ends)), None, self.port)
         except OSError as error:
-            raise Lost(f"{self.place.name}: port {self.port}, where the nodes meet: {error.strerror}") from error
+            raise Lost(f"{self.node_rank.name}: port {self.port}, where the nodes meet: {error.strerror}") from error
         try:
             await asyncio.wait_for(everyone.wait(), self.start_patience)
         except TimeoutError:
-            missing = [self.place.ranks(node) for node in range(1, len(self.place.nodes)) if node not in self.peers]
+            missing = [self.node_rank.ranks(at) for at in range(1, len(self.node_rank.nodes)) if at not in self.peers]
             raise Lost(f"no launcher on {', '.join(missing)} within {self.start_patience:.0f} s") from None
         port = free_port()
         for node in self.peers:
@@ -167,7 +180,7 @@ class Launcher:
         return addresses[0], port
 
     async def _join_first(self) -> tuple[str, int]:
-        first = self.place.nodes[0]
+        first = self.node_rank.nodes[0]
         deadline = asyncio.get_running_loop().time() + self.start_patience
         while True:
             try:
@@ -175,14 +188,11 @@ class Launcher:
                 break
             except OSError as error:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise Lost(
-                        f"{self.place.name} does not reach {first}, port {self.port}: {error.strerror or error}"
-                    ) from None
+                    raise Lost(f"{self.node_rank.name} does not reach {first}, port {self.port}: {error.strerror or error}") from None  # fmt: skip
                 await asyncio.sleep(0.5)
         self.peers[0] = writer
-        self._send(0, {"node": self.place.node, "key": self.key})
-        with contextlib.suppress(TimeoutError, OSError, ValueError):
-            # The first node waits for the slowest.
+        self._send(0, {"node": self.node_rank.node, "key": self.key})
+        with contextlib.suppress(TimeoutError, OSError, ValueError):  # the first node waits for the slowest
             if line := await asyncio.wait_for(reader.readline(), self.start_patience + self.patience):
                 message = json.loads(line)
                 if "finish" in message:
@@ -190,12 +200,12 @@ class Launcher:
                 self._keep(self._listen(reader, 0))
                 self._keep(self._beat())
                 return writer.get_extra_info("peername")[0], int(message["start"])
-        raise Lost(f"{self.place.ranks(0)} is gone before the start")
+        raise Lost(f"{self.node_rank.ranks(0)} is gone before the start")
 
     async def _listen(self, reader: asyncio.StreamReader, node: int) -> None:
-        """What another node says, until it hangs up or says nothing for too long."""
+        """Handle another node's messages until it closes the connection, or sends none for ``patience`` seconds."""
         try:
-            while line := await asyncio.wait_for(reader.readline(), self.patience):
+            while line := await self._next_line(reader):
                 message = json.loads(line)
                 if "stop" in message:
                     self._stop(message["stop"], source=node)
@@ -209,7 +219,14 @@ class Launcher:
         except (OSError, ValueError) as error:
             how = str(error)
         if node == 0 or node not in self.reports:
-            self._decide(Outcome(1, f"node {self.place.ranks(node)}: {how}"))
+            self._decide(Outcome(1, f"node {self.node_rank.ranks(node)}: {how}"))
+
+    async def _next_line(self, reader: asyncio.StreamReader) -> bytes:
+        """Wait in short turns: of the time for which a scheduler suspends a job, its launchers too, one turn counts."""
+        for _ in range(8):
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(reader.readline(), self.patience / 8)
+        raise TimeoutError
 
     async def _beat(self) -> None:
         while True:
@@ -223,85 +240,126 @@ class Launcher:
 
     async def _hang_up(self, outcome: Outcome) -> None:
         for node, writer in self.peers.items():
-            if self.place.node == 0:
+            if self.node_rank.node == 0:
                 self._send(node, {"finish": outcome.code, "why": outcome.why})
             with contextlib.suppress(OSError, TimeoutError):
                 await asyncio.wait_for(writer.drain(), 5)
             writer.close()
         for task in self.tasks:
             task.cancel()
-        if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-
-    # ---------------------------------------------------------------------------------------------------- the processes
+        for folder in filter(None, (self.failures, self.scratch)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _start(self, address: str, port: int) -> None:
-        settings = dict(os.environ)
-        if len(self.place.nodes) > 1:
-            chosen, lines = network(self.place, settings)
+        self.failures = Path(tempfile.mkdtemp(prefix="ekiben-failures-"))
+        settings = {**os.environ, FAILURE_DIR: str(self.failures)}
+        if self.node_rank.size > 1:
+            # When a process dies, the others' PyTorch would print pages of C++ frames over the cause.
+            settings.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+            self._keep(self._watch_stopped())
+        if len(self.node_rank.nodes) > 1:
+            chosen, lines = network(self.node_rank, settings)
             settings |= chosen
             for line in lines:
                 say(line)
             if "NCCL_DEBUG" not in settings and Path("/dev/nvidiactl").exists():
                 self.scratch = Path(tempfile.mkdtemp(prefix="ekiben-nccl-"))
                 self._keep(self._watch_nccl(self.scratch))
-                settings |= {
-                    "NCCL_DEBUG": "INFO",
-                    "NCCL_DEBUG_SUBSYS": "INIT,NET",
-                    "NCCL_DEBUG_FILE": f"{self.scratch}/%h.%p.log",
-                }
-        for local in range(self.place.processes):
-            own = self.place.environment(local, address, port) if self.place.size > 1 else {}
+                settings |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+                settings["NCCL_DEBUG_FILE"] = f"{self.scratch}/%h.%p.log"
+        pipes: list[tuple[int, int]] = []
+        for local in range(self.node_rank.processes):
+            own = self.node_rank.environment(local, address, port) if self.node_rank.size > 1 else {}
+            if self.logs:
+                pipes.append(os.pipe())
+            output = pipes[-1][1] if self.logs else None
             try:
                 worker = await asyncio.create_subprocess_exec(
-                    *self.command, env={**settings, **own}, start_new_session=True, preexec_fn=die_with_parent
-                )
+                    *self.command, env={**settings, **own}, start_new_session=True, preexec_fn=die_with_parent,
+                    stdout=output, stderr=output,
+                )  # fmt: skip
             except OSError as error:
-                reason = f"{self.place.name}: {self.command[0]}: {error.strerror}; is it a task of this image?"
-                self._report(self.place.node, Outcome(127, reason))
+                reason = f"{self.node_rank.name}: {self.command[0]}: {error.strerror}; is it a task of this image?"
+                self._report(self.node_rank.node, Outcome(127, reason))
                 return
             self.workers.append(worker)
+        self._copy_output(pipes)
         self._keep(self._wait_for_workers())
+
+    def _rank(self, local: int) -> int:
+        return self.node_rank.node * self.node_rank.processes + local
+
+    def _copy_output(self, pipes: Sequence[tuple[int, int]]) -> None:
+        """Copy what each process writes to the job's log and to one of its own. In threads: a slow disk must not stop the beat."""
+        for local, (source, output) in enumerate(pipes):
+            os.close(output)
+            self.copies.append(threading.Thread(target=copy_lines, args=(source, self.logs, self._rank(local)), daemon=True))  # fmt: skip
+            self.copies[-1].start()
 
     async def _wait_for_workers(self) -> None:
         codes = await asyncio.gather(*(self._wait_for(local, worker) for local, worker in enumerate(self.workers)))
-        self._report(self.place.node, Outcome(REQUEUE if REQUEUE in codes else 0))
+        self._report(self.node_rank.node, Outcome(REQUEUE if REQUEUE in codes else 0))
 
     async def _wait_for(self, local: int, worker: asyncio.subprocess.Process) -> int:
         code = await worker.wait()
-        if code < 0 and self.stopping and -code in ENDINGS:
-            return REQUEUE  # it was told to end, and had nothing to save yet
+        if self.stopping and not self.abandoned and (code == REQUEUE or -code in ENDINGS):
+            self._keep(self._end_stragglers())
+        if self.abandoned and code < 0:
+            return REQUEUE
+        if self.stopping and (-code in ENDINGS or PEER_LOST in self._reason(local)):
+            return REQUEUE  # it got a signal, and had nothing to save yet; or it waited for one that had nothing
         if code not in (0, REQUEUE):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            why = f"rank {self.place.node * self.place.processes + local} on {self.place.name} {how}"
+            why = f"rank {self._rank(local)} on {self.node_rank.name} {how}"
             if -code == signal.SIGKILL:
                 why += "; that is how a system that runs out of memory ends a process"
-            self._report(self.place.node, Outcome(128 - code if code < 0 else code, why))
+            self._report(self.node_rank.node, Outcome(128 - code if code < 0 else code, self._reason(local) or why))
         return code
 
+    def _reason(self, local: int) -> str:
+        """What the process itself has written, or nothing."""
+        file = (self.failures or Path()) / f"rank-{self._rank(local)}"
+        return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+    async def _watch_stopped(self) -> None:
+        """End the job when a process has been stopped (SIGSTOP) for as long as a node may be silent: the others wait for it."""
+        pause, counts = min(BEAT, self.patience / 4), dict[int, int]()
+        while True:
+            await asyncio.sleep(pause)
+            for local, worker in enumerate(self.workers):
+                # Looks in a row, not seconds: a scheduler that suspends the job stops this, too.
+                counts[local] = counts.get(local, 0) + 1 if worker.returncode is None and is_stopped(worker.pid) else 0
+                if counts[local] * pause >= self.patience:
+                    reason = f"rank {self._rank(local)} on {self.node_rank.name} is stopped (SIGSTOP), and the others wait for it"
+                    self._report(self.node_rank.node, Outcome(1, reason))
+                    return
+
+    async def _end_stragglers(self) -> None:
+        """End processes that wait for one that has ended: it had nothing to save yet, and they were running."""
+        await asyncio.sleep(STOP_GRACE)
+        self.abandoned = True
+        await self._end_workers()
+
     def _report(self, node: int, outcome: Outcome) -> None:
-        """How it went on a node, told to the first one. A failure ends the job; else all nodes have to be done."""
-        if self.place.node != 0:
+        """Send the outcome of this node to the first one. A failure ends the job; else all nodes have to be done."""
+        if self.node_rank.node != 0:
             self._send(0, {"ended": outcome.code, "why": outcome.why})
             return
         self.reports[node] = outcome
         codes = [report.code for report in self.reports.values()]
         if outcome.why:
             self._decide(outcome)
-        elif len(codes) == len(self.place.nodes):
+        elif len(codes) == len(self.node_rank.nodes):
             self._decide(Outcome(REQUEUE if REQUEUE in codes else 0))
 
     def _decide(self, outcome: Outcome) -> None:
         if not self.decided.done():
             self.decided.set_result(outcome)
 
-    def _signalled(self, number: int) -> None:
-        self._stop(number, source=self.place.node)
-
     def _stop(self, number: int, source: int) -> None:
         """Tell every process of the job to save and end. Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1."""
         if not self.stopping:
-            say(f"{self.place.nodes[source]} got {signal.Signals(number).name}: the processes are told to save and end")
+            say(f"{self.node_rank.nodes[source]} got {signal.Signals(number).name}: the processes save and end")
         self.stopping = True
         handed_on = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
         for worker in self.workers:
@@ -309,6 +367,7 @@ class Launcher:
             if worker.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, handed_on)
+                    os.kill(worker.pid, signal.SIGCONT)  # one that is stopped would never answer
         if not self.workers:
             self._decide(Outcome(REQUEUE))
         for node in self.peers:
@@ -316,10 +375,10 @@ class Launcher:
                 self._send(node, {"stop": number})
 
     async def _watch_notice(self, path: Path) -> None:
-        """The job script's way to tell. A signal to a whole job would also end what serves the files of the container."""
+        """Wait for the job script's file: a signal to all of a job would also end what serves the image's files."""
         while not path.exists():
             await asyncio.sleep(1)
-        self._stop(signal.SIGUSR1, source=self.place.node)
+        self._stop(signal.SIGUSR1, source=self.node_rank.node)
 
     async def _end_workers(self) -> None:
         left = [worker for worker in self.workers if worker.returncode is None]
@@ -332,15 +391,15 @@ class Launcher:
             left = [worker for worker in left if worker.returncode is None]
 
     async def _watch_nccl(self, folder: Path) -> None:
-        """NCCL says in its log only which network it took."""
+        """Print which network NCCL chose, which it says only in its log."""
         while True:
             await asyncio.sleep(1)
             if (taken := nccl_network(folder)) is not None:
                 if taken == "Socket" and (fast := infiniband()):
-                    say(warning(f"NCCL on {self.place.name} fell back to TCP, though there is {', '.join(fast)}.",
+                    say(warning(f"NCCL on {self.node_rank.name} fell back to TCP, though there is {', '.join(fast)}.",
                                 f"Its log: {folder}. Training will be several times slower."))  # fmt: skip
                     self.scratch = None
-                elif self.place.node == 0:
+                elif self.node_rank.node == 0:
                     say(f"network     NCCL uses {taken}")
                 return
 
@@ -350,31 +409,28 @@ class Launcher:
         task.add_done_callback(self.tasks.discard)
 
 
-# ---------------------------------------------------------------------------------------------------------- the network
-
-
-def network(place: Place, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """(variables for NCCL and gloo, what to say aloud). What the user has set stays as it is."""
-    others = [name for node, name in enumerate(place.nodes) if node != place.node]
+def network(node_rank: NodeRank, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return (variables for NCCL and gloo, lines to print). Variables that the user has set stay as they are."""
+    others = [name for node, name in enumerate(node_rank.nodes) if node != node_rank.node]
     # Every other node talks to the first, and the first to every other; names that are not known yet are not waited for.
     names = list(dict.fromkeys(name for other in others if (name := interface_to(other))))
     chosen, lines = {}, []
     if names and "NCCL_SOCKET_IFNAME" not in environment:
         chosen["NCCL_SOCKET_IFNAME"] = "=" + ",".join(names)  # "=": this name, not all that begin with it
-        lines.append(f"network     {place.name}: {', '.join(names)} is the way to {' '.join(others)}")
+        lines.append(f"network     {node_rank.name}: {', '.join(names)} is the way to {' '.join(others)}")
     if names and "GLOO_SOCKET_IFNAME" not in environment:
         chosen["GLOO_SOCKET_IFNAME"] = names[0]
     ports = infiniband()
     if ports:
-        lines.append(f"network     {place.name}: {', '.join(ports)}")
+        lines.append(f"network     {node_rank.name}: {', '.join(ports)}")
         if missing := verbs_missing():
-            lines.append(warning(f"{place.name} has InfiniBand and this container cannot use it: {missing}.",
+            lines.append(warning(f"{node_rank.name} has InfiniBand and this container cannot use it: {missing}.",
                                  "NCCL will fall back to TCP, which is several times slower."))  # fmt: skip
     return chosen, lines
 
 
 def interface_to(host: str) -> str | None:
-    """The interface that the routes choose for ``host``; nothing is sent."""
+    """Return the interface that the routing table chooses for ``host``, or None. Sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -384,7 +440,7 @@ def interface_to(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address of our own."""
+    """Return the name of the local interface with this IP address, or None."""
     if ":" in address:
         wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
@@ -393,7 +449,7 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(interface, IPv4 address), several for an interface with several. See netdevice(7)."""
+    """Return (interface, IPv4 address) pairs, by SIOCGIFCONF: netdevice(7). An interface may have several."""
     room = array.array("B", bytes(64 * 1024))
     start, length = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -406,7 +462,7 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """``InfiniBand mlx5_0:1 (200 Gb/sec …)`` for every port that is up; RoCE is among them."""
+    """Return ``InfiniBand mlx5_0:1 (200 Gb/sec …)`` for every active port, those of RoCE included."""
     found = []
     for port in sorted(root.glob("*/ports/*")):
         with contextlib.suppress(OSError):
@@ -418,6 +474,7 @@ def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
 
 
 def verbs_missing() -> str | None:
+    """Return why this container cannot use InfiniBand, or None."""
     if not list(Path("/dev/infiniband").glob("uverbs*")):
         return "there is no /dev/infiniband/uverbs* in it"
     try:
@@ -428,15 +485,30 @@ def verbs_missing() -> str | None:
 
 
 def nccl_network(folder: Path) -> str | None:
-    """What NCCL says it uses (``IB``, ``Socket``, a plugin's name), or None while it has not said."""
-    for log in sorted(folder.glob("*.log")):
-        for line in log.read_text(errors="replace").splitlines():
-            if "Using network " in line:
-                return line.partition("Using network ")[2].strip()
-    return None
+    """Return the network that NCCL logged (``IB``, ``Socket``, a plugin's name), or None before it did."""
+    lines = (line for log in sorted(folder.glob("*.log")) for line in log.read_text(errors="replace").splitlines())
+    return next((line.partition("Using network ")[2].strip() for line in lines if "Using network " in line), None)
 
 
-# --------------------------------------------------------------------------------------------------------- small things
+def copy_lines(source: int, logs: Path, rank: int) -> None:
+    """Copy lines from descriptor ``source`` to stdout and to ``logs``/RANK.log, until every writer has closed it."""
+    sinks: list[BinaryIO] = [sys.stdout.buffer]
+    with contextlib.suppress(OSError):  # without a log of its own, the job's remains
+        logs.mkdir(exist_ok=True)
+        sinks.append((logs / f"{rank}.log").open("ab"))
+    with os.fdopen(source, "rb") as stream:
+        while line := stream.readline(1 << 16):
+            for sink in sinks:
+                with contextlib.suppress(OSError):  # a full disk ends nothing
+                    sink.write(line)
+                    sink.flush()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process waits for SIGCONT. A debugger's are in another state."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def free_port() -> int:
@@ -446,7 +518,7 @@ def free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Between fork and exec: a launcher that is killed takes its processes along."""
+    """Make the kernel kill this process when its launcher dies: prctl(2). Runs between fork and exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -466,12 +538,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="processes on each node")
     parser.add_argument("--port", type=int, default=29400, help="where the launchers meet, on the first node")
     parser.add_argument("--key", type=Path, metavar="FILE", help="a secret that they all can read")
-    parser.add_argument(
-        "--notice", type=Path, metavar="FILE", help="when it appears: save and end (read on the first node)"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=60, help="seconds without a sign of life until a node is given up"
-    )
+    parser.add_argument("--notice", type=Path, metavar="FILE", help="when it appears: save and end; on the first node")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="copy what each process writes to DIR/RANK.log")
+    parser.add_argument("--patience", type=float, default=60, help="seconds that a node may be silent")
     parser.add_argument("--start-patience", type=float, default=600, help="seconds to wait for the slowest node")
     parser.add_argument("command", nargs="+", help="the task and its arguments, after --")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Write JSQuAD (or any data set in SQuAD's format) as rows: one question a line, with its context and its first answer.
+"""Convert JSQuAD (or any data set in SQuAD's format) to JSONL: one question per line, with its context and first answer.
 
 git clone https://github.com/yahoojapan/JGLUE
 prepare-jsquad JGLUE/datasets/jsquad-v1.3 --output data      writes data/jsquad-train.jsonl and data/jsquad-valid.jsonl
@@ -15,39 +15,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import places
-import settings as options
-from hub import explain
-from rows import BadRow, is_hub, tell_bad
-from settings import TaskError, option
+from ekiben_tasks.data.sources import InvalidExample, format_invalid, is_hub
+from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import files as files_module
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.command import print_once
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.hub import format_hub_error
+from ekiben_tasks.task.settings import option
 
-Items = Iterator[tuple[str, tuple[Any, ...]]]  # (where, (title, context, question, answer, its place))
+Items = Iterator[tuple[str, tuple[Any, ...]]]  # (where, (title, context, question, answer, its offset))
 SPLITS = {"train": "jsquad-train", "valid": "jsquad-valid", "dev": "jsquad-valid", "test": "jsquad-test"}
 _SEPARATOR = "[SEP]"
 
 
 @dataclass(frozen=True)
 class Settings:
+    """Define the settings of `prepare-jsquad`."""
+
     output: str = option("data", "folder for the .jsonl files; --output")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options.command("prepare-jsquad", __doc__, Settings, arguments)
+    """Run the command `prepare-jsquad` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        SettingError: a setting is wrong.
+        TaskError: the source cannot be read, holds no question, or, without --skip-invalid, holds an invalid one.
+    """
+    parser = command.command("prepare-jsquad", __doc__, Settings, arguments)
     parser.add_argument(
-        "place", help="a file in SQuAD's format, a folder with train*.json and valid*.json, or a hub id"
+        "source", help="a file in SQuAD's format, a folder with train*.json and valid*.json, or a hub id"
     )
-    parser.add_argument("--output", metavar="DIR", help="where the files go (default: data)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave bad questions out instead of stopping at them")
+    parser.add_argument("--output", metavar="DIR", help="where the files are written (default: data)")
+    command.add_flag(
+        parser, "--skip-invalid", former="--skip-bad", help="leave invalid questions out instead of stopping at them"
+    )
     args = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)
-    parts = list_parts(args.place)
-    output = places.claim_folder(Path(args.output or settings.output))
+    parts = list_splits(args.source)
+    output = files_module.ensure_output_dir(Path(args.output or settings.output))
     for name, items in parts.items():
         rows, bad = read_questions(items)
-        if bad and not args.skip_bad:
-            raise TaskError(tell_bad(bad))
+        if bad and not args.skip_invalid:
+            raise TaskError(format_invalid(bad))
         if not rows:
-            raise TaskError(f"{args.place}: holds no question" + (f"; {tell_bad(bad)}" if bad else ""))
+            raise TaskError(f"{args.source}: holds no question" + (f"; {format_invalid(bad)}" if bad else ""))
         file = output / f"{name}.jsonl"
         staged = file.with_name(f".{file.name}.staged-{os.getpid()}")
         try:
@@ -56,15 +71,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             staged.unlink(missing_ok=True)
         articles = len({row["title"] for row in rows})
-        print(f"{file}: {len(rows):,} questions on {articles:,} articles, {len(bad)} bad left out", flush=True)
+        print(f"{file}: {len(rows):,} questions on {articles:,} articles, {len(bad)} invalid left out", flush=True)
     return 0
 
 
-def list_parts(place: str) -> dict[str, Items]:
-    """Name of the file to write → (where, question with its context). Errors: TaskError where nothing can be read."""
-    if is_hub(place):
-        return {f"jsquad-{name}": items for name, items in _read_hub(place).items()}
-    path = Path(place).expanduser()
+def list_splits(location: str) -> dict[str, Items]:
+    """Return the output file's name → its questions, each with where it is and its context.
+
+    location: a file in SQuAD's format, a folder of them, or a hub id.
+
+    Raises:
+        TaskError: nothing can be read there.
+    """
+    if is_hub(location):
+        return {f"jsquad-{name}": items for name, items in _read_hub(location).items()}
+    path = Path(location).expanduser()
     if path.is_file():
         return {path.stem: _read_squad(path)}
     parts: dict[str, Items] = {}
@@ -79,21 +100,21 @@ def list_parts(place: str) -> dict[str, Items]:
     return parts
 
 
-def read_questions(items: Items) -> tuple[list[dict[str, Any]], list[BadRow]]:
-    """The rows to write, and what is wrong with the others."""
+def read_questions(items: Items) -> tuple[list[dict[str, Any]], list[InvalidExample]]:
+    """Return (rows to write, invalid questions)."""
     rows: list[dict[str, Any]] = []
-    bad: list[BadRow] = []
+    bad: list[InvalidExample] = []
     for where, item in items:
         row = _make_row(item)
         if isinstance(row, str):
-            bad.append(BadRow(where, row))
+            bad.append(InvalidExample(where, row))
         else:
             rows.append(row)
     return rows, bad
 
 
 def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
-    """The row, or what is wrong. A context begins with its title and [SEP], which the answer's place counts, too."""
+    """Return the row, or what is wrong. A context begins with its title and [SEP], which the answer's offset counts, too."""
     title, context, question, text, start = item
     for name, value in (("title", title), ("context", context), ("question", question)):
         if not isinstance(value, str) or not value.strip():
@@ -101,16 +122,16 @@ def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
     if not isinstance(text, str) or not text:
         return "has no answer"
     body = context.rpartition(_SEPARATOR)[2].lstrip()
-    place = start - (len(context) - len(body)) if isinstance(start, int) else -1
-    if place < 0 or body[place : place + len(text)] != text:
-        place = body.find(text)
-    if place < 0:
+    offset = start - (len(context) - len(body)) if isinstance(start, int) else -1
+    if offset < 0 or body[offset : offset + len(text)] != text:
+        offset = body.find(text)
+    if offset < 0:
         return f"the answer {text!r} is not in its context"
-    return {"title": title, "context": body, "question": question, "answer": {"text": text, "answer_start": place}}
+    return {"title": title, "context": body, "question": question, "answer": {"text": text, "answer_start": offset}}
 
 
 def _read_squad(file: Path) -> Items:
-    """Errors: TaskError for a file of another format."""
+    """Yield the questions of a file. Raises TaskError for another format."""
     try:
         articles = json.loads(file.read_text(encoding="utf-8-sig"))["data"]
         for number, article in enumerate(articles, 1):
@@ -133,14 +154,13 @@ def _read_squad(file: Path) -> Items:
 
 
 def _read_hub(name: str) -> dict[str, Items]:
-    for line in [*places.prepare_caches(os.environ), *places.prefer_cache(os.environ)]:
-        print(line, flush=True)
+    print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))
     import datasets  # seconds of import that local files do not need
 
     try:
         found = datasets.load_dataset(name)
     except Exception as error:
-        raise TaskError(explain(error, name, "data set")) from error
+        raise TaskError(format_hub_error(error, name, "data set")) from error
     return {
         "valid" if split == "validation" else str(split): _read_table(name, table) for split, table in found.items()
     }
@@ -156,4 +176,4 @@ def _read_table(name: str, table: Any) -> Items:
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

@@ -6,19 +6,23 @@ check-raw --input my_rows.jsonl --expect 0           any number of rows
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import dolly
-import settings as options
-from settings import TaskError
+from ekiben_tasks.task import command
+from ekiben_tasks.task.errors import TaskError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="check-raw", description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the command `check-raw` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        TaskError: the file cannot be read, has another number of rows, or a row lacks more than its context.
+    """
+    parser = command.plain_parser("check-raw", __doc__)
     parser.add_argument("--input", type=Path, metavar="PLACE", default=Path("raw"), help="default: raw")
     parser.add_argument(
         "--expect", type=int, metavar="N", default=dolly.ROWS, help=f"rows; default {dolly.ROWS}, 0: any"
@@ -41,4 +45,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

@@ -1,4 +1,4 @@
-"""databricks-dolly-15k: its rows, what is missing in them, their tokens, and the files those are kept in."""
+"""Read databricks-dolly-15k, split and tokenise its rows, and write and read the prepared files."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from settings import TaskError
+from ekiben_tasks.task.errors import TaskError
 
 NAME = "databricks/databricks-dolly-15k"
 COLUMNS = ("instruction", "context", "response", "category")
 ROWS = 15_011  # of the published set
 FILE = "dolly.jsonl"
 RECORD = "processed.json"
-IGNORED = -100  # the label of a token whose loss is not taken
+IGNORED = -100  # the label of a token that the loss does not count
 
 Row = dict[str, str]
 
 
-def read(place: Path) -> list[Row]:
-    """The rows of ``place``, a .jsonl file or a folder with dolly.jsonl. Errors: TaskError: which line, what."""
-    file = place / FILE if place.is_dir() else place
+def read(path: Path) -> list[Row]:
+    """Return the rows of ``path``, a .jsonl file or a folder with dolly.jsonl; a null column is an empty string.
+
+    Raises:
+        TaskError: there is no such file, it is empty, or a line is not JSON or lacks a column.
+    """
+    file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise TaskError(f"data {file.absolute()}: no such file; download writes one, --input names another")
     rows = []
@@ -46,32 +50,34 @@ def read(place: Path) -> list[Row]:
 
 
 def count_empty(rows: Sequence[Row]) -> dict[str, int]:
-    """Column → rows where it is null or blank."""
+    """Return column → number of rows where it is null or blank."""
     return {name: sum(not row[name].strip() for row in rows) for name in COLUMNS}
 
 
-def split(rows: Sequence[Row], test_share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """(to learn from, to test on); a tenth of 15,011 is 1,502, rounded up."""
+def split(rows: Sequence[Row], validation_split: float, seed: int) -> tuple[list[Row], list[Row]]:
+    """Return (training, evaluation) rows, shuffled by ``seed``; the number of the second is rounded up."""
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
-    tests = math.ceil(len(rows) * test_share)
-    return shuffled[tests:], shuffled[:tests]
+    count = math.ceil(len(rows) * validation_split)
+    return shuffled[count:], shuffled[:count]
 
 
 def encode(tokenizer: Any, row: Row, max_length: int) -> tuple[list[int], list[int]]:
-    """(tokens, labels): instruction and context are read only; the response is learnt, and that the text then ends.
+    """Return (tokens, labels) of ``row``, at most ``max_length`` each.
 
-    Both parts are tokenised apart, so no token is half prompt and half response.
+    The labels of instruction and context are IGNORED; the response and the end of text are targets.
     """
+    from ekiben_tasks.data.schema import PromptCompletion
+    from ekiben_tasks.data.tokenize import encode_examples
+
     prompt = row["instruction"] + (f"\n{row['context']}" if row["context"] else "") + "\n"
-    asked = tokenizer(prompt)["input_ids"]
-    end = tokenizer.eos_token_id
-    asked = asked[:-1] if len(asked) > 1 and asked[-1] == end else asked
-    answer = [*tokenizer(row["response"], add_special_tokens=False)["input_ids"], end]
-    return (asked + answer)[:max_length], ([IGNORED] * len(asked) + answer)[:max_length]
+    (example,) = encode_examples(tokenizer, [PromptCompletion(prompt, row["response"])])
+    ids, start = example.ids.tolist(), example.targets[0][0]
+    return ids[:max_length], ([IGNORED] * start + ids[start:])[:max_length]
 
 
 def write_split(file: Path, encoded: Sequence[tuple[list[int], list[int]]]) -> None:
+    """Write (tokens, labels) of each example as a Parquet file: columns input_ids, attention_mask, labels, int32."""
     import pyarrow
     import pyarrow.parquet
 
@@ -86,7 +92,11 @@ def write_split(file: Path, encoded: Sequence[tuple[list[int], list[int]]]) -> N
 
 
 def read_split(folder: Path, name: str) -> list[tuple[list[int], list[int]]]:
-    """(tokens, labels) of every row. Errors: TaskError."""
+    """Return (tokens, labels) of every example of the split ``name``, "train" or "test".
+
+    Raises:
+        TaskError: the file cannot be read.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -100,14 +110,20 @@ def read_split(folder: Path, name: str) -> list[tuple[list[int], list[int]]]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record that preprocess wrote into ``folder``.
+
+    Raises:
+        TaskError: there is none, or it is not JSON.
+    """
     try:
-        found: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise TaskError(f"data {folder.absolute()}: no {RECORD} there; preprocess writes such a folder") from None
-    return found
+    return record
 
 
 def digest(rows: Sequence[Row]) -> str:
+    """Return one SHA-256 over the columns of all rows, in order."""
     whole = hashlib.sha256()
     for row in rows:
         whole.update(json.dumps([row[name] for name in COLUMNS], ensure_ascii=False).encode())

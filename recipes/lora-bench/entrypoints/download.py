@@ -1,4 +1,4 @@
-"""Download databricks-dolly-15k as one file of rows.
+"""Download databricks-dolly-15k as one JSONL file.
 
 download --output raw
 HF_TOKEN=hf_... download --model meta-llama/Llama-3.2-1B       the model, too, for nodes without a network
@@ -6,35 +6,38 @@ HF_TOKEN=hf_... download --model meta-llama/Llama-3.2-1B       the model, too, f
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import dolly
-import places
-import settings as options
-from hub import explain
-from settings import TaskError
+from ekiben_tasks.task import caches, command, files
+from ekiben_tasks.task.command import print_once
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.hub import format_hub_error, split_revision
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="download", description=(__doc__ or "").strip(), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the command `download` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        TaskError: the output cannot be written, or the hub cannot provide the data set or the model.
+    """
+    parser = command.plain_parser("download", __doc__)
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("raw"), help="default: raw")
     parser.add_argument("--model", metavar="NAME", help="a model to download into the cache, too")
     args = parser.parse_args(arguments)
-    output = places.claim_folder(args.output)
-    for line in [*places.prepare_caches(os.environ), *places.prefer_cache(os.environ)]:
-        print(line, flush=True)
+    output = files.ensure_output_dir(args.output)
+    print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))
     import datasets
 
     try:
         table = datasets.load_dataset(dolly.NAME, split="train")
     except Exception as error:
-        raise TaskError(explain(error, dolly.NAME, "data set")) from error
+        raise TaskError(format_hub_error(error, dolly.NAME, "data set")) from error
     staged = output / f".{dolly.FILE}.staged-{os.getpid()}"
     with staged.open("w", encoding="utf-8") as out:
         for row in table:
@@ -44,12 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.model:
         import huggingface_hub
 
+        name, revision = split_revision(args.model)
         try:
-            print(f"model       {huggingface_hub.snapshot_download(args.model)}", flush=True)
+            print(f"model       {huggingface_hub.snapshot_download(name, revision=revision)}", flush=True)
         except Exception as error:
-            raise TaskError(explain(error, args.model, "model")) from error
+            raise TaskError(format_hub_error(error, args.model, "model")) from error
     return 0
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

@@ -1,4 +1,4 @@
-"""Cross-entropy and perplexity of the test rows, with an adapter or without.
+"""Cross-entropy and perplexity of the evaluation examples, with an adapter or without.
 
 evaluate                                             the base model: where training starts from
 evaluate --adapter bench/run-1/adapter
@@ -14,25 +14,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dolly
-import places
-import settings as options
-from settings import option
+from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.command import print_once
+from ekiben_tasks.task.settings import option
 
 
 @dataclass(frozen=True)
 class Settings:
+    """Define the settings of `evaluate`."""
+
     data: str = option("processed", "what preprocess wrote")
-    batch_tokens: int = option(8192, "tokens at a time, filling included")
+    batch_tokens: int = option(8192, "tokens at a time, padding included")
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options.command("evaluate", __doc__, Settings, arguments)
+    """Run the command `evaluate` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        SettingError: a setting is wrong.
+        TaskError: the data, the model or the adapter cannot be read.
+    """
+    parser = command.command("evaluate", __doc__, Settings, arguments)
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="what train wrote; without: the base model")
     args = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)
-    for line in [*places.prepare_caches(os.environ), *places.prefer_cache(os.environ)]:
-        print(line, flush=True)
+    print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))
     found = evaluate(settings, args.adapter)
     print(f"test loss   {found['loss']:.4f} nats per token, {found['nats_per_byte']:.4f} per byte")
     print(f"perplexity  {found['perplexity']:.2f}, of {found['tokens']:,} tokens in {found['rows']:,} rows")
@@ -40,18 +50,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
-    """By a plain forward pass of filled-up rows: nothing here is shared with the training loop. Errors: TaskError."""
+    """Return loss, perplexity, nats per byte and counts of the evaluation examples, with ``adapter`` if one is named.
+
+    The loss, in nats per token, is that of a plain forward pass of padded examples, which shares nothing with the
+    training loop. Perplexity is its exponential.
+
+    Raises:
+        TaskError: the data, the model or the adapter cannot be read.
+    """
     import torch
 
-    import models
+    from ekiben_tasks.models import load
+    from ekiben_tasks.models.adapter import load_adapter
+    from ekiben_tasks.models.device import choose_device
 
     folder = Path(settings.data)
     about = dolly.read_record(folder)
-    device = models.choose_device(settings.device)
+    device = choose_device(settings.device)
     if adapter:
-        model, _ = models.load_adapter(adapter, device, base=about["model"])
+        model, _ = load_adapter(adapter, device, base=about["model"])
     else:
-        model = models.load_base(about["model"], device)
+        model = load.load_base(about["model"], device)
     model.eval()
     rows = sorted(dolly.read_split(folder, "test"), key=lambda row: len(row[0]))
     total, tokens = 0.0, 0
@@ -63,8 +82,8 @@ def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
         mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in batch])
         labels = torch.tensor([labels + [dolly.IGNORED] * (longest - len(labels)) for _, labels in batch])
         with torch.no_grad():
-            logits = model(input_ids=ids.to(device.place), attention_mask=mask.to(device.place)).logits
-        wanted = labels[:, 1:].to(device.place)
+            logits = model(input_ids=ids.to(device.torch_device), attention_mask=mask.to(device.torch_device)).logits
+        wanted = labels[:, 1:].to(device.torch_device)
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].float().transpose(1, 2), wanted, ignore_index=dolly.IGNORED, reduction="sum"
         )
@@ -77,4 +96,4 @@ def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

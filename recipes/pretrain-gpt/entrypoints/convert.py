@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import places
-import settings as options
-from settings import TaskError, option
+from ekiben_tasks.task import caches, command, files
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.settings import option
+from megatron_warnings import silence_warnings
 
 if TYPE_CHECKING:
-    from shapes import Shape
+    from model_configs import Shape
 
 TOLERANCE = 1e-4  # how far logits may differ in fp32, as a share of the largest: the order of additions
 _TRIALS = (
@@ -35,16 +37,26 @@ _TRIALS = (
 
 @dataclass(frozen=True)
 class Settings:
+    """Define the settings of `convert`."""
+
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = option("auto", "type to store; auto: as it was trained")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command `convert` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        SettingError: a setting is wrong.
+        TaskError: there is no checkpoint, the output is not empty, or the converted model or tokenizer differs.
+    """
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
     checkpoint = find_checkpoint(args.input, args.step)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fp32 on the CPU is what can be compared to the last digits
-    output = places.claim_folder(args.output, empty=True)
-    for line in places.prepare_caches(os.environ):
+    output = files.ensure_output_dir(args.output, empty=True)
+    for line in caches.prepare_caches(os.environ):
         print(line, flush=True)
     print(f"converting  {checkpoint}", flush=True)
     difference = convert(args.input, checkpoint, output, dtype=settings.dtype)
@@ -54,20 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -> float:
-    """Write to ``output``, read it back; the difference in logits. In a process that sees no GPU.
+    """Write the model to ``output``, read it back, and return the largest difference in logits.
 
-    Errors: TaskError: nothing is left in output.
+    run: the folder that pretrain wrote. dtype: of the stored weights; auto: as trained. Call it in a process that sees
+    no GPU. The difference is a share of the largest logit, computed in fp32.
+
+    Raises:
+        TaskError: the model or tokenizer cannot be read, or differs when converted; nothing is left in ``output``.
     """
     import without_gpu
-    from pretrain import quieten
 
-    quieten()
+    silence_warnings()
     without_gpu.pretend()
     import torch
     import transformers
 
     import pieces
-    from shapes import Shape, hugging_face_config
+    from model_configs import Shape, hugging_face_config
 
     about = _read(checkpoint / "about.json")
     shape = Shape(**about["shape"])
@@ -105,19 +120,23 @@ def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
-    """The newest checkpoint of ``run``, or that of ``step``. Errors: TaskError."""
-    found = sorted(path for path in (run / "checkpoints").glob("step-*") if (path / "about.json").is_file())
-    numbers = {int(path.name.removeprefix("step-")): path for path in found}
-    if not found:
+    """The newest checkpoint of ``run``, or that of ``step``. Raises TaskError."""
+    complete = (path for path in (run / "checkpoints").glob("step-*") if (path / "about.json").is_file())
+    numbers = {int(path.name.removeprefix("step-")): path for path in complete}
+    if not numbers:
         raise TaskError(f"{run.absolute()}: holds no checkpoint; pretrain --output writes such a folder")
     if step is not None and step not in numbers:
-        raise TaskError(f"{run}: no checkpoint of step {step}; there is {', '.join(map(str, numbers))}")
-    return found[-1] if step is None else numbers[step]
+        raise TaskError(f"{run}: no checkpoint of step {step}; there is {', '.join(map(str, sorted(numbers)))}")
+    return numbers[max(numbers) if step is None else step]
 
 
 @contextlib.contextmanager
 def load_megatron(checkpoint: Path, shape: Shape, dtype: Any) -> Iterator[Any]:
-    """The whole model on the CPU, however many GPUs wrote it. Errors: TaskError."""
+    """Yield the complete model on the CPU, however many GPUs wrote it.
+
+    Raises:
+        TaskError: the checkpoint cannot be read.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -134,26 +153,36 @@ def load_megatron(checkpoint: Path, shape: Shape, dtype: Any) -> Iterator[Any]:
         shutil.rmtree(meeting, ignore_errors=True)
 
 
-def _load(checkpoint: Path, shape: Shape, dtype: Any) -> Any:
+def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:
     from megatron.core import dist_checkpointing
 
     import gpt
+    import sharded_state
+    from ekiben_tasks.models.shards import SHARDS
 
     config = gpt.configure(
-        shape, dtype=dtype, dropout=0.0, tensor=1, pipeline=1, sequence_parallel=False, recompute=False, on_gpu=False,
+        sizes, dtype=dtype, dropout=0.0, tensor=1, pipeline=1, sequence_parallel=False, recompute=False, on_gpu=False,
         init_std=0.02,
     )  # fmt: skip
-    model = gpt.build(shape, config, seed=0)
+    model = gpt.build(sizes, config, seed=0)
     try:
-        state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
+        if (checkpoint / SHARDS).is_dir():
+            sharded_state.read(model, None, checkpoint / SHARDS, 0)
+        else:  # of a release that wrote Megatron's own format
+            state = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
+            model.load_state_dict(state["model"])
+    except TaskError:
+        raise
     except Exception as error:
         raise TaskError(f"{checkpoint}: cannot be read: {' '.join(str(error).split())[:300]}") from error
-    model.load_state_dict(state["model"])
     return model.eval()
 
 
 def rename_weights(state: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Megatron's names and orders → GPT-2's in transformers, whose Conv1D has its weights transposed."""
+    """Return Megatron's weights under the names, and in the order, of GPT-2's in transformers.
+
+    Weights of linear layers are transposed, because GPT-2's are those of Conv1D: ``[in, out]``.
+    """
     import torch
 
     plain = {
@@ -181,7 +210,13 @@ def rename_weights(state: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def compare(before: Any, model: Any, ids: Any, tolerance: float = TOLERANCE) -> float:
-    """The largest difference in logits, as a share of the largest logit. Errors: TaskError where it is too large."""
+    """Return the largest difference in logits, as a share of the largest logit.
+
+    before: logits ``[1, tokens, vocabulary]``, fp32. ids: ``[1, tokens]``.
+
+    Raises:
+        TaskError: it is not below ``tolerance``.
+    """
     import torch
 
     with torch.no_grad():
@@ -192,11 +227,15 @@ def compare(before: Any, model: Any, ids: Any, tolerance: float = TOLERANCE) -> 
     return difference
 
 
-def check_tokenizer(learnt: Any, converted: Any) -> None:
-    """Errors: TaskError where the two make other tokens of a text."""
+def check_tokenizer(trained: Any, converted: Any) -> None:
+    """Check that both tokenizers encode and decode sample texts equally.
+
+    Raises:
+        TaskError: they do not.
+    """
     for text in _TRIALS:
-        ids = learnt.encode(text)
-        if converted.encode(text, add_special_tokens=False) != ids or converted.decode(ids) != learnt.decode(ids):
+        ids = trained.encode(text)
+        if converted.encode(text, add_special_tokens=False) != ids or converted.decode(ids) != trained.decode(ids):
             raise TaskError(f"the converted tokenizer makes other tokens of {text!r}; nothing was written")
 
 
@@ -209,7 +248,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.command("convert", __doc__, Settings, arguments)
+    parser = command.command("convert", __doc__, Settings, arguments)
     parser.add_argument("--input", type=Path, metavar="DIR", default=Path("pretrained"), help="what pretrain wrote")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of that step; default: the newest")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("converted"), help="an empty or new folder")
@@ -217,4 +256,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

@@ -1,4 +1,4 @@
-"""The model on Megatron-Core: GPT-2's architecture, split by tensor and pipeline parallelism, its weights the same however split."""
+"""Build GPT-2's architecture on Megatron-Core. Tensor and pipeline parallelism do not change its first weights."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import loss as losses
-from shapes import Shape
+from ekiben_tasks.models import loss as losses
+from model_configs import Shape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class FlashAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention by torch's own flash kernel, in the place of Megatron's products and softmax, which need
-    Transformer Engine to be fast."""
+    """Compute causal attention by torch's flash kernel.
+
+    It replaces Megatron's products and softmax, which need Transformer Engine to be fast.
+    """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__(config=config)
         self.dropout = config.attention_dropout
 
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-        """query, key, value: [tokens, rows, heads, width of a head] → [tokens, rows, heads * width]."""
+        """Return ``[tokens, rows, heads * size]``. query, key, value: ``[tokens, rows, heads, size]``."""
         tokens, rows = query.shape[:2]
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         dropout = self.dropout if self.training else 0.0
@@ -47,8 +49,10 @@ class FlashAttention(MegatronModule):  # type: ignore[misc]
 
 
 class Norm(torch.nn.LayerNorm):  # type: ignore[misc]
-    """torch's, in the place of Megatron's wrapper of it, which refuses sequence_parallel: a norm works token by token, and all
-    it takes is that the gradients of its weights are summed over the processes that have other tokens."""
+    """Replace Megatron's wrapper of torch's LayerNorm, which refuses sequence_parallel.
+
+    A norm works token by token: it is enough to sum its weights' gradients over the processes that have other tokens.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -57,8 +61,10 @@ class Norm(torch.nn.LayerNorm):  # type: ignore[misc]
 
 
 class Model(GPTModel):  # type: ignore[misc]
-    """Megatron's, but where one process has the whole table, the loss is made chunk by chunk beside the products with it:
-    whole, the logits of tens of thousands of tokens would be read and written as often as the layers take together."""
+    """Compute the loss in chunks where one process has the complete embedding table.
+
+    Otherwise the logits of tens of thousands of tokens would be written to memory and read again several times.
+    """
 
     chunk_loss: losses.ChunkLoss = staticmethod(losses.softmax_loss)
 
@@ -75,6 +81,11 @@ def configure(
     shape: Shape, *, dtype: torch.dtype, dropout: float, tensor: int, pipeline: int, sequence_parallel: bool,
     recompute: bool, on_gpu: bool, init_std: float,
 ) -> TransformerConfig:  # fmt: skip
+    """Return Megatron's configuration of a model of this ``shape``.
+
+    tensor, pipeline: sizes of the parallel groups. recompute: compute every layer's activations again in the backward
+    pass. init_std: standard deviation of the first weights.
+    """
     recomputing: dict[str, Any] = {}
     if recompute:
         recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -92,7 +103,7 @@ def configure(
 
 
 def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
-    """This process's part of the model, with its weights, on its device."""
+    """Return this process's part of the model on its device, with its first weights; compiled on a GPU."""
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = FlashAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
@@ -111,8 +122,10 @@ def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
 
 
 def compile_parts(model: Any, backend: Any = "inductor") -> None:
-    """Compile the loss, and each layer in place: alike layers share one compilation. Not layers that talk to other GPUs, draw
-    random numbers or are computed twice: these do what a graph cannot hold."""
+    """Compile the loss and, in place, each layer: equal layers share one compilation.
+
+    Layers that communicate, draw random numbers or are computed twice stay uncompiled: a graph cannot hold that.
+    """
     model.chunk_loss = losses.compile_loss(backend)
     config = model.config
     if config.tensor_model_parallel_size > 1 or config.hidden_dropout or config.recompute_granularity:
@@ -124,7 +137,12 @@ def compile_parts(model: Any, backend: Any = "inductor") -> None:
 
 
 def fill_weights(model: Any, config: TransformerConfig, seed: int) -> None:
-    """Normal numbers, each weight from a generator of its own name: the same model on one GPU and on many."""
+    """Fill every weight from a random generator of its own name: the same model on one GPU and on many.
+
+    Numbers are normal with standard deviation ``init_method_std``, divided by sqrt(2 * layers) where a block adds to
+    the residual stream (Radford et al. 2019, Language Models are Unsupervised Multitask Learners, section 2.3). Biases
+    are 0, norms 1.
+    """
     narrow = config.init_method_std / math.sqrt(2 * config.num_layers)
     rank, size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
     for name, weight in model.named_parameters():

@@ -1,4 +1,4 @@
-"""The tokenizer: SentencePiece pieces, learnt, loaded, and written down again for Hugging Face's libraries."""
+"""Train and load the SentencePiece tokenizer, and convert it for Hugging Face's libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 
-from settings import TaskError
+from ekiben_tasks.task.errors import TaskError
 
 MODEL = "tokenizer.model"
 END = "<EOD>"  # what a document ends with, in the data and in generated text
@@ -22,11 +22,17 @@ _NEWLINE = "\ue000"
 
 
 def learn(texts: Iterable[str], *, vocabulary: int, coverage: float, kind: str, threads: int) -> bytes:
-    """The model file's content. Errors: TaskError when the texts do not hold that many pieces."""
-    learnt = io.BytesIO()
+    """Return the content of a SentencePiece model file trained on ``texts``.
+
+    vocabulary: the number of pieces. coverage: the share of characters that get one. kind: "unigram" or "bpe".
+
+    Raises:
+        TaskError: the texts do not hold that many pieces, or SentencePiece fails.
+    """
+    model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=learnt, vocab_size=vocabulary, character_coverage=coverage,
+            sentence_iterator=iter(texts), model_writer=model, vocab_size=vocabulary, character_coverage=coverage,
             model_type=kind, num_threads=threads, train_extremely_large_corpus=True, byte_fallback=True,
             split_digits=True, allow_whitespace_only_pieces=True, remove_extra_whitespaces=False,
             user_defined_symbols=list(SYMBOLS), minloglevel=2,
@@ -37,11 +43,15 @@ def learn(texts: Iterable[str], *, vocabulary: int, coverage: float, kind: str, 
             advice = reason.partition("Vocabulary size")[2].strip().removeprefix("is ")
             raise TaskError(f"setting vocab_size: {vocabulary} does not suit these texts: {advice}") from error
         raise TaskError(f"SentencePiece cannot learn from these texts: {reason}") from error
-    return learnt.getvalue()
+    return model.getvalue()
 
 
 def load(folder: Path) -> Any:
-    """The processor of ``folder``/tokenizer.model (or of that file). Errors: TaskError."""
+    """Return the SentencePiece processor of ``folder``/tokenizer.model, or of that file.
+
+    Raises:
+        TaskError: there is no such file, it is no SentencePiece model, or it has no piece that ends a document.
+    """
     file = folder / MODEL if folder.is_dir() else folder
     if not file.is_file():
         raise TaskError(f"tokenizer {file.absolute()}: no such file; train-tokenizer writes one")
@@ -55,12 +65,17 @@ def load(folder: Path) -> Any:
 
 
 def fingerprint(folder: Path) -> str:
+    """Return the SHA-256 of ``folder``/tokenizer.model, or of that file."""
     file = folder / MODEL if folder.is_dir() else folder
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def to_hugging_face(file: Path) -> Any:
-    """The same tokenizer as a PreTrainedTokenizerFast, whose text ends with <EOD>. Errors: TaskError for a BPE model."""
+    """Return the same tokenizer as a PreTrainedTokenizerFast, whose texts end with <EOD>.
+
+    Raises:
+        TaskError: it is not a unigram model.
+    """
     import transformers
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers.convert_slow_tokenizer import import_protobuf

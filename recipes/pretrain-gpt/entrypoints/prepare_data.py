@@ -19,9 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import places
-import settings as options
-from settings import TaskError, option
+from ekiben_tasks.task import command
+from ekiben_tasks.task import files as files_module
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.settings import option
 
 PREFIX = "text_document"  # text_document.bin and .idx, as Megatron's own tool names them
 RECORD = "prepared.json"
@@ -30,27 +32,43 @@ _CHUNK = 256  # texts a worker takes at a time
 
 @dataclass(frozen=True)
 class Settings:
+    """Define the settings of `prepare-data`."""
+
     column: str = option("text", "where a row of .jsonl or .parquet has its text")
     append_eod: bool = option(True, "end every document with <EOD>")
     workers: int = option(0, "processes that tokenise; 0: as many as there are CPUs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command `prepare-data` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        SettingError: a setting is wrong.
+        TaskError: the texts or the tokenizer cannot be read, or the output cannot be written or is not empty.
+    """
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
-    output = places.claim_folder(args.output, empty=True)
-    recipe = options.recipe_folder(args.config, __file__)
-    prepare(settings, args.data, recipe, args.tokenizer, output, skip_bad=args.skip_bad)
+    output = files_module.ensure_output_dir(args.output, empty=True)
+    recipe = command.recipe_folder(args.config, __file__)
+    prepare(settings, args.data, recipe, args.tokenizer, output, skip_bad=args.skip_invalid)
     return 0
 
 
 def prepare(
     settings: Settings, data: Sequence[str], recipe: Path, tokenizer: Path, output: Path, *, skip_bad: bool = False
 ) -> None:
-    """Write text_document.bin and .idx, the tokenizer, and prepared.json last. Errors: TaskError: ``output`` stays empty."""
+    """Write text_document.bin and .idx, the tokenizer, and prepared.json last.
+
+    skip_bad: leave out rows without text.
+
+    Raises:
+        TaskError: the texts or the tokenizer cannot be read, or the disk is full; ``output`` stays empty.
+    """
     import pieces
     import texts
-    from record import write_json
+    from ekiben_tasks.task.files import write_json
 
     processor = pieces.load(tokenizer)
     files = texts.find_files(data, recipe)
@@ -112,10 +130,11 @@ def _write(
 
 
 def write_index(file: Path, lengths: Any, kind: Any) -> None:
-    """What says where each document lies in the .bin file, in the format of Megatron-Core's IndexedDataset.
+    """Write where each document lies in the .bin file, in the format of Megatron-Core's IndexedDataset.
 
     Magic, version 1, code of the tokens' type, counts of sequences and of document bounds; then each sequence's length
-    (int32), its first byte (int64), and the bounds (int64). A document is one sequence here.
+    (int32), its first byte (int64), and the bounds (int64). A document is one sequence here. lengths: tokens of each
+    document. kind: numpy's dtype of a token, int32 or uint16.
     """
     import numpy
 
@@ -155,7 +174,7 @@ def _encode(texts: list[str]) -> tuple[Any, Any]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.command("prepare-data", __doc__, Settings, arguments)
+    parser = command.command("prepare-data", __doc__, Settings, arguments)
     parser.add_argument(
         "--data", action="append", metavar="PLACE", required=True,
         help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
@@ -164,9 +183,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tokenizer", type=Path, metavar="PLACE", default=Path("tokenizer"), help="what train-tokenizer wrote"
     )
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("prepared"), help="default: prepared")
-    parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
+    command.add_flag(
+        parser, "--skip-invalid", former="--skip-bad", help="leave bad rows out instead of stopping at them"
+    )
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

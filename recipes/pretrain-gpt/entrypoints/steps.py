@@ -1,12 +1,10 @@
-"""The steps of pretraining: Megatron-Core's schedules, optimizer and sharded checkpoints; our order, record and signals."""
+"""Run the steps of pretraining on Megatron-Core's schedules and optimizer: order, checkpoints, record and signals."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,22 +21,21 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-import flops
 import gpt
-import record
-from loop import Meter
-from settings import TaskError
-from shapes import Shape, training_flops
-from world import REQUEUE, Stop, World
-
-KEEP = 2
-CHECKPOINTS = "checkpoints"
-_ABOUT = "about.json"
+import sharded_state
+from background_save import CHECKPOINTS, METADATA_FILE, Saver, list_checkpoints
+from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop
+from ekiben_tasks.models.shards import SHARDS
+from ekiben_tasks.task import run_metadata
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.training import checkpoint
+from ekiben_tasks.training.progress import Meter
+from model_configs import Shape, training_flops
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will do, decided before its first step. Batches are counted in sequences."""
+    """Hold what is decided before a run's first step. Batches are counted in sequences."""
 
     shape: Shape
     dtype: torch.dtype
@@ -66,7 +63,10 @@ class Plan:
     seed: int
 
     def rate(self, step: int) -> float:
-        """Learning rate of ``step``: up linearly over the warm-up, then down a half cosine to the lowest."""
+        """Return the learning rate of ``step``, from 0: a linear warm-up, then half a cosine down to the lowest.
+
+        Half a cosine: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5, without restarts.
+        """
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = min((step - self.warmup) / max(self.decay - self.warmup, 1), 1.0)
@@ -86,8 +86,10 @@ class _Ends:
 
 
 class Run:
+    """Train a model on Megatron-Core, step by step; see fit()."""
+
     def __init__(
-        self, plan: Plan, data: Path, split: str, output: Path, fingerprint: dict[str, Any], world: World, stop: Stop,
+        self, plan: Plan, data: Path, split: str, output: Path, fingerprint: dict[str, Any], world: DistributedContext, stop: Stop,
         device: torch.device, peak: float | None,
     ) -> None:  # fmt: skip
         self.plan, self.output, self.world, self.stop, self.device = plan, output, world, stop, device
@@ -120,26 +122,35 @@ class Run:
         )  # fmt: skip
         config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = get_forward_backward_func()
+        self.saver = Saver(output / CHECKPOINTS, world, device)
         self.train, self.valid = self._open(data, split)
         self.flops = training_flops(plan.shape, plan.batch)
         self.step, self.first_step = 0, 0
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
-        self.last_loss, self.last_test_loss = math.nan, math.nan
+        self.last_loss, self.last_eval_loss = math.nan, math.nan
         self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
 
     # ------------------------------------------------------------------ the story
 
     def fit(self) -> int | None:
-        """Train to the end, or until a signal: then the exit code to leave with."""
+        """Train to the end, or until a signal.
+
+        Returns:
+            None at the end, or the exit code after a signal: 75 or 130.
+
+        Raises:
+            TaskError: a loss or weight is not finite, or a checkpoint cannot be read or written, or is another run's.
+        """
         self._resume()
         self.first_step = self.step
-        if self.world.leads:
-            self.metrics = record.Metrics(self.output / "metrics.jsonl", self.step)
+        if self.world.is_main_process:
+            self.metrics = run_metadata.Metrics(self.output / "metrics.jsonl", self.step)
         self.stop.saves = True
         self.started = reported = time.monotonic()
         self.meter.lap()
         while self.step < self.plan.steps:
             stopped = self._step()
+            self.saver.check()
             first, last = self.step == self.first_step + 1, self.step == self.plan.steps
             evaluates = last or (self.plan.eval_every > 0 and self.step % self.plan.eval_every == 0)
             saves = last or stopped or (self.plan.save_every > 0 and self.step % self.plan.save_every == 0)
@@ -154,30 +165,28 @@ class Run:
             if evaluates or saves:
                 self.meter.lap()
             if stopped and not last:
-                if self.world.leads:
+                self.saver.wait()
+                if self.world.is_main_process:
                     print(
                         f"saved step {self.step} of {self.plan.steps}; the same command goes on from here", flush=True
                     )
                 return self.stop.exit_code
+        self.saver.wait()
         return None
 
     @property
     def wall(self) -> float:
-        """Seconds of training so far, earlier starts included."""
+        """Return the seconds of training so far, earlier starts included."""
         return self.wall_before + time.monotonic() - self.started
 
     def speed(self) -> tuple[float, float | None]:
-        """(tokens per second, MFU or None) of all GPUs together."""
-        if not self.meter.tokens:
-            return 0.0, None
-        meter = self.meter
-        mfu = flops.utilisation(meter.flops, meter.seconds, self.world.size, self.peak) if self.peak else None
-        return meter.tokens / meter.seconds, mfu
+        """Return (tokens per second, MFU or None) of all GPUs together."""
+        return self.meter.speed(self.world.size, self.peak)
 
     # ------------------------------------------------------------------ one step
 
     def _step(self) -> bool:
-        """One step of the optimizer. True when any process was told to stop: all learn of it in the same step."""
+        """One step of the optimizer. Return True when any process got a signal to stop: all know in the same step."""
         if self.plan.dropout:
             # Each step seeds itself: a resumed run drops out the same units without keeping a generator's state.
             model_parallel_cuda_manual_seed(self.plan.seed + self.step)
@@ -195,16 +204,21 @@ class Run:
         self.last_loss = total / tokens
         self.meter.count(int(tokens), self.flops)
         if not math.isfinite(self.last_loss):
-            raise TaskError(
-                f"the loss is {self.last_loss} at step {self.step}: try --set learning_rate={rate / 3:.2g}; "
-                f"the checkpoint before it is kept in {self.output}"
-            )
+            self.saver.wait()
+            raise TaskError(f"the loss is {self.last_loss} at step {self.step}: {self._advise()}")
         line = {"step": self.step, "loss": self.last_loss, "lr": rate, "grad_norm": float(norm) if applied else None}
-        if self.world.leads:
+        if self.world.is_main_process:
             self.metrics.add([line])
         if stops:
             self.stop.exit_code = self.stop.exit_code or REQUEUE
         return bool(stops)
+
+    def _advise(self) -> str:
+        """Return what to do about numbers that are none, and what is left of the run."""
+        saved = list_checkpoints(self.output / CHECKPOINTS)
+        left = f"{saved[-1]} is the newest checkpoint, from before it" if saved else "no checkpoint was saved before it"
+        rate = self.plan.rate(self.step - 1)
+        return f"look at the data for rows of noise, or start again with --overwrite --set learning_rate={rate / 3:.2g}; {left}"
 
     def _forward(self, data: Any, first: int, batches: int, *, forward_only: bool) -> list[Any]:
         """[(loss summed, tokens) of each micro-batch]: on the last pipeline stage only."""
@@ -245,7 +259,7 @@ class Run:
         if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
             numbers[:2] = torch.stack(losses).sum(0)
         numbers[2] = vote
-        self.world.sum(numbers)
+        self.world.all_reduce(numbers)
         total, tokens, votes = numbers.tolist()
         return total, tokens, votes
 
@@ -277,60 +291,43 @@ class Run:
             losses = self._forward(self.valid, 0, self.plan.eval_batches, forward_only=True)
         self.model.train()
         total, tokens, _ = self._add_up(losses, 0.0)
-        self.last_test_loss = total / tokens
-        if self.world.leads:
-            self.metrics.add([{"step": self.step, "test_loss": self.last_test_loss}])
-            perplexity = math.exp(min(self.last_test_loss, 100))
+        self.last_eval_loss = total / tokens
+        if self.world.is_main_process:
+            self.metrics.add([{"step": self.step, "eval_loss": self.last_eval_loss}])
+            perplexity = math.exp(min(self.last_eval_loss, 100))
             print(
-                f"step {self.step}/{self.plan.steps}  test loss {self.last_test_loss:.4f}  perplexity {perplexity:.2f}",
+                f"step {self.step}/{self.plan.steps}  eval loss {self.last_eval_loss:.4f}  perplexity {perplexity:.2f}",
                 flush=True,
             )
 
-    def _state(self, *, loading: bool) -> dict[str, Any]:
-        model = self.model.module.sharded_state_dict()
-        # One form, whatever the number of GPUs and how the model is split among them.
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False
-        }  # fmt: skip
-        return {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
-        }
-
     def _save(self) -> None:
-        """Written under another name, then renamed: a checkpoint is whole or not there."""
-        folder = self.output / CHECKPOINTS
-        final, staged = folder / f"step-{self.step:07d}", folder / f".staged-{self.step:07d}"
-        if final.is_dir():
-            return
-        if self.world.leads:
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
-        self.world.wait()
-        try:
-            dist_checkpointing.save(self._state(loading=False), str(staged))
-        except OSError as error:
-            raise TaskError(f"{staged}: cannot be written: {error.strerror or error}") from error
-        self.world.wait()
-        if self.world.leads:
-            about = {
-                "step": self.step, "shape": asdict(self.plan.shape), "fingerprint": self.fingerprint, "meter": self.meter.state(), "wall": self.wall,
-                "last_loss": self.last_loss, "last_test_loss": self.last_test_loss,
-            }  # fmt: skip
-            record.write_json(staged / _ABOUT, about)
-            for file in staged.iterdir():
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
-            staged.rename(final)
-            for old in list_checkpoints(folder)[:-KEEP]:
-                shutil.rmtree(old, ignore_errors=True)
-        self.world.wait()
+        """Begin to write a checkpoint; the next one, and the end of the run, wait for it.
+
+        Raises:
+            TaskError: a weight is no number, or the save before this one failed; complete checkpoints stay.
+        """
+        shards = list(sharded_state.optimizer_shards(self.model.module, self.optimizer))
+        finite = torch.stack([shard.main.isfinite().all() for shard in shards]).all() if shards else True
+        if not self.world.minimum(int(finite), self.device):
+            self.saver.wait()
+            raise TaskError(f"a weight is not finite after step {self.step}: {self._advise()}")
+        copy, copies = parallel_state.get_data_parallel_rank(), self.copies
+        scaler = next((each.state_dict() for each in self._scalers() if each.state_dict()), None)
+        metadata = {
+            "step": self.step, "shape": asdict(self.plan.shape), "fingerprint": self.fingerprint, "meter": self.meter.state(), "wall": self.wall,
+            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss,
+            "optimizer_steps": sharded_state.optimizer_steps(self.optimizer),
+            "grad_scaler": scaler and {**scaler, "scale": float(scaler["scale"])},
+        }  # fmt: skip
+        self.saver.save(self.step, sharded_state.to_write(self.model.module, self.optimizer, copy, copies), metadata)
 
     def _resume(self) -> None:
-        found = list_checkpoints(self.output / CHECKPOINTS)
-        if not found:
+        saved = [
+            Path(path) for path in self.world.broadcast(list(map(str, list_checkpoints(self.output / CHECKPOINTS))))
+        ]
+        if not saved:
             return
-        about = json.loads((found[-1] / _ABOUT).read_text(encoding="utf-8"))
+        about = checkpoint.current_names(json.loads((saved[-1] / METADATA_FILE).read_text(encoding="utf-8")))
         changed = [
             f"{name} was {about['fingerprint'].get(name)!r} and is {value!r}"
             for name, value in self.fingerprint.items()
@@ -338,42 +335,65 @@ class Run:
         ]
         if changed:
             raise TaskError(
-                f"{found[-1].parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
-                "or start again in this one with --fresh"
+                f"{saved[-1].parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
+                "or start again in this one with --overwrite"
             )
         self._start_optimizer()
         try:
-            state = dist_checkpointing.load(self._state(loading=True), str(found[-1]))
+            if (saved[-1] / SHARDS).is_dir():
+                sharded_state.read(self.model.module, self.optimizer, saved[-1] / SHARDS, about["optimizer_steps"])
+                if scale := about["grad_scaler"]:
+                    for scaler in self._scalers():
+                        scaler.load_state_dict({**scale, "scale": torch.tensor([scale["scale"]])})
+            else:
+                self._read_former(saved[-1])
+        except TaskError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise TaskError(
-                f"{found[-1]}: cannot be read ({reason}); remove it, or start again with --fresh"
+                f"{saved[-1]}: cannot be read ({reason}); remove it, or start again with --overwrite"
             ) from error
+        self.step, self.meter, self.wall_before = about["step"], Meter(**about["meter"]), about["wall"]
+        self.last_loss, self.last_eval_loss = about["last_loss"], about["last_eval_loss"]
+        if self.world.is_main_process:
+            print(f"resumed     {saved[-1]} (step {self.step} of {self.plan.steps})", flush=True)
+
+    def _read_former(self, folder: Path) -> None:
+        """Restore what earlier releases wrote: Megatron's own format, which gathers the optimizer's state in one process."""
+        model = self.model.module.sharded_state_dict()
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False
+        }  # fmt: skip
+        for inner in sharded_state.inner_optimizers(self.optimizer):
+            if hasattr(inner, "_set_main_param_and_optimizer_states"):
+                inner._set_main_param_and_optimizer_states = functools.partial(_set_states, inner)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+        state = dist_checkpointing.load({"model": model, "optimizer": optimizer}, str(folder))
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for kept in part.optimizer.state.values():
+        for inner in sharded_state.inner_optimizers(self.optimizer):
+            for kept in inner.optimizer.state.values():
                 # Megatron gives all weights one and the same tensor, and torch's AdamW counts each weight's step in it.
                 kept["step"] = kept["step"].clone()
-        self.step, self.meter, self.wall_before = about["step"], Meter(**about["meter"]), about["wall"]
-        self.last_loss, self.last_test_loss = about["last_loss"], about["last_test_loss"]
-        if self.world.leads:
-            print(f"resumed     {found[-1]} (step {self.step} of {self.plan.steps})", flush=True)
+
+    def _scalers(self) -> list[Any]:
+        """Return what keeps the scale of fp16's losses: nothing in other dtypes."""
+        scalers = (getattr(inner, "grad_scaler", None) for inner in sharded_state.inner_optimizers(self.optimizer))
+        return [scaler for scaler in scalers if scaler is not None]
 
     def _start_optimizer(self) -> None:
         """torch's AdamW has nothing to load into before its first step: so a step of nothing, at rate 0."""
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for group in part.optimizer.param_groups:
+        for inner in sharded_state.inner_optimizers(self.optimizer):
+            for group in inner.optimizer.param_groups:
                 group["lr"] = 0.0
                 for weight in group["params"]:
                     weight.grad = torch.zeros_like(weight)
-            part.optimizer.step()
-            part.optimizer.zero_grad()
-            if hasattr(part, "_set_main_param_and_optimizer_states"):
-                part._set_main_param_and_optimizer_states = functools.partial(_set_states, part)
+            inner.optimizer.step()
+            inner.optimizer.zero_grad()
 
     def _say(self) -> None:
-        if not self.world.leads:
+        if not self.world.is_main_process:
             return
         speed, mfu = self.speed()
         left = (time.monotonic() - self.started) / (self.step - self.first_step) * (self.plan.steps - self.step)
@@ -390,11 +410,6 @@ def _set_states(part: Any, weight: Any, tensors: dict[str, Any]) -> None:
     group, place = part.model_param_group_index_map[weight]
     step = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]["step"]
     type(part)._set_main_param_and_optimizer_states(part, weight, {**tensors, "step": step})
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole ones, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / _ABOUT).is_file())
 
 
 def _forward_step(batches: Iterator[tuple[Any, Any, Any]], model: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Plain texts out of .txt, .jsonl and .parquet files: one document each."""
+"""Read plain texts from .txt, .jsonl and .parquet files: one document each."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings import TaskError, nearest
+from ekiben_tasks.task.errors import TaskError, nearest
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 SAMPLE = "sample"
 
 
 def find_files(places: Sequence[str], recipe: Path) -> list[Path]:
-    """The files that ``places`` name, folders opened; 'sample' is the recipe's own. Errors: TaskError."""
+    """Return the files that ``places`` name, with those in folders; 'sample' is the recipe's own file.
+
+    Raises:
+        TaskError: a file or folder does not exist, has another suffix, or holds no such file.
+    """
     files: list[Path] = []
     for place in places:
         path = recipe / "data" / "sample.jsonl" if place == SAMPLE else Path(place).expanduser()
@@ -37,9 +41,13 @@ def find_files(places: Sequence[str], recipe: Path) -> list[Path]:
 
 
 def read_documents(files: Sequence[Path], column: str, *, skip_bad: bool = False) -> Iterator[tuple[str, str]]:
-    """(where it stands, the text) of every document that is not blank. Errors: TaskError for a bad row.
+    """Yield (where it is, the text) of every document that is not blank.
 
-    A .txt file is one document. A row of .jsonl and .parquet has its text in ``column``.
+    A .txt file is one document. A row of .jsonl and .parquet has its text in ``column``. skip_bad: leave invalid rows
+    out.
+
+    Raises:
+        TaskError: a file cannot be read, or a row is invalid (unless ``skip_bad``).
     """
     for file in files:
         for where, item in _read(file, column):
@@ -48,12 +56,12 @@ def read_documents(files: Sequence[Path], column: str, *, skip_bad: bool = False
                     yield where, item
             elif not skip_bad:
                 raise TaskError(
-                    f"{where}: {_problem(item, column)}; correct it, or leave such rows out with --skip-bad"
+                    f"{where}: {_problem(item, column)}; correct it, or leave such rows out with --skip-invalid"
                 )
 
 
 def digest(files: Sequence[Path]) -> str:
-    """One SHA-256 over the files' content, in order."""
+    """Return one SHA-256 over the files' contents, in order."""
     whole = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import places
-import settings as options
-from settings import TaskError, option
+from ekiben_tasks.task import command, errors
+from ekiben_tasks.task import files as files_module
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.settings import option
 
 
 @dataclass(frozen=True)
 class Settings:
+    """Define the settings of `train-tokenizer`."""
+
     vocab_size: int = option(2000, "pieces, the symbols and the 256 bytes among them")
     character_coverage: float = option(0.9995, "share of the characters that get a piece; the rest is bytes")
     model_type: Literal["unigram", "bpe"] = option("unigram", "only unigram can be converted later")
@@ -28,20 +32,33 @@ class Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command `train-tokenizer` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        SettingError: a setting is wrong.
+        TaskError: the texts cannot be read or do not suit the settings, or the output cannot be written.
+    """
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
     if not 0 < settings.character_coverage <= 1:
-        raise options.SettingError("setting character_coverage: must be above 0 and at most 1")
-    output = places.claim_folder(args.output)
-    train(settings, args.data, options.recipe_folder(args.config, __file__), output, skip_bad=args.skip_bad)
+        raise errors.SettingError("setting character_coverage: must be above 0 and at most 1")
+    output = files_module.ensure_output_dir(args.output)
+    train(settings, args.data, command.recipe_folder(args.config, __file__), output, skip_bad=args.skip_invalid)
     return 0
 
 
 def train(settings: Settings, data: Sequence[str], recipe: Path, output: Path, *, skip_bad: bool = False) -> None:
-    """Write tokenizer.model, tokenizer.vocab and tokenizer.run.json into ``output``. Errors: TaskError."""
+    """Write tokenizer.model, tokenizer.vocab and tokenizer.run.json into ``output``.
+
+    Raises:
+        TaskError: the data cannot be read, holds no text, or does not suit the settings.
+    """
     import pieces
     import texts
-    from record import versions, write_json
+    from ekiben_tasks.task.files import write_json
+    from ekiben_tasks.task.run_metadata import versions
 
     files = texts.find_files(data, recipe)
     documents = [text for _, text in texts.read_documents(files, settings.column, skip_bad=skip_bad)]
@@ -90,15 +107,17 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = options.command("train-tokenizer", __doc__, Settings, arguments)
+    parser = command.command("train-tokenizer", __doc__, Settings, arguments)
     parser.add_argument(
         "--data", action="append", metavar="PLACE", required=True,
         help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tokenizer"), help="default: tokenizer")
-    parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of stopping at them")
+    command.add_flag(
+        parser, "--skip-invalid", former="--skip-bad", help="leave bad rows out instead of stopping at them"
+    )
     return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

@@ -13,15 +13,22 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import places
-import settings as options
-from hub import explain
-from settings import SettingError, TaskError
+from ekiben_tasks.task import caches, command
+from ekiben_tasks.task.errors import SettingError, TaskError
+from ekiben_tasks.task.hub import format_hub_error
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command `upload` and return 0.
+
+    arguments: the command line without the program's name; None: that of this process.
+
+    Raises:
+        SettingError: --name is not OWNER/NAME.
+        TaskError: there is no model or no token, the model generates nothing, or the hub refuses it.
+    """
     args = _parse(arguments)
     if not _NAME.fullmatch(args.name):
         raise SettingError(f"--name {args.name}: write it as OWNER/NAME, for example you/gpt-0.125B")
@@ -32,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise TaskError(
             "set HF_TOKEN to a token that may write (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
         )
-    for line in places.prepare_caches(os.environ):
+    for line in caches.prepare_caches(os.environ):
         print(line, flush=True)
 
     print(f"before      {args.prompt!r} goes on: {generate(str(args.input), args.prompt)!r}", flush=True)
@@ -51,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def generate(place: str, prompt: str, tokens: int = 50) -> str:
-    """What follows ``prompt``, greedily. Errors: TaskError where nothing does."""
+    """Return what the model generates greedily after ``prompt``. place: a folder or a hub id. tokens: at most so many.
+
+    Raises:
+        TaskError: the model cannot be loaded, or generates nothing.
+    """
     import torch
     import transformers
 
@@ -59,7 +70,7 @@ def generate(place: str, prompt: str, tokens: int = 50) -> str:
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
         model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     except Exception as error:
-        raise TaskError(explain(error, place, "model")) from error
+        raise TaskError(format_hub_error(error, place, "model")) from error
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         longer = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
@@ -72,7 +83,11 @@ def generate(place: str, prompt: str, tokens: int = 50) -> str:
 
 
 def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
-    """Errors: TaskError."""
+    """Upload the model in ``folder`` as ``name``, OWNER/NAME, into a repository that is created where there is none.
+
+    Raises:
+        TaskError: the hub refuses it or cannot be reached.
+    """
     import huggingface_hub
 
     api = huggingface_hub.HfApi(token=token)
@@ -80,7 +95,7 @@ def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
         api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"], commit_message="Upload by ekiben")
     except Exception as error:
-        raise TaskError(explain(error, name, "model")) from error
+        raise TaskError(format_hub_error(error, name, "model")) from error
 
 
 def _download(name: str, token: str, folder: str) -> str:
@@ -90,7 +105,7 @@ def _download(name: str, token: str, folder: str) -> str:
     try:
         return str(huggingface_hub.snapshot_download(name, token=token, local_dir=folder))
     except Exception as error:
-        raise TaskError(explain(error, name, "model")) from error
+        raise TaskError(format_hub_error(error, name, "model")) from error
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -106,4 +121,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    options.run(main)
+    command.run(main)

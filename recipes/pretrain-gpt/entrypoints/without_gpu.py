@@ -1,7 +1,7 @@
-"""Megatron-Core on the CPU, for proofs and tests: it takes for granted that its tensors are on a GPU.
+"""Run Megatron-Core on the CPU, for tests; it assumes that its tensors are on a GPU.
 
-What it names outright is meant for the CPU instead: the current device, device="cuda", the GPU's random numbers, the
-names of tensor types. Its arithmetic, its schedules and its communication (over gloo) stay as they are.
+What it names outright is redirected to the CPU: the current device, device="cuda", the GPU's random numbers, the names
+of tensor types. Its arithmetic, its schedules and its communication (over gloo) stay as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class _Redirect(TorchFunctionMode):  # type: ignore[misc]
 
 @functools.cache
 def pretend() -> None:
-    """For the rest of this process. To be called before anything of megatron is imported."""
+    """Redirect torch's CUDA calls to the CPU for the rest of this process.
+
+    Call it before anything of megatron is imported.
+    """
     _Redirect().__enter__()
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda *_: None

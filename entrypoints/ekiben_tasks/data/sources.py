@@ -1,0 +1,293 @@
+"""Read examples from hub data sets, folders, JSON, JSONL and Parquet files, and check them one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ekiben_tasks.data.schema import INSTRUCTION, DatasetFormat, RawExample, check_format, parse_example
+from ekiben_tasks.task.errors import TaskError, nearest
+from ekiben_tasks.task.hub import format_hub_error
+from ekiben_tasks.task.settings import warn_renamed
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Describe where examples come from: a hub data set, a folder or a file.
+
+    subset, split, revision: of a hub data set.
+    """
+
+    location: str
+    validation_split: float = 0.0
+    subset: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidExample:
+    """Describe an example that cannot be used: where it is, and the reason."""
+
+    where: str
+    problem: str
+
+
+@dataclass(slots=True)
+class SplitExamples:
+    """Hold the training and evaluation examples of a run. sha256: of all examples read, in order, before the split."""
+
+    train: list[RawExample] = field(default_factory=list)
+    test: list[RawExample] = field(default_factory=list)
+    bad: list[InvalidExample] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # file → its SHA-256, hub data set → its commit
+    sha256: str = ""
+
+
+def parse_sources(data: Any, validation_split: float) -> list[Source]:
+    """Parse the ``data`` setting: a location, or {source, validation_split, ...}, or a list of them.
+
+    Raises:
+        TaskError: it is empty, or a group has an unknown key or a wrong value.
+    """
+    items = data if isinstance(data, list) else [data]
+    if data in (None, "", []) or not items:
+        raise TaskError("setting data: is empty; name a hub data set, a folder or a .jsonl, .json or .parquet file")
+    return [_parse_source(item, validation_split) for item in items]
+
+
+def check_locations(sources: Sequence[Source]) -> bool:
+    """Return whether any source is on the hub.
+
+    Raises:
+        TaskError: a file or folder does not exist.
+    """
+    of_hub = [is_hub(source.location) for source in sources]  # all of them: each may be a typo
+    return any(of_hub)
+
+
+def read_all(
+    sources: Sequence[Source], *, seed: int, skip_bad: bool, form: DatasetFormat = INSTRUCTION
+) -> SplitExamples:
+    """Read every source and split it into training and evaluation examples. skip_bad: leave invalid ones out.
+
+    Raises:
+        TaskError: nothing is found, no example is valid, or one of a local file is not (unless ``skip_bad``).
+    """
+    check_format(form)
+    rows, digest = SplitExamples(), hashlib.sha256()
+    for source in sources:
+        good, bad, versions = _read_source(source, form, skip_bad=skip_bad)
+        rows.versions |= versions
+        rows.bad += bad
+        for row in good:
+            digest.update(json.dumps(dataclasses.astuple(row), ensure_ascii=False).encode())
+        rows.counts[source.location] = rows.counts.get(source.location, 0) + len(good)
+        train, test = split(good, source.validation_split, seed)
+        rows.train += train
+        rows.test += test
+    rows.sha256 = digest.hexdigest()
+    return rows
+
+
+def read_prompts(
+    source: Source, form: DatasetFormat, *, skip_bad: bool
+) -> tuple[list[RawExample], list[InvalidExample]]:
+    """Return (examples that need only a prompt, invalid ones). Raises TaskError as ``read_all``."""
+    check_format(form)
+    return _read_source(source, form, skip_bad=skip_bad, asked=True)[:2]
+
+
+def split(rows: list[RawExample], validation_split: float, seed: int) -> tuple[list[RawExample], list[RawExample]]:
+    """Return (training, evaluation) examples, the same for the same seed and examples; at least one is for training."""
+    count = min(round(len(rows) * validation_split) or (1 if validation_split > 0 else 0), len(rows) - 1)
+    chosen = set(random.Random(seed).sample(range(len(rows)), count))
+    train = [row for index, row in enumerate(rows) if index not in chosen]
+    return train, [rows[index] for index in sorted(chosen)]
+
+
+def _parse_source(item: Any, validation_split: float) -> Source:
+    if isinstance(item, str) and item:
+        return Source(item, validation_split)
+    if not isinstance(item, dict) or not isinstance(item.get("source"), str) or not item["source"]:
+        raise TaskError(
+            f"setting data: {item!r} is no source; write a location, or {{source: LOCATION, validation_split: 0.01}}"
+        )
+    if "test_share" in item:
+        warn_renamed("data: {test_share}", "data: {validation_split}")
+        item = {"validation_split" if key == "test_share" else key: value for key, value in item.items()}
+    hub_keys = ("subset", "split", "revision")
+    known = ("source", "validation_split", *hub_keys)
+    for key, value in item.items():
+        if key not in known:
+            raise TaskError(f"setting data: no key '{key}' in a source.{nearest(str(key), known)}")
+        if key in hub_keys and (not isinstance(value, str) or not is_hub(item["source"])):
+            raise TaskError(
+                f"setting data: {key} names a part of a hub data set, so {value!r} is wrong for {item['source']}"
+            )
+    share = item.get("validation_split", validation_split)
+    if not isinstance(share, (int, float)) or not 0 <= share < 1:
+        raise TaskError(f"setting data: validation_split must be at least 0 and below 1, not {share!r}")
+    return Source(item["source"], float(share), **{key: item[key] for key in hub_keys if key in item})
+
+
+def _read_source(
+    source: Source, form: DatasetFormat, *, skip_bad: bool, asked: bool = False
+) -> tuple[list[RawExample], list[InvalidExample], dict[str, str]]:
+    """Return (valid, invalid examples, file or data set → its SHA-256 or commit)."""
+    of_hub = is_hub(source.location)
+    if of_hub:
+        table, commit = _load_hub(source)
+        versions = {source.location: commit} if commit else {}
+        items = ((f"{source.location} row {number}", item) for number, item in enumerate(table, 1))
+    else:
+        files = _list_files(Path(source.location).expanduser())
+        versions = {str(file): _sha256(file) for file in files}
+        items = (pair for file in files for pair in _read_file(file))
+    good, bad = _check(items, form, asked)
+    if bad and not skip_bad and not of_hub:  # a hub data set is not the user's to correct
+        raise TaskError(format_invalid(bad))
+    if not good:
+        raise TaskError(f"{source.location}: holds no valid example" + (f"; {format_invalid(bad)}" if bad else ""))
+    return good, bad, versions
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def is_hub(location: str) -> bool:
+    """Return whether ``location`` is a hub id.
+
+    Raises:
+        TaskError: it is a file or folder that does not exist.
+    """
+    path = Path(location).expanduser()
+    if path.exists():
+        return False
+    if path.suffix in _SUFFIXES or location.startswith(("/", "./", "../", "~")) or not _HUB_ID.fullmatch(location):
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = nearest(path.name, beside)
+        hint = close if "Did you mean" in close else ""
+        raise TaskError(f"data {path.absolute()}: no such file or folder; is it bound into the container?{hint}")
+    return True
+
+
+def _list_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        raise TaskError(f"{path}: is a saved Arrow data set; write it as Parquet: dataset.to_parquet('rows.parquet')")
+    files = sorted(file for suffix in _SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if not files:
+        raise TaskError(f"{path}: holds no {', '.join(_SUFFIXES)} file")
+    return files
+
+
+def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        if file.suffix == ".parquet":
+            yield from _read_parquet(file)
+        elif file.suffix == ".json":
+            yield from _read_json(file)
+        elif file.suffix == ".jsonl":
+            yield from _read_jsonl(file)
+        else:
+            raise TaskError(f"{file}: its type is unknown; name it {', '.join(_SUFFIXES)}")
+    except OSError as error:
+        raise TaskError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if text.strip():
+                yield f"{file} line {number}", _parse(text)
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return ValueError(f"is not UTF-8 (byte {error.start}); save the file as UTF-8")
+    except json.JSONDecodeError as error:
+        return ValueError(f"is not JSON: {error.msg} at column {error.colno}")
+
+
+def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        parsed = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{file}: is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        hint = "; one object per line is JSONL: name the file .jsonl" if error.msg == "Extra data" else ""
+        raise TaskError(f"{file}: is not JSON: {error.msg} at line {error.lineno} column {error.colno}{hint}") from None
+    if not isinstance(parsed, list):
+        raise TaskError(f"{file}: must be a list of objects, one per example")
+    for number, item in enumerate(parsed, 1):
+        yield f"{file} item {number}", item
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow  # only here: half a second of import that most runs do not need
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except pyarrow.ArrowInvalid as error:
+        raise TaskError(f"{file}: is not a Parquet file: {error}") from None
+    for number, item in enumerate(table.to_pylist(), 1):
+        yield f"{file} row {number}", item
+
+
+def _load_hub(source: Source) -> tuple[Any, str | None]:
+    import datasets  # only here: seconds of import that local files do not need
+
+    datasets.disable_progress_bars()
+    try:
+        table = datasets.load_dataset(source.location, source.subset, split=source.split, revision=source.revision)
+    except Exception as error:
+        raise TaskError(format_hub_error(error, source.location, "data set")) from error
+    return table, find_commit(table)
+
+
+def find_commit(table: Any) -> str | None:
+    """Return the commit that the addresses of a hub data set's files name, None where they name none."""
+    addresses = " ".join(table.info.download_checksums or ())
+    found = re.search(r"@([0-9a-f]{40})/", addresses)
+    return found[1] if found else None
+
+
+def _check(
+    items: Iterator[tuple[str, Any]], form: DatasetFormat, asked: bool
+) -> tuple[list[RawExample], list[InvalidExample]]:
+    good: list[RawExample] = []
+    bad: list[InvalidExample] = []
+    for where, item in items:
+        row = parse_example(item, form, asked=asked)
+        if isinstance(row, str):
+            bad.append(InvalidExample(where, row))
+        else:
+            good.append(row)
+    return good, bad
+
+
+def format_invalid(bad: Sequence[InvalidExample]) -> str:
+    """Return a message with the number of invalid examples, the first five of them, and what to do."""
+    shown = "\n".join(f"  {row.where}: {row.problem}" for row in bad[:5])
+    more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
+    return f"{len(bad)} invalid example{'s' * (len(bad) > 1)}; correct them, or leave them out with --skip-invalid\n{shown}{more}"

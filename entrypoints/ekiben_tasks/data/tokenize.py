@@ -1,0 +1,306 @@
+"""Render examples as text, tokenise them and label them: responses with their end are targets, all else is ignored.
+
+A text is tokenised as a whole, up to each point where the model would be asked and then up to its end. A tokenizer may
+put a space before the first word of what it is given, so parts tokenised by themselves would not be what the model is
+asked with later: here every prompt's tokens are, token by token, the beginning of what was trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ekiben_tasks.data.schema import Conversation, DatasetFormat, Instruction, Message, PromptCompletion, RawExample
+from ekiben_tasks.task.errors import TaskError
+
+_ALONE = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request."
+)
+_BATCH = 256  # examples tokenised at a time
+_HEADING = re.compile(r"### (?=Instruction|Input|Response)")
+
+# The format of chats before tokenizers had templates of their own: <|prompter|> question <end> <|assistant|> answer <end>
+PROMPTER = (
+    "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ {'system': '<|system|>', 'user': '<|prompter|>', 'assistant': '<|assistant|>'}[message['role']] }}"
+    "{{ ' ' + message['content'] + ' ' + eos_token + ' ' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Hold the tokens of one example. ids: ``[tokens]``. targets: [start, end) of the tokens that the loss counts.
+
+    Every other token has the label -100, which is ignored.
+    """
+
+    ids: npt.NDArray[np.int32]
+    targets: tuple[tuple[int, int], ...]
+
+    @property
+    def target_positions(self) -> npt.NDArray[np.int64]:
+        """Return the positions of the target tokens, ``[num_target_tokens]``.
+
+        The first token of a text is not among them, because nothing predicts it.
+        """
+        return np.concatenate([np.arange(max(start, 1), end) for start, end in self.targets])
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Return how many tokens the loss counts; the first token of a text is never one of them."""
+        return sum(max(end - max(start, 1), 0) for start, end in self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """An example as text. responses: [start, end) of what the model has to write, in characters."""
+
+    text: str
+    responses: tuple[tuple[int, int], ...] = ()
+
+
+def render_prompt(instruction: str, input: str = "") -> str:
+    """Return the text before the response, under Alpaca's headings (github.com/tatsu-lab/stanford_alpaca).
+
+    A heading inside ``instruction`` or ``input`` gets a second space, so that it is no heading.
+    """
+    instruction, input = escape(instruction), escape(input)
+    if input:
+        return f"{_WITH_INPUT}\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+    return f"{_ALONE}\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+
+
+def escape(text: str) -> str:
+    """Return ``text`` with a second space in each of the prompt's headings, so that they are ordinary text."""
+    return _HEADING.sub("###  ", text)
+
+
+def apply_format(tokenizer: Any, form: DatasetFormat) -> str:
+    """Give ``tokenizer`` the chat template of ``form``, which is then saved with it, and return a description.
+
+    Raises:
+        TaskError: the template's file cannot be read.
+    """
+    if form.kind != "chat":
+        return {"instruction": "Alpaca's headings", "template": "the settings' own template"}[form.kind]
+    if form.chat == "auto" and tokenizer.chat_template:
+        return "the tokenizer's chat template"
+    if form.chat in ("auto", "prompter"):
+        tokenizer.chat_template = PROMPTER
+        return "<|prompter|> ... <|assistant|> ..." + (
+            " (the tokenizer has no chat template)" if form.chat == "auto" else ""
+        )
+    try:
+        tokenizer.chat_template = Path(form.chat).read_text(encoding="utf-8")
+    except OSError as error:
+        raise TaskError(
+            f"setting form.chat: {form.chat}: {error.strerror}; write auto, prompter, or a Jinja file"
+        ) from None
+    return f"the chat template {form.chat}"
+
+
+def encode_prompts(tokenizer: Any, examples: Sequence[RawExample]) -> list[list[int]]:
+    """Return the token ids of everything before the (last) response, the beginning of those of ``encode_examples``.
+
+    Raises:
+        TaskError: the chat template refuses a conversation, or rewrites its earlier turns.
+    """
+    return [ids for ids, _ in _encode(tokenizer, examples, asks=True)]
+
+
+def prompt_text(example: RawExample) -> str:
+    """Return the prompt as text; of a conversation, the last user message."""
+    if isinstance(example, Instruction):
+        return render_prompt(example.instruction, example.input)
+    if isinstance(example, PromptCompletion):
+        return example.prompt
+    return next(message.content for message in reversed(example.messages) if message.role == "user")
+
+
+def full_text(example: RawExample) -> str:
+    """Return prompt and response of an example, or all messages of a conversation, as plain text."""
+    if isinstance(example, Conversation):
+        return "\n".join(message.content for message in example.messages)
+    return prompt_text(example) + (example.output if isinstance(example, Instruction) else example.completion)
+
+
+def encode_examples(tokenizer: Any, examples: Sequence[RawExample], *, mask_prompt: bool = True) -> list[Example]:
+    """Return the tokens of every example, with an end token last.
+
+    mask_prompt: the prompt's tokens are ignored; otherwise all tokens are targets.
+
+    Raises:
+        TaskError: the chat template refuses a conversation, or rewrites its earlier turns.
+    """
+    ends = _special_ids(tokenizer) if examples and isinstance(examples[0], Conversation) else set()
+    encoded = []
+    for ids, targets in _encode(tokenizer, examples):
+        if ids[-1] not in ends:
+            ids.append(tokenizer.eos_token_id)
+            targets[-1] = (targets[-1][0], len(ids))
+        encoded.append(Example(np.array(ids, dtype=np.int32), tuple(targets) if mask_prompt else ((0, len(ids)),)))
+    return encoded
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """Return the ids of the tokens that end an answer: the end of the text and, where it differs, of a turn."""
+    ends = {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        (example,) = encode_examples(tokenizer, [Conversation((Message("user", "a"), Message("assistant", "b")))])
+        ends |= {int(example.ids[example.target_positions[-1]])} & _special_ids(tokenizer)
+    return sorted(ends)
+
+
+# -------------------------------------------------------------------------------------------------------------- rendering
+
+
+def _render(tokenizer: Any, example: RawExample, special: Sequence[str], *, asks: bool) -> _Rendered:
+    if isinstance(example, Conversation):
+        return _render_conversation(tokenizer, example, special, asks=asks)
+    prompt = prompt_text(example)
+    if asks:
+        return _Rendered(prompt)
+    text = prompt + (escape(example.output) if isinstance(example, Instruction) else example.completion)
+    return _Rendered(text, ((len(prompt), len(text)),))
+
+
+def _render_conversation(tokenizer: Any, example: Conversation, special: Sequence[str], *, asks: bool) -> _Rendered:
+    """Every assistant's turn is a response with its end; white space after the end, and all else, is ignored."""
+    messages = [{"role": message.role, "content": _defuse(message.content, special)} for message in example.messages]
+    if asks and messages[-1]["role"] == "assistant":
+        messages.pop()
+    text, responses = "", list[tuple[int, int]]()
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _apply_template(tokenizer, messages[:index], asks=True)
+        complete = _apply_template(tokenizer, messages[: index + 1], asks=False)
+        _check_prefix(prompt, text)
+        _check_prefix(complete, prompt)
+        text = prompt + _cut_after_end(complete[len(prompt) :], tokenizer.eos_token, special)
+        responses.append((len(prompt), len(text)))
+    if asks:
+        prompt = _apply_template(tokenizer, messages, asks=True)
+        _check_prefix(prompt, text)
+        text = prompt
+    return _Rendered(text, tuple(responses))
+
+
+def _apply_template(tokenizer: Any, messages: Sequence[dict[str, str]], *, asks: bool) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    except Exception as error:  # a template is a program and raises what it likes
+        raise TaskError(
+            f"the tokenizer's chat template refuses a conversation: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return text
+
+
+def _check_prefix(text: str, prefix: str) -> None:
+    if not text.startswith(prefix):
+        raise TaskError(
+            "the tokenizer's chat template changes earlier turns when later ones come, so the model would be trained on "
+            "other text than it is asked with; use another: --set form.chat=prompter, or a Jinja file of your own"
+        )
+
+
+def _cut_after_end(answer: str, eos_token: str, special: Sequence[str]) -> str:
+    """``answer`` with the end of its turn, without white space, or an end of all text, after that."""
+    answer = answer.rstrip()
+    shorter = answer.removesuffix(eos_token).rstrip()
+    return shorter if shorter.endswith(tuple(special)) else answer
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Return every token a text cannot hold as text; all_special_tokens lacks those no attribute of a tokenizer names."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    return set(tokenizer.convert_tokens_to_ids(_special_tokens(tokenizer)))
+
+
+def _defuse(text: str, special: Sequence[str]) -> str:
+    """A special token written by a user gets a space inside, so it cannot pose as the template's."""
+    for token in special:
+        text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+# --------------------------------------------------------------------------------------------------------------- encoding
+
+
+def _encode(
+    tokenizer: Any, examples: Sequence[RawExample], *, asks: bool = False
+) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+    """Yield (token ids, [start, end) of each response among them) of each example; no end token is added."""
+    special = _special_tokens(tokenizer)
+    for first in range(0, len(examples), _BATCH):
+        part = examples[first : first + _BATCH]
+        # In a conversation special tokens are the template's; elsewhere "<|endoftext|>" is text that a user wrote.
+        options = {"add_special_tokens": False} if isinstance(part[0], Conversation) else {"split_special_tokens": True}
+        rendered = [_render(tokenizer, example, special, asks=asks) for example in part]
+        prefixes = [each.text[:cut] for each in rendered for cut in _cuts(each)]
+        encoded = tokenizer(prefixes, **options)
+        offsets = encoded.encodings or [None] * len(prefixes)
+        prefix_ids = iter(zip(encoded["input_ids"], offsets, strict=True))
+        for each in rendered:
+            yield _join(tokenizer, each, [next(prefix_ids) for _ in _cuts(each)], options)
+
+
+def _cuts(rendered: _Rendered) -> list[int]:
+    """Up to where a text is tokenised: each point where the model is asked, and its end."""
+    return [*(start for start, _ in rendered.responses), len(rendered.text)]
+
+
+def _join(
+    tokenizer: Any, rendered: _Rendered, encoded: Sequence[tuple[list[int], Any]], options: dict[str, bool]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the ids of the whole text, which begin with those of each shorter one, and its targets."""
+    ids: list[int] = []
+    targets: list[tuple[int, int]] = []
+    begin = 0  # where the response starts that is added next, in characters
+    for index, (cut, (new, encoding)) in enumerate(zip(_cuts(rendered), encoded, strict=True)):
+        if len(new) > 1 and new[-1] == tokenizer.eos_token_id and "split_special_tokens" in options:
+            new = new[:-1]  # some tokenizers end every text
+        asked = len(ids)
+        if new[:asked] == ids:
+            ids = new
+        else:  # a token would span the point where the model was asked
+            encoding = None
+            ids = ids + _encode_continuation(tokenizer, rendered.text[begin:cut], options)
+        if index:
+            end = rendered.responses[index - 1][1]
+            if end == cut:
+                count = len(ids) - asked
+            elif encoding:
+                count = sum(first < end for first, _ in encoding.offsets[asked:])
+            else:
+                count = len(_encode_continuation(tokenizer, rendered.text[begin:end], options))
+            targets.append((asked, asked + count))
+        begin = cut
+    return ids, targets
+
+
+def _encode_continuation(tokenizer: Any, text: str, options: dict[str, bool]) -> list[int]:
+    """Return the ids of ``text`` where other text is before it: without the space that a tokenizer may put in front."""
+    options = {**options, "add_special_tokens": False}
+    for before in ("\n", "a", "."):
+        prefix: list[int] = tokenizer(before, **options)["input_ids"]
+        ids: list[int] = tokenizer(before + text, **options)["input_ids"]
+        if ids[: len(prefix)] == prefix:
+            return ids[len(prefix) :]
+    alone: list[int] = tokenizer(text, **options)["input_ids"]
+    return alone

@@ -1,0 +1,14 @@
+"""Spread training over processes: their context, and one module for each parallel strategy."""
+
+__all__ = [
+    "context",
+    "failures",
+    "gather",
+    "model_loading",
+    "optimizer",
+    "options",
+    "replicated",
+    "saved_state",
+    "strategies",
+    "strategy",
+]

@@ -1,0 +1,184 @@
+"""Join the processes of a run (one, or several that a launcher started), and handle the signals that end it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ekiben_tasks.task.errors import TaskError
+
+REQUEUE = 75  # EX_TEMPFAIL: saved, not finished; schedulers requeue on it
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedContext:
+    """Identify this process among those of the run, and offer collectives among them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this process prints and writes."""
+        return self.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum ``tensor``, of any shape, over the processes, in place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor)
+
+    def barrier(self) -> None:
+        """Wait until all processes have called this."""
+        if self.size > 1:
+            torch.distributed.barrier()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the main process's ``value``, which holds plain values only, in every process."""
+        if self.size == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """Return the smallest ``value`` of all processes. device: where their collectives run."""
+        if self.size == 1 or not torch.distributed.is_initialized():
+            return value
+        shared = torch.tensor(value, device=device, dtype=torch.int64)
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
+        return int(shared)
+
+    def destroy(self) -> None:
+        """Destroy the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def init_distributed(device: str, *, alone: bool = True) -> DistributedContext:
+    """Join the process group that the launcher's variables describe, and return this process's context.
+
+    device: "cpu", or anything else for GPUs. alone: a single process needs no group; DeepSpeed wants one all the same.
+
+    Raises:
+        TaskError: this process has no GPU, or the processes cannot connect to each other.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 and alone:
+        return DistributedContext()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    world = DistributedContext(int(os.environ["RANK"]), size, int(os.environ["LOCAL_RANK"]))
+    if torch.distributed.is_initialized():
+        return world
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        found = torch.cuda.device_count()
+        if world.local_rank >= found:
+            raise TaskError(
+                f"process {world.local_rank + 1} of this node has no GPU: {found} visible here; start as many processes "
+                f"as there are GPUs (train --gpus {found}), or ask the scheduler for more"
+            )
+        torch.cuda.set_device(world.local_rank)
+    try:
+        # While the first process reads a large model from a slow disk, the others wait in a broadcast.
+        # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo", timeout=timedelta(hours=1),
+            # With the device given, NCCL does not guess one at the first barrier.
+            device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TaskError(
+            f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where the port is "
+            "in use, choose another (MASTER_PORT; torchrun --master-port); where nothing answers, look at MASTER_ADDR and the "
+            "firewall"
+        ) from error
+    return world
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def shared_scratch(world: DistributedContext, output: Path | None) -> Iterator[Path]:
+    """Yield a temporary folder that all processes of the run see; the main process creates and removes it.
+
+    output: on several nodes it lies beside this folder, for /tmp is each node's own.
+    """
+    parent = None
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) < world.size:
+        parent = (output or Path("result")).absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+    made = tempfile.mkdtemp(prefix="ekiben-smoke-", dir=parent) if world.is_main_process else None
+    scratch = Path(world.broadcast(made))
+    try:
+        yield scratch
+    finally:
+        if world.is_main_process:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def continue_alone() -> None:
+    """Go on as a run of one process, here and in what is started from here: what has to be checked once after a run of several."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    # Not removed: where srun has started several, a task without WORLD_SIZE is refused.
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
+def check_grace_period(seconds: float) -> str | None:
+    """Return a note where the job's grace period is too short to save, else None. seconds: that saving may take."""
+    grace = os.environ.get("EKIBEN_GRACE_SECONDS", "")  # of the job script
+    if not grace.isdigit() or seconds <= int(grace):
+        return None
+    return (
+        f"note        saving takes up to {math.ceil(seconds)} s, and the grace period of this job is {grace} s: steps since the "
+        f"checkpoint before may be lost; submit it with --grace-period {math.ceil(1.5 * seconds / 60)}m"
+    )
+
+
+class Stop:
+    """Turn SIGTERM, SIGUSR1 (requeue) and the first ^C into ``exit_code``; a second ^C ends the process at once.
+
+    Until ``saves`` is set there is nothing to save, and any of these signals ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code: int | None = None
+        self.saves = False
+
+    def listen(self) -> None:
+        """Install the signal handlers."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.exit_code = 130 if number == signal.SIGINT else REQUEUE
+        # os.write, not print: a signal may come in the middle of a print.
+        what = "saving and stopping" if self.saves else "stopping; there is nothing to save yet"
+        os.write(2, f"{signal.Signals(number).name}: {what}\n".encode())
+        if not self.saves:
+            os._exit(self.exit_code)

@@ -1,0 +1,131 @@
+"""End a failing process of a run at once, with one sentence that names it, and without waiting for the others.
+
+The launcher prints the sentence of the first process that fails and ends the others. A process that fails only because
+another one is gone reports nothing for a while: the launcher knows the cause.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ekiben_tasks.task import command
+from ekiben_tasks.task.errors import TaskError
+
+FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # where the launcher looks for the sentences: a file rank-N each
+PATIENCE = 5.0  # seconds that a process with nothing new to say leaves to the one that failed first
+# What CUDA's libraries say where PyTorch's own allocator is not the one that failed.
+_OUT_OF_MEMORY = (
+    "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+_PEER_LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "recvValue failed",
+    "got 0 bytes", "remote process exited", "NCCL communicator was aborted", "Timed out waiting",
+)  # fmt: skip
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a task's main() as command.run does, and exit; one of several processes that fails ends without clean-up.
+
+    Destructors of process groups wait for the other processes, which wait for this one.
+
+    Raises:
+        SystemExit: with main()'s code, unless it failed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        command.run(main)
+    try:
+        code = main()
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException as error:
+        code = report(error)
+    else:
+        raise SystemExit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def report(error: BaseException) -> int:
+    """Report why this process fails, to the launcher or, where there is none, to the user; return its exit code."""
+    lost = is_peer_lost(error)
+    if lost or (not _has_started() and os.environ.get("RANK", "0") != "0" and FAILURE_DIR not in os.environ):
+        # All processes find the same mistake in a setting; and who lost another one knows no cause.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(PATIENCE)
+    if isinstance(error, TaskError):
+        sentence, code = str(error), error.exit_code
+    elif lost:
+        sentence, code = f"{name_process()}: another process of the run is gone ({_one_line(error)})", 1
+    elif is_out_of_memory(error):
+        sentence = (
+            f"{name_process()}: out of GPU memory ({_one_line(error)}); take smaller packs or micro-batches, "
+            "more GPUs, or GPUs nobody else is using"
+        )
+        code = 1
+    else:
+        traceback.print_exception(error)
+        sentence, code = f"{name_process()}: {type(error).__name__}: {_one_line(error)}", 1
+    folder = os.environ.get(FAILURE_DIR)
+    try:
+        if not folder:
+            raise OSError
+        file = Path(folder) / f"rank-{os.environ['RANK']}"
+        file.with_suffix(".part").write_text(sentence, encoding="utf-8")
+        file.with_suffix(".part").rename(file)
+    except OSError:
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    return code
+
+
+def name_process() -> str:
+    """Return this process's rank, host and, where it has one, GPU, for messages."""
+    torch = sys.modules.get("torch")
+    gpu = ""
+    if torch is not None and torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+        gpu = f" (GPU {index}, {torch.cuda.get_device_name(index)})"
+    return f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}{gpu}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` says that a GPU has no memory left, whichever library requested it."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def is_retryable(error: RuntimeError) -> bool:
+    """Return whether the same work can be tried again in smaller parts: not where a communicator is broken."""
+    return is_out_of_memory(error) and type(error).__name__ != "DistBackendError"
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Return whether ``error`` says that communication failed because another process is gone."""
+    return (
+        isinstance(error, RuntimeError)
+        and not is_out_of_memory(error)
+        and any(sign in str(error) for sign in _PEER_LOST)
+    )
+
+
+def _has_started() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.distributed.is_initialized())
+
+
+def _one_line(error: BaseException) -> str:
+    """The first line alone: below it PyTorch appends frames of C++."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,50 @@
+"""Load the base model of a run with its tuning method applied, in every process or in the first one alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from ekiben_tasks.distributed.context import DistributedContext
+from ekiben_tasks.distributed.strategy import ModelRequest
+from ekiben_tasks.models import load
+from ekiben_tasks.models.attention import choose_attention
+from ekiben_tasks.models.tuning import LossModule, apply_tuning_method, check_head, check_weights
+
+
+def load_loss_module(request: ModelRequest, shards_in: DistributedContext | None = None) -> LossModule:
+    """Load the model, apply its tuning method, and return its loss module.
+
+    shards_in: the processes it will be sharded among: real weights in the first one's memory, meta in the others.
+
+    Raises:
+        TaskError: the model cannot be loaded, holds NaN or infinite values, or computes its logits in another way.
+    """
+    loss_module = LossModule(
+        apply_tuning_method(_load_causal(request, shards_in), request.tuning), request.device.dtype
+    )
+    if shards_in is None or shards_in.is_main_process:
+        check_weights(loss_module.model, request.name)
+        check_head(loss_module)
+    prepare(loss_module, request)
+    return loss_module
+
+
+def prepare(loss_module: LossModule, request: ModelRequest) -> None:
+    """Checkpoint and compile the blocks of ``loss_module`` as ``request`` says."""
+    if request.checkpointed_blocks:
+        loss_module.checkpoint_activations(request.checkpointed_blocks)
+    if request.compile:
+        loss_module.compile_blocks()
+
+
+def _load_causal(request: ModelRequest, shards_in: DistributedContext | None) -> Any:
+    attention = choose_attention(load.read_config(request.path))
+    if shards_in is None:
+        return load.load_base(request.path, request.device, attention, request.bits)
+    if shards_in.is_main_process:
+        on_host = dataclasses.replace(request.device, torch_device=torch.device("cpu"))
+        return load.load_base(request.path, on_host, attention)
+    return load.load_meta_model(request.path, request.device.dtype, attention)

@@ -1,0 +1,151 @@
+"""Keep all that is trained complete in every process: one GPU, or several that sum their gradients once a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ekiben_tasks.distributed.context import DistributedContext
+from ekiben_tasks.distributed.gather import gather_weights, tied_names
+from ekiben_tasks.distributed.model_loading import load_loss_module
+from ekiben_tasks.distributed.optimizer import OptimizerConfig, load_weights, make_optimizer, set_learning_rate
+from ekiben_tasks.distributed.saved_state import open_saved
+from ekiben_tasks.distributed.strategy import ModelRequest
+from ekiben_tasks.models.tuning import LossModule
+
+
+class ReplicatedStrategy:
+    """Keep the trained weights and their gradients in fp32, each as one vector: one reduction, one norm for all.
+
+    A parameter's gradient is added to the vector's as soon as autograd has it, and freed.
+    """
+
+    def __init__(
+        self, loss_module: LossModule, config: OptimizerConfig, world: DistributedContext, *, collective: bool = False
+    ) -> None:
+        self.loss_module, self.config, self.world, self.collective = loss_module, config, world, collective
+        named = [(name, part) for name, part in loss_module.model.named_parameters() if part.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [part for _, part in named]
+        device = self.parameters[0].device
+        sizes = [part.numel() for part in self.parameters]
+        self.vector = torch.empty(sum(sizes), device=device)
+        self.gradient = torch.zeros_like(self.vector)
+        self.copies = [part.view_as(own) for part, own in zip(self.vector.split(sizes), self.parameters, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(self.copies, self.parameters)
+        for copy, part, own in zip(self.copies, self.gradient.split(sizes), self.parameters, strict=True):
+            copy.grad = part.view_as(own)
+            own.register_post_accumulate_grad_hook(_folder(copy.grad))
+        self.optimizer = make_optimizer(self.copies, config, device)
+        # fp16 gradients underflow without it; a no-op elsewhere.
+        self.scaler = torch.GradScaler(device.type, enabled=loss_module.dtype == torch.float16)
+
+    def loss(self, pack: Any) -> torch.Tensor:
+        """Return the summed loss of ``pack``, a scalar in fp32."""
+        return torch.as_tensor(self.loss_module(pack))
+
+    def backward(self, loss: torch.Tensor, factor: float, *, last: bool) -> None:
+        """Add the gradient of ``loss``, a scalar, times ``factor`` to the fp32 gradient.
+
+        In fp16 the gradient is scaled until step().
+        """
+        self.scaler.scale(loss * factor).backward()
+
+    def zero_grad(self) -> None:
+        """Set the gradients of this step to 0."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.gradient.zero_()
+
+    def step(self, rate: float) -> torch.Tensor:
+        """Sum the gradients over the processes, clip them, and update the weights at learning rate ``rate``.
+
+        In fp16, a step whose gradient overflowed is skipped (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+
+        Returns:
+            The gradient's norm before clipping (Pascanu et al. 2013, arXiv:1211.5063, algorithm 1), a scalar in fp32.
+        """
+        self.world.all_reduce(self.gradient)
+        self.scaler.unscale_(self.optimizer)
+        norm = self.gradient.norm()
+        if self.config.max_grad_norm > 0:
+            self.gradient.mul_((self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        set_learning_rate(self.optimizer, rate)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._spread()
+        self.gradient.zero_()
+        return norm
+
+    def is_finite(self) -> bool:
+        """Return whether all trained weights are finite."""
+        return bool(self.vector.isfinite().all())
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Return the trained weights and the optimizer's state in the first process, {} in the others.
+
+        Nothing is written into ``folder``.
+        """
+        if not self.world.is_main_process:
+            return {}
+        return {
+            "weights": self.vector.cpu(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore the state after a step that save() of any strategy left in ``folder`` and ``state``.
+
+        Raises:
+            TaskError: the checkpoint of another strategy cannot be read, or is another model's.
+        """
+        if "weights" in state:
+            self.vector.copy_(state["weights"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+        else:
+            copies = dict(zip(self.names, self.copies, strict=True))
+            sizes = {name: copy.size() for name, copy in copies.items()}
+            load_weights(open_saved(folder, state, sizes), copies, self.optimizer)
+        self._spread()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return parameter name → tensor on the CPU: an adapter's in fp32, else all in the model's dtype.
+
+        Where the frozen weights are sharded, only the first process gets all weights.
+        """
+        if hasattr(self.loss_module.model, "peft_config"):
+            return {name: copy.cpu() for name, copy in zip(self.names, self.copies, strict=True)}
+        if self.collective:
+            return gather_weights(self.loss_module)
+        model = self.loss_module.model
+        tied = tied_names(model)
+        return {name: part.cpu() for name, part in model.state_dict().items() if name not in tied}
+
+    def _spread(self) -> None:
+        """Copy the vector back into the model."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.copies)
+
+
+def create(
+    request: ModelRequest, optimizer: OptimizerConfig, world: DistributedContext, options: None
+) -> ReplicatedStrategy:
+    """Load the model, complete in this process, and return its strategy.
+
+    Raises:
+        TaskError: the model cannot be loaded, or cannot be trained this way.
+    """
+    return ReplicatedStrategy(load_loss_module(request), optimizer, world)
+
+
+def _folder(gradient: torch.Tensor) -> Any:
+    def fold(parameter: torch.Tensor) -> None:
+        gradient.add_(parameter.grad)
+        parameter.grad = None
+
+    return fold

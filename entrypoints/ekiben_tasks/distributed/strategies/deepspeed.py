@@ -1,0 +1,249 @@
+"""Shard the weights among the processes with DeepSpeed: ZeRO-2 and ZeRO-3, with offloading to the host's memory.
+
+ZeRO is described by Rajbhandari et al. 2020 (arXiv:1910.02054). Nothing is compiled while a job runs: PyTorch's fused
+AdamW steps on the GPU and, for what is kept in the host's memory, on the CPU. DeepSpeed's own AdamW for the CPU is used
+where it was compiled into the image.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ekiben_tasks.data import packing
+from ekiben_tasks.distributed.context import DistributedContext
+from ekiben_tasks.distributed.optimizer import OptimizerConfig, decay_groups, set_learning_rate
+from ekiben_tasks.distributed.options import DeepSpeed
+from ekiben_tasks.distributed.saved_state import ZERO, load_zero_file, open_saved, zero_rank
+from ekiben_tasks.distributed.strategy import ModelRequest
+from ekiben_tasks.models.attention import choose_attention
+from ekiben_tasks.models.device import Device
+from ekiben_tasks.models.load import load_base, read_config
+from ekiben_tasks.models.tuning import LossModule, apply_tuning_method
+from ekiben_tasks.task.errors import TaskError
+
+if TYPE_CHECKING:
+    from ekiben_tasks.models.memory import Strategy as MemoryLayout
+
+SUMMARY = "by DeepSpeed"
+PROCESSES = "any"
+NEEDS_PROCESS_GROUP = True
+TAKES_QUANTIZED = False
+COMPILES = False  # its hooks break a compiled block into pieces
+
+
+def unavailable() -> str | None:
+    """Return what to do in an image without DeepSpeed, None in one that has it."""
+    if importlib.util.find_spec("deepspeed") is not None:
+        return None
+    return (
+        "this image has no DeepSpeed; use the recipe finetune, build this one on a layer that has it "
+        "(layer: deepspeed-plain in recipe.yaml), or take parallel=fsdp, which shares the weights in the same way"
+    )
+
+
+def memory_layout(options: DeepSpeed) -> tuple[MemoryLayout, Literal["none", "optimizer", "all"]]:
+    """Return the layout ``zero2`` or ``zero3``, and what ``options`` offload to the host's memory."""
+    return "zero2" if options.stage == 2 else "zero3", options.offload
+
+
+def create(
+    request: ModelRequest, optimizer: OptimizerConfig, world: DistributedContext, options: DeepSpeed
+) -> PartitionedStrategy:
+    """Load the model, sharded by DeepSpeed, and return its strategy.
+
+    Raises:
+        TaskError: the model cannot be loaded, or no layer has the name of a target.
+    """
+    # Left alone, DeepSpeed takes a GPU that is there, also where the CPU was asked for.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if request.device.is_gpu else "cpu")
+    return PartitionedStrategy(request, optimizer, world, options)
+
+
+def make_config(options: DeepSpeed, max_grad_norm: float, device: Device) -> dict[str, Any]:
+    """Return DeepSpeed's configuration. No value is "auto": a Trainer would fill those in, and there is none here."""
+    zero: dict[str, Any] = {
+        "stage": options.stage,
+        "overlap_comm": device.is_gpu,
+        "contiguous_gradients": True,
+    }
+    host = {"device": "cpu", "pin_memory": device.is_gpu}
+    if options.offload != "none":
+        zero["offload_optimizer"] = host
+    if options.offload == "all":
+        zero["offload_param"] = host
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # ours are packs of rows, and how many a step takes varies
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": device.dtype == torch.bfloat16},
+        "fp16": {"enabled": device.dtype == torch.float16},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1 << 30,
+    }
+
+
+class PartitionedStrategy:
+    """Train a model whose gradients, optimizer state and, in stage 3, weights DeepSpeed shards."""
+
+    collective = True
+
+    def __init__(
+        self, request: ModelRequest, optimizer: OptimizerConfig, world: DistributedContext, options: DeepSpeed
+    ) -> None:
+        import deepspeed  # seconds, and only in some images
+        from deepspeed.git_version_info import installed_ops
+        from transformers.integrations import HfDeepSpeedConfig
+
+        # On the CPU DeepSpeed would begin with a compiler; gloo does without that op.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = installed_ops.get("deepspeed_shm_comm", False)
+        deepspeed.init_distributed()  # takes up torch's group
+        config = make_config(options, optimizer.max_grad_norm, request.device)
+        # While this lives, from_pretrained() gives every weight away as soon as it is read.
+        self.shares_while_loading = HfDeepSpeedConfig(config) if options.stage == 3 else None
+        causal = load_base(request.path, request.device, choose_attention(read_config(request.path)))
+        self.loss_module = LossModule(apply_tuning_method(causal, request.tuning), request.device.dtype)
+        if request.checkpointed_blocks:
+            self.loss_module.checkpoint_activations(request.checkpointed_blocks)
+        self.world = world
+        self.spread = {"stage": options.stage, "offload": options.offload, "size": world.size}
+        self.trainable = {
+            name: param for name, param in self.loss_module.model.named_parameters() if param.requires_grad
+        }
+        trained = list(self.trainable.values())
+        self.engine, *_ = deepspeed.initialize(
+            model=self.loss_module,
+            model_parameters=trained,
+            optimizer=_make_optimizer(trained, optimizer, offloads=options.offload != "none"),
+            config=config,
+            dist_init_required=False,
+        )
+
+    def loss(self, pack: packing.PackedBatch) -> torch.Tensor:
+        """Return the summed loss of ``pack``, a scalar in fp32."""
+        return torch.as_tensor(self.engine(pack))
+
+    def backward(self, loss: torch.Tensor, factor: float, *, last: bool) -> None:
+        """Add the gradient of ``loss``, a scalar, times ``factor``, summed over the processes.
+
+        last: no other pack of this step follows.
+        """
+        self.engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed takes the mean over the processes where the sum is wanted.
+        self.engine.backward(loss * (factor * self.world.size))
+        if not last:
+            self.engine.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this step."""
+        self.engine.zero_grad()
+
+    def step(self, rate: float) -> torch.Tensor:
+        """Clip the gradients, and update the weights at learning rate ``rate``.
+
+        Returns:
+            The norm before clipping, a scalar in fp32.
+        """
+        set_learning_rate(self.engine.optimizer, rate)
+        self.engine.step()
+        return torch.tensor(float(self.engine.get_global_grad_norm() or 0.0), device=self.engine.device)
+
+    def is_finite(self) -> bool:
+        """Return whether the trained weights that this process keeps are all finite."""
+        parts = (getattr(part, "ds_tensor", part) for part in self.loss_module.parameters() if part.requires_grad)
+        return all(bool(part.isfinite().all()) for part in parts)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write DeepSpeed's checkpoint into ``folder``; return its stage, offloading and number of processes."""
+        self.engine.save_checkpoint(str(folder), tag=ZERO, exclude_frozen_parameters=True)
+        return {"zero": self.spread}
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore the state that save() of any strategy left in ``folder`` and ``state``.
+
+        Raises:
+            TaskError: it cannot be read, holds code, or is another model's.
+        """
+        if _spread_of(folder, state) != self.spread:
+            self._load_other(folder, state)
+            return
+        try:
+            for file in (folder / ZERO).glob("*.pt"):  # DeepSpeed's own loader runs whatever a pickle names
+                load_zero_file(file)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TaskError(f"{folder}: cannot be read: {error}; remove it, or start again with --overwrite") from error
+        path, _ = self.engine.load_checkpoint(str(folder), tag=ZERO, load_module_strict=False)
+        if path is None:
+            raise TaskError(f"{folder}: cannot be read by DeepSpeed; remove it, or start again with --overwrite")
+
+    def _load_other(self, folder: Path, state: dict[str, Any]) -> None:
+        """Restore what another strategy, another stage or another number of processes left."""
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        sizes = {name: torch.Size(getattr(param, "ds_shape", param.size())) for name, param in self.trainable.items()}
+        read, step = open_saved(folder, state, sizes), 0.0
+        zero = self.engine.optimizer
+        # Before its first step the optimizer has nothing to load into.
+        for partition in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
+            empty = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
+            zero.optimizer.state[partition] = {
+                "step": torch.zeros((), device=partition.device),
+                **empty,
+                **zero.optimizer.state[partition],
+            }
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # stage 2 finds a weight's states by its own map
+            zero._lazy_init_hp_params_optimizer_state()
+        for name, param in self.trainable.items():
+            saved = read(name)
+            step = saved.step
+            safe_set_full_fp32_param(param, saved.weight.to(self.engine.device))
+            for key in ("exp_avg", "exp_avg_sq"):
+                safe_set_full_optimizer_state(param, getattr(saved, key).to(self.engine.device), key)
+            with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+                param.copy_(saved.weight)
+        for kept in zero.optimizer.state.values():
+            kept["step"] = torch.as_tensor(kept["step"]).clone().fill_(step)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return parameter name → tensor on the CPU, in the first process: an adapter's weights, else all.
+
+        They are gathered one by one, so the complete model never has to fit one GPU.
+        """
+        import deepspeed
+
+        adapter = hasattr(self.loss_module.model, "peft_config")
+        found = {}
+        for name, part in self.loss_module.model.named_parameters():
+            if part.requires_grad or not adapter:
+                with deepspeed.zero.GatheredParameters([part]):
+                    if self.world.is_main_process:
+                        found[name] = part.detach().cpu().clone()
+        return found
+
+
+def _spread_of(folder: Path, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how DeepSpeed had spread what it saved in ``folder``; None: it is of another strategy."""
+    files = list((folder / ZERO).glob("*zero_pp_rank_*_optim_states.pt"))
+    if not files:
+        return None
+    settings = state["fingerprint"]  # of checkpoints from before the state said it
+    before = {"stage": int(settings.get("deepspeed.stage", 3)), "offload": settings.get("deepspeed.offload", "none")}
+    spread: dict[str, Any] = state.get("zero", {**before, "size": 1 + max(map(zero_rank, files))})
+    return spread
+
+
+def _make_optimizer(parameters: list[torch.Tensor], config: OptimizerConfig, *, offloads: bool) -> Any:
+    from deepspeed.git_version_info import installed_ops
+
+    groups = decay_groups(parameters, config)
+    if offloads and installed_ops.get("cpu_adam"):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(groups, lr=config.learning_rate, adamw_mode=True)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)

@@ -1,0 +1,196 @@
+"""Answer many prompts: one line of JSON per example, in batches, on every GPU there is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ekiben_tasks.data.schema import RawExample
+from ekiben_tasks.data.sources import Source, read_prompts
+from ekiben_tasks.data.tokenize import apply_format, encode_prompts
+from ekiben_tasks.distributed.context import REQUEUE, Stop, init_distributed
+from ekiben_tasks.generation.resumable_jsonl import ResumableJsonlWriter
+from ekiben_tasks.generation.sampling import Sampling, sample
+from ekiben_tasks.generation.settings import GenerateSettings
+from ekiben_tasks.models import load
+from ekiben_tasks.models.adapter import load_ready
+from ekiben_tasks.models.device import choose_device
+from ekiben_tasks.task.command import print_once
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.output_lock import lock_output
+
+# What may differ between a run and its continuation.
+_FREE = {"device", "batch_size", "output"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Hold the tokens of one prompt of the data."""
+
+    index: int  # of the example in the data
+    ids: list[int]
+    max_new_tokens: int
+
+
+def generate(settings: GenerateSettings, source: Source, *, skip_bad: bool = False, fresh: bool = False) -> int:
+    """Answer the examples of ``source`` and return the exit code: 0, or 75 or 130 after a signal.
+
+    skip_bad: leave invalid examples out. fresh: overwrite the output.
+
+    Raises:
+        TaskError: the data, the model or the output cannot be used.
+    """
+    with lock_output(Path(settings.output)):
+        return _generate(settings, source, skip_bad=skip_bad, fresh=fresh)
+
+
+def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fresh: bool) -> int:
+    world = init_distributed(settings.device)
+    stop = Stop()
+    stop.listen()
+    stop.saves = True  # every line written stays
+    device = choose_device(settings.device, world.local_rank)
+    examples, bad = read_prompts(source, settings.form, skip_bad=skip_bad)
+    chosen = choose_examples(len(examples), settings.examples, settings.seed)
+    print_once(f"loading     {settings.adapter or settings.model} on {device.name}")
+    model, tokenizer = load_ready(settings.model, settings.adapter, device, bits=settings.bits)
+    form = apply_format(tokenizer, settings.form)
+    prompts, too_long = prepare_prompts(model, tokenizer, examples, chosen, settings)
+    if too_long and not skip_bad:
+        raise TaskError(
+            f"{source.location}: example {too_long[0] + 1} leaves no tokens for an answer ({len(too_long)} of {len(chosen)} do not: the "
+            f"model takes {load.longest_context(model.config):,} tokens); leave such examples out with --skip-invalid"
+        )
+    sampling = f"temperature {settings.temperature}, top-p {settings.top_p}, seed {settings.seed}"
+    print_once(
+        f"data        {source.location}: {len(examples):,} examples, {len(bad)} invalid and {len(too_long)} too long left out, as {form}",
+        f"answers     {len(prompts):,}, {sampling if settings.temperature else 'greedy'}, at most "
+        f"{settings.max_new_tokens} tokens",
+    )
+    writer = ResumableJsonlWriter(
+        Path(settings.output), _fingerprint(settings, examples, chosen), world.rank, fresh=fresh
+    )
+    world.barrier()  # nobody writes before everybody has read what is there
+    if writer.done:
+        print_once(f"resumed     {len(writer.done):,} answers were there")
+    started = time.monotonic()
+    batches = make_batches(prompts, settings.batch_size)[world.rank :: world.size]
+    finished = _answer_batches(model, tokenizer, batches, settings, writer, stop)
+    # Decided together: the signal that stops one process finds another that has answered all and waits here.
+    if not world.minimum(int(finished), device.torch_device):
+        print_once("stopped     the same command continues from here")
+        return stop.exit_code or REQUEUE
+    if world.is_main_process:
+        count = writer.finish()
+        print(f"done        {settings.output}: {count:,} answers in {time.monotonic() - started:,.0f} s", flush=True)
+    world.barrier()
+    world.destroy()
+    return 0
+
+
+def _answer_batches(
+    model: Any, tokenizer: Any, batches: Sequence[Sequence[Prompt]], settings: GenerateSettings,
+    writer: ResumableJsonlWriter, stop: Stop,
+) -> bool:  # fmt: skip
+    """Write the answers batch by batch and print the progress; return False when a signal came before the last one."""
+    remaining = [batch for batch in batches if any(prompt.index not in writer.done for prompt in batch)]
+    started, written, tokens = time.monotonic(), 0, 0
+    for number, batch in enumerate(remaining, 1):
+        if stop.exit_code is not None:
+            return False
+        lines = list(_answer_lines(model, tokenizer, batch, settings, writer.done))
+        writer.add(lines)
+        written, tokens = written + len(lines), tokens + sum(line["tokens"] for line in lines)
+        seconds = time.monotonic() - started
+        print_once(
+            f"batch {number}/{len(remaining)}  {written:,} answers  {tokens / seconds:,.0f} tokens/s  "
+            f"{seconds / number * (len(remaining) - number):,.0f} s left"
+        )
+    return True
+
+
+def _answer_lines(
+    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings, done: dict[int, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for prompt, (ids, ended) in zip(batch, answer_batch(model, tokenizer, batch, settings), strict=True):
+        if prompt.index not in done:
+            yield {
+                "index": prompt.index,
+                "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=True),
+                "complete": tokenizer.decode(ids, skip_special_tokens=True),
+                "tokens": len(ids),
+                "ended": ended,
+            }
+
+
+def choose_examples(count: int, wanted: int, seed: int) -> list[int]:
+    """Return the sorted indices of ``wanted`` random examples of ``count``; all if it is 0 or not below ``count``."""
+    if not 0 < wanted < count:
+        return list(range(count))
+    return sorted(random.Random(seed).sample(range(count), wanted))
+
+
+def prepare_prompts(
+    model: Any, tokenizer: Any, examples: Sequence[RawExample], chosen: Sequence[int], settings: GenerateSettings
+) -> tuple[list[Prompt], list[int]]:
+    """Return (prompts of the ``chosen`` examples, indices of those that leave no tokens for an answer)."""
+    limit = load.longest_context(model.config)
+    encoded = encode_prompts(tokenizer, [examples[index] for index in chosen])
+    prompts = [
+        Prompt(index, ids, min(settings.max_new_tokens, limit - len(ids)))
+        for index, ids in zip(chosen, encoded, strict=True)
+    ]
+    fits = [prompt for prompt in prompts if prompt.max_new_tokens > 0]
+    return fits, [prompt.index for prompt in prompts if prompt.max_new_tokens <= 0]
+
+
+def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Group prompts with the same ``max_new_tokens`` into batches of at most ``size``, the longest prompts first.
+
+    A batch has one limit, so prompts with different limits cannot share one.
+    """
+    batches: list[list[Prompt]] = []
+    for prompt in sorted(prompts, key=lambda each: (each.max_new_tokens, -len(each.ids), each.index)):
+        if not batches or len(batches[-1]) == size or batches[-1][0].max_new_tokens != prompt.max_new_tokens:
+            batches.append([])
+        batches[-1].append(prompt)
+    return batches
+
+
+def answer_batch(
+    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings
+) -> list[tuple[list[int], bool]]:
+    """Return (token ids, whether it ended by itself) of each answer. After out of memory, the batch is halved.
+
+    Raises:
+        TaskError: a single prompt does not fit the memory.
+    """
+    params = Sampling(settings.temperature, settings.top_p, settings.repetition_penalty, settings.seed)
+    ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
+    try:
+        return sample(model, tokenizer, ids, indices, batch[0].max_new_tokens, params)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    if len(batch) == 1:
+        raise TaskError(
+            f"out of GPU memory with one prompt of {len(ids[0])} tokens; try --set bits=4, or a smaller model"
+        )
+    half = len(batch) // 2
+    print_once(f"out of GPU memory: continuing with {half} prompts at a time")
+    parts = (batch[:half], batch[half:])
+    return [answer for part in parts for answer in answer_batch(model, tokenizer, part, settings)]
+
+
+def _fingerprint(settings: GenerateSettings, examples: Sequence[RawExample], chosen: Sequence[int]) -> str:
+    """Return what has to be the same for a partial output to be continued."""
+    fixed = {name: value for name, value in asdict(settings).items() if name not in _FREE}
+    content = [fixed, [asdict(examples[index]) for index in chosen], list(chosen)]
+    return hashlib.sha256(json.dumps(content, ensure_ascii=False, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,78 @@
+"""Define the settings of chat and generate, and check them before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ekiben_tasks.data.schema import DatasetFormat, check_format
+from ekiben_tasks.task.errors import SettingError
+from ekiben_tasks.task.settings import option
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Define the settings of `chat`."""
+
+    adapter: str = option("result/adapter", "folder of the adapter; --adapter")
+    model: str = option(
+        "", "a complete model instead of an adapter: a folder or a hub id, perhaps ID@REVISION; --model"
+    )
+    form: DatasetFormat = field(default_factory=DatasetFormat)
+    system: str = option("", "form chat: the system message")
+    max_new_tokens: int = option(256, "the longest answer")
+    temperature: float = option(0.7, "0: greedy, as --greedy")
+    top_p: float = option(1.0, "sample from the likeliest tokens that together have this probability")
+    repetition_penalty: float = option(1.05, "above 1: tokens in the prompt or the answer get less likely")
+    seed: int | None = option(None, "the same seed gives the same answer; empty: a random one")
+    bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
+
+
+@dataclass(frozen=True)
+class GenerateSettings:
+    """Define the settings of `generate`."""
+
+    model: str = option(
+        "cyberagent/open-calm-3b",
+        "a hub id, perhaps ID@REVISION, or a folder; ignored if an adapter names its base; --model",
+    )
+    adapter: str = option("", "folder of an adapter that train wrote; empty: the model without one; --adapter")
+    data: object = option(
+        "sample",
+        "a hub data set, a folder or a file, or {source, subset, split, revision}; sample: the recipe's own; --data",
+    )
+    form: DatasetFormat = field(default_factory=DatasetFormat)
+    output: str = option("generated.jsonl", "--output")
+    examples: int = option(100, "so many random examples; 0: all")
+    max_new_tokens: int = option(256, "the longest answer")
+    temperature: float = option(0.7, "0: greedy, as --greedy")
+    top_p: float = option(0.9, "sample from the likeliest tokens that together have this probability")
+    repetition_penalty: float = option(1.05, "above 1: tokens in the prompt or the answer get less likely")
+    seed: int = option(42, "of the choice of examples and of the sampling")
+    batch_size: int = option(32, "prompts at a time; halved when the memory is too small")
+    bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
+
+
+def check(settings: GenerateSettings) -> None:
+    """Check the settings.
+
+    Raises:
+        SettingError: some are wrong; the message has all problems.
+    """
+    check_format(settings.form)
+    problems = [
+        f"setting {name}: must be at least {least}, not {value}"
+        for name, value, least in [
+            ("examples", settings.examples, 0), ("max_new_tokens", settings.max_new_tokens, 1),
+            ("temperature", settings.temperature, 0), ("batch_size", settings.batch_size, 1),
+        ]
+        if value < least
+    ]  # fmt: skip
+    if not 0 < settings.top_p <= 1:
+        problems.append(f"setting top_p: must be above 0 and at most 1, not {settings.top_p}")
+    if not settings.repetition_penalty > 0:
+        problems.append(f"setting repetition_penalty: must be above 0, not {settings.repetition_penalty}")
+    if problems:
+        raise SettingError("\n".join(problems))

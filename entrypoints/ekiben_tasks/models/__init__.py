@@ -1,0 +1,21 @@
+"""Provide causal language models: devices, loading, adapters, architectures, attention, loss, kernels and costs."""
+
+__all__ = [
+    "adapter",
+    "architecture",
+    "architectures",
+    "attention",
+    "compile_patches",
+    "device",
+    "flops",
+    "fused_rope",
+    "load",
+    "lora",
+    "loss",
+    "memory",
+    "merge",
+    "sharded",
+    "shards",
+    "tiny",
+    "tuning",
+]

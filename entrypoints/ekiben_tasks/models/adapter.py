@@ -1,0 +1,109 @@
+"""Add LoRA adapters to base models, and load and save them as PEFT does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+
+from ekiben_tasks.models.device import Device
+from ekiben_tasks.models.load import load_base, load_tokenizer
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.files import make_readable, replace_folder
+from ekiben_tasks.task.hub import split_revision
+
+
+def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_modules: Sequence[str], seed: int) -> Any:
+    """Return the model with a new adapter, in the model's dtype. target_modules: last parts of names, or "all-linear".
+
+    The adapter adds ``alpha / r`` times the product of its two matrices (Hu et al. 2021, arXiv:2106.09685, section
+    4.1).
+
+    Raises:
+        TaskError: no layer has such a name.
+    """
+    torch.manual_seed(seed)
+    targets = "all-linear" if tuple(target_modules) == ("all-linear",) else list(target_modules)
+    config = peft.LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM")
+    try:
+        # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        found = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+        has = ", ".join(sorted(found))
+        raise TaskError(
+            f"setting lora.target_modules: no layer is called {', '.join(target_modules)}; this model has {has}"
+        ) from error
+
+
+def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, str]:
+    """Return (base with the adapter of ``folder``, name of the base).
+
+    base: the base model, where the adapter's own record of it does not hold. bits: of the base's GEMM weights.
+
+    Raises:
+        TaskError: the folder holds no adapter, the base cannot be loaded, or the two do not fit each other.
+    """
+    file = folder / "adapter_config.json"
+    if not file.is_file():
+        near = (
+            [str(path.parent) for path in sorted(folder.glob("**/adapter_config.json"))[:3]] if folder.is_dir() else []
+        )
+        hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
+        raise TaskError(f"{folder.absolute()}: holds no adapter_config.json, so it is no adapter{hint}")
+    name = base or _read_base(file)
+    model = load_base(name, device, bits=bits)
+    try:
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise TaskError(f"adapter {folder}: does not fit the base model {name}: {reason}") from error
+    return adapted.eval(), name
+
+
+def _read_base(file: Path) -> str:
+    """Return the base model that an adapter_config.json names; a relative path may start here or at the adapter."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    name, revision = str(config["base_model_name_or_path"]), config.get("revision")
+    beside = file.parent / name
+    if not Path(name).is_dir() and beside.is_dir():
+        return str(beside)
+    return f"{name}@{revision}" if revision and not Path(name).is_dir() else name
+
+
+def load_ready(model: str, adapter: str, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, Any]:
+    """Return (model, tokenizer) for generation: ``adapter`` with its base if one is named, else ``model``.
+
+    Raises:
+        TaskError: they cannot be loaded.
+    """
+    if not adapter:
+        return load_base(model, device, bits=bits).eval(), load_tokenizer(model)
+    folder = Path(adapter)
+    adapted, name = load_adapter(folder, device, base=base, bits=bits)
+    return adapted, load_tokenizer(str(folder) if (folder / "tokenizer_config.json").is_file() else name)
+
+
+def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], base: str) -> None:
+    """Write the adapter as PEFT does, atomically. weights: parameter name → fp32 tensor.
+
+    base: the base model that the adapter names; a folder is written as an absolute path.
+    """
+    staged = folder.with_name(f".{folder.name}.staged-{os.getpid()}")
+    shutil.rmtree(staged, ignore_errors=True)
+    config = model.peft_config["default"]
+    name, config.revision = split_revision(base)
+    # As an absolute path, for the adapter may be loaded from another folder than it was trained in.
+    config.base_model_name_or_path = (
+        str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
+    )
+    model.save_pretrained(str(staged), state_dict=weights)
+    (staged / "README.md").unlink(missing_ok=True)  # PEFT's template of empty headings; the run record says more
+    make_readable(staged)
+    replace_folder(staged, folder)

@@ -1,0 +1,124 @@
+"""Choose the device a task computes on, or raise an error that says why there is none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ekiben_tasks.models.memory import gpu_memory
+from ekiben_tasks.task.errors import TaskError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Describe a device to compute on: its name, dtype, and free memory in bytes."""
+
+    torch_device: torch.device
+    name: str
+    dtype: torch.dtype
+    memory: int  # bytes free when the task started
+
+    @property
+    def is_gpu(self) -> bool:
+        """Return whether it is a GPU."""
+        return bool(self.torch_device.type == "cuda")
+
+    @property
+    def has_bf16(self) -> bool:
+        """Return whether it computes in bf16: Ampere and later, which have the variable-length flash kernel, too."""
+        return bool(self.is_gpu and self.dtype == torch.bfloat16)
+
+
+def choose_device(wanted: str, index: int = 0) -> Device:
+    """Return the GPU of this ``index`` unless ``cpu`` is wanted; its dtype is bf16 where it has that, else fp16.
+
+    The CPU's dtype is fp32.
+
+    Raises:
+        TaskError: no GPU can be used, with the reason.
+    """
+    if wanted == "cpu":
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Left alone, torch counts the machine's cores, not those this job may use.
+            torch.set_num_threads(len(os.sched_getaffinity(0)))
+        return Device(torch.device("cpu"), "CPU", torch.float32, free_ram())
+    if not torch.cuda.is_available():
+        raise TaskError(_no_gpu())
+    device = torch.device("cuda", index)
+    properties = torch.cuda.get_device_properties(device)
+    _check_architecture(properties.name, (properties.major, properties.minor))
+    torch.cuda.set_device(device)
+    # The few fp32 GEMMs left do not need full precision.
+    torch.set_float32_matmul_precision("high")
+    dtype = torch.bfloat16 if properties.major >= 8 else torch.float16
+    return Device(device, properties.name, dtype, torch.cuda.mem_get_info(device)[0])
+
+
+def dry_run_device() -> Device:
+    """Return what a dry run assumes where there is no GPU: bf16, and no memory limit."""
+    return Device(torch.device("cpu"), "none", torch.bfloat16, 1 << 50)
+
+
+def named_device(name: str) -> Device:
+    """Return the GPU of this name, which a dry run plans for without having it.
+
+    Raises:
+        SettingError: the name is unknown.
+    """
+    has_bf16 = not re.search(r"\b(V100S?|T4)\b", name, re.IGNORECASE)
+    return Device(torch.device("cuda"), name, torch.bfloat16 if has_bf16 else torch.float16, gpu_memory(name))
+
+
+def free_ram() -> int:
+    """Return the bytes available without swapping, the reclaimable file cache included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def compiler_missing() -> str | None:
+    """Return why torch.compile cannot work here, or None.
+
+    Triton needs a C compiler and Python's headers for its launcher.
+    """
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "no C compiler"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "no Python.h"
+    return None
+
+
+def _check_architecture(name: str, capability: tuple[int, int]) -> None:
+    built = [arch.removeprefix("sm_").rstrip("af") for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]
+    pairs = [(int(arch[:-1]), int(arch[-1])) for arch in built]
+    if any(major == capability[0] and minor <= capability[1] for major, minor in pairs):
+        return
+    if any(arch.startswith("compute_") for arch in torch.cuda.get_arch_list()) and capability > max(
+        pairs, default=(0, 0)
+    ):
+        return
+    raise TaskError(
+        f"{name} is sm_{capability[0]}{capability[1]}, and this image's torch {torch.__version__} is built for "
+        f"{', '.join(torch.cuda.get_arch_list())}; use an image of another stack (CUDA 13 ended V100 and older)"
+    )
+
+
+def _no_gpu() -> str:
+    advice = "; without one, slowly: --set device=cpu"
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return f"no GPU is visible here; start with singularity exec --nv, or docker run --gpus all{advice}"
+    version = Path("/proc/driver/nvidia/version")
+    words = version.read_text().split() if version.is_file() else []
+    driver = next((word for word in words if word.count(".") in (1, 2) and word[0].isdigit()), "unknown")
+    return (
+        f"a GPU is there, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: driver {driver}, "
+        f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}; CUDA 13 needs driver 580 or later, "
+        f"CUDA 12 needs 525; also check --nv (singularity) or --gpus all (docker){advice}"
+    )

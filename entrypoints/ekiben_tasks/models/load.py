@@ -1,0 +1,154 @@
+"""Load base models and their tokenizers from the hub or a folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ekiben_tasks.models import attention as attention_module
+from ekiben_tasks.models.architecture import plain_attention
+from ekiben_tasks.models.device import Device
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.hub import format_hub_error, locate_model, split_revision
+
+
+def silence_warnings() -> None:
+    """Silence progress bars outside a terminal, where each update is a line, and one of PEFT's warnings.
+
+    Nobody can act on that warning.
+    """
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
+def pretrained(name: str) -> dict[str, str | None]:
+    """Return the arguments of from_pretrained() for ``name@revision``."""
+    repository, revision = split_revision(name)
+    return {"pretrained_model_name_or_path": repository, **({"revision": revision} if revision else {})}
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of model ``name``.
+
+    Raises:
+        TaskError: it cannot be loaded, or has no end-of-text token.
+    """
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**pretrained(name))
+    except Exception as error:
+        raise TaskError(format_hub_error(error, name, "tokenizer of model")) from error
+    if tokenizer.eos_token_id is None:
+        raise TaskError(f"model {name}: its tokenizer has no end-of-text token, so answers would never end")
+    return tokenizer
+
+
+def load_base(name: str, device: Device, attention: str | None = None, bits: int = 16) -> Any:
+    """Return the frozen base model on ``device``, its GEMM weights in ``bits`` bits.
+
+    attention: transformers' ``attn_implementation``; None, for generation: the best that torch has.
+
+    Raises:
+        TaskError: it cannot be loaded or quantised, or does not fit the memory.
+    """
+    path = locate_model(name)
+    attention = attention or plain_attention(read_config(path))
+    attention_module.register()
+    silence_warnings()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **pretrained(path), dtype=device.dtype, attn_implementation=attention,
+            # DeepSpeed shards the weights as they are read.
+            device_map=None if is_deepspeed_zero3_enabled() else {"": device.torch_device},
+            quantization_config=_quantization_config(device, bits),
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise TaskError(f"model {name}: does not fit the memory of {device.name}; choose a smaller one") from error
+    except Exception as error:
+        raise TaskError(format_hub_error(error, name, "model")) from error
+    return model.requires_grad_(False)
+
+
+def load_meta_model(path: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
+    """Return the frozen model on the meta device: enough to count with, or to receive another process's weights.
+
+    Raises:
+        TaskError: its configuration cannot be read, or describes no causal model.
+    """
+    attention_module.register()
+    config = read_config(path)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:
+        raise TaskError(format_hub_error(error, path, "model")) from error
+    return model.requires_grad_(False)
+
+
+def read_config(path: str) -> Any:
+    """Return the model's configuration.
+
+    Raises:
+        TaskError: it cannot be read.
+    """
+    silence_warnings()
+    try:
+        return transformers.AutoConfig.from_pretrained(**pretrained(path))
+    except Exception as error:
+        raise TaskError(format_hub_error(error, path, "model")) from error
+
+
+def longest_context(config: Any) -> int:
+    """Return the longest context in tokens, 2**30 where the config names none."""
+    names = ("max_position_embeddings", "max_seq_len")  # the second is MPT's
+    return next((int(found) for name in names if (found := getattr(config, name, None))), 1 << 30)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """Return the dtype that a model's configuration names, else fp32.
+
+    Raises:
+        TaskError: the configuration cannot be read.
+    """
+    dtype = getattr(read_config(name), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """Return the numbers of (all, trainable) parameters."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def why_not_quantized(device: Device, bits: int) -> str | None:
+    """Return why weights cannot be quantised to 8 or 4 bits here, or None."""
+    if not device.is_gpu:
+        return "needs a GPU"
+    # The integer products of LLM.int8() came with Turing; on a V100 they give gradients of 0.
+    if bits == 8 and torch.cuda.get_device_capability(device.torch_device) < (7, 5):
+        return f"needs a GPU of Turing or later, and this is a {device.name}; 4 bits work there"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "needs the package bitsandbytes, which this image does not have"
+    return None
+
+
+def _quantization_config(device: Device, bits: int) -> Any:
+    if bits == 16:
+        return None
+    reason = why_not_quantized(device, bits)
+    if reason:
+        raise TaskError(f"setting bits={bits}: {reason}; take --set bits=16")
+    if bits == 8:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=device.dtype,
+        bnb_4bit_use_double_quant=True,
+    )

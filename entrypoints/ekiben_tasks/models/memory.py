@@ -1,0 +1,250 @@
+"""Estimate the GPU memory of a run before it starts, and suggest settings for one that would not fit.
+
+What blocks keep, compiled and not, was counted with autograd's own hooks for every architecture, and a test counts it
+again; so is what the loss takes. Buffers of FSDP2 and DeepSpeed are those that their sources allocate (torch 2.11,
+DeepSpeed 0.19.8).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ekiben_tasks.models.architecture import find_architecture, list_blocks, strip_adapter
+from ekiben_tasks.models.loss import CHUNK
+from ekiben_tasks.task.errors import SettingError, nearest
+
+GIB = 1 << 30
+# What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: packs have different sizes, blocks of
+# former ones do not fit. Fitted to max_memory_reserved() of seven runs; with expandable_segments, now the default, it is less.
+SPREAD = 0.47
+_BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size, allocated whole (stage_1_and_2.py, stage3.py)
+_LIVE = 1_000_000_000  # numbers: DeepSpeed's stage3_max_live_parameters
+Strategy = Literal["none", "ddp", "fsdp", "zero2", "zero3"]
+
+# GiB that a program can allocate, a little less than the data sheet says. The longer name first: "A100-SXM4-80GB" before "A100".
+SIZES = {
+    "GB300": 268, "B300": 268, "GB200": 178, "B200": 178, "H200": 139, "GH200": 94, "H20": 94, "RTX PRO 6000": 94,
+    "H100 NVL": 93, "H100": 79, "H800": 79, "A100-SXM4-80GB": 79, "A100 80GB": 79, "A100": 39, "A800 40GB": 39, "A800": 79,
+    "RTX 6000 Ada": 47, "RTX A6000": 47, "L40S": 44, "L40": 44, "L20": 44, "A40": 44, "RTX 5090": 31, "RTX 4090": 23,
+    "RTX 3090": 23, "A30": 23, "A10G": 22, "A10": 22, "L4": 22, "V100-SXM2-32GB": 31, "V100-PCIE-32GB": 31, "V100S": 31,
+    "V100": 15, "T4": 14,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Hold the counts of parameters and activations of a run; ``expect_memory`` converts them to bytes."""
+
+    frozen: int
+    trainable: int
+    products: int  # of the frozen: weights of the blocks' GEMMs, which quantisation shrinks
+    unit: int  # the weights of the largest block
+    root: int  # those outside blocks
+    layers: int
+    width: int
+    vocabulary: int
+    kept: float  # per token, in one block
+    trains_head: bool = False
+    compiled: bool = False
+    longest: int = 0  # tokens of the longest example
+    size: int = 2  # bytes of an element of weights and activations
+    bits: Literal[16, 8, 4] = 16  # of frozen products; 16: as ``size`` says
+    gradient_size: int = 4  # bytes per trainable weight: fp32 sums
+    optimizer_size: int = 12  # bytes per trainable weight: AdamW's two moments and an exact copy, all fp32
+    strategy: Strategy = "none"
+    gpus: int = 1
+    offload: Literal["none", "optimizer", "all"] = "none"  # what is in the host's memory; all: sharded weights, too
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Hold the expected bytes on one GPU: those that do not depend on the batch, and those that each token adds."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    loss: int
+    per_token: int
+    per_token_checkpointed: int
+    buffers: int = 0  # of communication
+    host: int = 0  # of the host's memory instead, for this GPU
+
+    @property
+    def fixed(self) -> int:
+        """Return the bytes that do not depend on the batch."""
+        return self.weights + self.gradients + self.optimizer + self.loss + self.buffers
+
+    def total(self, tokens: int, *, checkpointing: bool) -> int:
+        """Return the bytes in use at the peak, with micro-batches of ``tokens`` tokens."""
+        return self.fixed + tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
+
+    def reserved(self, tokens: int, *, checkpointing: bool) -> int:
+        """Return the bytes that the allocator is expected to hold at the peak, with micro-batches of ``tokens``."""
+        total = self.total(tokens, checkpointing=checkpointing)
+        return total + int(SPREAD * (total - self.fixed))
+
+
+def gpu_memory(name: str) -> int:
+    """Return the bytes that a program can allocate on the GPU of this name, or of a longer one, as drivers report it.
+
+    Raises:
+        SettingError: no GPU is known by that name.
+    """
+    for known, size in SIZES.items():
+        if re.search(rf"\b{re.escape(known)}\b", name, re.IGNORECASE):
+            return size * GIB
+    raise SettingError(f"--on {name}: no GPU is known by that name.{nearest(name, SIZES)}")
+
+
+def profile_model(model: Any, **choices: Any) -> MemoryProfile:
+    """Return the profile of a causal model as it will be trained. The model may be on the meta device.
+
+    choices: the fields of MemoryProfile that depend on the run, such as ``strategy`` and ``bits``.
+
+    Raises:
+        TaskError: the model's ``model_type`` is not supported.
+    """
+    causal = strip_adapter(model)
+    blocks = list_blocks(causal)
+    config = causal.config
+    trained_block = any(p.requires_grad for name, p in blocks[0].named_parameters() if "lora_" not in name)
+    # Kernels of quantised GEMMs separate the compiled parts, so there recomputation is not certain.
+    compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
+    family = find_architecture(config)
+    widths, inners, pairs = (family.kept_compiled if compiled else family.kept)[1 if trained_block else 0]
+    kept = widths * config.hidden_size + inners * _inner_width(blocks[0], config)
+    kept += pairs * config.num_attention_heads * int(choices.get("longest", 0))
+    # Dropped-out inputs, and the mask: a byte each where it is compiled.
+    inputs = sum(part.in_features for part in blocks[0].modules() if hasattr(part, "lora_A"))
+    kept += inputs * (1 + (1 / choices.get("size", 2) if compiled else 1))
+    table = causal.get_input_embeddings()
+    # Where nothing in the blocks is trained, nothing of them is kept: they are there one at a time.
+    flows = any(p.requires_grad for part in (*blocks, table) for p in part.parameters())
+    everything = list(causal.parameters())
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    return MemoryProfile(
+        frozen=sum(p.numel() for p in everything if not p.requires_grad),
+        trainable=sum(p.numel() for p in everything if p.requires_grad),
+        products=sum(p.numel() for block in blocks for p in block.parameters() if p.ndim == 2 and not p.requires_grad),
+        unit=max(sum(p.numel() for p in block.parameters()) for block in blocks),
+        root=sum(p.numel() for p in everything if id(p) not in inside),
+        layers=len(blocks) if flows else 1,
+        width=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kept=kept,
+        trains_head=causal.get_output_embeddings().weight.requires_grad,
+        **choices,
+    )
+
+
+def expect_memory(profile: MemoryProfile) -> Memory:
+    """Return the estimate. With checkpointing, a token costs one hidden state per block, and one complete block."""
+    shards_weights = profile.strategy in ("fsdp", "zero3")
+    shards_optimizer = shards_weights or profile.strategy == "zero2"
+    # 4-bit and 8-bit weights carry a scale per block of 64, in fp32.
+    frozen = profile.frozen * profile.size
+    if profile.bits < 16:
+        frozen += int(profile.products * (profile.bits / 8 + 4 / 64 - profile.size))
+    weights = frozen + profile.trainable * profile.size
+    gradients, optimizer = profile.trainable * profile.gradient_size, profile.trainable * profile.optimizer_size
+    host = 0
+    if shards_optimizer:
+        gradients, optimizer = gradients // profile.gpus, optimizer // profile.gpus
+    if profile.offload != "none":
+        host = gradients + optimizer
+        gradients, optimizer = 0, 0
+    gathered = 0
+    if shards_weights:
+        # FSDP2 gathers trained weights from the optimizer's exact copy; DeepSpeed keeps another.
+        own = (frozen if profile.strategy == "fsdp" else weights) // profile.gpus
+        if profile.offload == "all":
+            host, own = host + own, 0
+        gathered, weights = _gathered(profile) * profile.size, own
+    return Memory(
+        weights,
+        gradients,
+        optimizer,
+        loss=_loss_bytes(profile),
+        buffers=gathered + _buffer_bytes(profile),
+        per_token=int(profile.kept * profile.layers * profile.size),
+        per_token_checkpointed=int((profile.width * profile.layers + 2 * profile.kept) * profile.size),
+        host=host,
+    )
+
+
+def _gathered(profile: MemoryProfile) -> int:
+    """Return the weights that are complete at once in a run with sharded ones."""
+    if profile.strategy == "zero3":  # DeepSpeed lets go of them only above that number
+        return min(max(_LIVE, 2 * profile.unit), profile.unit * profile.layers + profile.root)
+    # FSDP2: what is outside blocks for as long as the model runs, the block at work, the next one, and the buffer that the
+    # gathered one is copied out of (_fsdp_collectives.py: foreach_all_gather, foreach_all_gather_copy_out).
+    return profile.root + 3 * profile.unit
+
+
+def _buffer_bytes(profile: MemoryProfile) -> int:
+    """Return what the reduction of trained weights' gradients takes beside the sums."""
+    if profile.strategy == "fsdp" and profile.trainable > profile.frozen:
+        # The complete gradient, and the input of the reduction in fp32 (foreach_reduce: reduce_scatter_input).
+        return max(profile.unit, profile.root) * (profile.size + 4)
+    if profile.strategy in ("zero2", "zero3"):
+        # A bucket, with overlap_comm stage 2 has two; and this process's part of the gradients in the weights' dtype.
+        buckets = (2 if profile.strategy == "zero2" else 1) * _BUCKET
+        return (buckets + profile.trainable // profile.gpus) * profile.size
+    return 0
+
+
+def _loss_bytes(profile: MemoryProfile) -> int:
+    """Return the peak of the loss (loss.py): a chunk's logits and what is computed of them, and the head's gradient."""
+    # Compiled: the logits, their gradient, and rows of fp32 numbers that Triton keeps in registers or in 8 bytes. Otherwise:
+    # three fp32 tensors, a mask of a byte, the logits and their gradient, of which a test counts the bytes.
+    per_logit = 2 * profile.size + 8 if profile.compiled else profile.size + 13 + (4 if profile.size < 4 else 0)
+    positions = CHUNK if profile.trains_head else CHUNK // 2
+    head = profile.vocabulary * profile.width * profile.size if profile.trains_head else 0
+    return positions * profile.vocabulary * per_logit + head
+
+
+def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True) -> list[str]:
+    """Return settings that would each alone make one example fit ``budget_bytes`` on each GPU, with checkpointing.
+
+    quantises: whether frozen weights in 4 bits are an option.
+    """
+    found = []
+    longest = max(profile.longest, 1)
+
+    def expected(**changes: Any) -> int:
+        changed = replace(profile, **changes)
+        return expect_memory(changed).total(max(changed.longest, 1), checkpointing=True)
+
+    shorter = longest // 2
+    while shorter >= 256 and expected(longest=shorter) > budget_bytes:
+        shorter //= 2
+    if shorter >= 256:
+        found.append(f"examples of at most {shorter:,} tokens (--set max_length={shorter})")
+    for gpus in (2, 4, 8, 16, 32, 64, 128):
+        if gpus > profile.gpus and expected(strategy="fsdp", gpus=gpus, offload="none") <= budget_bytes:
+            found.append(f"{gpus} GPUs like this one with sharded weights (--set parallel=fsdp)")
+            break
+    everything = profile.frozen + profile.trainable
+    if profile.trainable > everything // 2:
+        few = max(everything // 200, 1)
+        if (
+            expected(frozen=everything, trainable=few, products=everything - 2 * profile.width * profile.vocabulary)
+            <= budget_bytes
+        ):
+            found.append("LoRA instead of training every weight (--set method=lora)")
+    elif quantises and profile.bits > 4 and expected(bits=4) <= budget_bytes:
+        found.append("the frozen weights in 4 bits (--set bits=4)")
+    bigger = [name for name, size in SIZES.items() if budget_bytes < size * GIB and expected() <= size * GIB * 0.9]
+    if bigger:
+        found.append(f"a GPU with more memory: {', '.join(bigger)}")
+    return found
+
+
+def _inner_width(block: Any, config: Any) -> int:
+    """Return the feed-forward's width, which every configuration names differently: the widest input of a GEMM."""
+    inputs = [
+        part.nx if type(part).__name__ == "Conv1D" else getattr(part, "in_features", 0) for part in block.modules()
+    ]
+    return max([*inputs, int(config.hidden_size)])

@@ -1,0 +1,169 @@
+"""Choose which weights of a model are trained, and wrap it in the module that returns its loss, for every strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import peft
+import torch
+
+from ekiben_tasks.data import packing
+from ekiben_tasks.models import adapter, attention, compile_patches
+from ekiben_tasks.models import loss as losses
+from ekiben_tasks.models.architecture import find_architecture, last_layer
+from ekiben_tasks.models.lora import Lora
+from ekiben_tasks.task.errors import TaskError, nearest
+
+
+class TuningMethod(Protocol):
+    """Define which weights are trained: an adapter's, the last layer's, or all. A run's settings satisfy this."""
+
+    @property
+    def method(self) -> Literal["lora", "full", "last-layer"]:
+        """Return which weights are trained."""
+
+    @property
+    def lora(self) -> Lora:
+        """Return the adapter's settings, which method ``lora`` uses."""
+
+    @property
+    def last_layer(self) -> Literal["auto"] | tuple[str, ...]:
+        """Return the modules or weights that method ``last-layer`` trains; auto: the final norm and an untied head."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of an adapter's first weights."""
+
+
+class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
+    """Compute the summed loss of a packed batch. model: causal, with or without an adapter, computing in ``dtype``."""
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+        self.layout = attention.choose_layout(self.causal.config)
+        self.chunk_loss: losses.ChunkLoss = losses.softmax_loss
+
+    @property
+    def causal(self) -> Any:
+        """Return the causal model, without the PEFT model around it."""
+        return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model
+
+    @property
+    def body(self) -> Any:
+        """Return the causal model without its head."""
+        return getattr(self.causal, self.causal.base_model_prefix)
+
+    def forward(self, pack: packing.PackedBatch) -> torch.Tensor:
+        """Return the summed loss of the target tokens of ``pack``, a scalar in fp32."""
+        hidden = attention.forward(self.body, pack, self.dtype).index_select(0, pack.target_positions)
+        # Looked up here: a sharded head is complete only while its model runs.
+        return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, pack.labels, self.chunk_loss)
+
+    def compile_blocks(self, backend: Any = "inductor") -> None:
+        """Compile each block in place.
+
+        Equal blocks share one compilation; that of a complete model would take minutes.
+        """
+        compile_patches.prepare(self.model, self.body)
+        for block in find_blocks(self.body):
+            block.compile(dynamic=True, backend=backend)
+        self.chunk_loss = losses.compile_loss(backend)
+
+    def checkpoint_activations(self, count: int) -> None:
+        """Checkpoint the activations of the first ``count`` blocks."""
+        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the blocks.
+        enable = getattr(self.causal, "activation_checkpointing_enable", None)
+        (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
+        for block in find_blocks(self.body)[count:]:
+            block.gradient_checkpointing = False
+
+
+def find_blocks(body: Any) -> list[Any]:
+    """Return the repeated blocks of a decoder: its longest ModuleList."""
+    lists = [list(part) for part in body.modules() if isinstance(part, torch.nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def apply_tuning_method(causal: Any, tuning: TuningMethod) -> Any:
+    """Return ``causal`` as ``tuning`` trains it, with an adapter or with the trained weights unfrozen.
+
+    Raises:
+        TaskError: no module has the name of a target.
+    """
+    causal.requires_grad_(tuning.method == "full")
+    if tuning.method == "lora":
+        targets = tuning.lora.target_modules
+        if targets == "all-linear":
+            targets = ("all-linear",)
+        return adapter.add_adapter(
+            causal, r=tuning.lora.r, alpha=tuning.lora.alpha, dropout=tuning.lora.dropout, seed=tuning.seed,
+            target_modules=find_architecture(causal.config).lora if targets == "auto" else targets,
+        )  # fmt: skip
+    if tuning.method == "last-layer":
+        chosen = last_layer(causal.config) if tuning.last_layer == "auto" else tuning.last_layer
+        set_trainable(causal, chosen)
+    return causal
+
+
+def describe(model: Any, tuning: TuningMethod) -> str:
+    """Return which weights of ``model`` are trained, in words."""
+    if tuning.method == "lora":
+        return f"LoRA r {tuning.lora.r} on {', '.join(sorted(model.peft_config['default'].target_modules))}"
+    if tuning.method == "full":
+        return "every weight"
+    return ", ".join(
+        dict.fromkeys(name.rsplit(".", 1)[0] for name, part in model.named_parameters() if part.requires_grad)
+    )
+
+
+def set_trainable(causal: Any, names: Sequence[str]) -> None:
+    """Unfreeze the modules or weights of these names.
+
+    Raises:
+        TaskError: a name does not exist.
+    """
+    for name in names:
+        found = [part for path, part in causal.named_parameters() if f".{name}." in f".{path}."]
+        if not found:
+            known = sorted({path.rsplit(".", 2)[-2] for path, _ in causal.named_parameters()})
+            raise TaskError(f"setting last_layer: no module is called {name}.{nearest(name, known)}")
+        for part in found:
+            part.requires_grad_(True)
+
+
+def check_weights(model: Any, name: str) -> None:
+    """Check that no weight of the model ``name`` is NaN or infinite: every loss would be, too.
+
+    Raises:
+        TaskError: one is.
+    """
+    for path, part in model.named_parameters():
+        if part.is_floating_point() and not part.sum(dtype=torch.float32).isfinite():
+            raise TaskError(
+                f"model {name}: its weight {path} holds NaN or infinite values (as {part.dtype}); "
+                "compare the files with their source, and download or convert them again"
+            )
+
+
+def check_head(module: LossModule) -> None:
+    """Check that logits are hidden states times head: not scaled, not capped, without a bias.
+
+    Raises:
+        TaskError: they are not.
+    """
+    causal, body = module.causal, module.body
+    head = causal.get_output_embeddings()
+    ids = torch.arange(8, device=head.weight.device)[None] % causal.config.vocab_size
+    was_training = causal.training
+    causal.eval()
+    with torch.no_grad():
+        own = causal(input_ids=ids, use_cache=False).logits[0].float()
+        ours = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
+    causal.train(was_training)
+    if (own - ours).abs().max() > 1e-3 * own.abs().max() + 1e-4:
+        raise TaskError(
+            f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here"
+        )

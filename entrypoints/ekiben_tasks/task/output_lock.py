@@ -1,0 +1,50 @@
+"""One run at a time writes to an output folder, or a file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from ekiben_tasks.task.errors import TaskError
+
+NAME = ".lock"
+
+
+@contextlib.contextmanager
+def lock_output(output: Path) -> Iterator[None]:
+    """Hold a folder, or a file that is to be written, for this run; the kernel lets go of it when the process ends, however it ends.
+
+    The main process alone holds it. A file system without locks is used without one.
+
+    Raises:
+        TaskError: another run writes there.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    lock = output / NAME if output.is_dir() else output.with_name(f".{output.name}{NAME}")
+    with lock.open("a+b", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(file.fileno())):
+                raise BlockingIOError(errno.EWOULDBLOCK, "removed by the run that had it")
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                file.seek(0)
+                holder = file.read().decode(errors="replace").strip() or "unknown process"
+                raise TaskError(
+                    f"{output.absolute()}: another run writes there ({holder}); wait for it, end it, or give another --output"
+                ) from None
+        with contextlib.suppress(OSError):  # a full disk has no room for the name, and still a lock
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        try:
+            yield
+        finally:
+            if lock.parent != output:  # beside a file it would be left over; who has it open by now is refused
+                lock.unlink(missing_ok=True)

@@ -1,0 +1,100 @@
+"""Record a run's environment for run.json, and write its metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def versions() -> dict[str, str]:
+    """Return name → version of Python and of the libraries that a run depends on."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def image() -> Any:
+    """Return the image's metadata with the checksum of the recipe's files in it; None outside an image.
+
+    Where `ekiben run --live` put files of the host over the image's, ``live`` names them instead.
+    """
+    try:
+        metadata = json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
+        if origin := os.environ.get("EKIBEN_LIVE"):
+            return {**metadata, "live": origin}
+        return {**metadata, "recipe_sha256": checksum(Path("/opt/ekiben/recipe"))}
+    except (OSError, ValueError):
+        return None
+
+
+def checksum(folder: Path) -> str:
+    """Return a SHA-256 over all files' names and contents.
+
+    ekiben/publish/catalog/runs.py computes the same of a published image.
+    """
+    digest = hashlib.sha256()
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    for name in sorted(name for name in files if "__pycache__" not in name):
+        data = files[name].read_bytes()
+        digest.update(f"{name}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
+
+
+def site() -> dict[str, str]:
+    """Return this host, and the cluster, job and nodes that the scheduler's variables name."""
+    names = {
+        "cluster": ("SLURM_CLUSTER_NAME", "SGE_CLUSTER_NAME", "PBS_SERVER"),
+        "job": ("SLURM_JOB_ID", "JOB_ID", "PBS_JOBID"),
+        "nodes": ("SLURM_JOB_NODELIST", "SGE_JOB_HOSTLIST", "PBS_NODEFILE"),
+    }
+    found = {"host": socket.gethostname()}
+    for name, variables in names.items():
+        value = next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
+        if value:
+            found[name] = value
+    return found
+
+
+class Metrics:
+    """Write metrics.jsonl, one line per event. A resumed run first drops the lines after its checkpoint."""
+
+    def __init__(self, file: Path, resume_step: int) -> None:
+        self.file = file
+        self.lines = [line for line in _read_lines(file) if line["step"] <= resume_step] if resume_step else []
+        staged = file.with_name(f".{file.name}.staged-{os.getpid()}")
+        staged.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+        staged.replace(file)
+
+    def add(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Append ``lines`` to the file; each has a ``step``."""
+        self.lines += lines
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def series(self, key: str) -> list[tuple[float, float]]:
+        """Return the (step, value) pairs of one metric."""
+        return [(line["step"], line[key]) for line in self.lines if key in line]
+
+
+# Keys before this release: a run that is resumed goes on in the file that it has.
+_FORMER_KEYS = {"test_loss": "eval_loss", "learnt": "num_target_tokens"}
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            lines.append({_FORMER_KEYS.get(key, key): value for key, value in json.loads(line).items()})
+        except ValueError:
+            break  # a line cut short by a crash is the last one
+    return lines

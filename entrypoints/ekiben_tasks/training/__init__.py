@@ -1,0 +1,15 @@
+"""Train a model: settings, plan, loop, checkpoints, summary."""
+
+__all__ = [
+    "batches",
+    "checkpoint",
+    "loop",
+    "plan",
+    "prepare",
+    "progress",
+    "run",
+    "run_summary",
+    "settings",
+    "smoke",
+    "train",
+]

@@ -1,0 +1,66 @@
+"""Choose the examples of each step, and split them into packs for the processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ekiben_tasks.data import packing
+from ekiben_tasks.data.tokenize import Example
+from ekiben_tasks.distributed.context import DistributedContext
+from ekiben_tasks.training.plan import Plan
+
+
+class Batches:
+    """Choose the examples of a step, split them among the processes, and pack them.
+
+    collective: all processes have to run the model equally often, so some get empty packs at the end.
+    """
+
+    def __init__(
+        self, train: Sequence[Example], test: Sequence[Example], plan: Plan, world: DistributedContext, *,
+        layout: packing.Layout, collective: bool, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.train, self.test, self.plan, self.world = train, test, plan, world
+        self.layout, self.collective, self.device = layout, collective, device
+        self.max_tokens = plan.max_tokens  # of a pack; less once the memory was too small
+        self._order: tuple[int, torch.Tensor] | None = None  # of the rows, in an epoch
+
+    def rows_of(self, step: int) -> list[Example]:
+        """Return the examples of ``step``, of all processes together; each epoch has an order of its own."""
+        epoch, place = divmod(step, self.plan.steps_per_epoch(len(self.train)))
+        if self._order is None or self._order[0] != epoch:  # drawn once: of millions of rows it takes as long as a step
+            generator = torch.Generator().manual_seed(self.plan.seed + epoch)
+            self._order = (epoch, torch.randperm(len(self.train), generator=generator))
+        chosen = self._order[1][place * self.plan.batch_size : (place + 1) * self.plan.batch_size]
+        return [self.train[index] for index in chosen.tolist()]
+
+    def share(self, rows: Sequence[Example], *, training: bool) -> list[list[Example]]:
+        """Return this process's packs of ``rows``. training: limit them as the plan says.
+
+        Where all processes have to run the model equally often, empty packs may follow.
+        """
+        max_rows, max_tokens = (self.plan.max_rows, self.max_tokens) if training else (len(rows), self.plan.max_tokens)
+        ordered = sorted(rows, key=lambda row: len(row.ids), reverse=True)
+
+        def packs(rank: int) -> list[list[Example]]:
+            return packing.split_micro_batches(ordered[rank :: self.world.size], max_rows, max_tokens, self.layout)
+
+        own = packs(self.world.rank)
+        if self.collective:
+            most = max(len(packs(rank)) for rank in range(self.world.size))
+            own += [[] for _ in range(most - len(own))]
+        return own
+
+    def pack(self, rows: Sequence[Example]) -> packing.PackedBatch:
+        """Return ``rows`` as a packed batch on the device. For an empty pack, that is the shortest training example.
+
+        The caller does not count the loss of an empty pack.
+        """
+        return packing.pack(rows or [self._shortest], self.layout).to(self.device)
+
+    @functools.cached_property
+    def _shortest(self) -> Example:
+        return min(self.train, key=lambda row: len(row.ids))

@@ -1,0 +1,147 @@
+"""Decide what a run will do, before its first step: its steps, and how they fit the memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ekiben_tasks.distributed.optimizer import OptimizerConfig
+from ekiben_tasks.distributed.strategy import StrategyModule
+from ekiben_tasks.models.device import Device, compiler_missing
+from ekiben_tasks.models.memory import SPREAD, Memory, MemoryProfile
+from ekiben_tasks.training.prepare import Prepared
+from ekiben_tasks.training.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Hold what is decided before a run's first step. max_rows, max_tokens: of one micro-batch."""
+
+    epochs: float
+    max_steps: int
+    batch_size: int
+    max_rows: int
+    max_tokens: int
+    checkpointed: int  # blocks whose activations are computed twice
+    compile: bool
+    learning_rate: float
+    schedule: Literal["linear", "cosine", "constant"]
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    eval_every: int
+    save_minutes: float
+    save_steps: int
+    warmup_ratio: float
+    log_seconds: float
+    seed: int
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Return the optimizer's part of the plan."""
+        return OptimizerConfig(self.learning_rate, self.weight_decay, self.max_grad_norm)
+
+    def steps(self, rows: int) -> int:
+        """Return how many steps the run takes with ``rows`` training examples."""
+        total = math.ceil(self.epochs * self.steps_per_epoch(rows) - 1e-9)
+        return min(total, self.max_steps) if self.max_steps > 0 else total
+
+    def steps_per_epoch(self, rows: int) -> int:
+        """Return how many steps one epoch of ``rows`` training examples takes."""
+        return math.ceil(rows / self.batch_size)
+
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of ``step`` (from 0) of ``steps``: a linear warm-up, then the schedule.
+
+        The schedule falls to 0 linearly or along half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation
+        5, without restarts), or is constant.
+        """
+        warmup = round(self.warmup_ratio * steps) or min(self.warmup_steps, steps // 10)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        left = (steps - step) / max(steps - warmup, 1)
+        shares = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2, "constant": 1.0}
+        return self.learning_rate * shares[self.schedule]
+
+
+def make_plan(settings: Settings, device: Device, memory: Memory, profile: MemoryProfile, data: Prepared) -> Plan:
+    """Return how the run trains: micro-batches that fit the memory, checkpointed blocks, steps."""
+    checkpointed, max_tokens = _fit_memory(settings, device, memory, profile, data)
+    return Plan(
+        epochs=settings.epochs,
+        max_steps=settings.max_steps,
+        batch_size=settings.batch_size,
+        max_rows=settings.micro_batch if isinstance(settings.micro_batch, int) else settings.batch_size,
+        max_tokens=max_tokens,
+        checkpointed=checkpointed,
+        compile=profile.compiled,
+        learning_rate=settings.learning_rate,
+        schedule=settings.schedule,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        eval_every=settings.eval_every,
+        save_minutes=settings.save_minutes,
+        save_steps=settings.save_steps,
+        warmup_ratio=settings.warmup_ratio,
+        log_seconds=settings.log_seconds,
+        seed=settings.seed,
+    )
+
+
+def will_compile(strategy: StrategyModule, settings: Settings, device: Device, tokens: int) -> bool:
+    """Return whether blocks are compiled: as the settings say or, for ``auto``, in long runs on a GPU with bf16.
+
+    tokens: of one epoch.
+    """
+    if not strategy.COMPILES:
+        return False
+    if settings.compile != "auto":
+        return settings.compile
+    worth_it = tokens * settings.epochs > 1_000_000  # it takes about half a minute to compile
+    return worth_it and device.has_bf16 and compiler_missing() is None
+
+
+def memory_choices(
+    strategy: StrategyModule, settings: Settings, device: Device, processes: int, tokens: int, options: Any
+) -> dict[str, Any]:
+    """Return the fields of MemoryProfile that depend on how the run trains. tokens: of one epoch."""
+    layout, offload = strategy.memory_layout(options)
+    return {
+        "strategy": layout,
+        "gpus": processes,
+        "offload": offload,
+        "bits": settings.bits,
+        "size": device.dtype.itemsize,
+        "compiled": will_compile(strategy, settings, device, tokens),
+    }
+
+
+def _fit_memory(
+    settings: Settings, device: Device, memory: Memory, profile: MemoryProfile, data: Prepared
+) -> tuple[int, int]:
+    """Return (blocks to checkpoint, tokens of a pack) within nine tenths of the memory.
+
+    Packs are as large as pays. Where even packs that are large enough for full speed do not fit, as many blocks as
+    necessary are checkpointed.
+    """
+    most, enough = (16_384, 8192) if device.is_gpu else (4096, 1024)
+    if device.is_gpu and profile.strategy == "fsdp":
+        most = 32_768  # each pack costs gathering every weight
+    room = max(int(0.9 * device.memory) - memory.fixed, 0)
+    # Processes that gather weights from each other cannot take smaller packs once the memory is full.
+    spread = 1 + SPREAD if profile.strategy in ("fsdp", "zero2", "zero3") else 1
+    plain, twice = int(memory.per_token * spread), int(memory.per_token_checkpointed * spread)
+    if isinstance(settings.micro_batch, int):
+        wanted = most = data.longest * settings.micro_batch
+    else:
+        wanted = max(data.longest, min(enough, data.longest * settings.batch_size))
+    layers = profile.layers
+    if settings.gradient_checkpointing == "auto":
+        share = (wanted * plain - room) / max(wanted * (plain - twice), 1)
+        checkpointed = min(max(-int(-share * layers // 1), 0), layers)
+    else:
+        checkpointed = layers if settings.gradient_checkpointing else 0
+    per_token = plain - (plain - twice) * checkpointed // layers
+    return checkpointed, max(min(room // max(per_token, 1), most), data.longest)

@@ -1,0 +1,58 @@
+"""Read, split and tokenise the examples of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ekiben_tasks.data.sources import Source, SplitExamples, read_all
+from ekiben_tasks.data.tokenize import Example, encode_examples
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.training.settings import Settings
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Hold a run's examples as tokens, and how many were left out."""
+
+    train: list[Example]
+    test: list[Example]
+    rows: SplitExamples
+    too_long: int
+    limit: int = 0  # tokens of the longest example allowed
+    limit_reason: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of the training examples."""
+        return sum(len(example.ids) for example in self.train)
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Return how many of the training examples' tokens the loss counts."""
+        return sum(example.num_target_tokens for example in self.train)
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest example, evaluation included."""
+        return max(len(example.ids) for example in [*self.train, *self.test])
+
+
+def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, context: int, skip_bad: bool) -> Prepared:
+    """Read, split and tokenise the examples of ``sources``. context: the model's longest, in tokens.
+
+    Raises:
+        TaskError: nothing can be read, an example is invalid (unless ``skip_bad``), or no training example fits.
+    """
+    rows = read_all(sources, seed=settings.seed, skip_bad=skip_bad, form=settings.form)
+    limit = min(settings.max_length, context)
+    reason = ", all that the model takes," if context < settings.max_length else ""
+    kept = []
+    too_long = 0
+    for part in (rows.train, rows.test):
+        encoded = encode_examples(tokenizer, part, mask_prompt=settings.mask_prompt)
+        kept.append([example for example in encoded if len(example.ids) <= limit])
+        too_long += len(encoded) - len(kept[-1])
+    if not kept[0]:
+        raise TaskError(f"setting max_length: none of the {len(rows.train)} rows fits {limit} tokens{reason}")
+    return Prepared(kept[0], kept[1], rows, too_long, limit, reason)

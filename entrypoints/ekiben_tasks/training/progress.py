@@ -1,0 +1,218 @@
+"""Print and record a run's progress: losses, speed, metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ekiben_tasks.distributed.context import DistributedContext
+from ekiben_tasks.models import flops
+from ekiben_tasks.models.device import Device
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.run_metadata import Metrics
+from ekiben_tasks.training import checkpoint
+from ekiben_tasks.training.plan import Plan
+
+
+class Meter:
+    """Measure tokens and FLOPs per second of the steps alone: not of evaluation, saving and each start's first step."""
+
+    def __init__(self, tokens: int = 0, flops: float = 0.0, seconds: float = 0.0) -> None:
+        self.tokens, self.flops, self.seconds = tokens, flops, seconds
+        self.lap()
+
+    def lap(self) -> None:
+        """Start a new interval, and drop what was counted since the last keep()."""
+        self._tokens, self._flops, self._since = 0, 0.0, time.monotonic()
+
+    def count(self, tokens: int, flops: float) -> None:
+        """Count the tokens and FLOPs of a step."""
+        self._tokens += tokens
+        self._flops += flops
+
+    def keep(self) -> None:
+        """Add what was counted since the last lap. Call it when the device has finished that work."""
+        self.tokens += self._tokens
+        self.flops += self._flops
+        self.seconds += time.monotonic() - self._since
+        self.lap()
+
+    def speed(self, gpus: int, peak: float | None) -> tuple[float, float | None]:
+        """Return (tokens per second, MFU or None) of ``gpus`` together. peak: FLOP/s of one; None: not known."""
+        if not self.tokens:
+            return 0.0, None
+        mfu = flops.utilisation(self.flops, self.seconds, gpus, peak) if peak else None
+        return self.tokens / self.seconds, mfu
+
+    def state(self) -> dict[str, float]:
+        """Return the arguments that make an equal Meter, for a checkpoint."""
+        return {"tokens": self.tokens, "flops": self.flops, "seconds": self.seconds}
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step whose loss is still on the GPU."""
+
+    step: int
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    num_target_tokens: int
+    rate: float
+
+
+class Progress:
+    """Collect a run's losses and speed. They are fetched from the device a few times a minute, all steps at once."""
+
+    def __init__(
+        self, plan: Plan, world: DistributedContext, device: Device, costs: flops.Costs, output: Path, rows: int
+    ) -> None:
+        self.plan, self.world, self.costs, self.output = plan, world, costs, output
+        self.steps, self.steps_per_epoch = plan.steps(rows), plan.steps_per_epoch(rows)
+        self.peak = flops.peak_flops(device.name)
+        self.skips_overflow = device.dtype == torch.float16
+        self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
+        self.last_loss, self.last_eval_loss = math.nan, math.nan
+        self.step, self.first_step = 0, 0
+        self.metrics: Metrics | None = None  # of the first process
+        self._pending: list[_Pending] = []
+
+    def begin(self) -> None:
+        """Start the clock, and open metrics.jsonl after step ``step``."""
+        self.first_step = self.step
+        if self.world.is_main_process:
+            self.metrics = Metrics(self.output / "metrics.jsonl", self.step)
+        self.started = time.monotonic()
+        self.meter.lap()
+
+    @property
+    def wall(self) -> float:
+        """Return the seconds of training so far, earlier starts included."""
+        return self.wall_before + time.monotonic() - self.started
+
+    def speed(self) -> tuple[float, float | None]:
+        """Return (tokens per second, MFU or None) of all GPUs."""
+        return self.meter.speed(self.world.size, self.peak)
+
+    def add_step(
+        self, lengths: list[int], num_target_tokens: int, loss: torch.Tensor, norm: torch.Tensor, rate: float
+    ) -> None:
+        """Count a step; flush() fetches its loss and norm from the device later.
+
+        lengths: tokens of each example. loss: summed over all processes. norm: of the gradient. Both are scalars in
+        fp32. rate: the learning rate.
+        """
+        self.step += 1
+        self.meter.count(sum(lengths), self.costs.of_examples(lengths, num_target_tokens))
+        self._pending.append(_Pending(self.step, loss, norm, num_target_tokens, rate))
+
+    def add_test(self, loss: float) -> None:
+        """Record and print an evaluation loss, in nats per target token."""
+        self.last_eval_loss = loss
+        if self.metrics:
+            self.metrics.add([{"step": self.step, "eval_loss": loss}])
+            ppl = math.exp(min(loss, 100))
+            print(f"step {self.step}/{self.steps}  eval loss {loss:.4f}  perplexity {ppl:.2f}", flush=True)
+
+    def flush(self) -> None:
+        """Fetch the losses of the steps since the last flush, all at once, and record them.
+
+        Raises:
+            TaskError: a loss or a gradient is not finite. In fp16 a step with such a gradient was skipped, and its
+                scale lowered.
+        """
+        if not self._pending:
+            return
+        values = torch.stack([torch.stack([item.loss, item.grad_norm]) for item in self._pending]).tolist()
+        lines: list[dict[str, Any]] = []
+        broken = None
+        for item, (summed, norm) in zip(self._pending, values, strict=True):
+            mean = summed / max(item.num_target_tokens, 1)
+            if not math.isfinite(mean):
+                broken = f"the loss is {mean} at step {item.step}"
+            elif not math.isfinite(norm) and not self.skips_overflow:
+                broken = f"the norm of the gradient is {norm} at step {item.step}"
+            if broken:
+                break
+            self.last_loss = mean
+            lines.append(
+                {
+                    "step": item.step,
+                    "loss": mean,
+                    "lr": item.rate,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                    "num_target_tokens": item.num_target_tokens,
+                }
+            )
+        self._pending.clear()
+        if self.metrics:
+            self.metrics.add(lines)
+        if broken:
+            raise TaskError(f"{broken}: {self.advise()}")
+
+    def advise(self) -> str:
+        """Return what to do about a number that is not finite, and which checkpoint is left."""
+        newest = checkpoint.latest(self.output / "checkpoints")
+        left = f"{newest} is the newest checkpoint, from before it" if newest else "no checkpoint was saved before it"
+        return (
+            f"look at the data for rows of noise, or start again with --overwrite "
+            f"--set learning_rate={self.plan.learning_rate / 3:.2g}; {left}"
+        )
+
+    def report(self) -> None:
+        """Print one line in the main process: steps, losses, speed, time left."""
+        if not self.world.is_main_process:
+            return
+        speed, mfu = self.speed()
+        done = self.step - self.first_step
+        left = (time.monotonic() - self.started) / done * (self.steps - self.step)
+        parts = [
+            f"step {self.step}/{self.steps}",
+            f"epoch {self.step / self.steps_per_epoch:.2f}",
+            f"loss {self.last_loss:.4f}",
+            f"lr {self.plan.rate(self.step - 1, self.steps):.2e}",
+            f"{speed:,.0f} tokens/s" if speed else "",
+            f"MFU {mfu:.0%}" if mfu else "",
+            f"{_duration(left)} left",
+        ]
+        print("  ".join(part for part in parts if part), flush=True)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: plain values."""
+        return {
+            "step": self.step, "steps": self.steps, "meter": self.meter.state(), "wall": self.wall,
+            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss,
+        }  # fmt: skip
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the ``state`` of a checkpoint."""
+        self.step, self.meter, self.wall_before = state["step"], Meter(**state["meter"]), state["wall"]
+        self.last_loss, self.last_eval_loss = state["last_loss"], state["last_eval_loss"]
+
+
+@contextlib.contextmanager
+def peak_memory(device: Device) -> Iterator[dict[str, int]]:
+    """Yield a dict that holds, afterwards, ``bytes``: the most memory this process held on the GPU, or on the CPU."""
+    found: dict[str, int] = {}
+    if device.is_gpu:
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+    try:
+        yield found
+    finally:
+        if device.is_gpu:
+            found["bytes"] = torch.cuda.max_memory_reserved(device.torch_device)
+        else:
+            found["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

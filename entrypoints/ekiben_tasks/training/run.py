@@ -1,0 +1,197 @@
+"""Run a training job: decide, load, train, record."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ekiben_tasks.data.sources import Source
+from ekiben_tasks.data.tokenize import apply_format
+from ekiben_tasks.distributed import strategy as strategies
+from ekiben_tasks.distributed.context import DistributedContext, Stop, init_distributed
+from ekiben_tasks.models import flops, load, memory
+from ekiben_tasks.models.attention import choose_attention, choose_layout, prefer_kernels, uniform_kernels
+from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
+from ekiben_tasks.models.tuning import apply_tuning_method, describe
+from ekiben_tasks.task import plot
+from ekiben_tasks.task.command import DryRun
+from ekiben_tasks.task.errors import DoesNotFitError, TaskError
+from ekiben_tasks.task.files import write_json
+from ekiben_tasks.training import checkpoint, run_summary
+from ekiben_tasks.training.batches import Batches
+from ekiben_tasks.training.loop import Run, TrainerCallback
+from ekiben_tasks.training.plan import make_plan, memory_choices
+from ekiben_tasks.training.prepare import Prepared, prepare_data
+from ekiben_tasks.training.progress import Progress, peak_memory
+from ekiben_tasks.training.run_summary import RunSummary
+from ekiben_tasks.training.settings import Settings, fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Describe a requested run. path: of the model, as locate_model() returned it."""
+
+    settings: Settings
+    parallel: str
+    processes: int
+    sources: list[Source]
+    path: str
+    output: Path
+    dry: DryRun | None
+    skip_bad: bool
+    fresh: bool
+    prepare: Callable[[Settings, list[Source], Any, int, bool], Prepared] | None
+    callback: TrainerCallback | None
+
+    @property
+    def product(self) -> str:
+        """Return the name of the folder in ``output`` that holds the trained weights."""
+        return "adapter" if self.settings.method == "lora" else "model"
+
+
+def run(job: Job) -> int:
+    """Run ``job`` and return the exit code: 0, or 75 or 130 after a signal.
+
+    Raises:
+        DoesNotFitError: it needs more memory than there is.
+        TaskError: the strategy, the device, the data, the model or the output cannot be used.
+    """
+    module = strategies.find(job.parallel)
+    if reason := module.unavailable():
+        raise TaskError(f"setting parallel={job.parallel}: {reason}")
+    # May wait for others for long, and must stay killable. A dry run needs nobody: one process plans for all.
+    world = (
+        DistributedContext(rank=int(os.environ.get("RANK", "0")), size=job.processes)
+        if job.dry
+        else init_distributed(job.settings.device, alone=not module.NEEDS_PROCESS_GROUP)
+    )
+    stop = Stop()
+    if not job.dry:
+        stop.listen()
+    tokenizer = load.load_tokenizer(job.path)
+    summary, profile, costs = _decide(job, tokenizer, world)
+    if world.is_main_process:
+        print("\n".join(run_summary.format_header(summary)), flush=True)
+    _refuse_what_cannot_fit(summary, profile, is_here=not (job.dry and (summary.no_device or job.dry.gpu)))
+    if job.dry:
+        return 0
+
+    if job.fresh and world.is_main_process:
+        shutil.rmtree(job.output / "checkpoints", ignore_errors=True)
+    world.barrier()
+    started = time.time()
+    strategy = module.create(_request(job, summary), summary.plan.optimizer, world, _options(job))
+    data, plan = summary.data, summary.plan
+    batches = Batches(data.train, data.test, plan, world, layout=strategy.loss_module.layout, collective=strategy.collective,
+                      device=summary.device.torch_device)  # fmt: skip
+    progress = Progress(plan, world, summary.device, costs, job.output, len(data.train))
+    same = fingerprint(job.settings, data)
+    checkpoints = checkpoint.Checkpoints(job.output, same, job.settings.model, world,
+                                         keep=job.settings.save_total_limit)  # fmt: skip
+    training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback)
+    with peak_memory(summary.device) as peak, uniform_kernels(summary.device.torch_device):
+        exit_code = training.fit()
+    _record(job, summary, training, tokenizer, peak["bytes"], exit_code, started)
+    world.destroy()
+    return exit_code or 0
+
+
+def _decide(
+    job: Job, tokenizer: Any, world: DistributedContext
+) -> tuple[RunSummary, memory.MemoryProfile, flops.Costs]:
+    """Everything that can be decided before weights are loaded."""
+    settings = job.settings
+    device, no_device = _device(settings, world.local_rank, job.dry)
+    is_here = not (job.dry and job.dry.gpu)
+    # Packs that fit the fullest GPU: processes with different plans would wait for each other for ever.
+    device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
+    form = apply_format(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
+    meta = apply_tuning_method(load.load_meta_model(job.path), settings)
+    context = load.longest_context(meta.config)
+    data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.skip_bad)
+    module = strategies.find(job.parallel)
+    choices = memory_choices(module, settings, device, world.size, data.tokens, _options(job))
+    profile = memory.profile_model(meta, longest=data.longest, **choices)
+    expected = memory.expect_memory(profile)
+    parameters, trainable = load.count_parameters(meta)
+    kernel = prefer_kernels(device.torch_device, device.dtype) if is_here else "flash" if device.has_bf16 else "sdpa"
+    summary = RunSummary(
+        settings=settings, parallel=job.parallel, processes=world.size, spread=module.SUMMARY, device=device,
+        no_device=no_device, plan=make_plan(settings, device, expected, profile, data),
+        attention=run_summary.name_attention(choose_layout(meta.config), choose_attention(meta.config), kernel),
+        data=data, memory=expected, layers=profile.layers, parameters=parameters - trainable * (settings.method == "lora"),
+        form=form, trainable=trainable, trained=describe(meta, settings), output=job.output,
+    )  # fmt: skip
+    return summary, profile, flops.training_costs(meta)
+
+
+def _request(job: Job, summary: RunSummary) -> strategies.ModelRequest:
+    return strategies.ModelRequest(
+        path=job.path, name=job.settings.model, device=summary.device, tuning=job.settings, bits=job.settings.bits,
+        checkpointed_blocks=summary.plan.checkpointed, compile=summary.plan.compile,
+    )  # fmt: skip
+
+
+def _options(job: Job) -> Any:
+    """The settings of the strategy alone: the group that has its name."""
+    return getattr(job.settings, job.parallel, None)
+
+
+def _record(
+    job: Job, summary: RunSummary, training: Run, tokenizer: Any, peak: int, exit_code: int | None, started: float
+) -> None:
+    """Write the model, the run's record and its plot; say what came of it."""
+    strategy, folder = training.strategy, job.output / job.product
+    if exit_code is None and job.product == "model":
+        weights = strategy.weights()
+        if training.world.is_main_process:
+            checkpoint.save_model(strategy.loss_module.causal, folder, weights)
+    metrics = training.progress.metrics
+    if metrics is None:  # another process records
+        return
+    result = run_summary.result(summary, training, peak, exit_code, started)
+    write_json(job.output / "run.json", result)
+    series = {"train": metrics.series("loss"), "eval": metrics.series("eval_loss")}
+    plot.draw(job.output / "loss.png", f"{Path(job.settings.model).name}: loss", series)
+    if exit_code is None:
+        tokenizer.save_pretrained(str(folder))
+        print("\n".join(run_summary.format_footer(result, job.product, job.output)), flush=True)
+
+
+def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, *, is_here: bool) -> None:
+    """Raise DoesNotFitError with what would make it fit. is_here: it would run on this machine."""
+    # What DeepSpeed keeps in the host's memory, for all GPUs of this node.
+    host = summary.memory.host * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if is_here and host > (free := free_ram()):
+        raise DoesNotFitError(
+            f"{summary.settings.model}: about {host / GIB:.0f} GiB of this node's own memory would be needed, and "
+            f"{free / GIB:.0f} GiB are free; take more nodes, or keep less there (--set deepspeed.offload=none)"
+        )
+    budget_bytes = summary.device.memory
+    expected = summary.needed_bytes
+    if expected <= budget_bytes:
+        return
+    ways = memory.suggest(profile, int(0.9 * budget_bytes), quantises=summary.device.is_gpu)
+    smaller = "; what would: " + ", or ".join(ways) if ways else "; take a smaller model"
+    raise DoesNotFitError(
+        f"{summary.settings.model}: about {expected / GIB:.0f} GiB would be needed, and {summary.device.name} "
+        f"has {budget_bytes / GIB:.0f} GiB free, so it will not fit{smaller}"
+    )
+
+
+def _device(settings: Settings, index: int, dry: DryRun | None) -> tuple[Device, str | None]:
+    """The device; for a dry run without one, the CPU in its place and the reason."""
+    if dry and dry.gpu:
+        return named_device(dry.gpu), None
+    try:
+        return choose_device(settings.device, index), None
+    except TaskError as error:
+        if not dry:
+            raise
+        return dry_run_device(), str(error)

@@ -1,0 +1,192 @@
+"""Format what a training run prints before and after, and build its record, run.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ekiben_tasks.data import packing
+from ekiben_tasks.models.device import GIB, Device, compiler_missing
+from ekiben_tasks.task import hub, run_metadata
+from ekiben_tasks.training.settings import Settings
+
+if TYPE_CHECKING:
+    from ekiben_tasks.models.memory import Memory
+    from ekiben_tasks.training import loop
+    from ekiben_tasks.training import plan as plan_module
+    from ekiben_tasks.training.prepare import Prepared
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Hold everything that is decided before weights are loaded."""
+
+    settings: Settings
+    parallel: str
+    processes: int
+    spread: str  # what each process has, in words
+    device: Device
+    no_device: str | None  # why there is no GPU, in a dry run
+    attention: str
+    plan: plan_module.Plan
+    data: Prepared
+    memory: Memory
+    layers: int
+    parameters: int
+    trainable: int
+    trained: str  # in words
+    form: str  # of the rows, in words
+    output: Path
+
+    @property
+    def expected_bytes(self) -> int:
+        """Return the bytes of one GPU's memory that the allocator is expected to reserve, at most those that are free.
+
+        Where the plan needs more than are free, return what it needs.
+        """
+        return max(self.needed_bytes, min(self._at_peak(self.memory.reserved), self.device.memory))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Return the bytes of one GPU's memory that the plan needs."""
+        return self._at_peak(self.memory.total)
+
+    def _at_peak(self, estimate: Callable[..., int]) -> int:
+        rows = min(self.plan.batch_size, self.plan.max_rows)
+        tokens = min(self.plan.max_tokens, self.data.longest * rows, self.data.tokens)
+        plain, checkpointed = (estimate(tokens, checkpointing=which) for which in (False, True))
+        return plain - (plain - checkpointed) * self.plan.checkpointed // self.layers
+
+
+def format_header(summary: RunSummary) -> list[str]:
+    """Return the lines printed before a run."""
+    settings, plan, data, device = summary.settings, summary.plan, summary.data, summary.device
+    left_out = (
+        f"{data.too_long} longer than {data.limit:,} tokens{data.limit_reason} and {len(data.rows.bad)} bad left out"
+    )
+    steps = plan.steps(len(data.train))
+    compiling = "compiled" if plan.compile else "not compiled"
+    if not plan.compile and device.is_gpu and compiler_missing():
+        compiling += f" ({compiler_missing()} in this image)"
+    sources = ", ".join(f"{name} ({count:,})" for name, count in data.rows.counts.items())
+    bits = f", in {settings.bits} bits" if settings.bits < 16 else ""
+    where = f"{summary.processes} x {device.name} {summary.spread}" if summary.processes > 1 else device.name
+    twice = f", {plan.checkpointed} of {summary.layers} blocks checkpointed" if plan.checkpointed else ""
+    expected = f"{summary.expected_bytes / GIB:.1f} GiB expected"
+    host = f", and {summary.memory.host / GIB:.1f} GiB of the host's for each" if summary.memory.host else ""
+    lines = [
+        f"model       {settings.model}: {summary.parameters:,} parameters{bits}",
+        f"trains      {summary.trained}: {summary.trainable:,} trainable",
+        f"data        {sources}",
+        f"            {len(data.train):,} rows to learn, {len(data.test):,} to test on; {left_out}",
+        f"            as {summary.form}",
+        f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has {data.longest:,}",
+        f"steps       {steps:,} of {plan.batch_size} rows, {plan.epochs:g} epoch{'s' * (plan.epochs > 1)}",
+        f"device      {where}, {str(device.dtype).removeprefix('torch.')}, {compiling}",
+        f"attention   {summary.attention}",
+        f"memory      {expected} of {device.memory / GIB:.1f} GiB free{' on each' * (summary.processes > 1)}{twice}{host}",
+        f"output      {summary.output.absolute()}",
+    ]
+    if summary.no_device:
+        many = f"; planned for {summary.processes} GPUs {summary.spread}" if summary.processes > 1 else ""
+        lines[7] = f"device      none: {summary.no_device}{many}"
+        lines[9] = f"memory      {expected}{twice}{host}"
+    if summary.parallel == "deepspeed" and summary.processes > 1 and settings.deepspeed.offload == "none":
+        # Two H200, 1B, every weight: 90 % of twice one GPU's speed by fsdp, 66 by ZeRO-2, 56 by ZeRO-3.
+        lines.append(
+            "note        parallel=fsdp shards as much and is faster: its blocks are compiled, DeepSpeed's are not"
+        )
+    if settings.warmup_steps > steps // 10 and not settings.warmup_ratio:
+        lines.append(f"note        warm-up is {steps // 10} steps, a tenth of all, not {settings.warmup_steps}")
+    return lines
+
+
+def name_attention(layout: packing.Layout, implementation: str, kernel: str) -> str:
+    """Return a description of the attention. implementation: transformers' name; kernel: prefer_kernels()'s."""
+    if layout == "padded":
+        return f"{implementation} over rows side by side, filled up (this architecture's cannot take packed rows)"
+    return "sdpa row by row over packed rows" if kernel == "sdpa" else f"{kernel} over packed rows"
+
+
+def result(summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None, started: float) -> dict[str, Any]:
+    """Return the content of run.json.
+
+    peak: bytes. exit_code: None for a finished run. started: seconds since the epoch.
+    """
+    settings, data = summary.settings, summary.data
+    speed, mfu = run.progress.speed()
+    return {
+        "status": "finished" if exit_code is None else "interrupted",
+        "settings": dataclasses.asdict(settings),
+        "model": {
+            "name": settings.model,
+            "commit": hub.model_commit(settings.model),
+            "parameters": summary.parameters,
+            "trainable": summary.trainable,
+        },
+        "data": {
+            "sha256": data.rows.sha256,
+            "sources": data.rows.counts,
+            "versions": data.rows.versions,
+            "rows": len(data.train),
+            "eval_rows": len(data.test),
+            "tokens": data.tokens,
+            "num_target_tokens": data.num_target_tokens,
+            "too_long": data.too_long,
+            "bad": len(data.rows.bad),
+        },
+        "device": {
+            "name": run.device.name,
+            "count": run.world.size,
+            "parallel": summary.parallel,
+            "dtype": str(run.device.dtype).removeprefix("torch."),
+            "attention": summary.attention,
+            "compiled": run.plan.compile,
+            "checkpointed_blocks": run.checkpointed,
+            "tokens_at_a_time": run.batches.max_tokens,
+        },
+        "site": run_metadata.site(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "steps": run.step,
+        "time_to_train_s": round(run.progress.wall, 1),
+        "tokens_per_s": round(speed, 1),
+        "mfu": None if mfu is None else round(mfu, 4),
+        "expected_memory_bytes": summary.expected_bytes,
+        "peak_memory_bytes": peak,
+        "final_loss": _number(run.progress.last_loss),
+        "final_eval_loss": _number(run.last_eval_loss),
+        "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
+        "seed": settings.seed,
+        "versions": run_metadata.versions(),
+        "image": run_metadata.image(),
+    }
+
+
+def format_footer(found: dict[str, Any], what: str, output: Path) -> list[str]:
+    """Return the lines printed after a run. found: the content of run.json.
+
+    what: 'adapter' or 'model', the folder of ``output`` that holds the trained weights.
+    """
+    mfu = f", MFU {found['mfu']:.0%}" if found["mfu"] else ""
+    # What this recipe has to go on with.
+    place = output / what
+    ways = {
+        "generate": f"generate --{what} {place}", "chat": f'chat --{what} {place} "質問"',
+        "evaluate": f"evaluate --{what} {place}", "upload": f"upload --input {place} --name you/{output.name} --dry-run",
+    }  # fmt: skip
+    task = next((name for name in ways if shutil.which(name)), "chat")
+    return [
+        f"done        {found['steps']:,} steps in {found['time_to_train_s']:,.0f} s, {found['tokens_per_s']:,.0f} tokens/s"
+        f"{mfu}, at most {found['peak_memory_bytes'] / 2**30:.1f} GiB",
+        f"{what:<12}{place}   loss {output / 'loss.png'}   record {output / 'run.json'}",
+        f"try         {ways[task]}",
+    ]
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

@@ -1,0 +1,177 @@
+"""Define the settings of a training run, and check them before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ekiben_tasks.data.schema import DatasetFormat, check_format
+from ekiben_tasks.distributed import strategy
+from ekiben_tasks.distributed.options import DeepSpeed
+from ekiben_tasks.models.lora import Lora
+from ekiben_tasks.task import errors
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.command import DryRun
+from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.settings import option
+
+SAMPLE = "sample"
+# What may differ between a run and its continuation: it changes neither data nor arithmetic, or only how fast it goes.
+_FREE = {
+    "device",
+    "compile",
+    "micro_batch",
+    "gradient_checkpointing",
+    "eval_every",
+    "save_minutes",
+    "save_steps",
+    "save_total_limit",
+    "epochs",  # a run can be lengthened
+    "max_steps",
+    "log_seconds",
+    "data",
+    "parallel",
+    "deepspeed",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Define the settings of `train`."""
+
+    model: str = option("cyberagent/open-calm-3b", "base model: a hub id or a local folder")
+    method: Literal["lora", "full", "last-layer"] = option("lora", "what is trained: an adapter, every weight, the end")
+    bits: Literal[16, 8, 4] = option(16, "of the frozen weights under an adapter; 8 and 4 by bitsandbytes, on a GPU")
+    data: object = option(
+        SAMPLE, "hub data sets, folders, .json, .jsonl or .parquet files; or {source, validation_split} groups"
+    )
+    validation_split: float = option(
+        0.02, "share of the examples kept for evaluation, where a source does not say", old="test_share"
+    )
+    form: DatasetFormat = dataclasses.field(default_factory=DatasetFormat)
+    mask_prompt: bool = option(True, "learn the response only; false: learn the prompt's text too")
+    max_length: int = option(2048, "rows of more tokens are left out, and counted")
+    lora: Lora = dataclasses.field(default_factory=Lora)
+    last_layer: Literal["auto"] | tuple[str, ...] = option(
+        "auto", "modules or weights that method last-layer trains; auto: the last norm, and the head unless it is tied"
+    )
+    epochs: float = option(1, "times through the data; 0.5: half of it")
+    max_steps: int = option(-1, "stop after so many steps; -1: at the end of the epochs")
+    batch_size: int = option(32, "rows of one step of the optimizer, over all GPUs")
+    micro_batch: int | Literal["auto"] = option("auto", "rows at a time; auto: what fits. The gradient is the same")
+    learning_rate: float = option(3e-4, "highest learning rate")
+    schedule: Literal["linear", "cosine", "constant"] = option("linear", "how it falls to 0 from there, or not")
+    warmup_steps: int = option(200, "steps until the highest learning rate, at most a tenth of all")
+    warmup_ratio: float = option(
+        0.0, "share of all steps until the highest learning rate; above 0: instead of warmup_steps"
+    )
+    weight_decay: float = option(0.0, "AdamW's weight decay; norms and biases have none")
+    max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
+    eval_every: int = option(500, "steps between tests; there is always one at the end")
+    save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
+    save_steps: int = option(0, "steps between checkpoints, besides those; 0: none")
+    save_total_limit: int = option(2, "checkpoints that are kept, the newest ones")
+    log_seconds: float = option(5, "seconds between lines of progress")
+    seed: int = option(42, "of the split, the order, the adapter's start and the dropout")
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto", "compute activations twice to save memory; auto: those of as many blocks as needed"
+    )
+    compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
+    parallel: str = option(
+        "auto", "several GPUs: ddp: each the whole model; fsdp, deepspeed: shared. auto: ddp where there are several"
+    )
+    deepspeed: DeepSpeed = dataclasses.field(default_factory=DeepSpeed)
+    device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")
+
+
+def check(settings: Settings) -> None:
+    """Check the settings.
+
+    Raises:
+        SettingError: some are wrong; the message has all problems.
+    """
+    check_format(settings.form)
+    problems = [
+        f"setting {name}: must be at least 1, not {value}"
+        for name, value in [
+            ("max_length", settings.max_length), ("save_total_limit", settings.save_total_limit), ("batch_size", settings.batch_size),
+            ("lora.r", settings.lora.r), ("micro_batch", settings.micro_batch),
+        ]
+        if isinstance(value, int) and value < 1
+    ]  # fmt: skip
+    if not settings.learning_rate > 0 or not math.isfinite(settings.learning_rate):
+        problems.append(f"setting learning_rate: must be above 0, not {settings.learning_rate}")
+    if not 0 <= settings.max_grad_norm < math.inf:
+        problems.append(f"setting max_grad_norm: must be at least 0 (0: no clipping), not {settings.max_grad_norm}")
+    if not 0 < settings.epochs < math.inf:
+        problems.append(f"setting epochs: must be above 0, not {settings.epochs}")
+    if not 0 <= settings.warmup_ratio <= 1:
+        problems.append(f"setting warmup_ratio: must be from 0 to 1, not {settings.warmup_ratio}")
+    if settings.save_steps < 0:
+        problems.append(f"setting save_steps: must be at least 0 (0: none), not {settings.save_steps}")
+    if not 0 <= settings.validation_split < 1:
+        problems.append(f"setting validation_split: must be at least 0 and below 1, not {settings.validation_split}")
+    if not 0 <= settings.lora.dropout < 1:
+        problems.append(f"setting lora.dropout: must be at least 0 and below 1, not {settings.lora.dropout}")
+    if settings.bits < 16 and settings.method != "lora":
+        problems.append(f"setting bits={settings.bits}: such weights cannot learn; take it with method=lora")
+    if settings.parallel not in ("auto", *strategy.names()):
+        known = ", ".join(["auto", *strategy.names()])
+        problems.append(f"setting parallel: must be one of {known}, not {json.dumps(settings.parallel)}")
+    elif settings.bits < 16 and settings.parallel != "auto" and not strategy.find(settings.parallel).TAKES_QUANTIZED:
+        problems.append(
+            f"setting bits={settings.bits}: not together with parallel={settings.parallel}; "
+            "take parallel=ddp, where each GPU holds the small weights whole, or bits=16"
+        )
+    if settings.deepspeed.offload == "all" and settings.deepspeed.stage == 2:
+        problems.append("setting deepspeed.offload=all: weights are shared only with --set deepspeed.stage=3")
+    if problems:
+        raise errors.SettingError("\n".join(problems))
+
+
+def count_processes(settings: Settings, dry: DryRun | None) -> int:
+    """Return how many processes the run has, or would have.
+
+    A dry run of a strategy that takes several processes has at least two.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if dry is None or started > 1:
+        return started
+    takes_several = settings.parallel != "auto" and strategy.find(settings.parallel).PROCESSES == "several"
+    return dry.gpus or (2 if takes_several else 1)
+
+
+def resolve_parallel(settings: Settings, processes: int) -> str:
+    """Return the strategy for so many processes. The setting ``auto`` is ddp for several, none for one.
+
+    Raises:
+        TaskError: the strategy does not take so many processes.
+    """
+    several = processes > 1
+    if settings.parallel == "auto":
+        return "ddp" if several else "none"
+    takes = strategy.find(settings.parallel).PROCESSES
+    if takes == "one" and several:
+        raise TaskError(
+            f"setting parallel={settings.parallel}: this is one of several processes, each would train the same; take ddp"
+        )
+    if takes == "several" and not several:
+        raise TaskError(
+            f"setting parallel={settings.parallel}: needs several processes, and this is one; start them with "
+            "train --gpus N (build.py submit on several nodes), or take --set parallel=none"
+        )
+    return settings.parallel
+
+
+def fingerprint(settings: Settings, data: Any) -> dict[str, Any]:
+    """Return the values that have to be equal for a checkpoint to be resumed."""
+    flat = {name: value for name, value, _ in options.describe(settings) if name.split(".")[0] not in _FREE}
+    return {
+        **flat,
+        "data": data.rows.sha256,
+        "rows": len(data.train),
+    }

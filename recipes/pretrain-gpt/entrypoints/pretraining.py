@@ -1,0 +1,436 @@
+"""Pretrain a GPT on Megatron-Core: settings, plan, run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import model_configs
+from ekiben_tasks.task import files, output_lock
+from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.command import DryRun
+from ekiben_tasks.task.errors import DoesNotFitError, SettingError, TaskError, nearest
+from ekiben_tasks.task.settings import option
+from megatron_warnings import silence_warnings
+
+if TYPE_CHECKING:
+    import torch
+
+    import steps
+    from ekiben_tasks.distributed.context import DistributedContext
+
+GIB = 1 << 30
+# What may differ between a run and its continuation: Megatron's checkpoints are the same however the model is split.
+_FREE = {
+    "tensor_parallel", "pipeline_parallel", "sequence_parallel", "distributed_optimizer", "micro_batch", "recompute",
+    "eval_every", "save_every", "log_seconds", "device", "data",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Define the settings of `pretrain`."""
+
+    size: str = option("0.125B", f"shape and learning rate: {', '.join(model_configs.LADDER)}")
+    layers: int = option(0, "blocks; 0: as the size says")
+    width: int = option(0, "numbers a token is; 0: as the size says")
+    heads: int = option(0, "of attention; 0: as the size says")
+    data: str = option("prepared", "folder that prepare-data wrote; --data")
+    split: str = option("949,50,1", "parts of the documents to learn from, to test on, and to leave")
+    sequence: int = option(2048, "tokens of a sequence")
+    batch_size: int = option(256, "sequences of one step of the optimizer, over all GPUs")
+    micro_batch: int | Literal["auto"] = option("auto", "sequences at a time on one GPU; auto: what fits")
+    tensor_parallel: int = option(1, "GPUs that share each layer")
+    pipeline_parallel: int = option(1, "GPUs that each hold some of the layers")
+    sequence_parallel: bool = option(False, "share norms and dropout too, with tensor_parallel above 1: less memory")
+    distributed_optimizer: bool = option(True, "share the optimizer's numbers among the copies of the model")
+    recompute: bool | Literal["auto"] = option("auto", "compute activations twice to save memory; auto: when needed")
+    train_tokens: float = option(300e9, "tokens to learn from, some of them again and again if there are fewer")
+    warmup_tokens: float = option(3e9, "tokens until the highest learning rate")
+    decay_tokens: float = option(300e9, "tokens until the lowest")
+    max_steps: int = option(-1, "stop after so many steps; -1: when train_tokens are through")
+    learning_rate: float | Literal["auto"] = option("auto", "the highest; auto: as the size says")
+    min_learning_rate: float = option(1e-6, "the lowest, at the end of a half cosine")
+    weight_decay: float = option(0.1, "AdamW's, on weights, not on biases and norms")
+    adam_beta1: float = option(0.9, "AdamW's")
+    adam_beta2: float = option(0.95, "AdamW's")
+    max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
+    init_std: float = option(0.02, "of the first weights; narrower by sqrt(2 * layers) where blocks add to the stream")
+    dropout: float = option(0.0, "share of the numbers left out while learning")
+    eval_every: int = option(100, "steps between tests; there is always one at the end")
+    eval_batches: int = option(10, "batches of a test")
+    save_every: int = option(1000, "steps between checkpoints; there is one at the end and on SIGTERM")
+    log_seconds: float = option(5, "seconds between lines of progress")
+    seed: int = option(1234, "of the first weights, the order and the dropout")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "auto: bf16 where the GPU has it, else fp16")
+    device: Literal["auto", "cpu"] = option("auto", "cpu: for proofs; Megatron-Core is made for GPUs")
+
+
+def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fresh: bool = False) -> int:
+    """Train as ``settings`` say into ``output`` and return the exit code: 0, or 75 or 130 after a signal.
+
+    dry: print the plan for these GPUs, and stop. fresh: start again, though ``output`` holds a checkpoint.
+
+    Raises:
+        SettingError: settings are wrong.
+        DoesNotFitError: no micro-batch fits the memory.
+        TaskError: the data, the device or the output cannot be used, or a loss is not finite.
+    """
+    # ---- what can be wrong is found before seconds of imports
+    _check(settings)
+    data = _read_record(Path(settings.data))
+    if not dry:
+        files.ensure_output_dir(output)
+
+    cpu = settings.device == "cpu"
+    silence_warnings()
+
+    if cpu:
+        import without_gpu
+
+        without_gpu.pretend()
+    device, name, memory, dtype = _device(settings, dry)
+    lock = contextlib.nullcontext() if dry else output_lock.lock_output(output)
+    with lock, _together(cpu, dry) as world:
+        return _pretrain(settings, output, data, world, device, name, memory, dtype, dry=dry is not None, fresh=fresh)
+
+
+def _pretrain(
+    settings: Settings, output: Path, data: dict[str, Any], world: DistributedContext, device: torch.device, name: str, memory: int,
+    dtype: torch.dtype, *, dry: bool, fresh: bool,
+) -> int:  # fmt: skip
+    import torch
+
+    from ekiben_tasks.distributed.context import Stop
+    from ekiben_tasks.task import files
+
+    stop = Stop()
+    if not dry:
+        stop.listen()
+    say = print if world.is_main_process else (lambda *_, **__: None)
+
+    # ---- what will be done
+    # What fits the fullest GPU: processes that took different micro-batches would wait for each other for ever.
+    memory = world.minimum(memory, device)
+    plan = make_plan(settings, data, world.size, memory, dtype)
+    for line in _announce(settings, plan, data, world.size, name, memory, output):
+        say(line, flush=True)
+    if dry:
+        return 0
+
+    # ---- do it
+    from megatron.core import parallel_state
+
+    import steps
+    from background_save import CHECKPOINTS
+    from ekiben_tasks.models import flops
+
+    parallel_state.initialize_model_parallel(settings.tensor_parallel, settings.pipeline_parallel)
+    if fresh and world.is_main_process:
+        shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
+    torch.distributed.barrier()
+    started = time.time()
+    peak = flops.peak_flops(name)
+    run = steps.Run(
+        plan, Path(settings.data), settings.split, output, _fingerprint(settings, plan, data), world, stop, device, peak
+    )
+    exit_code = run.fit()
+
+    # ---- say what came of it
+    if world.is_main_process:
+        import pieces
+        from ekiben_tasks.task import plot
+
+        shutil.copyfile(Path(settings.data) / pieces.MODEL, output / pieces.MODEL)
+        result = _result(settings, run, data, name, exit_code, started)
+        files.write_json(output / "run.json", result)
+        series = {"train": run.metrics.series("loss"), "eval": run.metrics.series("eval_loss")}
+        plot.draw(output / "loss.png", f"GPT {settings.size}: loss", series)
+        if exit_code is None:
+            mfu = f", MFU {result['mfu']:.0%}" if result["mfu"] else ""
+            say(f"done        {run.step:,} steps in {run.wall:,.0f} s, {result['tokens_per_s']:,.0f} tokens/s{mfu}")
+            say(f"try         convert --input {output} --output converted", flush=True)
+    return exit_code or 0
+
+
+def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, dtype: torch.dtype) -> steps.Plan:
+    """Return the plan of a run. data: the record of prepare-data. memory: bytes of one GPU that are free.
+
+    Raises:
+        DoesNotFitError: no micro-batch fits the memory.
+        TaskError: the GPUs or the batch cannot be divided as the settings say.
+    """
+    import steps
+
+    shape = shape_of(settings, data["vocab_size"])
+    split = settings.tensor_parallel * settings.pipeline_parallel
+    if gpus % split:
+        raise TaskError(
+            f"{gpus} GPUs cannot be groups of tensor_parallel {settings.tensor_parallel} x pipeline_parallel "
+            f"{settings.pipeline_parallel} = {split}; start as many processes or a multiple (--gpus {split})"
+        )
+    copies = gpus // split
+    recompute, micro = _fit_memory(settings, shape, copies, memory)
+    if settings.batch_size % (micro * copies):
+        raise TaskError(
+            f"setting batch_size: {settings.batch_size} sequences cannot be shared by {copies} copies of the model, "
+            f"{micro} at a time; make it a multiple of {micro * copies}"
+        )
+    tokens = settings.batch_size * settings.sequence
+    whole = math.ceil(settings.train_tokens / tokens)
+    rate = model_configs.LADDER[settings.size][3] if settings.learning_rate == "auto" else settings.learning_rate
+    return steps.Plan(
+        shape=shape, dtype=dtype, tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel,
+        sequence_parallel=settings.sequence_parallel, distributed_optimizer=settings.distributed_optimizer,
+        recompute=recompute, batch=settings.batch_size, micro_batch=micro,
+        steps=min(whole, settings.max_steps) if settings.max_steps > 0 else whole,
+        warmup=round(settings.warmup_tokens / tokens), decay=round(settings.decay_tokens / tokens), learning_rate=rate,
+        min_learning_rate=min(settings.min_learning_rate, rate), weight_decay=settings.weight_decay,
+        betas=(settings.adam_beta1, settings.adam_beta2), max_grad_norm=settings.max_grad_norm,
+        init_std=settings.init_std, dropout=settings.dropout, eval_every=settings.eval_every,
+        eval_batches=settings.eval_batches, save_every=settings.save_every, log_seconds=settings.log_seconds,
+        seed=settings.seed,
+    )  # fmt: skip
+
+
+def shape_of(settings: Settings, vocabulary: int) -> model_configs.Shape:
+    """Return the model's sizes: those of ``settings.size``, where no other is set. vocabulary: before padding."""
+    layers, width, heads, _ = model_configs.LADDER[settings.size]
+    return model_configs.Shape(
+        settings.layers or layers, settings.width or width, settings.heads or heads, settings.sequence,
+        model_configs.pad_vocabulary(vocabulary),
+    )  # fmt: skip
+
+
+def expect_memory(settings: Settings, shape: model_configs.Shape, copies: int, micro: int, *, recompute: bool) -> int:
+    """Return an upper estimate of the bytes in use on the fullest GPU. micro: sequences of a micro-batch.
+
+    Weights in 2 bytes and gradients in 4; AdamW's two moments and the fp32 weights in 12, shared among the copies by
+    the distributed optimizer. A block keeps, per token, 34 widths' bytes less 2 of dropout masks (Korthikanti et al.
+    2022, arXiv:2205.05198, equation 2, without the square of attention, which the flash kernel does not keep); of these
+    10 are shared by tensor parallelism only with sequence_parallel. The first pipeline stage holds as many
+    micro-batches as there are stages, so it keeps activations of as many blocks as the whole model has. Recomputing
+    keeps the input of each block, 2 bytes, and one block whole. Logits: 2 bytes, and 4 twice for their loss.
+    """
+    split = settings.tensor_parallel * settings.pipeline_parallel
+    states = shape.parameters / split * (2 + 4 + 12 / (copies if settings.distributed_optimizer else 1))
+    shared = settings.tensor_parallel if settings.sequence_parallel else 1
+    tokens = micro * shape.positions
+    block = tokens * shape.width * (10 / shared + 22 / settings.tensor_parallel)
+    kept = shape.layers * 2 * tokens * shape.width + block if recompute else shape.layers * block
+    return int(states + kept + tokens * shape.vocabulary * 10 / settings.tensor_parallel)
+
+
+def _fit_memory(settings: Settings, shape: model_configs.Shape, copies: int, memory: int) -> tuple[bool, int]:
+    """(recompute, micro-batch). Raises TaskError where not even one sequence fits."""
+    choices = [False, True] if settings.recompute == "auto" else [settings.recompute]
+    share = settings.batch_size // copies
+    sizes = (
+        [settings.micro_batch]
+        if settings.micro_batch != "auto"
+        else [n for n in (32, 16, 8, 4, 2, 1) if share % n == 0]
+    )
+    for recompute in choices:
+        for micro in sizes:
+            if expect_memory(settings, shape, copies, micro, recompute=recompute) < 0.9 * memory:
+                return recompute, micro
+    least = expect_memory(settings, shape, copies, sizes[-1], recompute=choices[-1])
+    raise DoesNotFitError(
+        f"{shape.parameters / 1e9:.2f} G parameters need {least / GIB:.1f} GiB on each GPU, and {memory / GIB:.1f} GiB are free; "
+        f"try --set tensor_parallel={2 * settings.tensor_parallel} (or pipeline_parallel) on as many GPUs, or a smaller size"
+    )
+
+
+def _check(settings: Settings) -> None:
+    problems = [
+        f"setting {name}: must be at least 1, not {value}"
+        for name, value in [
+            ("sequence", settings.sequence), ("batch_size", settings.batch_size), ("micro_batch", settings.micro_batch),
+            ("tensor_parallel", settings.tensor_parallel), ("pipeline_parallel", settings.pipeline_parallel),
+        ]
+        if isinstance(value, int) and value < 1
+    ]  # fmt: skip
+    if settings.size not in model_configs.LADDER:
+        raise SettingError(f"setting size: no size '{settings.size}'.{nearest(settings.size, model_configs.LADDER)}")
+    parts = settings.split.split(",")
+    if len(parts) != 3 or not all(part.strip().replace(".", "", 1).isdigit() for part in parts):
+        problems.append(f"setting split: three numbers like 949,50,1, not {settings.split}")
+    if not 0 <= settings.dropout < 1:
+        problems.append(f"setting dropout: must be at least 0 and below 1, not {settings.dropout}")
+    if not 0 <= settings.max_grad_norm < math.inf:
+        problems.append(f"setting max_grad_norm: must be at least 0 (0: no clipping), not {settings.max_grad_norm}")
+    if settings.learning_rate != "auto" and not settings.learning_rate > 0:
+        problems.append(f"setting learning_rate: must be above 0, not {settings.learning_rate}")
+    shape = shape_of(settings, 1)
+    if shape.width % shape.heads:
+        problems.append(f"setting heads: {shape.width} cannot be divided by {shape.heads}")
+    for name, count, whole, what in [
+        ("tensor_parallel", settings.tensor_parallel, shape.heads, "heads"),
+        ("pipeline_parallel", settings.pipeline_parallel, shape.layers, "layers"),
+    ]:
+        if count > 0 and whole % count:
+            problems.append(f"setting {name}: {whole} {what} cannot be shared by {count}")
+    if settings.sequence_parallel and settings.tensor_parallel == 1:
+        problems.append("setting sequence_parallel: needs tensor_parallel above 1")
+    if problems:
+        raise SettingError("\n".join(problems))
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TaskError(
+            f"data {folder.absolute()}: no prepared.json there; prepare-data writes such a folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise TaskError(f"data {folder / 'prepared.json'}: cannot be read: {error}") from None
+    return about
+
+
+@contextlib.contextmanager
+def _together(cpu: bool, dry: DryRun | None) -> Iterator[DistributedContext]:
+    """This process's place among all. Megatron wants a process group even for one."""
+    import torch
+
+    from ekiben_tasks.distributed.context import DistributedContext, init_distributed
+
+    if dry:
+        yield DistributedContext(
+            size=dry.gpus or int(os.environ.get("WORLD_SIZE", "1")), rank=int(os.environ.get("RANK", "0"))
+        )
+        return
+    world = init_distributed("cpu" if cpu else "auto")
+    if not torch.distributed.is_initialized():
+        # Not through a file that is removed afterwards: with NCCL the program then hung at its very end.
+        torch.distributed.init_process_group(
+            "gloo" if cpu else "nccl",
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=None if cpu else torch.device("cuda", 0),
+        )
+    try:
+        yield world
+    except BaseException:
+        # Destroying a group waits for the others, which wait for this process: its error has to get out first.
+        if world.size == 1:
+            _destroy()
+        raise
+    _destroy()
+
+
+def _destroy() -> None:
+    import torch
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _device(settings: Settings, dry: DryRun | None) -> tuple[torch.device, str, int, torch.dtype]:
+    """Return (device, its name, its free bytes, dtype to compute in); a dry run without a GPU has no memory limit.
+
+    Raises:
+        TaskError: there is no GPU, or --on names an unknown one.
+    """
+    import torch
+
+    from ekiben_tasks.models.device import choose_device, dry_run_device, named_device
+
+    try:
+        if dry and dry.gpu:
+            device = named_device(dry.gpu)
+        else:
+            device = choose_device(settings.device, int(os.environ.get("LOCAL_RANK", "0")))
+    except SettingError:
+        raise
+    except TaskError:
+        if not dry:
+            raise
+        device = dry_run_device()
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "auto": device.dtype}
+    return device.torch_device, device.name, device.memory, dtypes[settings.precision]
+
+
+def _fingerprint(settings: Settings, plan: steps.Plan, data: dict[str, Any]) -> dict[str, Any]:
+    """What has to be the same for a checkpoint to be continued."""
+    flat = {name: value for name, value, _ in options.describe(settings) if name not in _FREE}
+    return {**flat, "steps": plan.steps, "dtype": str(plan.dtype), "data": data["data"], "tokenizer": data["tokenizer"]}
+
+
+def _announce(
+    settings: Settings, plan: steps.Plan, data: dict[str, Any], gpus: int, name: str, memory: int, output: Path
+) -> list[str]:
+    shape, copies = plan.shape, gpus // (plan.tensor * plan.pipeline)
+    expected = expect_memory(settings, shape, copies, plan.micro_batch, recompute=plan.recompute)
+    tokens = plan.steps * plan.batch * shape.positions
+    free = f" of {memory / GIB:.1f} GiB free" if name != "none" else ""
+    return [
+        f"model       GPT {settings.size}: {shape.parameters:,} parameters, all trainable; {shape.layers} layers of "
+        f"{shape.width}, {shape.heads} heads, a table of {shape.vocabulary:,}",
+        f"data        {settings.data}: {data['documents']:,} documents, {data['tokens']:,} tokens, split {settings.split}",
+        f"steps       {plan.steps:,} of {plan.batch} x {shape.positions:,} tokens: {tokens:,}, "
+        f"{tokens / max(data['tokens'], 1):.1f} times the data; warm-up {plan.warmup:,}",
+        f"parallel    {gpus} GPU{'s' * (gpus > 1)}: tensor {plan.tensor} x pipeline {plan.pipeline} x data {copies}, "
+        f"{plan.micro_batch} sequences at a time{', activations computed twice' if plan.recompute else ''}",
+        f"device      {name}, {str(plan.dtype).removeprefix('torch.')}, attention by torch's flash kernel",
+        f"memory      {expected / GIB:.1f} GiB expected{free} on each",
+        f"output      {output.absolute()}",
+    ]
+
+
+def _result(
+    settings: Settings, run: steps.Run, data: dict[str, Any], name: str, exit_code: int | None, started: float
+) -> dict[str, Any]:
+    from ekiben_tasks.task import run_metadata
+
+    speed, mfu = run.speed()
+    plan = run.plan
+    return {
+        "status": "finished" if exit_code is None else "interrupted",
+        "settings": dataclasses.asdict(settings),
+        "model": {"parameters": plan.shape.parameters, **dataclasses.asdict(plan.shape)},
+        "data": data,
+        "device": {
+            "name": name, "count": run.world.size, "dtype": str(plan.dtype).removeprefix("torch."),
+            "micro_batch": plan.micro_batch, "recompute": plan.recompute,
+        },
+        "site": run_metadata.site(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "steps": run.step,
+        "time_to_train_s": round(run.wall, 1),
+        "tokens_per_s": round(speed, 1),
+        "mfu": None if mfu is None else round(mfu, 4),
+        "peak_memory_bytes": _peak_memory(run.on_gpu),
+        "final_loss": _number(run.last_loss),
+        "final_eval_loss": _number(run.last_eval_loss),
+        "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
+        "seed": settings.seed,
+        "versions": run_metadata.versions(),
+        "image": run_metadata.image(),
+    }  # fmt: skip
+
+
+def _peak_memory(on_gpu: bool) -> int:
+    import resource
+
+    import torch
+
+    return int(
+        torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
