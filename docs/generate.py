@@ -1,0 +1,480 @@
+"""Write the reference pages and JSON Schemas from the code: ``python docs/generate.py``, ``--check`` names what is out of date."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from statistics import median
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+import click
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ekiben.cli import root
+from ekiben.cli.group import ALIASES, SECTIONS
+from ekiben.core import errors
+from ekiben.core.settings import Config
+from ekiben.run import schedulers
+from ekiben.run.site import NETWORKS, RUNTIMES, SiteFile
+from ekiben.spec.recipe import RecipeFile
+from ekiben.spec.stack import StackFile
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+
+NOTE = "<!-- Written by docs/generate.py from the code: do not edit. -->\n"
+TEMPLATE = "ekiben/project/template/recipe.schema.json"
+# file of YAML → (the dataclass that reads it, what it is)
+FILES: dict[str, tuple[type[Any], str]] = {
+    "recipe": (RecipeFile, "`recipes/NAME/recipe.yaml`, or a `recipe.yaml` in any folder: which top layer, which stack, which tasks."),
+    "stack": (StackFile, "`images/stacks/NAME/stack.yaml`: versions that work together. The lock files lie beside it."),
+    "site": (SiteFile, "`sites/NAME.yaml`, or `~/.config/ekiben/sites/NAME.yaml`: the compute nodes of a cluster. "
+                       "What a profile leaves out is unknown, never assumed."),
+    "config": (Config, "`~/.config/ekiben/config.yaml` and `/etc/ekiben/config.yaml`: what a user, and a site for all its users, "
+                       "set once. An option comes first, then the environment, then the user's file, then the site's, key by key."),
+}  # fmt: skip
+# What a key means, where its name does not say it. tests/test_docs.py finds keys that are no longer there.
+MEANINGS = {
+    "recipe": {
+        "name": "Name of the recipe, its image and its files: lower-case letters, digits, `.`, `_`, `-`",
+        "description": "One line, also the image's label",
+        "stack": "The stack of `images/stacks/` that it is built on",
+        "layer": "The layer on top: a definition file of `images/`, here or in Ekiben",
+        "tasks": "The commands of the image, by name",
+        "tasks.entrypoint": "A script of the recipe's `entrypoints/`, else of Ekiben's",
+        "tasks.config": "A YAML file of the recipe: the task's settings",
+        "tasks.help": "One line for `--help`",
+        "tasks.runs_on": "In a job: `gpus`: a process for each GPU of each node; `gpu`: one process; `cpu`: one process, no GPU requested",
+        "data": "More files of the folder that ship in the image, below `/opt/ekiben/recipe/`",
+        "default_task": "The task that runs where none is named: `apptainer run FILE.sif`, `docker run IMAGE`",
+        "environment": "Variables that are set in the image; `$NAME` and `${NAME}` stand for what a layer, or an earlier line, sets",
+        "labels": "Labels of the image",
+        "test": "Shell script that runs in the finished image",
+    },
+    "stack": {
+        "name": "Name of the stack, as its folder",
+        "description": "One line",
+        "suite": "Debian suite of the base layer",
+        "python": "Version of Python",
+        "cuda": "Version of CUDA's libraries",
+        "torch": "Version of PyTorch",
+        "driver": "Driver that CUDA needs, as `>=580.65.06`",
+        "compute_capabilities": "GPUs that it serves",
+        "epoch": "Seconds since 1970: no file of the image has a later time",
+        "arguments": "Arguments of the definition files: `{{ name }}`",
+    },
+    "site": {
+        "node": "A compute node",
+        "node.gpus": "GPUs of a node, by kind",
+        "node.gpus.memory_gib": "Memory of each GPU",
+        "node.driver": "Version of NVIDIA's driver",
+        "node.cores": "As the scheduler counts them",
+        "node.internet": "Whether a compute node reaches the internet",
+        "node.squashfs_zstd": "Whether its kernel mounts squashfs compressed with zstd",
+        "runtimes": "What runs containers there",
+        "runtimes.module": "Loaded first, by `module load`",
+        "runtimes.setuid": "Whether it is installed setuid",
+        "runtimes.gpus": "Whether Docker has NVIDIA's container toolkit",
+        "storage": "File systems: `home`, `group`, `scratch`, `local` (to the node), `tmp`",
+        "storage.path": "May hold `$VARIABLES` of a job there",
+        "storage.quota_gib": "Quota of one user, or of one group",
+        "network": "Between nodes",
+        "network.gbit": "Gbit/s of each port",
+        "scheduler.group_option": "Option that takes the group or account that pays: `-g`, `-P`, `--account=`",
+        "scheduler.group_in_script": "Whether that option may stand in the job script",
+        "scheduler.options": "More options for every job",
+        "scheduler.resources": "What one node of a job can be: a resource type, a partition",
+        "scheduler.resources.request": "Options that request it; `{nodes}`, `{gpus}` (per node), `{cores}`, `{memory_gib}` are replaced",
+        "modules": "Loaded in every job",
+        "module_init": "Sourced before `module load`",
+        "environment": "Variables of every job",
+    },
+    "config": {
+        "shared": "Folder that colleagues publish to: layers there are not built again",
+        "registry": "Repository of layers, asked after that",
+        "recipes": "Folders of recipes that are found by name; relative to this file",
+    },
+}
+CHOICES = {
+    "tasks.runs_on": ["gpus", "gpu", "cpu"],
+    "runtimes.kind": sorted(RUNTIMES),
+    "network.kind": sorted(NETWORKS),
+    "scheduler.kind": sorted(schedulers.names()),
+}
+GONE = {"recipe": ("modules",)}  # known to the reader for the sake of its error message only
+SCALARS = {str: "string", int: "integer", bool: "boolean"}
+
+
+# ------------------------------------------------------------------------------------------------------------ YAML files
+
+
+def unwrapped(kind: Any) -> Any:
+    """Return ``kind`` without ``| None``."""
+    return get_args(kind)[0] if get_origin(kind) is UnionType else kind
+
+
+def is_required(field: Field[Any]) -> bool:
+    """Say whether the key has to be there."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def schema_of(kind: Any, name: str, path: str = "") -> dict[str, Any]:
+    """Return the JSON Schema of a value of ``kind``. ``name`` is the file's; ``path`` the key's, dotted."""
+    if get_origin(kind) is UnionType:
+        schema = schema_of(unwrapped(kind), name, path)
+        return {**schema, "type": [schema["type"], "null"]} if "type" in schema else schema
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        known = [field for field in fields(kind) if path or field.name not in GONE.get(name, ())]
+        return {
+            "type": "object",
+            "properties": {
+                field.name: property_of(field, types[field.name], name, f"{path}.{field.name}".lstrip("."))
+                for field in known
+            },
+            "required": [field.name for field in known if is_required(field)],
+            "additionalProperties": False,
+        }
+    if get_origin(kind) is dict:
+        return {"type": "object", "additionalProperties": schema_of(get_args(kind)[1], name, path)}
+    if get_origin(kind) is tuple:
+        return {"type": "array", "items": schema_of(get_args(kind)[0], name, path)}
+    return {"type": SCALARS[kind]} | ({"enum": CHOICES[path]} if path in CHOICES else {})
+
+
+def property_of(field: Field[Any], kind: Any, name: str, path: str) -> dict[str, Any]:
+    """Return the schema of one key, with its meaning and its default."""
+    schema = schema_of(kind, name, path)
+    if meaning := MEANINGS[name].get(path):
+        schema = {"description": meaning.replace("`", ""), **schema}
+    if isinstance(field.default, str | int | bool):
+        schema["default"] = field.default
+    return schema
+
+
+def json_schema(name: str) -> str:
+    """Return the JSON Schema of a file, as text."""
+    kind, about = FILES[name]
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": f"Ekiben's {name}.yaml",
+            "description": about.replace("`", "")}  # fmt: skip
+    return json.dumps({**head, **schema_of(kind, name)}, indent=2, ensure_ascii=False) + "\n"
+
+
+def type_text(kind: Any, path: str) -> str:
+    """Return what a value is, in words."""
+    kind = unwrapped(kind)
+    if path in CHOICES:
+        return ", ".join(f"`{choice}`" for choice in CHOICES[path])
+    if is_dataclass(kind):
+        return "mapping"
+    if get_origin(kind) is dict:
+        return f"mapping of {type_text(get_args(kind)[1], '')}s"
+    if get_origin(kind) is tuple:
+        return f"list of {type_text(get_args(kind)[0], '')}s"
+    return {str: "string", int: "integer", bool: "`true` or `false`"}[kind]
+
+
+def rows_of(kind: Any, name: str, path: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield key, type, default and meaning of every key, nested ones too."""
+    types = get_type_hints(kind)
+    for field in fields(kind):
+        below = f"{path}.{field.name}".lstrip(".")
+        if below in GONE.get(name, ()):
+            continue
+        default = "**required**" if is_required(field) else ""
+        if isinstance(field.default, str | int | bool):
+            default = f"`{json.dumps(field.default)}`" if field.default != "" else ""
+        yield below, type_text(types[field.name], below), default, MEANINGS[name].get(below, "")
+        inner = unwrapped(types[field.name])
+        inner = (
+            get_args(inner)[-1]
+            if get_origin(inner) is dict
+            else get_args(inner)[0]
+            if get_origin(inner) is tuple
+            else inner
+        )
+        if is_dataclass(inner):
+            yield from rows_of(inner, name, below)
+
+
+def yaml_page(name: str) -> str:
+    """Return the reference page of a YAML file."""
+    kind, about = FILES[name]
+    rows = [f"| `{key}` | {what} | {default} | {meaning} |" for key, what, default, meaning in rows_of(kind, name)]
+    schema = f"../schemas/{name}.schema.json"
+    return (
+        f"{NOTE}\n# {name}.yaml\n\n{about}\n\nAn unknown key is an error that names the nearest known one. "
+        f"Keys of a list's or a mapping's items are written below it with a dot.\n\n"
+        "| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        f"Editors with a YAML language server complete and check the file by its [JSON Schema]({schema}), when its first line is\n\n"
+        f"    # yaml-language-server: $schema=PATH/OF/{name}.schema.json\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- command line
+
+
+def escaped(text: str) -> str:
+    """Return text for a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def code(text: str) -> str:
+    """Return text as code in a cell of a table; GitHub and MkDocs disagree on how a bar is escaped between backquotes."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
+def option_row(param: click.Option, ctx: click.Context) -> str:
+    """Return the table's row of an option."""
+    metavar = "" if param.is_flag else f" {param.make_metavar(ctx)}"
+    if param.is_flag or param.default is None or isinstance(param.default, tuple | list) or not param.show_default:
+        default = ""
+    else:
+        default = f"`{param.default}`"
+    names = ", ".join(f"`{name}`" for name in param.opts)
+    shown = f"{names} {code(metavar.strip())}" if metavar.strip() else names
+    return f"| {shown} | {default} | {escaped(param.help or '')} |"
+
+
+def command_text(name: str, command: click.Command, parent: click.Context, level: str = "###") -> str:
+    """Return the section of one command, and of the commands it has."""
+    ctx = click.Context(command, info_name=name.split()[-1], parent=parent)
+    usage = " ".join(["ekiben", *ctx.command_path.split()[1:], *command.collect_usage_pieces(ctx)])
+    help_text = inspect.cleandoc(command.help or "").replace("\b\n", "")
+    prose, _, examples = (
+        help_text.partition("Examples:") if "Examples:" in help_text else help_text.partition("Example:")
+    )
+    shown = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    parts = [f"{level} {name}", f"    {usage}", prose.strip()]
+    if examples.strip():
+        lines = [f"    {line.strip()}" for line in examples.strip("\n").splitlines() if line.strip()]
+        parts.append("\n".join(lines))
+    if shown:
+        rows = [option_row(param, ctx) for param in shown]
+        parts.append("| option | default | what it does |\n|---|---|---|\n" + "\n".join(rows))
+    for inner, found in command.commands.items() if isinstance(command, click.Group) else ():
+        parts.append(command_text(f"{name} {inner}", found, ctx, level + "#"))
+    return "\n\n".join(parts)
+
+
+def cli_page() -> str:
+    """Return the reference page of the command line."""
+    ctx = click.Context(root, info_name="ekiben")
+    listed = {name for names in SECTIONS.values() for name in names}
+    sections = dict(SECTIONS) | {"Manage": (*SECTIONS["Manage"], *sorted(set(root.list_commands(ctx)) - listed))}
+    options = [option_row(param, ctx) for param in root.params if isinstance(param, click.Option) and not param.hidden]
+    aliases = ", ".join(f"`{alias}` is `{name}`" for alias, name in ALIASES.items())
+    parts = [
+        f"{NOTE}\n# Command line",
+        "`ekiben` is the installed command; in a checkout, `.venv/bin/python build.py` is the same. "
+        f"Every command has `-h`, `--help`. Other names: {aliases}.",
+        "These options come before the command:",
+        "| option | default | what it does |\n|---|---|---|\n" + "\n".join(options),
+    ]
+    for title, names in sections.items():
+        parts.append(f"## {title}")
+        for name in names:
+            command = root.get_command(ctx, name)
+            if command:
+                parts.append(command_text(name, command, ctx))
+    return "\n\n".join(parts) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of exit codes, from the classes of errors."""
+    meaning = dict(re.findall(r"(\w+Error)\s+\d+\s+(.+)", errors.__doc__ or ""))
+    classes = (kind for _, kind in inspect.getmembers(errors, inspect.isclass))
+    kinds = [kind for kind in classes if issubclass(kind, errors.EkibenError) and kind.__name__ in meaning]
+    rows = [f"| {kind.exit_code} | {meaning[kind.__name__]} | `{kind.__name__}` |"
+            for kind in sorted(kinds, key=lambda kind: kind.exit_code)]  # fmt: skip
+    return (
+        f"{NOTE}\n# Exit codes\n\n## Of ekiben\n\n| code | meaning | exception in Python |\n|---|---|---|\n| 0 | done | |\n"
+        + "\n".join(rows)
+        + "\n| 130, 143 | interrupted (Ctrl-C), terminated (SIGTERM); what was finished is kept | |\n\n"
+        "`ekiben run` ends with the exit code of the task; `ekiben lock --check` with 9 when something is out of date;\n"
+        "`ekiben doctor` with 10 when the image will not run.\n\n"
+        "## Of tasks\n\n| code | meaning |\n|---|---|\n| 0 | done |\n| 1 | an error that the message explains |\n"
+        "| 2 | an argument or a setting is wrong |\n| 3 | the run does not fit the memory of its GPUs, as `--dry-run --gpus N --on GPU` finds on any machine |\n"
+        "| 75 | stopped by SIGTERM or SIGUSR1 after a checkpoint: the same command goes on |\n"
+        "| 130 | interrupted (Ctrl-C) |\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- tasks
+
+# Runs a task's script up to where it parses its arguments, and prints what --help is made of: argparse's own layout
+# differs from one version of Python to the next.
+PROBE = """
+import argparse, json, runpy, sys
+def parse(self, *_, **__):
+    actions = [{"names": a.option_strings or [a.dest], "metavar": a.metavar or ("" if a.nargs == 0 else a.dest.upper()), "help": a.help or "",
+                "flag": a.nargs == 0} for a in self._actions if a.dest != "help" and a.help != "==SUPPRESS=="]
+    print(json.dumps({"description": self.description or "", "epilog": self.epilog or "", "actions": actions}))
+    sys.exit()
+argparse.ArgumentParser.parse_args = parse
+script, sys.argv = sys.argv[1], sys.argv[1:]
+sys.path.insert(0, __import__("os").path.dirname(script))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def task_text(recipe: Path, name: str, task: dict[str, Any], level: str = "###") -> str:
+    """Return the section of one task: what its --help says, with the settings of the recipe's own config."""
+    own = recipe / "entrypoints" / task["entrypoint"]
+    script = own if own.is_file() else ROOT / "entrypoints" / task["entrypoint"]
+    config = ["--config", str(recipe / task["config"])] if task.get("config") else []
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "entrypoints"),
+        "EKIBEN_RECIPE": str(recipe),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", PROBE, str(script), *config], env=environment, capture_output=True, text=True, check=False)  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{script}: {done.stderr}")
+    about = json.loads(done.stdout)
+    first, _, examples = about["description"].partition("\n")
+    parts = [f"{level} {recipe.name}: {name}", first]
+    if examples.strip():
+        parts.append("\n".join(f"    {line}" for line in examples.strip().splitlines()))
+    rows = [f"| `{', '.join(action['names'])}{'' if action['flag'] or not action['names'][0].startswith('-') else ' ' + str(action['metavar'])}` "
+            f"| {escaped(action['help'])} |" for action in about["actions"]]  # fmt: skip
+    if rows:
+        parts.append("| argument | |\n|---|---|\n" + "\n".join(rows))
+    settings = about["epilog"].splitlines()[1:]
+    if settings:
+        pairs = zip(settings[::2], settings[1::2], strict=True)
+        rows = []
+        for line, help_line in pairs:
+            key, _, value = line.strip().partition(" ")
+            shown = code(value.strip()) if value.strip() else ""
+            rows.append(f"| `{key}` | {shown} | {escaped(help_line)} |")
+        parts.append("| setting | default in this recipe | |\n|---|---|---|\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def tasks_page() -> str:
+    """Return the page of every task of every recipe."""
+    parts = [
+        f"{NOTE}\n# Tasks and their settings",
+        "A task is a command in the image of its recipe. `TASK --help` prints the same. A setting comes from the task's default, "
+        "then the file of `--config` (by default the recipe's own), then `--set NAME=VALUE`. An unknown name or a value "
+        "of the wrong type is an error before anything is loaded.",
+    ]
+    for path in sorted(ROOT.glob("recipes/*/recipe.yaml")):
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        parts += [f"## {recipe['name']}", recipe["description"] + "."]
+        parts += [task_text(path.parent, name, task) for name, task in recipe["tasks"].items()]
+    return "\n\n".join(parts) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------- JSON
+
+
+def typed_dicts(path: Path) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
+    """Yield name, docstring and fields of every TypedDict of a module."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and any(
+            isinstance(base, ast.Name) and base.id == "TypedDict" for base in node.bases
+        ):
+            rows = [(item.target.id, ast.unparse(item.annotation)) for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]  # fmt: skip
+            yield node.name, ast.get_docstring(node) or "", rows
+
+
+JSON_OUTPUTS = {
+    "ekiben inspect --json": "ekiben/inspect/describe.py",
+    "ekiben diff --json": "ekiben/inspect/diff.py",
+    "ekiben doctor --json": "ekiben/doctor/findings.py",
+    "catalog.json, and ekiben catalog --json": "ekiben/publish/catalog/_types.py",
+}
+
+
+def json_keys(path: Path) -> list[str]:
+    """Return the keys that a command's ``to_json`` writes, in their order, nested ones too."""
+    methods = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+               if isinstance(node, ast.FunctionDef) and node.name == "to_json")  # fmt: skip
+    literals = (node for method in methods for node in ast.walk(method) if isinstance(node, ast.Dict))
+    keys = [key.value for literal in literals for key in literal.keys if isinstance(key, ast.Constant)]
+    return list(dict.fromkeys(str(key) for key in keys))
+
+
+def json_page() -> str:
+    """Return the page of what is printed and written as JSON: the hand-written part, then the types."""
+    parts = [NOTE.rstrip(), (DOCS / "reference/_json.md").read_text(encoding="utf-8").strip()]
+    found = {path.stem: json_keys(path) for path in sorted((ROOT / "ekiben/cli/commands").glob("[a-z]*.py"))}
+    lines = [
+        f"| `ekiben {name} --json` | {', '.join(f'`{key}`' for key in keys)} |" for name, keys in found.items() if keys
+    ]
+    parts.append("## Keys by command\n\n| command | keys, nested ones too |\n|---|---|\n" + "\n".join(lines))
+    for title, module in JSON_OUTPUTS.items():
+        parts.append(f"## {title}")
+        for name, about, rows in typed_dicts(ROOT / module):
+            table = "\n".join(f"| `{key}` | {code(kind)} |" for key, kind in rows)
+            parts.append(f"### {name}\n\n{about}\n\n| key | type |\n|---|---|\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def benchmarks_page() -> str:
+    """Return the page of measurements: the hand-written part, with every timing of bench/results.json at its mark."""
+    results = json.loads((ROOT / "bench/results.json").read_text(encoding="utf-8"))
+    rows = ["| case | what ran | n | median | least to most |", "|---|---|---|---|---|"]
+    for timing in results["timings"]:
+        seconds = timing["seconds"]
+        spread = f"{min(seconds):.2f} to {max(seconds):.2f} s" if len(seconds) > 1 else ""
+        who = timing["who"].replace("ekiben", "Ekiben")
+        rows.append(f"| {timing['case']} | {who} | {len(seconds)} | {median(seconds):.2f} s | {spread} |")
+    missed = [f"| {goal['case']} | {goal['ekiben']} | {goal['peer']} | {goal['target']} |"
+              for goal in results["goals"] if not goal["reached"]]  # fmt: skip
+    table = "\n".join(["| case | Ekiben | beside | target |", "|---|---|---|---|", *missed])
+    text = (DOCS / "_benchmarks.md").read_text(encoding="utf-8")
+    return f"{NOTE}\n" + text.replace("{timings}", "\n".join(rows)).replace("{missed}", table)
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def generated() -> dict[str, Callable[[], str]]:
+    """Return every generated file, by its path below the project's folder, with what makes its text."""
+    pages: dict[str, Callable[[], str]] = {
+        "docs/reference/cli.md": cli_page,
+        "docs/reference/exit-codes.md": exit_codes_page,
+        "docs/reference/tasks.md": tasks_page,
+        "docs/reference/json.md": json_page,
+        "docs/benchmarks.md": benchmarks_page,
+        TEMPLATE: lambda: json_schema("recipe"),
+    }
+    for name in FILES:
+        pages[f"docs/reference/{name}-yaml.md"] = cast(Callable[[], str], lambda name=name: yaml_page(name))
+        pages[f"docs/schemas/{name}.schema.json"] = cast(Callable[[], str], lambda name=name: json_schema(name))
+    return pages
+
+
+def out_of_date() -> list[str]:
+    """Return the generated files that are not what the code says today."""
+    return [name for name, text in generated().items()
+            if not (ROOT / name).is_file() or (ROOT / name).read_text(encoding="utf-8") != text()]  # fmt: skip
+
+
+def main() -> None:
+    """Write all files, or name those that are out of date."""
+    if "--check" in sys.argv[1:]:
+        stale = out_of_date()
+        sys.exit("".join(f"{name}: out of date; run: python docs/generate.py\n" for name in stale))
+    for name, text in generated().items():
+        (ROOT / name).write_text(text(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
