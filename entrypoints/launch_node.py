@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-REQUEUE = 75  # EX_TEMPFAIL
+REQUEUE, INTERRUPTED = 75, 130  # EX_TEMPFAIL; ^C, after saving likewise
 ENDINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
 BEAT = 5.0  # seconds between signs of life
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has failed: without it they cannot save
@@ -106,7 +106,8 @@ class Launcher:
         self.logs = logs if node_rank.size > 1 else None
         self.copies: list[threading.Thread] = []  # from a process to its log and the job's
         self.workers: list[asyncio.subprocess.Process] = []
-        self.stopping = False
+        self.stopping, self.stopped = False, REQUEUE  # stopped: the exit code after a signal to a launcher
+        self.leaving = False  # whether a process has ended after a signal, perhaps to it alone
         self.reports: dict[int, Outcome] = {}  # of the nodes, at the first one
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -298,21 +299,20 @@ class Launcher:
 
     async def _wait_for_workers(self) -> None:
         codes = await asyncio.gather(*(self._wait_for(local, worker) for local, worker in enumerate(self.workers)))
-        self._report(self.node_rank.node, Outcome(REQUEUE if REQUEUE in codes else 0))
+        self._report(self.node_rank.node, Outcome(max(codes)))
 
     async def _wait_for(self, local: int, worker: asyncio.subprocess.Process) -> int:
         code = await worker.wait()
-        if self.stopping and not self.abandoned and (code == REQUEUE or -code in ENDINGS):
+        if not self.leaving and (code in (REQUEUE, INTERRUPTED) or (self.stopping and -code in ENDINGS)):
+            self.leaving = True
             self._keep(self._end_stragglers())
-        if self.abandoned and code < 0:
-            return REQUEUE
-        if self.stopping and (-code in ENDINGS or PEER_LOST in self._reason(local)):
-            return REQUEUE  # it got a signal, and had nothing to save yet; or it waited for one that had nothing
-        if code not in (0, REQUEUE):
+        ended = code < 0 if self.abandoned else self.stopping and -code in ENDINGS
+        if ended or (self.leaving and PEER_LOST in self._reason(local)):
+            return self.stopped  # it got a signal, and had nothing to save yet; or it waited for one that had nothing
+        if code not in (0, REQUEUE, INTERRUPTED):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            why = f"rank {self._rank(local)} on {self.node_rank.name} {how}"
-            if -code == signal.SIGKILL:
-                why += "; that is how a system that runs out of memory ends a process"
+            hint = "; that is how a system that runs out of memory ends a process" if -code == signal.SIGKILL else ""
+            why = f"rank {self._rank(local)} on {self.node_rank.name} {how}{hint}"
             self._report(self.node_rank.node, Outcome(128 - code if code < 0 else code, self._reason(local) or why))
         return code
 
@@ -350,7 +350,7 @@ class Launcher:
         if outcome.why:
             self._decide(outcome)
         elif len(codes) == len(self.node_rank.nodes):
-            self._decide(Outcome(REQUEUE if REQUEUE in codes else 0))
+            self._decide(Outcome(max(codes)))
 
     def _decide(self, outcome: Outcome) -> None:
         if not self.decided.done():
@@ -360,7 +360,7 @@ class Launcher:
         """Tell every process of the job to save and end. Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1."""
         if not self.stopping:
             say(f"{self.node_rank.nodes[source]} got {signal.Signals(number).name}: the processes save and end")
-        self.stopping = True
+        self.stopping, self.stopped = True, INTERRUPTED if number == signal.SIGINT else REQUEUE
         handed_on = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
         for worker in self.workers:
             # Not send_signal(): it asks first whether the process has ended, and then asyncio never learns how.
@@ -369,7 +369,7 @@ class Launcher:
                     os.kill(worker.pid, handed_on)
                     os.kill(worker.pid, signal.SIGCONT)  # one that is stopped would never answer
         if not self.workers:
-            self._decide(Outcome(REQUEUE))
+            self._decide(Outcome(self.stopped))
         for node in self.peers:
             if node != source:
                 self._send(node, {"stop": number})

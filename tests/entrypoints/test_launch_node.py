@@ -303,6 +303,33 @@ sys.exit(1)
     assert "error:" not in stderr
 
 
+@pytest.mark.parametrize(("code", "signalled"), [(75, False), (130, False), (130, True)])
+def test_process_that_ends_after_a_signal_is_no_failure(code: int, signalled: bool, job: Job) -> None:
+    """Its own exit code is the job's: rank 1 had the signal; rank 0 voted with it, or has lost it before it could vote."""
+    does = f"""'work'
+meet(2)
+if rank == 1:
+    signal.signal(signal.SIGINT, lambda *_: sys.exit({code}))
+    time.sleep(600 if {signalled} else 0.2)
+    sys.exit({code})
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+time.sleep(1)
+if {signalled}:
+    sys.exit(75)
+pathlib.Path(os.environ["EKIBEN_FAILURE_DIR"], "rank-0").write_text("rank 0: another process of the run is gone (0 bytes)")
+sys.exit(1)
+"""
+    launcher = job.start(does, nodes=["localhost"], processes=2)
+    job.worker(1)
+    if signalled:
+        job.worker(0)
+        time.sleep(0.3)
+        launcher.send_signal(signal.SIGINT)
+    ((ended, stderr),) = job.end()
+    assert ended == code
+    assert "error:" not in stderr
+
+
 def test_notice_file_of_the_job_script_signals_the_processes(job: Job) -> None:
     for node in (0, 1):
         job.start("'save'; time.sleep(600)", "--notice", "notice", node=node)
