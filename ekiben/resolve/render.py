@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,13 +12,16 @@ from pathlib import Path
 
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import DefinitionError, StoreError
+from ekiben.core.files import digest_of
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.spec.definition import ARGUMENT
 
 # Never /tmp, /var/tmp or the home: Apptainer and Charliecloud mount the host's there while they build.
 _NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
 _FILES = "/.ekiben-files"
 _COPY = "copy.sh"
+_MIRROR = "MirrorURL: {{ mirror }}"
 _COPY_SCRIPT = """\
 # copy.sh FROM TO [NAME]: as `cp -r` copies. What TO is shows in the image alone: below a folder it gets that NAME; links are followed.
 set -eu
@@ -47,14 +51,15 @@ chown 0:0 "$to"
 def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
     """Write ``folder`` and return the path of the plain file in it.
 
-    Raises StoreError when the folder is not empty, DefinitionError when the file would have to name one whose name is not UTF-8.
+    Raises StoreError when the folder is not empty, DefinitionError for what such a file cannot hold.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StoreError(f"{folder} is not an empty folder; give another folder with -o")
+    _check(resolved)
     name, text = _plain_file(resolved, target)
     for step in _steps(resolved.layers):
         for inside, file in _paths_of(step, target):
-            path = folder / "files" / step.name / inside
+            path = folder / "files" / _folder_of(step) / inside
             (path if file.is_folder else path.parent).mkdir(parents=True, exist_ok=True)
             if file.is_folder:
                 continue
@@ -67,7 +72,7 @@ def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
             (folder / "files" / _COPY).write_text(_COPY_SCRIPT, encoding="utf-8")
         if step.stage is not None and step.stage.post and target == "dockerfile":
             (folder / "post").mkdir(parents=True, exist_ok=True)
-            (folder / "post" / f"{step.name}.sh").write_text(step.stage.post, encoding="utf-8")
+            (folder / "post" / f"{_folder_of(step)}.sh").write_text(step.stage.post, encoding="utf-8")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(text)
     return folder / name
@@ -111,7 +116,7 @@ def _paths_of(step: Step, target: str) -> Iterator[tuple[str, File]]:
 def _copy_commands(step: Step, folder: str) -> list[str]:
     """The commands that copy a step's files from ``folder`` to where they go."""
     return [
-        shlex.join(["sh", f"{folder}/{_COPY}", f"{folder}/{step.name}/{number}", files[0].target, files[0].name])
+        shlex.join(["sh", f"{folder}/{_COPY}", f"{folder}/{_folder_of(step)}/{number}", files[0].target, files[0].name])
         for number, files in enumerate(_lines_of(step))
     ]
 
@@ -149,7 +154,7 @@ def _bootstrap_command(layer: Layer, tar: str) -> str:
 def dockerfile(resolved: ResolvedRecipe) -> str:
     """Return a Dockerfile, for BuildKit. Every layer is one RUN; a debootstrap base is a tar beside the file."""
     base, *others = resolved.layers
-    lines = [f"# {resolved.recipe.name}: {resolved.recipe.file.description}"]
+    lines = _comment_lines(resolved)
     tars = {layer.cache_key: "root.tar" if layer.cache_key == base.cache_key else f"root-{layer.name}.tar"
             for layer in _bases(resolved) if layer.stage and layer.stage.bootstrap == "debootstrap"}  # fmt: skip
     if tars:
@@ -210,7 +215,18 @@ def _docker_stages(resolved: ResolvedRecipe, lines: list[str]) -> dict[str, str]
 
 
 def _docker_name(step: Step) -> str:
-    return ("stage-" if isinstance(step, BuildStage) else "layer-") + step.name.lower().replace(".", "-")
+    name = re.sub("[^a-z0-9]+", "-", step.name.lower())
+    is_plain = re.fullmatch(r"[a-z0-9-]+\.[a-z0-9-]+" if isinstance(step, BuildStage) else "[a-z0-9-]+", step.name)
+    return ("stage-" if isinstance(step, BuildStage) else "layer-") + name + ("" if is_plain else f"-{_short(step)}")
+
+
+def _folder_of(step: Step) -> str:
+    """The folder of a step's files: its name, unless a word of %files, of COPY or of --mount would need quotes for it."""
+    return step.name if re.fullmatch(r"\w[\w.-]*", step.name) else f"layer-{_short(step)}"
+
+
+def _short(step: Step) -> str:
+    return digest_of(step.name.encode()).removeprefix("sha256:")[:8]
 
 
 def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict[str, str]:
@@ -221,7 +237,7 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
         mounted = "RUN --mount=type=bind,source=files,target=/run/files umask 022"
         lines.append(" && \\\n    ".join([mounted, *_copy_commands(step, "/run/files")]))
     elif step.files:
-        lines.append(f"COPY files/{step.name}/ /")
+        lines.append(f"COPY files/{_folder_of(step)}/ /")
     for item in step.copies:
         # COPY of a folder copies what is in it; that of a file, to a name or into a folder that ends with a slash.
         paths = (
@@ -233,7 +249,7 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
     if step.stage is not None and step.stage.post:
         settings = " ".join(f"{key}={shlex.quote(value)}" for key, value in build_environment(step.epoch).items())
         lines += [
-            f"RUN --mount=type=bind,source=post/{step.name}.sh,target=/run/post.sh \\",
+            f"RUN --mount=type=bind,source=post/{_folder_of(step)}.sh,target=/run/post.sh \\",
             "    --mount=type=secret,id=ca,target=/run/ca.pem,required=false \\",
             "    if [ -s /run/ca.pem ]; then export SSL_CERT_FILE=/run/ca.pem; fi; \\",
             f"    env {settings} /bin/sh -e /run/post.sh && {_NOISE}",
@@ -250,7 +266,7 @@ def deffile(resolved: ResolvedRecipe) -> str:
     base, *others = resolved.layers
     assert base.stage is not None
     bundle, name = "/etc/ssl/certs/ca-certificates.crt", resolved.recipe.name
-    lines = [f"# {name}: {resolved.recipe.file.description}"]
+    lines = _comment_lines(resolved)
     if base.stage.bootstrap == "debootstrap":
         lines += [f"# With debootstrap on the machine: apptainer build --fakeroot --build-arg mirror=<URI of a Debian archive> {name}.sif {name}.def"]  # fmt: skip
     else:
@@ -263,14 +279,18 @@ def deffile(resolved: ResolvedRecipe) -> str:
     lines += ["", "%environment"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(resolved.environment.items())]
     top = {file.destination: file for file in resolved.top.files}
-    lines += ["", "%runscript", top["/.singularity.d/runscript"].content.decode().rstrip(), "", "%test",
-              top["/.singularity.d/test"].content.decode().rstrip(), ""]  # fmt: skip
-    for section, file in (("%startscript", "startscript"), ("%help", "runscript.help")):
+    for section, file in (("runscript",) * 2, ("test",) * 2, ("startscript",) * 2, ("help", "runscript.help")):
         if f"/.singularity.d/{file}" in top:
-            lines += [section, top[f"/.singularity.d/{file}"].content.decode("utf-8", "surrogateescape").rstrip(), ""]
-    lines += ["%labels"]
-    lines += [f"    {key} {value}" for key, value in sorted(resolved.labels.items())]
-    return "\n".join(lines) + "\n"
+            text = top[f"/.singularity.d/{file}"].content.decode("utf-8", "surrogateescape").strip("\n")
+            _check_lines(section, text)
+            lines += ["", f"%{section}", text]
+    lines += ["", "%labels"]
+    lines += [f"    {key} {_one_line(value)}" for key, value in sorted(resolved.labels.items())]
+    text = "\n".join(lines) + "\n"
+    for line in text.split("\n"):
+        if line != _MIRROR and ARGUMENT.search(line):
+            raise _cannot_hold(f"{{{{ }}}}, which stands for one of its arguments: {line.strip()}")
+    return text
 
 
 def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[str]:
@@ -280,13 +300,13 @@ def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[st
     names = {"bootstrap": "Bootstrap", "from": "From", "osversion": "OSVersion", "include": "Include"}
     lines = [f"{names[key]}: {value}" for key, value in header.items() if key in names]
     if base.stage.bootstrap == "debootstrap":
-        lines += ["MirrorURL: {{ mirror }}"]
+        lines += [_MIRROR]
     lines += [f"Stage: {name}"] if name else []
     if base.stage.bootstrap == "debootstrap":
         lines += ["", "%arguments", "    mirror="]
     if copied := [step for step in others if step.files]:
         # Apptainer copies every %files before it runs any %post: here each layer's files come with the layer, under any name.
-        lines += ["", "%files", *(f"    files/{step.name} {_FILES}/{step.name}" for step in copied)]
+        lines += ["", "%files", *(f"    files/{_folder_of(step)} {_FILES}/{_folder_of(step)}" for step in copied)]
         if any(_is_copied_by_script(step, "def") for step in copied):
             lines += [f"    files/{_COPY} {_FILES}/{_COPY}"]
     for step in others:
@@ -304,13 +324,52 @@ def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[st
         if _is_copied_by_script(step, "def"):
             lines += _copy_commands(step, _FILES)
         elif step.files:
-            lines += [f"(cd {_FILES}/{step.name} && rm -rf .singularity.d && find . -type f -print0 -o -type d -empty -print0 |",
+            lines += [f"(cd {_FILES}/{_folder_of(step)} && rm -rf .singularity.d && find . -type f -print0 -o -type d -empty -print0 |",
                       "    tar --null --no-recursion -T - -cf - | tar --no-same-owner -C / -xf -)"]  # fmt: skip
         if step.stage is not None and step.stage.post:
-            lines += ["(", "set -e", step.stage.post.rstrip(), ")"]
+            lines += ["(", "set -e", step.stage.post.rstrip("\n"), ")"]
     return [*lines, f"rm -rf {_FILES}", _NOISE]
 
 
 def _word(path: str) -> str:
     """A word of %files, as Apptainer and Ekiben read it: Apptainer knows double quotes alone."""
-    return f'"{path}"' if " " in path else path
+    if re.search(r"[\"'\\$`\n]", path):  # it is a shell's word after that, where a quoted one ends the build
+        raise _cannot_hold(f"the name {path} in %files from a stage")
+    return path if re.fullmatch(r"[\w/.,:@%+=-]+", path) else f'"{path}"'
+
+
+def _comment_lines(resolved: ResolvedRecipe) -> list[str]:
+    """The recipe's name and description as comments."""
+    return [
+        f"# {line}".rstrip()
+        for line in f"{resolved.recipe.name}: {resolved.recipe.file.description}".strip().split("\n")
+    ]
+
+
+def _one_line(value: str) -> str:
+    return " ".join(value.split("\n"))
+
+
+def _cannot_hold(what: str) -> DefinitionError:
+    return DefinitionError(
+        f"a plain file cannot hold {what}", hint="change it in the recipe or its layers, and render again"
+    )
+
+
+def _check(resolved: ResolvedRecipe) -> None:
+    """Raise DefinitionError for what neither of the plain files can hold."""
+    for name, value in resolved.environment.items():
+        if "\n" in value:
+            raise _cannot_hold(f"the environment variable {name}, whose value has several lines")
+    for name in resolved.labels:
+        if not re.fullmatch(r"[^\s#\"'=$\\][^\s\"'=$\\]*", name):
+            raise _cannot_hold(
+                f"the label '{_one_line(name)}'; write its name without blanks, quotes, '#', '=', '$' and '\\'"
+            )
+
+
+def _check_lines(section: str, text: str) -> None:
+    """Raise DefinitionError when a line of a section would begin another one."""
+    for line in text.split("\n"):
+        if re.match(r"%[A-Za-z]|bootstrap[ \t]*:", line, re.IGNORECASE):
+            raise _cannot_hold(f"in %{section} a line that begins another section: {line}")

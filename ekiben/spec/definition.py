@@ -43,7 +43,7 @@ TAKEN = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mi
 
 _SECTION = re.compile(r"%([A-Za-z]+)\b[ \t]*(.*)")
 _HEADER = re.compile(r"([A-Za-z]+)[ \t]*:[ \t]*(.*)")
-_ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 _EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
 _NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 _HOME = re.compile(r"(?:^|:)~")
@@ -243,7 +243,7 @@ class _Reader:
             if section.name == "arguments":
                 arguments |= _assignments(section.body)
                 for number, line in enumerate(section.body, section.line):
-                    if _ARGUMENT.search(line) and not line.lstrip().startswith("#"):
+                    if ARGUMENT.search(line) and not line.lstrip().startswith("#"):
                         self.problem(number, f"an argument's value names another one; write the value: {line.strip()}")
         return {name: given.get(name, default) for name, default in arguments.items()}
 
@@ -259,7 +259,7 @@ class _Reader:
 
         lines = []
         for number, line in enumerate(section.body):
-            lines.append(_ARGUMENT.sub(partial(value, number=number), line))
+            lines.append(ARGUMENT.sub(partial(value, number=number), line))
         return lines
 
     def header(self, section: _Section) -> dict[str, str]:
@@ -281,7 +281,7 @@ class _Reader:
 
     def check_mirror(self, section: _Section) -> None:
         for number, line in enumerate(section.body, section.line):
-            if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not _ARGUMENT.search(line):
+            if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not ARGUMENT.search(line):
                 self.problem(number, "a MirrorURL: of one's own is not used, for the mirror is the machine's: give it with --build-arg mirror=URI "
                              "or APT's sources, and write 'MirrorURL: {{ mirror }}' here")  # fmt: skip
 
@@ -389,14 +389,19 @@ class _Reader:
 
 
 def _without_comment(line: str) -> str:
-    """As a shell sees it: # begins a comment where a word begins, outside quotes."""
-    quote, before = "", " "
+    """As a shell sees it: # begins a comment where a word begins, outside quotes. A backslash quotes what follows, but for
+    single quotes."""
+    quote, before, is_escaped = "", " ", False
     for at, letter in enumerate(line):
-        if quote:
-            quote = "" if letter == quote and before != "\\" else quote
+        if is_escaped:
+            is_escaped = False
+        elif letter == "\\" and quote != "'":
+            is_escaped = True
+        elif quote:
+            quote = "" if letter == quote else quote
         elif letter == "#" and before.isspace():
             return line[:at].rstrip()
-        elif letter in "\"'" and before != "\\":
+        elif letter in "\"'":
             quote = letter
         before = letter
     return line

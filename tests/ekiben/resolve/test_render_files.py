@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.core.errors import StoreError
+from ekiben.core.errors import DefinitionError, StoreError
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.resolve.render import render
 from ekiben.resolve.resolve import resolve
@@ -82,6 +82,54 @@ def test_rendered_values_are_quoted(sample: SampleRecipe, tmp_path: Path) -> Non
     assert 'ENV QUOTE="a \\"b\\" \\\\ c"' in text
     assert 'LABEL l="x\\$y"' in text
     assert "export QUOTE='a \"b\" \\ c'" in render(chain, "def", tmp_path / "b").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "targets", "message"),
+    [
+        (
+            {"environment": {"A": "one\ntwo"}},
+            ("def", "dockerfile"),
+            "the environment variable A, whose value has several lines",
+        ),
+        ({"labels": {"a b": "x"}}, ("def", "dockerfile"), "the label 'a b'"),
+        ({"labels": {"": "x"}}, ("def", "dockerfile"), "the label ''"),
+        (
+            {"environment": {"A": "{{ x }}"}},
+            ("def",),
+            "{{ }}, which stands for one of its arguments: export A='{{ x }}'",
+        ),
+        ({"description": "one\n%post"}, ("def",), "in %runscript a line that begins another section: %post"),
+    ],
+)
+def test_render_refuses_what_a_plain_file_cannot_hold(
+    changes: dict[str, object], targets: tuple[str, ...], message: str, sample: SampleRecipe, tmp_path: Path
+) -> None:
+    sample.recipe(**changes)
+    for target in ("def", "dockerfile"):
+        if target in targets:
+            with pytest.raises(DefinitionError, match=re.escape(f"a plain file cannot hold {message}")):
+                render(resolve(find_recipe(str(sample.path))), target, tmp_path / target)
+            assert not (tmp_path / target).exists()
+        else:
+            assert render(resolve(find_recipe(str(sample.path))), target, tmp_path / target).is_file()
+
+
+def test_rendered_description_of_several_lines_is_a_comment(sample: SampleRecipe, tmp_path: Path) -> None:
+    sample.recipe(description="one\n\ntwo\n")
+    for target in ("def", "dockerfile"):
+        text = render(resolve(find_recipe(str(sample.path))), target, tmp_path / target).read_text()
+        assert text.startswith("# own: one\n#\n# two\n")
+        assert "one  two" in text  # the label
+
+
+def test_rendered_files_of_layers_with_odd_names_need_no_quotes(sample: SampleRecipe, tmp_path: Path) -> None:
+    (sample.path / "images/walls.def").rename(sample.path / "images/it's a wall.def")
+    sample.replace("images/roof.def", "walls.sif", "it's a wall.sif")
+    for target in ("def", "dockerfile"):
+        path = render(resolve(find_recipe(str(sample.path))), target, tmp_path / target)
+        (folder,) = (path.parent / "files").glob("layer-*")
+        assert f"{folder.name}/0 /opt/tool.sh" in path.read_text()
 
 
 def test_render_refuses_a_folder_with_files(chain: ResolvedRecipe, tmp_path: Path) -> None:

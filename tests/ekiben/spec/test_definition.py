@@ -101,6 +101,10 @@ class TestFiles:
     def test_comments_and_empty_lines_are_ignored(self, tmp_path: Path) -> None:
         assert read(tmp_path, HEADER + "%files\n\n    # a b c d\n").final.files == ()
 
+    def test_backslash_between_single_quotes_quotes_nothing(self, tmp_path: Path) -> None:
+        text = HEADER + "%environment\n    export A='\\'\"'\"' '\"'\"' #x'  # a remark\n"
+        assert read(tmp_path, text).final.environment == {"A": "\\' ' #x"}
+
     @pytest.mark.parametrize(
         ("line", "message"),
         [
