@@ -3,31 +3,34 @@
 launch_node.py --node 1 --nodes c1,c2 --processes 4 --port 23456 --key FILE -- train --data rows.jsonl
 
 Each process gets torchrun's variables. Launchers connect to the first node's, so a signal to one reaches every process;
-when a process or a node fails, all end and name it. Exit code 75: saved, but not finished; start the job again.
+when a process or a node fails, or a process hangs, all end and name it. Exit code 75: saved, but not finished; start the job again.
 """
 
 from __future__ import annotations
 
 import argparse
-import array
 import asyncio
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import secrets
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+# Beside this file, also where Python runs isolated (-I); no bytecode in a run's folder.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.dont_write_bytecode = True
+from launch_network import infiniband, nccl_network, network, warning  # noqa: E402
 
 REQUEUE, INTERRUPTED = 75, 130  # EX_TEMPFAIL; ^C, after saving likewise
 ENDINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGINT, signal.SIGHUP)
@@ -36,7 +39,7 @@ GRACE = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one has fail
 STOP_GRACE = 120.0  # seconds that the others have to end, once one that got a signal has ended
 FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # as ekiben_tasks/distributed/failures.py calls it
 PEER_LOST = "another process of the run is gone"  # as it says there
-SIOCGIFCONF, PR_SET_PDEATHSIG = 0x8912, 1
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class Launcher:
         self.peers: dict[int, asyncio.StreamWriter] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.failures: Path | None = None  # where processes write why they fail
+        self.slowest: dict[int, list[Any]] = {}  # node → which of its processes has come least far, and where it is
         self.abandoned = False  # whether processes that ignore the signal are killed
         self.scratch: Path | None = None  # for NCCL's log; it stays when it has something to tell
 
@@ -214,6 +218,10 @@ class Launcher:
                     self._report(node, Outcome(message["ended"], message["why"]))
                 elif "finish" in message:
                     self._decide(Outcome(message["finish"], message["why"]))
+                elif "slowest" in message:
+                    self.slowest[node] = message["slowest"]
+                elif "hangs" in message:
+                    self._report_hang(message["hangs"])
             how = "its launcher is gone"
         except TimeoutError:
             how = f"no sign of life for {self.patience:.0f} s"
@@ -232,7 +240,7 @@ class Launcher:
     async def _beat(self) -> None:
         while True:
             for node in self.peers:
-                self._send(node, {})
+                self._send(node, {"slowest": self.slowest.get(self.node_rank.node, [])})
             await asyncio.sleep(min(BEAT, self.patience / 4))
 
     def _send(self, node: int, message: Mapping[str, object]) -> None:
@@ -257,9 +265,9 @@ class Launcher:
         if self.node_rank.size > 1:
             # When a process dies, the others' PyTorch would print pages of C++ frames over the cause.
             settings.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-            self._keep(self._watch_stopped())
+            self._keep(self._watch_workers())
         if len(self.node_rank.nodes) > 1:
-            chosen, lines = network(self.node_rank, settings)
+            chosen, lines = network(self.node_rank.name, self.node_rank.nodes, settings)
             settings |= chosen
             for line in lines:
                 say(line)
@@ -321,18 +329,60 @@ class Launcher:
         file = (self.failures or Path()) / f"rank-{self._rank(local)}"
         return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
 
-    async def _watch_stopped(self) -> None:
-        """End the job when a process has been stopped (SIGSTOP) for as long as a node may be silent: the others wait for it."""
-        pause, counts = min(BEAT, self.patience / 4), dict[int, int]()
+    async def _watch_workers(self) -> None:
+        """End the job when a process is stopped (SIGSTOP), or hangs: the others wait for it."""
+        pause, node = min(BEAT, self.patience / 4), self.node_rank.node
+        # Looks in a row, not seconds: a scheduler that suspends the job stops this, too.
+        stopped, silent = Counter[int](), Counter[int]()
+        positions: dict[int, dict[str, Any]] = {}
         while True:
             await asyncio.sleep(pause)
-            for local, worker in enumerate(self.workers):
-                # Looks in a row, not seconds: a scheduler that suspends the job stops this, too.
-                counts[local] = counts.get(local, 0) + 1 if worker.returncode is None and is_stopped(worker.pid) else 0
-                if counts[local] * pause >= self.patience:
-                    reason = f"rank {self._rank(local)} on {self.node_rank.name} is stopped (SIGSTOP), and the others wait for it"
-                    self._report(self.node_rank.node, Outcome(1, reason))
+            pids = {self._rank(at): worker.pid for at, worker in enumerate(self.workers) if worker.returncode is None}
+            before, positions = positions, {rank: position for rank in pids if (position := self._read_position(rank))}
+            for rank, pid in pids.items():
+                stopped[rank] = stopped[rank] + 1 if process_state(pid) == "T" else 0
+                silent[rank] = silent[rank] + 1 if rank in positions and positions[rank] == before.get(rank) else 0
+                if stopped[rank] * pause >= self.patience:
+                    reason = f"rank {rank} on {self.node_rank.name} is stopped (SIGSTOP), and the others wait for it"
+                    self._report(node, Outcome(1, reason))
                     return
+            self.slowest[node] = self._find_slowest(positions, pids)
+            for rank, position in positions.items():
+                if (seconds := silent[rank] * pause) >= position["limit"]:
+                    await asyncio.sleep(2 * pause)  # until the first node knows where the others' processes are
+                    self._report_hang(seconds)
+                    return
+
+    def _find_slowest(self, positions: Mapping[int, dict[str, Any]], pids: Mapping[int, int]) -> list[Any]:
+        """Return [position, ranks and host, position in words] of the processes that others may wait for; [] where none reports any.
+
+        Every process goes through the same positions, so it is the one that has come least far. Of several at one position it is
+        the one in the kernel's uninterruptible wait (D), for a disk or a file system.
+        """
+        keys = {rank: [*position["at"], process_state(pids[rank]) != "D"] for rank, position in positions.items()}
+        lowest = min(keys.values(), default=[])
+        ranks = [rank for rank in keys if keys[rank] == lowest]
+        return [lowest, f"{rank_names(ranks)} on {self.node_rank.name}", positions[ranks[0]]["where"]] if ranks else []
+
+    def _report_hang(self, seconds: float) -> None:
+        """End the job, whose processes have not moved for ``seconds``. The first node alone knows which one is behind all others."""
+        if self.node_rank.node != 0:
+            self._send(0, {"hangs": seconds})
+            return
+        nodes = [entry for _, entry in sorted(self.slowest.items()) if entry]
+        lowest = min(position for position, _, _ in nodes)
+        (_, first, where), *more = (entry for entry in nodes if entry[0] == lowest)
+        who = " and ".join([first, *(ranks for _, ranks, _ in more)])
+        reason = f"{who}: no progress for {format_seconds(seconds)} {where}, and the others wait (setting hang_minutes)"
+        self._decide(Outcome(1, reason))
+
+    def _read_position(self, rank: int) -> dict[str, Any] | None:
+        """Return the position that a process reports (ekiben_tasks/distributed/heartbeat.py), or None."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            position = json.loads(((self.failures or Path()) / f"beat-{rank}").read_bytes())
+            at = [int(number) for number in position["at"]]
+            return {"limit": float(position["limit"]), "at": at, "where": str(position["where"])}
+        return None
 
     async def _end_stragglers(self) -> None:
         """End processes that wait for one that has ended: it had nothing to save yet, and they were running."""
@@ -409,87 +459,6 @@ class Launcher:
         task.add_done_callback(self.tasks.discard)
 
 
-def network(node_rank: NodeRank, environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return (variables for NCCL and gloo, lines to print). Variables that the user has set stay as they are."""
-    others = [name for node, name in enumerate(node_rank.nodes) if node != node_rank.node]
-    # Every other node talks to the first, and the first to every other; names that are not known yet are not waited for.
-    names = list(dict.fromkeys(name for other in others if (name := interface_to(other))))
-    chosen, lines = {}, []
-    if names and "NCCL_SOCKET_IFNAME" not in environment:
-        chosen["NCCL_SOCKET_IFNAME"] = "=" + ",".join(names)  # "=": this name, not all that begin with it
-        lines.append(f"network     {node_rank.name}: {', '.join(names)} is the way to {' '.join(others)}")
-    if names and "GLOO_SOCKET_IFNAME" not in environment:
-        chosen["GLOO_SOCKET_IFNAME"] = names[0]
-    ports = infiniband()
-    if ports:
-        lines.append(f"network     {node_rank.name}: {', '.join(ports)}")
-        if missing := verbs_missing():
-            lines.append(warning(f"{node_rank.name} has InfiniBand and this container cannot use it: {missing}.",
-                                 "NCCL will fall back to TCP, which is several times slower."))  # fmt: skip
-    return chosen, lines
-
-
-def interface_to(host: str) -> str | None:
-    """Return the interface that the routing table chooses for ``host``, or None. Sends nothing."""
-    with contextlib.suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return interface_of(probe.getsockname()[0])
-    return None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the local interface with this IP address, or None."""
-    if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return next((row[5] for row in rows if row[0] == wanted), None)
-    return next((name for name, own in addresses() if own == address), None)
-
-
-def addresses() -> list[tuple[str, str]]:
-    """Return (interface, IPv4 address) pairs, by SIOCGIFCONF: netdevice(7). An interface may have several."""
-    room = array.array("B", bytes(64 * 1024))
-    start, length = room.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        answer = fcntl.ioctl(any_socket.fileno(), SIOCGIFCONF, struct.pack("iL", length, start))
-    filled = struct.unpack("iL", answer)[0]
-    entry = 16 + 24  # struct ifreq where pointers have 64 bits: name, then a union as long as its longest member
-    rows = [room.tobytes()[at : at + entry] for at in range(0, filled, entry)]
-    # An alias is shown as eth0:1; NCCL knows interfaces only.
-    return [(row[:16].split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(row[20:24])) for row in rows]
-
-
-def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """Return ``InfiniBand mlx5_0:1 (200 Gb/sec …)`` for every active port, those of RoCE included."""
-    found = []
-    for port in sorted(root.glob("*/ports/*")):
-        with contextlib.suppress(OSError):
-            if "ACTIVE" in (port / "state").read_text():
-                kind = "RoCE" if (port / "link_layer").read_text().strip() == "Ethernet" else "InfiniBand"
-                rate = (port / "rate").read_text().strip()
-                found.append(f"{kind} {port.parent.parent.name}:{port.name} ({rate})")
-    return found
-
-
-def verbs_missing() -> str | None:
-    """Return why this container cannot use InfiniBand, or None."""
-    if not list(Path("/dev/infiniband").glob("uverbs*")):
-        return "there is no /dev/infiniband/uverbs* in it"
-    try:
-        ctypes.CDLL("libibverbs.so.1")
-    except OSError:
-        return "the image has no libibverbs.so.1"
-    return None
-
-
-def nccl_network(folder: Path) -> str | None:
-    """Return the network that NCCL logged (``IB``, ``Socket``, a plugin's name), or None before it did."""
-    lines = (line for log in sorted(folder.glob("*.log")) for line in log.read_text(errors="replace").splitlines())
-    return next((line.partition("Using network ")[2].strip() for line in lines if "Using network " in line), None)
-
-
 def copy_lines(source: int, logs: Path, rank: int) -> None:
     """Copy lines from descriptor ``source`` to stdout and to ``logs``/RANK.log, until every writer has closed it."""
     sinks: list[BinaryIO] = [sys.stdout.buffer]
@@ -504,11 +473,19 @@ def copy_lines(source: int, logs: Path, rank: int) -> None:
                     sink.flush()
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process waits for SIGCONT. A debugger's are in another state."""
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state (proc(5)): T waits for SIGCONT (a debugger's are t), D for a device."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def format_seconds(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 def free_port() -> int:
@@ -520,11 +497,6 @@ def free_port() -> int:
 def die_with_parent() -> None:
     """Make the kernel kill this process when its launcher dies: prctl(2). Runs between fork and exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def warning(*lines: str) -> str:
-    width = max(map(len, lines))
-    return "\n".join(["!" * (width + 8), *(f"!!! {line:<{width}} !!!" for line in lines), "!" * (width + 8)])
 
 
 def say(text: str) -> None:

@@ -20,7 +20,7 @@ from ekiben.core.settings import read_settings
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
 LIBRARY = "ekiben_tasks"  # of the tasks, a package in entrypoints/
-LAUNCHER = "launch_node.py"  # starts a node's processes, for the library and for jobs
+LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
 _TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -168,7 +168,7 @@ class Recipe:
         if needs_library:
             library = {f"{LIBRARY}/{inside}": path for inside, path in _tree(PROJECT_ROOT / "entrypoints" / LIBRARY).items()
                        if path.suffix == ".py"}  # fmt: skip
-            library[LAUNCHER] = PROJECT_ROOT / "entrypoints" / LAUNCHER
+            library |= {name: PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER}
             scripts = {f"entrypoints/{inside}": path for inside, path in library.items()} | scripts
         return scripts
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "entrypoints"))
 
-import launch_node
+import launch_network
 
 LAUNCHER = ROOT / "entrypoints" / "launch_node.py"
 NODES = ("localhost", "127.0.0.1")
@@ -213,6 +213,63 @@ def test_process_that_is_stopped_for_a_moment_goes_on(job: Job) -> None:
     time.sleep(1.5)
     os.kill(pid, signal.SIGCONT)
     assert launcher.wait(timeout=60) == 0
+
+
+# Reports its position, as ekiben_tasks/distributed/heartbeat.py does.
+BEAT = """
+def beat(limit, step, order, where):
+    text = json.dumps({"limit": limit, "at": [step, order, 0], "where": where})
+    pathlib.Path(os.environ["EKIBEN_FAILURE_DIR"], f"beat-{rank}").write_text(text.ljust(256))
+"""
+
+
+def test_hanging_process_ends_the_job_and_is_named_with_its_position(job: Job) -> None:
+    hangs = (
+        'beat(1, 56, 3 - 2 * (rank == 1), "at step 56 (reading its data)" if rank == 1 else "waiting"); time.sleep(600)'
+    )
+    job.start(BEAT + hangs, "--patience", "1", nodes=["localhost"], processes=3)
+    pids = [int(job.worker(rank)["pid"]) for rank in range(3)]
+    ((code, stderr),) = job.end()
+    assert code == 1
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        "error: rank 1 on localhost: no progress for 1 s at step 56 (reading its data), and the others wait (setting hang_minutes)"
+    ]
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("hanging", [0, 1, 2, 3])
+def test_hanging_process_of_any_node_is_named(hanging: int, job: Job) -> None:
+    """The one that hangs was the slowest before, too: the others have waited for longer than it hangs."""
+    late = f"time.sleep(2 * (rank == {hanging})); beat(1.5, 7, 3 * (rank != {hanging}), f'at step 7, {{rank}}'); time.sleep(600)"
+    for node in (1, 0):
+        job.start(BEAT + f"beat(9, 7, 0, 'at step 7, {{rank}}'); {late}", "--patience", "4", node=node, processes=2)
+    for code, stderr in job.end():
+        assert code == 1
+        assert (
+            f"error: rank {hanging} on {NODES[hanging // 2]}: no progress for 2 s at step 7, {hanging}, and" in stderr
+        )
+
+
+def test_hanging_processes_at_one_position_are_all_named(job: Job) -> None:
+    job.start(BEAT + "beat(1, 3, 2, 'at step 3'); time.sleep(600)", "--patience", "1", nodes=["localhost"], processes=2)
+    ((code, stderr),) = job.end()
+    assert code == 1 and "error: ranks 0, 1 on localhost: no progress for 1 s at step 3, and" in stderr
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "beat(60, 1, 2, 'compiling'); time.sleep(4)",  # longer than the others' limit, as it reports
+        "[(beat(1, step, 2, 'step'), time.sleep(0.2)) for step in range(20)]",
+        "pathlib.Path(os.environ['EKIBEN_FAILURE_DIR'], f'beat-{rank}').write_text('{\"limit\": 1, \"at\"'); time.sleep(4)",
+        "time.sleep(4)",  # another task, which reports nothing
+    ],
+)
+def test_process_that_makes_progress_or_is_in_a_long_phase_goes_on(does: str, job: Job) -> None:
+    job.start(BEAT + does, "--patience", "1", nodes=["localhost"], processes=2)
+    ((code, stderr),) = job.end()
+    assert (code, stderr) == (0, "")
 
 
 def test_suspended_job_goes_on(job: Job) -> None:
@@ -412,19 +469,18 @@ def test_network_interface_follows_the_routes(
 
 
 def test_network_variables_of_the_user_are_kept() -> None:
-    node_rank = launch_node.NodeRank(0, NODES, 1)
-    chosen, _ = launch_node.network(node_rank, {"NCCL_SOCKET_IFNAME": "mine", "GLOO_SOCKET_IFNAME": "mine"})
+    chosen, _ = launch_network.network(NODES[0], NODES, {"NCCL_SOCKET_IFNAME": "mine", "GLOO_SOCKET_IFNAME": "mine"})
     assert chosen == {}
 
 
 def test_unresolvable_host_selects_no_interface() -> None:
-    assert launch_node.interface_to("no-such-host.invalid") is None
+    assert launch_network.interface_to("no-such-host.invalid") is None
 
 
 def test_addresses_of_this_machine() -> None:
-    assert ("lo", "127.0.0.1") in launch_node.addresses()
-    assert launch_node.interface_of("127.0.0.1") == "lo"
-    assert launch_node.interface_of("192.0.2.1") is None
+    assert ("lo", "127.0.0.1") in launch_network.addresses()
+    assert launch_network.interface_of("127.0.0.1") == "lo"
+    assert launch_network.interface_of("192.0.2.1") is None
 
 
 def write_port(root: Path, name: str, state: str, layer: str) -> None:
@@ -439,10 +495,10 @@ def test_active_infiniband_ports(tmp_path: Path) -> None:
     write_port(tmp_path, "mlx5_0", "4: ACTIVE", "InfiniBand")
     write_port(tmp_path, "mlx5_1", "1: DOWN", "InfiniBand")
     write_port(tmp_path, "mlx5_2", "4: ACTIVE", "Ethernet")
-    assert launch_node.infiniband(tmp_path) == [
+    assert launch_network.infiniband(tmp_path) == [
         "InfiniBand mlx5_0:1 (400 Gb/sec (4X NDR))", "RoCE mlx5_2:1 (400 Gb/sec (4X NDR))",
     ]  # fmt: skip
-    assert launch_node.infiniband(tmp_path / "none") == []
+    assert launch_network.infiniband(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -451,12 +507,12 @@ def test_active_infiniband_ports(tmp_path: Path) -> None:
      ("c1:1:1 [0] NCCL INFO NET/IB : No device found.", None)],
 )  # fmt: skip
 def test_nccl_network_from_its_log(line: str, taken: str | None, tmp_path: Path) -> None:
-    assert launch_node.nccl_network(tmp_path) is None
+    assert launch_network.nccl_network(tmp_path) is None
     (tmp_path / "c1.1.log").write_text(f"c1:1:1 [0] NCCL INFO Bootstrap: Using eno1\n{line}\n")
-    assert launch_node.nccl_network(tmp_path) == taken
+    assert launch_network.nccl_network(tmp_path) == taken
 
 
 def test_warning_is_printed_in_a_box() -> None:
-    lines = launch_node.warning("NCCL fell back to TCP.", "Slow.").splitlines()
+    lines = launch_network.warning("NCCL fell back to TCP.", "Slow.").splitlines()
     assert len({len(line) for line in lines}) == 1
     assert set(lines[0]) == {"!"}

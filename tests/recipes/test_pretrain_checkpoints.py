@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -123,10 +124,18 @@ failures.run(lambda: pretrain.main(sys.argv[1:]))
 """
 
 
-def launch(size: int, code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+def launch(size: int, code: str, *argv: str, patience: float = 60) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in several processes of the launcher."""
     paths = os.pathsep.join([*SCRIPTS, os.environ.get("PYTHONPATH", "")])
-    launcher = [sys.executable, str(ROOT / "entrypoints" / "launch_node.py"), "--processes", str(size), "--"]
+    launcher = [
+        sys.executable,
+        str(ROOT / "entrypoints" / "launch_node.py"),
+        "--processes",
+        str(size),
+        "--patience",
+        str(patience),
+        "--",
+    ]
     return subprocess.run(
         [*launcher, sys.executable, "-c", code, *argv], env={**os.environ, "PYTHONPATH": paths},
         capture_output=True, text=True, timeout=200, check=False,
@@ -144,6 +153,24 @@ def test_rank_that_runs_out_of_memory_ends_all_with_one_sentence(data: Path, tmp
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "rank 1 on " in errors[0] and "out of GPU memory (CUDA error: CUBLAS" in errors[0]
     assert "Traceback" not in done.stderr
+
+
+def test_rank_whose_data_do_not_come_ends_all_and_is_named(data: Path, tmp_path: Path) -> None:
+    """A file system that does not answer: the read neither fails nor ends."""
+    hanging = FAILING.replace("step = steps.Run._step", "step = steps.Run._micro_batch").replace(
+        "steps.Run._step = fail", "steps.Run._micro_batch = fail"
+    )
+    hanging = hanging.replace("def fail(self):", "def fail(self, *words):").replace("step(self)", "step(self, *words)")
+    hanging = hanging.replace(
+        'raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")', "time.sleep(1000)"
+    )
+    settings = {**asdict(changed(data)), "hang_minutes": 0.1}
+    options = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    done = launch(2, hanging, "--output", str(tmp_path / "out"), *options, patience=2)
+    errors = [re.sub(r"\d+ s", "N s", line) for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and errors == [
+        "error: rank 1 on localhost: no progress for N s at step 3 (reading its data), and the others wait (setting hang_minutes)"
+    ], done.stdout + done.stderr
 
 
 def test_smoke_on_two_processes(tmp_path: Path) -> None:

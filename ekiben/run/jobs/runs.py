@@ -1,8 +1,8 @@
 """Submitted runs: their folders and records, status, logs, cancel.
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all scripts
-do), `launch_node.py` (starts the processes on a node, inside the container), `environment` (what it gets of this shell's, tokens
-too: for its owner only, and removed when all jobs have ended), `key` (by which the launchers know each other), `run.json`. Of every job, whose name is the step's, or
+do), `launch_node.py` and `launch_network.py` (start the processes on a node, inside the container), `environment` (what
+it gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended), `key` (by which the launchers know each other), `run.json`. Of every job, whose name is the step's, or
 `1-train.2` in an array: `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.job` (its
 newest id; of an array, `1-train.array` has the array's), `.processes` (how many on each node), `.ranks/3.log` (what one of several
 processes wrote), `.cancelled`. A job script needs bash and Apptainer or SingularityCE on the compute nodes.
@@ -33,6 +33,7 @@ from ekiben.run.jobs.plan import JobPlan, JobStep
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, script
 from ekiben.run.schedulers import Job, load
+from ekiben.spec.recipe import LAUNCHER
 
 REQUEUE = 75
 _ENDED = ("done", "failed", "skipped", "cancelled")  # "lost" is what a scheduler says that lost its records, too
@@ -89,8 +90,8 @@ def _write(plan: JobPlan) -> None:
 
 
 def _write_files(plan: JobPlan, scripts: Mapping[str, str], environment: str) -> None:
-    shutil.copy(PROJECT_ROOT / "entrypoints" / "launch_node.py", plan.folder)
-    shutil.copy(JOB_PROGRAM, plan.folder)
+    for path in (*(PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER), JOB_PROGRAM):
+        shutil.copy(path, plan.folder)
     for name, text in scripts.items():
         (plan.folder / f"{name}.sh").write_text(text, encoding="utf-8")
         os.chmod(plan.folder / f"{name}.sh", 0o755)

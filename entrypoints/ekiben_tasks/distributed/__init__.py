@@ -4,6 +4,7 @@ __all__ = [
     "context",
     "failures",
     "gather",
+    "heartbeat",
     "model_loading",
     "optimizer",
     "options",

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ekiben_tasks.distributed.heartbeat import longest_wait
 from ekiben_tasks.task.errors import TaskError
 
 REQUEUE = 75  # EX_TEMPFAIL: saved, not finished; schedulers requeue on it
@@ -68,10 +69,11 @@ class DistributedContext:
             torch.distributed.destroy_process_group()
 
 
-def init_distributed(device: str, *, alone: bool = True) -> DistributedContext:
+def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0) -> DistributedContext:
     """Join the process group that the launcher's variables describe, and return this process's context.
 
     device: "cpu", or anything else for GPUs. alone: a single process needs no group; DeepSpeed wants one all the same.
+    hang_minutes: the setting, which may let a process wait longer than an hour for another one.
 
     Raises:
         TaskError: this process has no GPU, or the processes cannot connect to each other.
@@ -98,7 +100,7 @@ def init_distributed(device: str, *, alone: bool = True) -> DistributedContext:
         # While the first process reads a large model from a slow disk, the others wait in a broadcast.
         # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
         torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", timeout=timedelta(hours=1),
+            "nccl" if on_gpu else "gloo", timeout=process_group_timeout(hang_minutes),
             # With the device given, NCCL does not guess one at the first barrier.
             device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
         )  # fmt: skip
@@ -110,6 +112,11 @@ def init_distributed(device: str, *, alone: bool = True) -> DistributedContext:
             "firewall"
         ) from error
     return world
+
+
+def process_group_timeout(hang_minutes: float) -> timedelta:
+    """Return how long a collective waits: longer than the launcher, whose sentence names the process that all wait for."""
+    return timedelta(seconds=longest_wait(hang_minutes) + 300)
 
 
 def _free_port() -> int:

@@ -11,6 +11,7 @@ import torch
 from ekiben_tasks.data.tokenize import Example
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.distributed.context import REQUEUE, Stop, check_grace_period
+from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.distributed.strategy import ParallelStrategy
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.tuning import find_blocks
@@ -54,10 +55,11 @@ class Run:
 
     def __init__(
         self, strategy: ParallelStrategy, batches: Batches, progress: Progress, checkpoints: Checkpoints, device: Device,
-        stop: Stop, callback: TrainerCallback | None = None,
+        stop: Stop, callback: TrainerCallback | None = None, heartbeat: Heartbeat | None = None,
     ) -> None:  # fmt: skip
         self.strategy, self.batches, self.progress, self.checkpoints = strategy, batches, progress, checkpoints
         self.device, self.stop, self.callback = device, stop, callback or TrainerCallback()
+        self.heartbeat = heartbeat or Heartbeat(0)
         self.loss_module, self.plan, self.world = strategy.loss_module, batches.plan, batches.world
         self.steps, self.checkpointed = progress.steps, batches.plan.checkpointed
         self.saved = self.reported = 0.0  # when, by this process's clock
@@ -131,6 +133,7 @@ class Run:
 
     def _step(self) -> Due | None:
         """Run one step of the optimizer; None when a signal came: then nothing has changed since the last step."""
+        self._beat(Phase.READ)
         rows = self.batches.rows_of(self.step)
         # Each step seeds itself, so that a resumed run drops out the same units without keeping a generator's state.
         torch.manual_seed((self.plan.seed * 1_000_003 + self.step) * 1021 + self.world.rank)
@@ -144,9 +147,14 @@ class Run:
             self.strategy.zero_grad()
             return None
         rate = self.plan.rate(self.step, self.steps)
+        self._beat(Phase.UPDATE)
         norm = self.strategy.step(rate)
         self.progress.add_step(lengths, num_target_tokens, total, norm, rate)
         return due
+
+    def _beat(self, phase: Phase, micro_batch: int = 0) -> None:
+        """Say where the step is that runs now. The first one after a start compiles, and every process waits for the slowest."""
+        self.heartbeat.beat(phase, self.step + 1, micro_batch=micro_batch, long=self.step == self.first_step)
 
     def _agree(self, total: torch.Tensor, *, is_short: bool, longest: int) -> tuple[torch.Tensor, Due | None]:
         """Sum the loss over the processes, and decide with them what follows this step; None: stop before it.
@@ -165,6 +173,7 @@ class Run:
             float(main and now - self.reported > self.plan.log_seconds),
             float(is_short),
         ]
+        self._beat(Phase.WAIT)
         if self.world.size > 1:
             shared = torch.cat([total[None], total.new_tensor(votes)])
             self.world.all_reduce(shared)
@@ -196,6 +205,7 @@ class Run:
             if self.stop.exit_code is not None and self.world.size == 1:
                 self.strategy.zero_grad()
                 return None
+            self._beat(Phase.COMPUTE, index)
             part = self.strategy.loss(self.batches.pack(rows))
             self.strategy.backward(part, 1.0 / max(num_target_tokens, 1) if rows else 0.0, last=index == len(packs) - 1)
             if rows:
@@ -241,6 +251,7 @@ class Run:
         Raises:
             TaskError: a weight is no number; the checkpoints stay as they are.
         """
+        self.heartbeat.beat(Phase.SAVE, self.step, long=True)
         if not self.world.minimum(int(self.strategy.is_finite()), self.device.torch_device):
             raise TaskError(f"a weight is not finite after step {self.step}: {self.progress.advise()}")
         started = time.monotonic()
@@ -271,7 +282,8 @@ class Run:
         self.loss_module.eval()
         # Compiled code for evaluation would take longer to make than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            for rows in self.batches.share(test, training=False):
+            for index, rows in enumerate(self.batches.share(test, training=False)):
+                self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
                 part = self.strategy.loss(self.batches.pack(rows))
                 total += part if rows else 0.0
         self.loss_module.train()

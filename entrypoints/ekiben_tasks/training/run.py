@@ -15,6 +15,7 @@ from ekiben_tasks.data.sources import Source
 from ekiben_tasks.data.tokenize import apply_format
 from ekiben_tasks.distributed import strategy as strategies
 from ekiben_tasks.distributed.context import DistributedContext, Stop, init_distributed
+from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.models import flops, load, memory
 from ekiben_tasks.models.attention import choose_attention, choose_layout, prefer_kernels, uniform_kernels
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
@@ -65,11 +66,15 @@ def run(job: Job) -> int:
     module = strategies.find(job.parallel)
     if reason := module.unavailable():
         raise TaskError(f"setting parallel={job.parallel}: {reason}")
+    heartbeat = Heartbeat(job.settings.hang_minutes)
+    heartbeat.beat(Phase.LOAD, long=True)
     # May wait for others for long, and must stay killable. A dry run needs nobody: one process plans for all.
     world = (
         DistributedContext(rank=int(os.environ.get("RANK", "0")), size=job.processes)
         if job.dry
-        else init_distributed(job.settings.device, alone=not module.NEEDS_PROCESS_GROUP)
+        else init_distributed(
+            job.settings.device, alone=not module.NEEDS_PROCESS_GROUP, hang_minutes=job.settings.hang_minutes
+        )
     )
     stop = Stop()
     if not job.dry:
@@ -94,9 +99,10 @@ def run(job: Job) -> int:
     same = fingerprint(job.settings, data)
     checkpoints = checkpoint.Checkpoints(job.output, same, job.settings.model, world,
                                          keep=job.settings.save_total_limit)  # fmt: skip
-    training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback)
+    training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback, heartbeat)
     with peak_memory(summary.device) as peak, uniform_kernels(summary.device.torch_device):
         exit_code = training.fit()
+    heartbeat.beat(Phase.SAVE, training.step, long=True)
     _record(job, summary, training, tokenizer, peak["bytes"], exit_code, started)
     world.destroy()
     return exit_code or 0

@@ -33,6 +33,7 @@ _FREE = {
     "epochs",  # a run can be lengthened
     "max_steps",
     "log_seconds",
+    "hang_minutes",
     "data",
     "parallel",
     "deepspeed",
@@ -76,6 +77,10 @@ class Settings:
     save_steps: int = option(0, "steps between checkpoints, besides those; 0: none")
     save_total_limit: int = option(2, "checkpoints that are kept, the newest ones")
     log_seconds: float = option(5, "seconds between lines of progress")
+    hang_minutes: float = option(
+        10, "minutes that one of several processes may go without progress before all end; loading, compiling and "
+        "saving may take an hour, or as long as this; 0: an hour everywhere",
+    )  # fmt: skip
     seed: int = option(42, "of the split, the order, the adapter's start and the dropout")
     gradient_checkpointing: bool | Literal["auto"] = option(
         "auto", "compute activations twice to save memory; auto: those of as many blocks as needed"
@@ -111,6 +116,8 @@ def check(settings: Settings) -> None:
         problems.append(f"setting epochs: must be above 0, not {settings.epochs}")
     if not 0 <= settings.warmup_ratio <= 1:
         problems.append(f"setting warmup_ratio: must be from 0 to 1, not {settings.warmup_ratio}")
+    if not 0 <= settings.hang_minutes < math.inf:
+        problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
     if settings.save_steps < 0:
         problems.append(f"setting save_steps: must be at least 0 (0: none), not {settings.save_steps}")
     if not 0 <= settings.validation_split < 1:

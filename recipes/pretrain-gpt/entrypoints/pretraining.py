@@ -32,7 +32,7 @@ GIB = 1 << 30
 # What may differ between a run and its continuation: Megatron's checkpoints are the same however the model is split.
 _FREE = {
     "tensor_parallel", "pipeline_parallel", "sequence_parallel", "distributed_optimizer", "micro_batch", "recompute",
-    "eval_every", "save_every", "log_seconds", "device", "data",
+    "eval_every", "save_every", "log_seconds", "hang_minutes", "device", "data",
 }  # fmt: skip
 
 
@@ -70,6 +70,10 @@ class Settings:
     eval_batches: int = option(10, "batches of a test")
     save_every: int = option(1000, "steps between checkpoints; there is one at the end and on SIGTERM")
     log_seconds: float = option(5, "seconds between lines of progress")
+    hang_minutes: float = option(
+        10, "minutes that one of several processes may go without progress before all end; loading, compiling and "
+        "saving may take an hour, or as long as this; 0: an hour everywhere",
+    )  # fmt: skip
     seed: int = option(1234, "of the first weights, the order and the dropout")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "auto: bf16 where the GPU has it, else fp16")
     device: Literal["auto", "cpu"] = option("auto", "cpu: for proofs; Megatron-Core is made for GPUs")
@@ -100,7 +104,7 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
         without_gpu.pretend()
     device, name, memory, dtype = _device(settings, dry)
     lock = contextlib.nullcontext() if dry else output_lock.lock_output(output)
-    with lock, _together(cpu, dry) as world:
+    with lock, _together(settings, dry) as world:
         return _pretrain(settings, output, data, world, device, name, memory, dtype, dry=dry is not None, fresh=fresh)
 
 
@@ -110,7 +114,8 @@ def _pretrain(
 ) -> int:  # fmt: skip
     import torch
 
-    from ekiben_tasks.distributed.context import Stop
+    from ekiben_tasks.distributed.context import Stop, process_group_timeout
+    from ekiben_tasks.distributed.heartbeat import Heartbeat
     from ekiben_tasks.task import files
 
     stop = Stop()
@@ -134,15 +139,19 @@ def _pretrain(
     from background_save import CHECKPOINTS
     from ekiben_tasks.models import flops
 
-    parallel_state.initialize_model_parallel(settings.tensor_parallel, settings.pipeline_parallel)
+    minutes = process_group_timeout(settings.hang_minutes).total_seconds() / 60
+    parallel_state.initialize_model_parallel(
+        settings.tensor_parallel, settings.pipeline_parallel, distributed_timeout_minutes=math.ceil(minutes)
+    )
     if fresh and world.is_main_process:
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     torch.distributed.barrier()
     started = time.time()
     peak = flops.peak_flops(name)
     run = steps.Run(
-        plan, Path(settings.data), settings.split, output, _fingerprint(settings, plan, data), world, stop, device, peak
-    )
+        plan, Path(settings.data), settings.split, output, _fingerprint(settings, plan, data), world, stop, device, peak,
+        Heartbeat(settings.hang_minutes),
+    )  # fmt: skip
     exit_code = run.fit()
 
     # ---- say what came of it
@@ -268,6 +277,8 @@ def _check(settings: Settings) -> None:
         problems.append(f"setting dropout: must be at least 0 and below 1, not {settings.dropout}")
     if not 0 <= settings.max_grad_norm < math.inf:
         problems.append(f"setting max_grad_norm: must be at least 0 (0: no clipping), not {settings.max_grad_norm}")
+    if not 0 <= settings.hang_minutes < math.inf:
+        problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
     if settings.learning_rate != "auto" and not settings.learning_rate > 0:
         problems.append(f"setting learning_rate: must be above 0, not {settings.learning_rate}")
     shape = shape_of(settings, 1)
@@ -298,18 +309,21 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _together(cpu: bool, dry: DryRun | None) -> Iterator[DistributedContext]:
+def _together(settings: Settings, dry: DryRun | None) -> Iterator[DistributedContext]:
     """This process's place among all. Megatron wants a process group even for one."""
     import torch
 
     from ekiben_tasks.distributed.context import DistributedContext, init_distributed
+    from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 
     if dry:
         yield DistributedContext(
             size=dry.gpus or int(os.environ.get("WORLD_SIZE", "1")), rank=int(os.environ.get("RANK", "0"))
         )
         return
-    world = init_distributed("cpu" if cpu else "auto")
+    cpu = settings.device == "cpu"
+    Heartbeat(settings.hang_minutes).beat(Phase.LOAD, long=True)
+    world = init_distributed("cpu" if cpu else "auto", hang_minutes=settings.hang_minutes)
     if not torch.distributed.is_initialized():
         # Not through a file that is removed afterwards: with NCCL the program then hung at its very end.
         torch.distributed.init_process_group(

@@ -25,6 +25,7 @@ import gpt
 import sharded_state
 from background_save import CHECKPOINTS, METADATA_FILE, Saver, list_checkpoints
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop
+from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.models.shards import SHARDS
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.task.errors import TaskError
@@ -90,9 +91,10 @@ class Run:
 
     def __init__(
         self, plan: Plan, data: Path, split: str, output: Path, fingerprint: dict[str, Any], world: DistributedContext, stop: Stop,
-        device: torch.device, peak: float | None,
+        device: torch.device, peak: float | None, heartbeat: Heartbeat,
     ) -> None:  # fmt: skip
         self.plan, self.output, self.world, self.stop, self.device = plan, output, world, stop, device
+        self.heartbeat = heartbeat
         self.fingerprint, self.peak, self.on_gpu = fingerprint, peak, device.type == "cuda"
         self.copies = parallel_state.get_data_parallel_world_size()
         model_parallel_cuda_manual_seed(plan.seed)
@@ -197,7 +199,9 @@ class Run:
             group["lr"] = rate
         loss = self._forward(self.train, self.step * self.plan.batch, 1, forward_only=False)
         # The optimizer waits for the GPU: until then, the next step's first rows are fetched.
+        self._beat(Phase.READ)
         self.ahead = self._fetch_ahead()
+        self._beat(Phase.UPDATE)
         applied, norm, _ = self.optimizer.step()
         self.step += 1
         total, tokens, stops = self._add_up(loss, float(self.stop.exit_code or 0))
@@ -212,6 +216,10 @@ class Run:
         if stops:
             self.stop.exit_code = self.stop.exit_code or REQUEUE
         return bool(stops)
+
+    def _beat(self, phase: Phase, micro_batch: int = 0) -> None:
+        """Say where the step is that runs now. The first one after a start may compile, and every process waits for the slowest."""
+        self.heartbeat.beat(phase, self.step + 1, micro_batch=micro_batch, long=self.step == self.first_step)
 
     def _advise(self) -> str:
         """Return what to do about numbers that are none, and what is left of the run."""
@@ -235,8 +243,12 @@ class Run:
         mine = first + parallel_state.get_data_parallel_rank() * self.plan.micro_batch
         for number in range(count):
             start = mine + number * self.plan.micro_batch * self.copies
-            fetched = self.ahead.pop(start, None) if data is self.train else None
-            yield fetched or self._micro_batch(data, start)
+            training = data is self.train
+            self._beat(Phase.READ if training else Phase.EVALUATE, number)
+            fetched = self.ahead.pop(start, None) if training else None
+            batch = fetched or self._micro_batch(data, start)
+            self._beat(Phase.COMPUTE if training else Phase.EVALUATE, number)
+            yield batch
 
     def _fetch_ahead(self) -> dict[int, tuple[Any, Any, Any]]:
         if self.step + 1 >= self.plan.steps:
@@ -306,6 +318,7 @@ class Run:
         Raises:
             TaskError: a weight is no number, or the save before this one failed; complete checkpoints stay.
         """
+        self.heartbeat.beat(Phase.SAVE, self.step, long=True)
         shards = list(sharded_state.optimizer_shards(self.model.module, self.optimizer))
         finite = torch.stack([shard.main.isfinite().all() for shard in shards]).all() if shards else True
         if not self.world.minimum(int(finite), self.device):

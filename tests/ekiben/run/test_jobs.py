@@ -527,9 +527,12 @@ def test_logs_of_one_rank(tmp_path: Path, run_cli: RunCli) -> None:
     assert "has not started yet" in run_cli("logs", folder.name, "1-train", "--rank", "0", code=2).stderr
 
 
-def test_the_launcher_is_one_file_of_the_standard_library() -> None:
-    """It is copied into the run and started by whatever Python the image has."""
-    path = Path(__file__).resolve().parents[3] / "entrypoints/launch_node.py"
-    done = subprocess.run(["python3", "-I", path, "--help"], cwd="/", capture_output=True, text=True, check=False)
+def test_the_launcher_is_of_the_standard_library_alone(tmp_path: Path) -> None:
+    """Its files are copied into the run and started by whatever Python the image has; no bytecode is left there."""
+    for name in ("launch_node.py", "launch_network.py"):
+        shutil.copy(Path(__file__).resolve().parents[3] / "entrypoints" / name, tmp_path)
+        assert not (tmp_path / name).stat().st_mode & stat.S_IXUSR
+    argv = ["python3", "-I", tmp_path / "launch_node.py", "--help"]
+    done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert not path.stat().st_mode & stat.S_IXUSR
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["launch_network.py", "launch_node.py"]

@@ -34,6 +34,7 @@ def test_folder_of_two_origins_is_mounted_file_by_file(tmp_path: Path) -> None:
     assert live_files(find_recipe(str(folder))).mounts == {
         "/opt/ekiben/recipe/entrypoints/ekiben_tasks": shipped / "ekiben_tasks",
         "/opt/ekiben/recipe/entrypoints/launch_node.py": shipped / "launch_node.py",
+        "/opt/ekiben/recipe/entrypoints/launch_network.py": shipped / "launch_network.py",
         "/opt/ekiben/recipe/entrypoints/go.py": folder / "entrypoints/go.py",
         "/opt/ekiben/recipe/entrypoints/train.py": shipped / "train.py",
         "/opt/ekiben/recipe/recipe.yaml": folder / "recipe.yaml",

@@ -62,7 +62,7 @@ def test_the_task_library_ships_complete(name: str) -> None:
     folder = PROJECT_ROOT / "entrypoints"
     library = [path for path in (folder / "ekiben_tasks").rglob("*.py") if "__pycache__" not in path.parts]
     assert len(library) > 20
-    for path in [*library, folder / "launch_node.py"]:
+    for path in [*library, folder / "launch_node.py", folder / "launch_network.py"]:
         assert members[f"entrypoints/{path.relative_to(folder)}"] == path
     assert not [inside for inside in members if "__pycache__" in inside or inside.endswith(".pyc")]
 
@@ -142,6 +142,7 @@ class TestMembers:
             "entrypoints/greet.py": sample.path / "entrypoints/greet.py",
             "entrypoints/hello.py": PROJECT_ROOT / "entrypoints/hello.py",
             "entrypoints/launch_node.py": PROJECT_ROOT / "entrypoints/launch_node.py",
+            "entrypoints/launch_network.py": PROJECT_ROOT / "entrypoints/launch_network.py",
             "configs/greet.yaml": sample.path / "configs/greet.yaml",
         }
         assert "entrypoints/ekiben_tasks/task/settings.py" in library

@@ -33,6 +33,7 @@ torch.set_num_threads(1)
 import train
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.training import loop, run
+{setup}
 gradients = loop.Run._gradients
 def fail(self, *words):
     if self.step == 2 and os.environ["RANK"] == "{rank}":
@@ -44,16 +45,43 @@ failures.run(lambda: train.main({arguments!r}))
 """
 
 
+# A function whose first calls, in one of two processes, take longer than hang_minutes.
+SLOW = """
+import pathlib
+def slow(function, times=9):
+    calls = []
+    def slowly(*words, **named):
+        calls.append(1)
+        if os.environ["RANK"] == "1" and len(calls) <= times:
+            time.sleep(6)
+            pathlib.Path({output!r}, "slow").touch()
+        return function(*words, **named)
+    return slowly
+"""
+
+
 def launch(
-    what: str, base: Path, output: Path, *more: str, rank: int = 1
+    what: str, base: Path, output: Path, *more: str, rank: int = 1, patience: float = 60, setup: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """(what two processes came to, seconds from the failure to the end)."""
     settings = {"model": base, "max_steps": 5, "batch_size": 8, "max_length": 512, "eval_every": 0, "device": "cpu"}
     arguments = ["--data", str(SAMPLE), "--output", str(output)]
     arguments += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     arguments += more
-    code = TRAIN.format(entrypoints=str(ENTRYPOINTS), what=what, rank=rank, arguments=arguments)
-    argv = [sys.executable, str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--", sys.executable, "-c", code]
+    setup = setup.replace("{output!r}", repr(str(output)))
+    code = TRAIN.format(setup=setup, entrypoints=str(ENTRYPOINTS), what=what, rank=rank, arguments=arguments)
+    argv = [
+        sys.executable,
+        str(ENTRYPOINTS / "launch_node.py"),
+        "--processes",
+        "2",
+        "--patience",
+        str(patience),
+        "--",
+        sys.executable,
+        "-c",
+        code,
+    ]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -90,6 +118,32 @@ def test_failing_rank_ends_all_with_one_sentence(
     )
     assert done.stderr.count("Traceback") == frames, done.stderr
     assert seconds < 10
+
+
+def test_rank_that_hangs_ends_all_with_one_sentence(base: Path, tmp_path: Path) -> None:
+    """A blocked read of a file system that does not answer: it neither fails nor ends."""
+    done, seconds = launch("time.sleep(1000)", base, tmp_path / "out", "--set", "hang_minutes=0.1", patience=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [re.sub(r"\d+ s", "N s", line) for line in errors(done.stderr)] == [
+        "error: rank 1 on localhost: no progress for N s at step 3 (reading its data), and the others wait (setting hang_minutes)"
+    ]
+    assert 6 <= seconds < 25
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "import ekiben_tasks.training.checkpoint as c; c.Checkpoints.save = slow(c.Checkpoints.save)",
+        "from ekiben_tasks.models import load; load.load_tokenizer = slow(load.load_tokenizer)",
+        "loop.Run._packs = slow(loop.Run._packs, 1)",
+    ],
+    ids=["saving", "loading", "compiling in the first step"],
+)
+def test_long_phase_does_not_end_the_run(what: str, base: Path, tmp_path: Path) -> None:
+    setup = SLOW + what
+    done, _ = launch("pass", base, tmp_path / "out", "--set", "hang_minutes=0.05", patience=2, setup=setup)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "out" / "slow").exists()
 
 
 def test_wrong_setting_is_printed_once(base: Path, tmp_path: Path) -> None:
