@@ -51,13 +51,17 @@ class Plan:
         """Return how many steps one epoch of ``rows`` training examples takes."""
         return math.ceil(rows / self.batch_size)
 
+    def warmup(self, steps: int) -> int:
+        """Return how many of ``steps`` are the warm-up."""
+        return round(self.warmup_ratio * steps) or min(self.warmup_steps, steps // 10)
+
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of ``step`` (from 0) of ``steps``: a linear warm-up, then the schedule.
 
         The schedule falls to 0 linearly or along half a cosine (Loshchilov and Hutter 2017, arXiv:1608.03983, equation
         5, without restarts), or is constant.
         """
-        warmup = round(self.warmup_ratio * steps) or min(self.warmup_steps, steps // 10)
+        warmup = self.warmup(steps)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
         left = (steps - step) / max(steps - warmup, 1)

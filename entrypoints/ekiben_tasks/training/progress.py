@@ -57,6 +57,16 @@ class Meter:
         return {"tokens": self.tokens, "flops": self.flops, "seconds": self.seconds}
 
 
+def add_length(lengths: list[dict[str, int]], step: int, **now: int) -> list[dict[str, int]]:
+    """Return a run's lengths with ``now`` (``steps`` and more), which counts from ``step`` on; as they are, if it is the last one.
+
+    The learning rate of a step is that of a run with the length that counted then.
+    """
+    if lengths and all(lengths[-1].get(name, value) == value for name, value in now.items()):
+        return lengths
+    return [*(length for length in lengths if length["from_step"] < step), {"from_step": step, **now}]
+
+
 @dataclass(slots=True)
 class _Pending:
     """A step whose loss is still on the GPU."""
@@ -76,6 +86,7 @@ class Progress:
     ) -> None:
         self.plan, self.world, self.costs, self.output = plan, world, costs, output
         self.steps, self.steps_per_epoch = plan.steps(rows), plan.steps_per_epoch(rows)
+        self.lengths = add_length([], 0, steps=self.steps)
         self.peak = flops.peak_flops(device.name)
         self.skips_overflow = device.dtype == torch.float16
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
@@ -188,13 +199,15 @@ class Progress:
         """Return the state for a checkpoint: plain values."""
         return {
             "step": self.step, "steps": self.steps, "meter": self.meter.state(), "wall": self.wall,
-            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss,
+            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss, "lengths": self.lengths,
         }  # fmt: skip
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` of a checkpoint."""
         self.step, self.meter, self.wall_before = state["step"], Meter(**state["meter"]), state["wall"]
         self.last_loss, self.last_eval_loss = state["last_loss"], state["last_eval_loss"]
+        former = state.get("lengths") or [{"from_step": 0, "steps": state.get("steps", self.steps)}]
+        self.lengths = add_length(former, self.step, steps=self.steps)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ GIB = 1 << 30
 _FREE = {
     "tensor_parallel", "pipeline_parallel", "sequence_parallel", "distributed_optimizer", "micro_batch", "recompute",
     "eval_every", "save_every", "log_seconds", "hang_minutes", "device", "data",
+    "train_tokens", "max_steps", "decay_tokens",  # a run can be lengthened
 }  # fmt: skip
 
 
@@ -380,7 +381,7 @@ def _device(settings: Settings, dry: DryRun | None) -> tuple[torch.device, str, 
 def _fingerprint(settings: Settings, plan: steps.Plan, data: dict[str, Any]) -> dict[str, Any]:
     """What has to be the same for a checkpoint to be continued."""
     flat = {name: value for name, value, _ in options.describe(settings) if name not in _FREE}
-    return {**flat, "steps": plan.steps, "dtype": str(plan.dtype), "data": data["data"], "tokenizer": data["tokenizer"]}
+    return {**flat, "dtype": str(plan.dtype), "data": data["data"], "tokenizer": data["tokenizer"]}
 
 
 def _announce(
@@ -423,6 +424,7 @@ def _result(
         "site": run_metadata.site(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "steps": run.step,
+        "schedule": {"name": "cosine", "warmup_steps": plan.warmup, "lengths": run.lengths},
         "time_to_train_s": round(run.wall, 1),
         "tokens_per_s": round(speed, 1),
         "mfu": None if mfu is None else round(mfu, 4),

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -23,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 
 import gpt
 import sharded_state
+import training_data
 from background_save import CHECKPOINTS, METADATA_FILE, Saver, list_checkpoints
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
@@ -30,7 +29,7 @@ from ekiben_tasks.models.shards import SHARDS
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training import checkpoint
-from ekiben_tasks.training.progress import Meter
+from ekiben_tasks.training.progress import Meter, add_length
 from model_configs import Shape, training_flops
 
 
@@ -76,16 +75,6 @@ class Plan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """What Megatron's data sets ask of a tokenizer."""
-
-    unique_identifiers: dict[str, str]
-    vocab_size: int
-    eod: int
-    pad: int = -1  # no token: every sequence is full
-
-
 class Run:
     """Train a model on Megatron-Core, step by step; see fit()."""
 
@@ -125,7 +114,15 @@ class Run:
         config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = get_forward_backward_func()
         self.saver = Saver(output / CHECKPOINTS, world, device)
-        self.train, self.valid = self._open(data, split)
+        self.saved = self._find_checkpoint()
+        request = training_data.Request(
+            folder=data, split=split, cache=output / "cache", seed=plan.seed, positions=plan.shape.positions,
+            validation=plan.eval_batches * plan.batch,
+        )  # fmt: skip
+        self.train, self.valid, self.data_sizes = training_data.open_data(
+            request, self._saved_sizes(), plan.steps * plan.batch
+        )
+        self.lengths = self._add_length([], 0)
         self.flops = training_flops(plan.shape, plan.batch)
         self.step, self.first_step = 0, 0
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
@@ -277,23 +274,6 @@ class Run:
 
     # ------------------------------------------------------------------ around the steps
 
-    def _open(self, data: Path, split: str) -> tuple[Any, Any]:
-        """Megatron's data sets for learning and for testing: shuffled sequences over all documents, by the seed."""
-        about = json.loads((data / "prepared.json").read_text(encoding="utf-8"))
-        tests = self.plan.eval_batches * self.plan.batch
-        config = GPTDatasetConfig(
-            random_seed=self.plan.seed, sequence_length=self.plan.shape.positions, blend=([str(data / "text_document")], None),
-            split=split, path_to_cache=str(self.output / "cache"), create_attention_mask=False,
-            tokenizer=_Ends({"sha256": about["tokenizer"]}, about["vocab_size"], about["end_of_document"]),
-            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, allow_ambiguous_pad_tokens=True,
-        )  # fmt: skip
-        sizes = [self.plan.steps * self.plan.batch, tests, None]
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)
-        train, valid, _ = builder.build()
-        if train is None or not len(train):
-            raise TaskError(f"data {data}: split {split} leaves no document to learn from")
-        return train, valid
-
     def _evaluate(self) -> None:
         if self.valid is None or not self.plan.eval_batches:
             return
@@ -328,49 +308,86 @@ class Run:
         scaler = next((each.state_dict() for each in self._scalers() if each.state_dict()), None)
         metadata = {
             "step": self.step, "shape": asdict(self.plan.shape), "fingerprint": self.fingerprint, "meter": self.meter.state(), "wall": self.wall,
-            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss,
+            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss, "lengths": self.lengths, "data_sizes": self.data_sizes,
             "optimizer_steps": sharded_state.optimizer_steps(self.optimizer),
             "grad_scaler": scaler and {**scaler, "scale": float(scaler["scale"])},
         }  # fmt: skip
         self.saver.save(self.step, sharded_state.to_write(self.model.module, self.optimizer, copy, copies), metadata)
 
-    def _resume(self) -> None:
-        saved = [
-            Path(path) for path in self.world.broadcast(list(map(str, list_checkpoints(self.output / CHECKPOINTS))))
-        ]
-        if not saved:
-            return
-        about = checkpoint.current_names(json.loads((saved[-1] / METADATA_FILE).read_text(encoding="utf-8")))
+    def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest checkpoint and its metadata, as the main process sees it.
+
+        Raises:
+            TaskError: it is another run's.
+        """
+        # A shared file system shows a new or removed folder to some nodes earlier than to others.
+        paths = self.world.broadcast(list(map(str, list_checkpoints(self.output / CHECKPOINTS))))
+        if not paths:
+            return None
+        path = Path(paths[-1])
+        metadata = checkpoint.current_names(json.loads((path / METADATA_FILE).read_text(encoding="utf-8")))
         changed = [
-            f"{name} was {about['fingerprint'].get(name)!r} and is {value!r}"
+            f"{name} was {metadata['fingerprint'].get(name)!r} and is {value!r}"
             for name, value in self.fingerprint.items()
-            if about["fingerprint"].get(name) != value
+            if metadata["fingerprint"].get(name) != value
         ]
         if changed:
             raise TaskError(
-                f"{saved[-1].parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
+                f"{path.parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
                 "or start again in this one with --overwrite"
             )
+        return path, metadata
+
+    def _saved_sizes(self) -> list[int]:
+        """Return what training_data.open_data() is to begin with; checkpoints of earlier releases have one length."""
+        if self.saved is None:
+            return []
+        metadata = self.saved[1]
+        return list(metadata.get("data_sizes") or [metadata["fingerprint"]["steps"] * self.plan.batch])
+
+    def _add_length(self, lengths: list[dict[str, int]], step: int) -> list[dict[str, int]]:
+        return add_length(lengths, step, steps=self.plan.steps, decay_steps=self.plan.decay)
+
+    def _resume(self) -> None:
+        if self.saved is None:
+            return
+        path, metadata = self.saved
         self._start_optimizer()
         try:
-            if (saved[-1] / SHARDS).is_dir():
-                sharded_state.read(self.model.module, self.optimizer, saved[-1] / SHARDS, about["optimizer_steps"])
-                if scale := about["grad_scaler"]:
+            if (path / SHARDS).is_dir():
+                sharded_state.read(self.model.module, self.optimizer, path / SHARDS, metadata["optimizer_steps"])
+                if scale := metadata["grad_scaler"]:
                     for scaler in self._scalers():
                         scaler.load_state_dict({**scale, "scale": torch.tensor([scale["scale"]])})
             else:
-                self._read_former(saved[-1])
+                self._read_former(path)
         except TaskError:
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            raise TaskError(
-                f"{saved[-1]}: cannot be read ({reason}); remove it, or start again with --overwrite"
-            ) from error
-        self.step, self.meter, self.wall_before = about["step"], Meter(**about["meter"]), about["wall"]
-        self.last_loss, self.last_eval_loss = about["last_loss"], about["last_eval_loss"]
+            raise TaskError(f"{path}: cannot be read ({reason}); remove it, or start again with --overwrite") from error
+        self.step, self.meter, self.wall_before = metadata["step"], Meter(**metadata["meter"]), metadata["wall"]
+        self.last_loss, self.last_eval_loss = metadata["last_loss"], metadata["last_eval_loss"]
+        former = metadata.get("lengths") or [{"from_step": 0, "steps": metadata["fingerprint"]["steps"]}]
+        self.lengths = self._add_length(former, self.step)
         if self.world.is_main_process:
-            print(f"resumed     {saved[-1]} (step {self.step} of {self.plan.steps})", flush=True)
+            print(f"resumed     {path} (step {self.step} of {self.plan.steps})", flush=True)
+            if self.lengths != former:
+                self._print_length(former[-1]["steps"])
+
+    def _print_length(self, before: int) -> None:
+        """Print what another number of steps, or of steps to the lowest learning rate, means for a run that goes on."""
+        plan = self.plan
+        print(
+            f"note        {plan.steps:,} steps instead of {before:,}: the learning rate goes on as warmup_tokens and decay_tokens set "
+            f"it, at its lowest from step {plan.decay:,} on",
+            flush=True,
+        )
+        if plan.steps > (seen := self.train.ends[0] // plan.batch):
+            print(
+                f"note        after step {seen:,} the data of the first length are through, and come in a new order",
+                flush=True,
+            )
 
     def _read_former(self, folder: Path) -> None:
         """Restore what earlier releases wrote: Megatron's own format, which gathers the optimizer's state in one process."""

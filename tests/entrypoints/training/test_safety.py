@@ -188,6 +188,10 @@ def test_run_can_be_lengthened_and_epochs_be_fractions(
         [line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("run", "at-once")
     )
     assert ours == theirs and len(ours) == 9
+    lengths = [
+        json.loads((tmp_path / name / "run.json").read_text())["schedule"]["lengths"] for name in ("run", "at-once")
+    ]
+    assert lengths == [[{"from_step": 0, "steps": 3}, {"from_step": 3, "steps": 9}], [{"from_step": 0, "steps": 9}]]
 
 
 def test_run_of_the_release_before_goes_on_under_the_new_names(base: Path, tmp_path: Path, capsys: Any) -> None:
