@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import subprocess
@@ -86,6 +88,15 @@ def test_callback_can_end_the_run(base: Path, tmp_path: Path) -> None:
     assert notes.logged == [("start", 0), ("tests", 2), ("tested", 2), ("tests", 4), ("tested", 4)]
     assert (tmp_path / "checkpoints" / "step-000004").is_dir()
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_log_that_cannot_be_written_ends_the_run() -> None:
+    logger = logging.Logger("mlperf")
+    logger.addHandler(mlperf_log._LogFile("/dev/full"))
+    with pytest.raises(TaskError, match=r"/dev/full: cannot be written \(No space left on device\)"):
+        logger.info("a line")
+    with contextlib.suppress(OSError):
+        logger.handlers[0].close()
 
 
 # ---------------------------------------------------------------------- rows and tokens

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ekiben_tasks.task import command
-from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.errors import TaskError, explain_disk
 
 FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # where the launcher looks for the sentences: a file rank-N each
 PATIENCE = 5.0  # seconds that a process with nothing new to say leaves to the one that failed first
@@ -74,6 +74,8 @@ def report(error: BaseException) -> int:
             "more GPUs, or GPUs nobody else is using"
         )
         code = 1
+    elif message := explain_disk(error):
+        sentence, code = f"{name_process()}: {message}", 1
     else:
         traceback.print_exception(error)
         sentence, code = f"{name_process()}: {type(error).__name__}: {_one_line(error)}", 1

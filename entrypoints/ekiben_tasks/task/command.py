@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ekiben_tasks.task.errors import SettingError, TaskError
+from ekiben_tasks.task.errors import SettingError, TaskError, explain_disk
 from ekiben_tasks.task.settings import help_table, load
 
 
@@ -197,6 +197,10 @@ def run(main: Callable[[], int]) -> NoReturn:
         raise SystemExit(main())
     except TaskError as error:
         fail(error)
+    except OSError as error:
+        if message := explain_disk(error):
+            fail(TaskError(message))
+        raise
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

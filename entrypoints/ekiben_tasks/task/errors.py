@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -22,6 +23,17 @@ class DoesNotFitError(TaskError):
     """Report that a run needs more memory than there is. Programs that submit jobs know it by the exit code."""
 
     exit_code = 3
+
+
+_DISK_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+def explain_disk(error: BaseException) -> str | None:
+    """Return the message for a disk that is full, over its quota or read-only; None: ``error`` is of another kind."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_FAILS:
+        return None
+    file = f"{error.filename}: cannot be written" if error.filename else "a file cannot be written"
+    return f"{file} ({error.strerror}); make room and give the same command again: it goes on from what is complete"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -61,7 +62,8 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
     try:
         code = train_model(tuned, recipe, folder, dry=dry, fresh=True, prepare=prepare, callback=log.callback())
     except BaseException:
-        log.close("aborted")
+        with contextlib.suppress(TaskError):  # of a log that cannot be written: the error before it counts
+            log.close("aborted")
         log.shut()
         raise
     log.close("success" if log.reached else "aborted")  # MLPerf knows no third word

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import dolly
 from bench_settings import REFERENCE, Settings
+from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import ensure_output_dir
 from ekiben_tasks.training.settings import Settings as Training
 
 LOG = "mlperf.log"
+
+
+class _LogFile(logging.FileHandler):
+    """Ends the run when the log cannot be written: logging's own would print a traceback for every line, and go on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        raise TaskError(
+            f"{self.baseFilename}: cannot be written ({getattr(error, 'strerror', None) or error}); make room and give the same "
+            "command again: a run without its log proves nothing, so this one starts again"
+        ) from error
 
 
 class RunLog:
@@ -33,12 +48,10 @@ class RunLog:
         if self.is_main_process and self.folder:
             ensure_output_dir(self.folder)
             (self.folder / LOG).unlink(missing_ok=True)
-            import logging
-
             from mlperf_logging.mllog.mllog import MLLogger
 
             quiet = logging.Logger("ekiben.mlperf")  # to the file alone: standard output is for people
-            quiet.addHandler(logging.FileHandler(self.folder / LOG, encoding="utf-8"))
+            quiet.addHandler(_LogFile(self.folder / LOG, encoding="utf-8"))
             self.logger: Any = MLLogger(
                 logger=quiet, root_dir=str(Path(__file__).resolve().parent), default_stack_offset=2
             )
@@ -142,7 +155,8 @@ class RunLog:
     def shut(self) -> None:
         """Close the log file."""
         for handler in self.logger.logger.handlers if self.logger else []:
-            handler.close()
+            with contextlib.suppress(OSError):  # what could not be written has been reported
+                handler.close()
 
     def result(self, number: int, seed: int) -> dict[str, Any]:
         """Return the content of result.json. ``seconds`` are those of the clock, ``loss`` is in nats per token."""

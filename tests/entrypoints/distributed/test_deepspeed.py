@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from ekiben_tasks.models import tiny
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training import (
+    checkpoint,
     loop,
     run,
     run_summary,  # noqa: F401
@@ -160,6 +162,33 @@ def test_broken_gradient_in_a_saved_step_keeps_the_previous_checkpoint(
     assert "step-000002 is the newest checkpoint, from before it" in printed
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-000002"]
     assert not (tmp_path / "out" / "model").exists()
+
+
+def test_full_disk_is_named_and_leaves_no_checkpoint(bases: dict[str, Path], tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk. torch reports it as a RuntimeError."""
+    settings = settings_of(bases["llama"], method="full", parallel="deepspeed", max_steps=2, save_steps=1)
+
+    def work() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        save = checkpoint.save
+
+        def save_on_full_disk(*args: Any, **named: Any) -> Any:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+            return save(*args, **named)
+
+        checkpoint.save = save_on_full_disk
+        try:
+            fit(settings, tmp_path / "run")
+        except TaskError as error:
+            print(f"error: {error}", flush=True)
+            os._exit(7)  # destructors would wait for the other process
+        return 0
+
+    codes = multiprocess.wait(multiprocess.start(2, tmp_path / "log", work, env={"TMPDIR": str(tmp_path)}))
+    text = Path(f"{tmp_path / 'log'}-0").read_text()
+    assert codes[0] == 7, text
+    assert "step-000001: cannot be written (" in text and "it goes on from the start" in text
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_too_little_host_memory_is_an_error(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def errors(text: str) -> list[str]:
         (1, "raise torch.OutOfMemoryError('CUDA out of memory. Tried')", 1, r"\S+: out of GPU memory", 0),
         (0, "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling')", 1,
          r"\S+: out of GPU memory \(CUDA error: CUBLAS_STATUS_ALLOC_FAILED", 0),
+        (0, "raise OSError(28, 'No space left on device', '/out/metrics.jsonl')", 1,
+         r"\S+: /out/metrics.jsonl: cannot be written \(No space left on device\); make room", 0),
         (0, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"\S+ was killed by SIGKILL", 0),
         (1, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"\S+ was killed by SIGKILL", 0),
     ],

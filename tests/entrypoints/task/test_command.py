@@ -22,8 +22,8 @@ run(main)
 """
 
 
-def start(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(TASK)
+def start(folder: Path, task: str = TASK, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(task)
     settings = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ENTRYPOINTS), **environment}
     return subprocess.run([sys.executable, folder / "train.py"], env=settings, capture_output=True, text=True, check=False)  # fmt: skip
 
@@ -48,6 +48,15 @@ def test_copies_started_by_srun_or_mpirun_are_refused(tmp_path: Path, size: str,
         {"SLURM_NTASKS": "2"},
     ):
         assert start(tmp_path, **allowed).stdout == "ran\n"
+
+
+def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    done = start(tmp_path, TASK.replace('print("ran")', 'open("/dev/full", "w").write("x" * 10_000)'))
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: a file cannot be written (No space left on device); make room and give the same command again: it goes on "
+        "from what is complete\n"
+    )
 
 
 @pytest.mark.parametrize(("argv", "expected"), [([], False), (["--overwrite"], True), (["--fresh"], True)])

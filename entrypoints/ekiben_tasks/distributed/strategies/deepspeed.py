@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ekiben_tasks.data import packing
+from ekiben_tasks.distributed import failures
 from ekiben_tasks.distributed.context import DistributedContext
 from ekiben_tasks.distributed.optimizer import OptimizerConfig, decay_groups, set_learning_rate
 from ekiben_tasks.distributed.options import DeepSpeed
@@ -159,8 +160,20 @@ class PartitionedStrategy:
         return all(bool(part.isfinite().all()) for part in parts)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Write DeepSpeed's checkpoint into ``folder``; return its stage, offloading and number of processes."""
-        self.engine.save_checkpoint(str(folder), tag=ZERO, exclude_frozen_parameters=True)
+        """Write DeepSpeed's checkpoint into ``folder``; return its stage, offloading and number of processes.
+
+        Raises:
+            OSError: the disk is full, or fails in another way.
+        """
+        try:
+            self.engine.save_checkpoint(str(folder), tag=ZERO, exclude_frozen_parameters=True)
+        except RuntimeError as error:  # what torch makes of a full disk: the first one names the cause
+            if failures.is_peer_lost(error) or failures.is_out_of_memory(error):
+                raise
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            raise OSError(" ".join(str(cause).split())[:200]) from error
         return {"zero": self.spread}
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
