@@ -173,6 +173,43 @@ def test_rank_whose_data_do_not_come_ends_all_and_is_named(data: Path, tmp_path:
     ], done.stdout + done.stderr
 
 
+# pretrain as its own script runs it; rank 1 gets SIGTERM in the step whose number is in STOP_AT.
+STOPPED = """
+import os, signal, sys, warnings
+import torch
+torch.set_num_threads(1)
+import pretrain, without_gpu
+with warnings.catch_warnings(action="ignore"):
+    without_gpu.pretend()
+    import steps
+from ekiben_tasks.distributed import failures
+step = steps.Run._step
+def stop(self):
+    if self.step + 1 == int(os.environ["STOP_AT"]) and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(self)
+steps.Run._step = stop
+failures.run(lambda: pretrain.main(sys.argv[1:]))
+"""
+
+
+def test_evaluation_of_the_step_that_a_signal_ends_is_made_up_for(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle and at the end: metrics.jsonl and run.json are those of a run that nothing has stopped."""
+    settings = changed(data, eval_every=3, save_every=0)
+    options = [text for name, value in asdict(settings).items() for text in ("--set", f"{name}={json.dumps(value)}")]
+    for name, stops in (("whole", [0]), ("parts", [3, 6, 0])):
+        for at in stops:
+            monkeypatch.setenv("STOP_AT", str(at))
+            done = launch(2, STOPPED, "--output", str(tmp_path / name), *options)
+            assert done.returncode == (REQUEUE if at else 0), done.stdout + done.stderr
+    lines = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
+    assert lines[0] == lines[1] and lines[0].count("eval_loss") == 2
+    runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "parts")]
+    assert runs[0]["final_eval_loss"] == runs[1]["final_eval_loss"] is not None
+
+
 def test_smoke_on_two_processes(tmp_path: Path) -> None:
     """As `pretrain --smoke --gpus 2` runs it: one tokenizer, one model, checked once."""
     argv = [sys.executable, str(RECIPE / "entrypoints" / "pretrain.py"), "--smoke", "--gpus", "2"]

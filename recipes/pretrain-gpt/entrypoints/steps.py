@@ -127,6 +127,7 @@ class Run:
         self.step, self.first_step = 0, 0
         self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
         self.last_loss, self.last_eval_loss = math.nan, math.nan
+        self.evaluation_due = False  # the process before was told to end between a step and its evaluation
         self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
 
     # ------------------------------------------------------------------ the story
@@ -146,6 +147,8 @@ class Run:
             self.metrics = run_metadata.Metrics(self.output / "metrics.jsonl", self.step)
         self.stop.saves = True
         self.started = reported = time.monotonic()
+        if self.evaluation_due:
+            self._evaluate()
         self.meter.lap()
         while self.step < self.plan.steps:
             stopped = self._step()
@@ -157,13 +160,14 @@ class Run:
                 self.meter.lap() if first else self.meter.keep()
                 self._say()
                 reported = time.monotonic()
+            self.evaluation_due = evaluates and stopped  # saving comes first
             if evaluates and not stopped:
                 self._evaluate()
             if saves:
                 self._save()
             if evaluates or saves:
                 self.meter.lap()
-            if stopped and not last:
+            if stopped:
                 self.saver.wait()
                 if self.world.is_main_process:
                     print(
@@ -285,7 +289,9 @@ class Run:
         total, tokens, _ = self._add_up(losses, 0.0)
         self.last_eval_loss = total / tokens
         if self.world.is_main_process:
-            self.metrics.add([{"step": self.step, "eval_loss": self.last_eval_loss}])
+            line = {"step": self.step, "eval_loss": self.last_eval_loss}
+            if self.metrics.lines[-1:] != [line]:  # what was due was made up for by a process that was killed since
+                self.metrics.add([line])
             perplexity = math.exp(min(self.last_eval_loss, 100))
             print(
                 f"step {self.step}/{self.plan.steps}  eval loss {self.last_eval_loss:.4f}  perplexity {perplexity:.2f}",
@@ -309,6 +315,7 @@ class Run:
         metadata = {
             "step": self.step, "shape": asdict(self.plan.shape), "fingerprint": self.fingerprint, "meter": self.meter.state(), "wall": self.wall,
             "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss, "lengths": self.lengths, "data_sizes": self.data_sizes,
+            "evaluation_due": self.evaluation_due,
             "optimizer_steps": sharded_state.optimizer_steps(self.optimizer),
             "grad_scaler": scaler and {**scaler, "scale": float(scaler["scale"])},
         }  # fmt: skip
@@ -368,6 +375,7 @@ class Run:
             raise TaskError(f"{path}: cannot be read ({reason}); remove it, or start again with --overwrite") from error
         self.step, self.meter, self.wall_before = metadata["step"], Meter(**metadata["meter"]), metadata["wall"]
         self.last_loss, self.last_eval_loss = metadata["last_loss"], metadata["last_eval_loss"]
+        self.evaluation_due = metadata.get("evaluation_due", False)
         former = metadata.get("lengths") or [{"from_step": 0, "steps": metadata["fingerprint"]["steps"]}]
         self.lengths = self._add_length(former, self.step)
         if self.world.is_main_process:
