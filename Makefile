@@ -1,13 +1,14 @@
 # `make` alone says what there is. The work is in build.py; this file has no logic.
 .DEFAULT_GOAL := help
-.PHONY: architecture words help setup engine image plan run doctor test test-gpu chaos lint lock bench clean
+.PHONY: architecture words help setup engine image plan run doctor test test-gpu chaos chaos-training lint lock bench clean
 
 recipe ?= hello
 task ?=
 PYTHON := .venv/bin/python
+python ?= python3
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-14s %s\n", $$1, $$2 }'
 	@echo "  recipes:        $(notdir $(patsubst %/,%,$(wildcard recipes/*/)))"
 
 setup: ## the virtual environment with the locked dependencies
@@ -40,6 +41,9 @@ test-gpu: ## on a machine with an NVIDIA GPU and Apptainer
 chaos: ## kills, races, network faults, damage and fuzzing, counted: options="--minutes 30 --seed 1"
 	@sh ekiben/bootstrap.sh --dev
 	@PYTHONPATH=.:tests $(PYTHON) -m chaos $(options)
+
+chaos-training: ## faults in the parallel tasks, counted; python: one that has the tasks' packages: options="--minutes 10 --seed 1"
+	@PYTHONPATH=.:tests $(python) -m chaos.training $(options)
 
 lint: ## ruff and mypy
 	@sh ekiben/bootstrap.sh --dev

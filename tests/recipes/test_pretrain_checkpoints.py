@@ -193,20 +193,20 @@ failures.run(lambda: pretrain.main(sys.argv[1:]))
 """
 
 
-def test_evaluation_of_the_step_that_a_signal_ends_is_made_up_for(
+def test_evaluation_of_the_step_that_a_signal_ends_follows_the_resume(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle and at the end: metrics.jsonl and run.json are those of a run that nothing has stopped."""
     settings = changed(data, eval_every=3, save_every=0)
     options = [text for name, value in asdict(settings).items() for text in ("--set", f"{name}={json.dumps(value)}")]
-    for name, stops in (("whole", [0]), ("parts", [3, 6, 0])):
+    for name, stops in (("undisturbed", [0]), ("stopped", [3, 6, 0])):
         for at in stops:
             monkeypatch.setenv("STOP_AT", str(at))
             done = launch(2, STOPPED, "--output", str(tmp_path / name), *options)
             assert done.returncode == (REQUEUE if at else 0), done.stdout + done.stderr
-    lines = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "parts")]
+    lines = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("undisturbed", "stopped")]
     assert lines[0] == lines[1] and lines[0].count("eval_loss") == 2
-    runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "parts")]
+    runs = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("undisturbed", "stopped")]
     assert runs[0]["final_eval_loss"] == runs[1]["final_eval_loss"] is not None
 
 
