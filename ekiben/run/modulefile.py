@@ -84,9 +84,13 @@ PATH=${path%:}
 tasks=" <tasks> "
 case $tasks in
     *" ${1:-} "*)
-        many=${SLURM_STEP_NUM_TASKS:-${OMPI_COMM_WORLD_SIZE:-${PMI_SIZE:-1}}}
-        if [ "$many" -gt 1 ] && [ -z "${WORLD_SIZE:-}${EKIBEN_INDEPENDENT:-}" ]; then
-            [ "${SLURM_PROCID:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}}" = 0 ] || exit 2
+        # srun first: mpirun uses it to reach other nodes, with a count of its own.
+        for each in "${SLURM_STEP_NUM_TASKS:-1}:${SLURM_PROCID:-0}" "${PMI_SIZE:-1}:${PMI_RANK:-0}" \
+            "${OMPI_COMM_WORLD_SIZE:-1}:${OMPI_COMM_WORLD_RANK:-0}"; do
+            [ "${each%:*}" -le 1 ] || { many=${each%:*} && rank=${each#*:}; }
+        done
+        if [ "${many:-1}" -gt 1 ] && [ -z "${WORLD_SIZE:-}${EKIBEN_INDEPENDENT:-}" ]; then
+            [ "$rank" = 0 ] || exit 2
             echo "<runner>: srun or mpirun started $1 $many times, as unrelated runs: start it once (srun -n 1), or use ekiben" \
                 "submit, which joins several processes; EKIBEN_INDEPENDENT=1 is for runs that are meant to be unrelated" >&2
             exit 2

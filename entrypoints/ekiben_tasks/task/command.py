@@ -156,10 +156,10 @@ def fail(error: TaskError) -> NoReturn:
 
 
 _STARTED_AS = (
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
-)  # how many processes srun or mpirun started, and which of them this is
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)  # how many processes mpirun or srun started, and which of them this is; srun last: mpirun uses it to reach other nodes
 
 
 def refuse_copies(environment: Mapping[str, str]) -> None:
@@ -171,8 +171,9 @@ def refuse_copies(environment: Mapping[str, str]) -> None:
     Raises:
         SystemExit: with code 2, in each of several separate processes.
     """
-    size, rank = next((names for names in _STARTED_AS if names[0] in environment), ("", ""))
-    if int(environment.get(size) or 1) == 1 or {"WORLD_SIZE", "EKIBEN_INDEPENDENT"} & environment.keys():
+    several = (names for names in _STARTED_AS if environment.get(names[0], "") not in ("", "0", "1"))
+    size, rank = next(several, ("", ""))
+    if not size or {"WORLD_SIZE", "EKIBEN_INDEPENDENT"} & environment.keys():
         return
     if environment.get(rank, "0") == "0":
         task = Path(sys.argv[0]).stem

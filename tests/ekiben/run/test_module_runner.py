@@ -98,10 +98,12 @@ def test_compiled_code_is_never_in_a_folder_that_others_can_write(call: Call, tm
 SEVERAL: list[dict[str, str]] = [
     {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{rank}"}, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}"},
     {"PMI_SIZE": "2", "PMI_RANK": "{rank}"},
+    # mpirun in a job of Slurm reaches each further node by an srun of its own, whose variables its processes have, too.
+    {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}"},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("variables", SEVERAL, ids=["srun", "Open MPI", "MPICH"])
+@pytest.mark.parametrize("variables", SEVERAL, ids=["srun", "Open MPI", "MPICH", "Open MPI by srun"])
 def test_a_task_started_several_times_at_once_is_refused(call: Call, tmp_path: Path, variables: dict[str, str]) -> None:
     settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     for rank, message in ((0, "ekiben-mine: srun or mpirun started greet 2 times"), (1, "")):

@@ -59,6 +59,14 @@ def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
     )
 
 
+def test_copies_that_mpirun_started_on_another_node_of_a_slurm_job_are_refused(tmp_path: Path) -> None:
+    """mpirun reaches it by an srun of one process, whose variables its own processes have, too."""
+    by_srun = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    for rank, printed in (("0", True), ("1", False)):
+        done = start(tmp_path, **by_srun, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank)
+        assert (done.returncode, done.stdout) == (2, "") and ("started train 2 times" in done.stderr) is printed
+
+
 @pytest.mark.parametrize(("argv", "expected"), [([], False), (["--overwrite"], True), (["--fresh"], True)])
 def test_former_name_of_a_flag_is_understood_with_a_warning(
     argv: list[str], expected: bool, capsys: pytest.CaptureFixture[str]
