@@ -1,11 +1,13 @@
 """What a job would fail with after its hours in the queue, found before it is submitted.
 
-The image is the recipe's and has the tasks; and the first task's own ``--dry-run``, where it has one and a runtime is here,
-accepts the arguments for the job's GPUs: no misspelt setting, no file that is missing, no model that does not fit.
+The image is the recipe's and has the tasks; and each task's own ``--dry-run``, where it has one and a runtime is here,
+accepts the arguments for the job's GPUs: no misspelt setting, no file that is missing, no model that does not fit. Of a
+chain, a task that reads what one before it writes is not tried.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from ekiben.run.launch import RunRequest, launch
 from ekiben.spec.recipe import ShippedRecipe
 
 _RECIPE = "opt/ekiben/recipe"
+_CONCLUSIVE = (2, 3)  # of tasks: a wrong option or setting; it will not fit
 _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 
 
@@ -67,11 +70,40 @@ class PlannedGpus:
         return ["--gpus", str(self.count), *(["--on", self.model] if self.model else [])]
 
 
+def untried_reason(script: bytes, argv: Sequence[str], earlier: Sequence[Sequence[str]]) -> str | None:
+    """Return why ``argv`` is not tried before it is submitted, or None. earlier: the argv of the tasks before it in the chain."""
+    if which("apptainer", "singularity") is None:
+        return "there is neither apptainer nor singularity here"
+    if b'"--dry-run"' not in script:
+        return "it has no --dry-run"
+    for word in argv[1:]:
+        path = word.rpartition("=")[2]
+        for before in earlier:
+            if not Path(path).exists() and any(_is_within(path, output) for output in outputs_of(before)):
+                return f"it reads {path}, which {before[0]} writes"
+    return None
+
+
+def outputs_of(argv: Sequence[str]) -> list[str]:
+    """Return what the arguments of a task name as its output: by ``--output``, or the setting ``output``."""
+    pairs = zip(argv, [*argv[1:], ""], strict=True)
+    names = [value if word == "--output" else word.rpartition("=")[2] for word, value in pairs
+             if word == "--output" or word.startswith(("--output=", "output=", "--set=output="))]  # fmt: skip
+    return [name for name in names if name]
+
+
+def _is_within(path: str, output: str) -> bool:
+    return os.path.abspath(path) == os.path.abspath(output) or Path(output).absolute() in Path(path).absolute().parents
+
+
 def try_arguments(
     sif: Path, script: bytes, argv: Sequence[str], environment: Mapping[str, str], log: Callable[[str], None],
-    gpus: PlannedGpus = PlannedGpus(0),
+    gpus: PlannedGpus = PlannedGpus(0), *, follows: bool = False,
 ) -> None:  # fmt: skip
     """Run ``argv`` with --dry-run in the image, where its ``script`` has that option and a runtime is here.
+
+    follows: tasks of a chain come before it. They may write files that it lacks now, so only a wrong option or setting,
+    or a model that does not fit, is an error then; anything else is a warning.
 
     Raises UsageError with what the task says when it ends with an error.
     """
@@ -90,7 +122,11 @@ def try_arguments(
         log(f"{task} --dry-run could not be tried here: {' '.join(lines)}")
     elif done.returncode and gpus.model and any(line.startswith(f"error: --on {gpus.model}") for line in lines):
         log(f"{task} knows no memory size of {gpus.model}: whether it fits is not checked")
-        try_arguments(sif, script, argv, environment, log, PlannedGpus(gpus.count))
+        try_arguments(sif, script, argv, environment, log, PlannedGpus(gpus.count), follows=follows)
+    elif done.returncode and follows and done.returncode not in _CONCLUSIVE:
+        log(
+            f"warning: {shown} ended with exit code {done.returncode}, and a task before it may write what it lacks: {' '.join(lines)}"
+        )
     elif done.returncode:
         raise UsageError("\n".join([f"{shown} ended with exit code {done.returncode}:", *lines]),
                          hint="--force submits without trying the arguments")  # fmt: skip

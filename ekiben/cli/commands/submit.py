@@ -224,29 +224,33 @@ def _submit(
 
 
 def _preflight(context: Context, run: planning.JobPlan) -> None:
-    """Check that the image has the tasks and that the first one takes its arguments; what follows it reads what it writes."""
-    from ekiben.doctor.preflight import PlannedGpus, check_image_of, try_arguments  # late: for a job that starts
+    """Check that the image has the tasks, and that each one whose inputs are there takes its arguments."""
+    from ekiben.doctor.preflight import (  # late: for a job that starts
+        PlannedGpus,
+        check_image_of,
+        try_arguments,
+        untried_reason,
+    )
 
     scripts = check_image_of(run.sif, run.recipe, [step.argv[0] for step in run.steps])
-    first = run.steps[0]
-    if script_of_first := scripts.get(first.argv[0]):
-        argv = [word.replace(planning.SEED, first.seeds[0]) if first.seeds else word for word in first.argv]
-        of_request = dict(word.split("=", 1) for word in run.request.env if "=" in word)
-        try_arguments(
-            run.sif,
-            script_of_first,
-            argv,
-            {**context.environment, **of_request},
-            context.log,
-            PlannedGpus(*_gpus_of(run)),
-        )
+    environment = {**context.environment, **dict(word.split("=", 1) for word in run.request.env if "=" in word)}
+    earlier: list[list[str]] = []
+    for step in run.steps:
+        argv = [word.replace(planning.SEED, step.seeds[0]) if step.seeds else word for word in step.argv]
+        if script := scripts.get(argv[0]):
+            reason = untried_reason(script, argv, earlier)
+            if reason is None:
+                gpus = PlannedGpus(*_gpus_of(run, step))
+                try_arguments(run.sif, script, argv, environment, context.log, gpus, follows=bool(earlier))
+            elif len(run.steps) > 1:
+                context.log(f"{step.name} is not tried: {reason}")
+        earlier.append(argv)
 
 
-def _gpus_of(run: planning.JobPlan) -> tuple[int, str | None]:
-    """Return how many GPUs the first step has on all its nodes, and which, where the site's profile knows one kind."""
-    first = run.steps[0]
+def _gpus_of(run: planning.JobPlan, step: planning.JobStep) -> tuple[int, str | None]:
+    """Return how many GPUs a step has on all its nodes, and which, where the site's profile knows one kind."""
     models = {gpu.model for gpu in run.site.file.node.gpus} if run.site else set()
-    count = first.nodes * (first.processes or first.gpus) if first.uses_gpus and first.gpus else 0
+    count = step.nodes * (step.processes or step.gpus) if step.uses_gpus and step.gpus else 0
     return count, models.pop() if len(models) == 1 else None
 
 

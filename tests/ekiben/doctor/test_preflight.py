@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ekiben.cli.commands.submit import _gpus_of
+from ekiben.cli.commands.submit import _gpus_of, _preflight
 from ekiben.core.errors import UsageError
-from ekiben.doctor.preflight import PlannedGpus, check_image_of, try_arguments
+from ekiben.doctor.preflight import PlannedGpus, check_image_of, outputs_of, try_arguments, untried_reason
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.run.jobs.plan import plan
@@ -126,7 +127,7 @@ def test_planned_gpus_come_from_site_profile() -> None:
         profile = find_site(site)
         assert profile.file.scheduler
         job = plan(recipe, ["train"], request, scheduler=profile.file.scheduler.kind, site=profile, sif=Path("/x.sif"), runs=Path("/runs"))  # fmt: skip
-        assert _gpus_of(job) == known
+        assert _gpus_of(job, job.steps[0]) == known
 
 
 def test_a_runtime_that_cannot_run_here_refuses_nothing(tmp_path: Path, runtime: Path) -> None:
@@ -134,6 +135,73 @@ def test_a_runtime_that_cannot_run_here_refuses_nothing(tmp_path: Path, runtime:
     messages: list[str] = []
     try_arguments(tmp_path / "mine.sif", TRAIN.encode(), ["train"], dict(os.environ), messages.append)
     assert messages[-1] == "train --dry-run could not be tried here: no user namespaces"
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["train", "--data", "mine.sif"], None),
+        (["train", "--data", "gone.jsonl"], None),  # nothing names it as an output: the task itself is asked
+        (["train", "--set", "model=result/model"], "it reads result/model, which sft writes"),
+        (["train", "--data=result"], "it reads result, which sft writes"),
+        (["train", "--data", "sub/../rows.jsonl"], "it reads sub/../rows.jsonl, which prepare writes"),
+        (["train", "--data", "result-2/x"], None),
+        (["train", "--data", "kept/rows"], None),  # exists already
+    ],
+)
+def test_task_that_reads_what_one_before_it_writes_is_not_tried(
+    tmp_path: Path, runtime: Path, argv: list[str], reason: str | None
+) -> None:
+    image(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/rows").touch()
+    earlier = [["prepare", "--output", "rows.jsonl"], ["sft", "--set", "output=result"], ["sft", "--output=kept"]]
+    assert untried_reason(TRAIN.encode(), argv, earlier) == reason
+    assert untried_reason(b"print()", argv, earlier) == "it has no --dry-run"
+
+
+def test_outputs_of_a_task() -> None:
+    argv = ["x", "--output", "a", "--output=b", "--set", "output=c", "--set=output=d", "--set", "form=e", "--output"]
+    assert outputs_of(argv) == ["a", "b", "c", "d"]
+
+
+def test_nothing_is_tried_without_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert untried_reason(TRAIN.encode(), ["train"], []) == "there is neither apptainer nor singularity here"
+
+
+def test_later_task_is_refused_for_its_options_and_warned_of_for_its_files(tmp_path: Path, runtime: Path) -> None:
+    """A task before it may write a file that nothing names: each has outputs by default."""
+    sif, messages = image(tmp_path), list[str]()
+    environment = dict(os.environ)
+    with pytest.raises(UsageError, match="unrecognized arguments: --frob"):
+        try_arguments(sif, TRAIN.encode(), ["train", "--frob"], environment, messages.append, follows=True)
+    try_arguments(sif, TRAIN.encode(), ["train", "--data", "gone"], environment, messages.append, follows=True)
+    assert messages[-1] == (
+        "warning: train --dry-run ended with exit code 1, and a task before it may write what it lacks: error: gone: no such file"
+    )
+
+
+def test_submit_tries_each_task_whose_inputs_exist(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sif = image(tmp_path, name="finetune")
+    argv = ["train", "--output", "a", "+", "train", "--data", "a/x", "+", "train", "--frob"]
+    profile = find_site("slurm-l4")
+    assert profile.file.scheduler
+    job = plan(find_recipe("finetune"), argv, JobRequest(nodes=1, gpus=None, group="lab", seconds=3600), scheduler=profile.file.scheduler.kind,
+               site=None, sif=sif, runs=tmp_path)  # fmt: skip
+    messages: list[str] = []
+    context = SimpleNamespace(environment=dict(os.environ), log=messages.append)
+    (tmp_path / "image/opt/ekiben/recipe/entrypoints/train.py").write_text(
+        TRAIN.replace('"--data")', '"--data"); parser.add_argument("--output")')
+    )
+    with pytest.raises(UsageError, match="unrecognized arguments: --frob"):
+        _preflight(context, job)  # type: ignore[arg-type]
+    assert messages == [
+        "trying train --dry-run with these arguments", "2-train is not tried: it reads a/x, which train writes",
+        "trying train --dry-run with these arguments",
+    ]  # fmt: skip
 
 
 def test_submit_refuses_before_the_queue(tmp_path: Path, run_cli: RunCli) -> None:
