@@ -103,10 +103,13 @@ def read_all(
 
 def read_prompts(
     source: Source, form: DatasetFormat, *, skip_bad: bool
-) -> tuple[list[RawExample], list[InvalidExample]]:
-    """Return (examples that need only a prompt, invalid ones). Raises TaskError as ``read_all``."""
+) -> tuple[list[RawExample], list[InvalidExample], dict[str, str]]:
+    """Return (examples that need only a prompt, invalid ones, file or data set → its SHA-256 or commit).
+
+    Raises TaskError as ``read_all``.
+    """
     check_format(form)
-    return _read_source(source, form, skip_bad=skip_bad, asked=True)[:2]
+    return _read_source(source, form, skip_bad=skip_bad, asked=True)
 
 
 def split(rows: list[RawExample], validation_split: float, seed: int) -> tuple[list[RawExample], list[RawExample]]:

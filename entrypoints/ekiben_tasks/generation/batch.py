@@ -17,6 +17,7 @@ from ekiben_tasks.data.schema import RawExample
 from ekiben_tasks.data.sources import Source, read_prompts
 from ekiben_tasks.data.tokenize import apply_format, encode_prompts
 from ekiben_tasks.distributed.context import REQUEUE, Stop, init_distributed
+from ekiben_tasks.generation.record import RunRecord
 from ekiben_tasks.generation.resumable_jsonl import ResumableJsonlWriter
 from ekiben_tasks.generation.sampling import Sampling, sample
 from ekiben_tasks.generation.settings import GenerateSettings
@@ -28,7 +29,7 @@ from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.output_lock import lock_output
 
 # What may differ between a run and its continuation.
-_FREE = {"device", "batch_size", "output"}
+_FREE = {"device", "batch_size", "output", "model_checksum"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,12 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
     stop.listen()
     stop.saves = True  # every line written stays
     device = choose_device(settings.device, world.local_rank)
-    examples, bad = read_prompts(source, settings.form, skip_bad=skip_bad)
+    began = time.time()
+    examples, bad, versions = read_prompts(source, settings.form, skip_bad=skip_bad)
     chosen = choose_examples(len(examples), settings.examples, settings.seed)
     print_once(f"loading     {settings.adapter or settings.model} on {device.name}")
     model, tokenizer = load_ready(settings.model, settings.adapter, device, bits=settings.bits)
+    record = RunRecord(settings, device, world, began)
     form = apply_format(tokenizer, settings.form)
     prompts, too_long = prepare_prompts(model, tokenizer, examples, chosen, settings)
     if too_long and not skip_bad:
@@ -81,16 +84,24 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
     world.barrier()  # nobody writes before everybody has read what is there
     if writer.done:
         print_once(f"resumed     {len(writer.done):,} answers were there")
-    started = time.monotonic()
+    record.data = {
+        "source": source.location, "versions": versions, "examples": len(examples), "chosen": len(chosen),
+        "bad": len(bad), "too_long": len(too_long),
+    }  # fmt: skip
+    resumed, started = len(writer.done), time.monotonic()
     batches = make_batches(prompts, settings.batch_size)[world.rank :: world.size]
-    finished = _answer_batches(model, tokenizer, batches, settings, writer, stop)
+    finished, answers, tokens = _answer_batches(model, tokenizer, batches, settings, writer, stop)
+    record.add_up(answers, tokens, time.monotonic() - started, resumed)
     # Decided together: the signal that stops one process finds another that has answered all and waits here.
     if not world.minimum(int(finished), device.torch_device):
+        record.write(stop.exit_code or REQUEUE)
         print_once("stopped     the same command continues from here")
         return stop.exit_code or REQUEUE
     if world.is_main_process:
         count = writer.finish()
-        print(f"done        {settings.output}: {count:,} answers in {time.monotonic() - started:,.0f} s", flush=True)
+        file = record.write(None)
+        seconds = time.monotonic() - started
+        print(f"done        {settings.output}: {count:,} answers in {seconds:,.0f} s   record {file}", flush=True)
     world.barrier()
     world.destroy()
     return 0
@@ -99,13 +110,17 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
 def _answer_batches(
     model: Any, tokenizer: Any, batches: Sequence[Sequence[Prompt]], settings: GenerateSettings,
     writer: ResumableJsonlWriter, stop: Stop,
-) -> bool:  # fmt: skip
-    """Write the answers batch by batch and print the progress; return False when a signal came before the last one."""
+) -> tuple[bool, int, int]:  # fmt: skip
+    """Write the answers batch by batch, and print the progress.
+
+    Returns:
+        (False when a signal came before the last one, number of answers written, of their tokens)
+    """
     remaining = [batch for batch in batches if any(prompt.index not in writer.done for prompt in batch)]
     started, written, tokens = time.monotonic(), 0, 0
     for number, batch in enumerate(remaining, 1):
         if stop.exit_code is not None:
-            return False
+            return False, written, tokens
         lines = list(_answer_lines(model, tokenizer, batch, settings, writer.done))
         writer.add(lines)
         written, tokens = written + len(lines), tokens + sum(line["tokens"] for line in lines)
@@ -114,7 +129,7 @@ def _answer_batches(
             f"batch {number}/{len(remaining)}  {written:,} answers  {tokens / seconds:,.0f} tokens/s  "
             f"{seconds / number * (len(remaining) - number):,.0f} s left"
         )
-    return True
+    return True, written, tokens
 
 
 def _answer_lines(

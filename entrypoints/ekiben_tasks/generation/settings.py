@@ -50,6 +50,9 @@ class GenerateSettings:
     top_p: float = option(0.9, "sample from the likeliest tokens that together have this probability")
     repetition_penalty: float = option(1.05, "above 1: tokens in the prompt or the answer get less likely")
     seed: int = option(42, "of the choice of examples and of the sampling")
+    model_checksum: bool = option(
+        True, "record the SHA-256 of a local model's files; they are read in the background, once the model is loaded"
+    )
     batch_size: int = option(32, "prompts at a time; halved when the memory is too small")
     bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")

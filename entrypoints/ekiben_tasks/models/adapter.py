@@ -57,7 +57,7 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
         )
         hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
         raise TaskError(f"{folder.absolute()}: holds no adapter_config.json, so it is no adapter{hint}")
-    name = base or _read_base(file)
+    name = base or read_base(file)
     model = load_base(name, device, bits=bits)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
@@ -67,7 +67,7 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
     return adapted.eval(), name
 
 
-def _read_base(file: Path) -> str:
+def read_base(file: Path) -> str:
     """Return the base model that an adapter_config.json names; a relative path may start here or at the adapter."""
     config = json.loads(file.read_text(encoding="utf-8"))
     name, revision = str(config["base_model_name_or_path"]), config.get("revision")

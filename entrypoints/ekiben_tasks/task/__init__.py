@@ -1,3 +1,14 @@
 """Provide what every task has: settings, a command line, errors, cache folders, the hub, output files and records."""
 
-__all__ = ["caches", "command", "errors", "files", "hub", "output_lock", "plot", "run_metadata", "settings"]
+__all__ = [
+    "caches",
+    "checksums",
+    "command",
+    "errors",
+    "files",
+    "hub",
+    "output_lock",
+    "plot",
+    "run_metadata",
+    "settings",
+]

@@ -1,17 +1,61 @@
-"""Record a run's environment for run.json, and write its metrics.jsonl."""
+"""Build what the records of all tasks have in common (run.json), and write metrics.jsonl."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ekiben_tasks.task import hub
+from ekiben_tasks.task.checksums import ModelChecksum
+
+
+def run_record(settings: Any, exit_code: int | None, started: float) -> dict[str, Any]:
+    """Return what the record of every task has.
+
+    settings: the task's dataclass. exit_code: None for a finished run. started: seconds since the epoch.
+    """
+    return {
+        "status": "finished" if exit_code is None else "interrupted",
+        "settings": dataclasses.asdict(settings),
+        "site": site(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seed": settings.seed,
+        "versions": versions(),
+        "image": image(),
+    }
+
+
+def model_record(name: str, checksum: ModelChecksum, *, wait: bool) -> dict[str, Any]:
+    """Return what the record of every task has of a model: its name, the hub's commit or a folder's checksums.
+
+    wait: for checksums that are still computed; a run that was interrupted leaves them out.
+    """
+    return {"name": name, "commit": hub.model_commit(name), **checksum.record(wait=wait)}
+
+
+def start_checksum(name: str, record: Path, key: str = "model") -> ModelChecksum:
+    """Begin the checksums of model ``name`` where that is a folder, and return them.
+
+    record: the file of an earlier start's record, in which ``key`` may have the checksums of files that are unchanged.
+    """
+    folder = Path(hub.split_revision(name)[0]).expanduser()
+    if not folder.is_dir():
+        return ModelChecksum(None)
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))[key]["files"]
+        return ModelChecksum(folder, {name: dict(entry) for name, entry in known.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ModelChecksum(folder)
 
 
 def versions() -> dict[str, str]:

@@ -20,7 +20,8 @@ from ekiben_tasks.models import flops, load, memory
 from ekiben_tasks.models.attention import choose_attention, choose_layout, prefer_kernels, uniform_kernels
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
 from ekiben_tasks.models.tuning import apply_tuning_method, describe
-from ekiben_tasks.task import plot
+from ekiben_tasks.task import plot, run_metadata
+from ekiben_tasks.task.checksums import ModelChecksum
 from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import DoesNotFitError, TaskError
 from ekiben_tasks.task.files import write_json
@@ -92,6 +93,9 @@ def run(job: Job) -> int:
     world.barrier()
     started = time.time()
     strategy = module.create(_request(job, summary), summary.plan.optimizer, world, _options(job))
+    # Once the weights are loaded, their files are in the page cache; one process reads them.
+    checksums = world.is_main_process and job.settings.model_checksum
+    checksum = run_metadata.start_checksum(job.path, job.output / "run.json") if checksums else ModelChecksum(None)
     data, plan = summary.data, summary.plan
     batches = Batches(data.train, data.test, plan, world, layout=strategy.loss_module.layout, collective=strategy.collective,
                       device=summary.device.torch_device)  # fmt: skip
@@ -103,7 +107,7 @@ def run(job: Job) -> int:
     with peak_memory(summary.device) as peak, uniform_kernels(summary.device.torch_device):
         exit_code = training.fit()
     heartbeat.beat(Phase.SAVE, training.step, long=True)
-    _record(job, summary, training, tokenizer, peak["bytes"], exit_code, started)
+    _record(job, summary, training, tokenizer, peak["bytes"], exit_code, started, checksum)
     world.destroy()
     return exit_code or 0
 
@@ -150,8 +154,9 @@ def _options(job: Job) -> Any:
 
 
 def _record(
-    job: Job, summary: RunSummary, training: Run, tokenizer: Any, peak: int, exit_code: int | None, started: float
-) -> None:
+    job: Job, summary: RunSummary, training: Run, tokenizer: Any, peak: int, exit_code: int | None, started: float,
+    checksum: ModelChecksum,
+) -> None:  # fmt: skip
     """Write the model, the run's record and its plot; say what came of it."""
     strategy, folder = training.strategy, job.output / job.product
     if exit_code is None and job.product == "model":
@@ -161,7 +166,7 @@ def _record(
     metrics = training.progress.metrics
     if metrics is None:  # another process records
         return
-    result = run_summary.result(summary, training, peak, exit_code, started)
+    result = run_summary.result(summary, training, peak, exit_code, started, checksum)
     write_json(job.output / "run.json", result)
     series = {"train": metrics.series("loss"), "eval": metrics.series("eval_loss")}
     plot.draw(job.output / "loss.png", f"{Path(job.settings.model).name}: loss", series)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben_tasks.data import packing
 from ekiben_tasks.models.device import GIB, Device, compiler_missing
-from ekiben_tasks.task import hub, run_metadata
+from ekiben_tasks.task import run_metadata
 from ekiben_tasks.training.settings import Settings
 
 if TYPE_CHECKING:
     from ekiben_tasks.models.memory import Memory
+    from ekiben_tasks.task.checksums import ModelChecksum
     from ekiben_tasks.training import loop
     from ekiben_tasks.training import plan as plan_module
     from ekiben_tasks.training.prepare import Prepared
@@ -113,7 +113,9 @@ def name_attention(layout: packing.Layout, implementation: str, kernel: str) -> 
     return "sdpa row by row over packed rows" if kernel == "sdpa" else f"{kernel} over packed rows"
 
 
-def result(summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None, started: float) -> dict[str, Any]:
+def result(
+    summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None, started: float, checksum: ModelChecksum
+) -> dict[str, Any]:
     """Return the content of run.json.
 
     peak: bytes. exit_code: None for a finished run. started: seconds since the epoch.
@@ -121,11 +123,9 @@ def result(summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None,
     settings, data = summary.settings, summary.data
     speed, mfu = run.progress.speed()
     return {
-        "status": "finished" if exit_code is None else "interrupted",
-        "settings": dataclasses.asdict(settings),
+        **run_metadata.run_record(settings, exit_code, started),
         "model": {
-            "name": settings.model,
-            "commit": hub.model_commit(settings.model),
+            **run_metadata.model_record(settings.model, checksum, wait=exit_code is None),
             "parameters": summary.parameters,
             "trainable": summary.trainable,
         },
@@ -150,8 +150,6 @@ def result(summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None,
             "checkpointed_blocks": run.checkpointed,
             "tokens_at_a_time": run.batches.max_tokens,
         },
-        "site": run_metadata.site(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "steps": run.step,
         "schedule": {
             "name": run.plan.schedule,
@@ -166,9 +164,6 @@ def result(summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None,
         "final_loss": _number(run.progress.last_loss),
         "final_eval_loss": _number(run.last_eval_loss),
         "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
-        "seed": settings.seed,
-        "versions": run_metadata.versions(),
-        "image": run_metadata.image(),
     }
 
 

@@ -34,6 +34,7 @@ _FREE = {
     "max_steps",
     "log_seconds",
     "hang_minutes",
+    "model_checksum",
     "data",
     "parallel",
     "deepspeed",
@@ -81,6 +82,9 @@ class Settings:
         10, "minutes that one of several processes may go without progress before all end; loading, compiling and "
         "saving may take an hour, or as long as this; 0: an hour everywhere",
     )  # fmt: skip
+    model_checksum: bool = option(
+        True, "record the SHA-256 of a local model's files; they are read in the background, once the model is loaded"
+    )
     seed: int = option(42, "of the split, the order, the adapter's start and the dropout")
     gradient_checkpointing: bool | Literal["auto"] = option(
         "auto", "compute activations twice to save memory; auto: those of as many blocks as needed"

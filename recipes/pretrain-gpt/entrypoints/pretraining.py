@@ -413,16 +413,13 @@ def _result(
     speed, mfu = run.speed()
     plan = run.plan
     return {
-        "status": "finished" if exit_code is None else "interrupted",
-        "settings": dataclasses.asdict(settings),
+        **run_metadata.run_record(settings, exit_code, started),
         "model": {"parameters": plan.shape.parameters, **dataclasses.asdict(plan.shape)},
         "data": data,
         "device": {
             "name": name, "count": run.world.size, "dtype": str(plan.dtype).removeprefix("torch."),
             "micro_batch": plan.micro_batch, "recompute": plan.recompute,
         },
-        "site": run_metadata.site(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "steps": run.step,
         "schedule": {"name": "cosine", "warmup_steps": plan.warmup, "lengths": run.lengths},
         "time_to_train_s": round(run.wall, 1),
@@ -432,9 +429,6 @@ def _result(
         "final_loss": _number(run.last_loss),
         "final_eval_loss": _number(run.last_eval_loss),
         "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
-        "seed": settings.seed,
-        "versions": run_metadata.versions(),
-        "image": run_metadata.image(),
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -247,6 +248,33 @@ def test_signal_while_another_process_has_answered_all(model_dir: Path, tmp_path
     codes = multiprocess.wait(multiprocess.start(2, tmp_path / "log", work), 60)
     assert codes == [REQUEUE] * 2, Path(f"{tmp_path / 'log'}-1").read_text()
     assert run(configured) == run(settings(model_dir, tmp_path / "b.jsonl", batch_size=1))
+
+
+def test_record_of_a_run(model_dir: Path, tmp_path: Path) -> None:
+    answers = run(settings(model_dir, tmp_path / "out.jsonl"))
+    record = json.loads((tmp_path / "out.jsonl.run.json").read_text())
+    assert (record["status"], record["answers"], record["resumed"]) == ("finished", 9, 0)
+    assert record["tokens"] == sum(line["tokens"] for line in answers) and record["tokens_per_s"] > 0
+    assert record["settings"]["max_new_tokens"] == 6 and record["seed"] == record["settings"]["seed"]
+    assert record["device"] == {"name": "CPU", "count": 1, "dtype": "float32"}
+    assert record["data"] == {
+        "source": str(model_dir / "rows.json"), "examples": 20, "chosen": 9, "bad": 0, "too_long": 0,
+        "versions": {str(model_dir / "rows.json"): hashlib.sha256((model_dir / "rows.json").read_bytes()).hexdigest()},
+    }  # fmt: skip
+    weights = record["model"]["files"]["model.safetensors"]
+    assert weights["sha256"] == hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
+    assert (record["model"]["name"], record["model"]["commit"]) == (str(model_dir), None)
+    assert {"torch", "transformers", "python"} <= record["versions"].keys()
+    assert record["site"]["host"] and record["started"] and "image" in record
+
+
+def test_record_of_two_processes_adds_up_and_an_interrupted_run_has_one(model_dir: Path, tmp_path: Path) -> None:
+    chosen = settings(model_dir, tmp_path / "out.jsonl", examples=0, model_checksum=False)
+    multiprocess.run(2, tmp_path / "log", generate.generate, chosen, Path("/nonexistent"))
+    record = json.loads((tmp_path / "out.jsonl.run.json").read_text())
+    assert (record["answers"], record["device"]["count"]) == (20, 2)
+    assert record["tokens"] == sum(line["tokens"] for line in lines(tmp_path / "out.jsonl"))
+    assert record["model"]["sha256"] is None and record["model"]["files"] == {}
 
 
 def test_second_run_with_one_output_file_is_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -84,6 +85,9 @@ def test_run_lowers_the_loss_and_writes_its_record(trained: Path) -> None:
     assert run["data"]["rows"] + run["data"]["eval_rows"] == 208
     assert run["final_eval_perplexity"] == pytest.approx(math.exp(run["final_eval_loss"]), rel=1e-4)
     assert run["versions"]["torch"] == torch.__version__.split("+")[0] or run["versions"]["torch"] == torch.__version__
+    weights = Path(run["model"]["name"], "model.safetensors")
+    assert run["model"]["files"]["model.safetensors"]["sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert len(run["model"]["sha256"]) == 64 and run["model"]["trainable"] > 0 and run["model"]["commit"] is None
     assert run["tokens_per_s"] > 0
     assert run["site"]["host"] and run["device"]["attention"] == "sdpa row by row over packed rows"
     assert drawn_colours(trained / "loss.png") >= {(255, 255, 255), *plot.COLOURS[:2]}
