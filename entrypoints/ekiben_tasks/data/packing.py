@@ -71,6 +71,30 @@ def split_micro_batches(
     return groups
 
 
+def fill_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Group the examples of these ``lengths``, by index, into sequences of at most ``size`` tokens: best fit, longest first.
+
+    The same lengths give the same sequences. No example may be longer than ``size``.
+    """
+    sequences: list[list[int]] = []
+    by_free: dict[int, list[int]] = {}  # free tokens → sequences
+    free_sizes = 0  # bit n is set where a sequence has n free tokens
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
+        length = lengths[index]
+        if fitting := free_sizes >> length:
+            free = length + (fitting & -fitting).bit_length() - 1  # the smallest that is enough
+            number = by_free[free].pop()
+            if not by_free[free]:
+                free_sizes ^= 1 << free
+        else:
+            free, number = size, len(sequences)
+            sequences.append([])
+        sequences[number].append(index)
+        by_free.setdefault(free - length, []).append(number)
+        free_sizes |= 1 << (free - length)
+    return sequences
+
+
 def pack(examples: Sequence[Example], layout: Layout = "packed") -> PackedBatch:
     """Return ``examples`` as one batch on the CPU."""
     seq_lens = [len(example.ids) for example in examples]

@@ -16,25 +16,30 @@ from ekiben_tasks.training.plan import Plan
 class Batches:
     """Choose the examples of a step, split them among the processes, and pack them.
 
-    collective: all processes have to run the model equally often, so some get empty packs at the end.
+    collective: all processes have to run the model equally often, so some get empty packs at the end. sequences: indices of
+    the examples in each packed sequence, of which a step takes batch_size; None: it takes as many examples.
     """
 
     def __init__(
         self, train: Sequence[Example], test: Sequence[Example], plan: Plan, world: DistributedContext, *,
-        layout: packing.Layout, collective: bool, device: torch.device,
+        layout: packing.Layout, collective: bool, device: torch.device, sequences: Sequence[Sequence[int]] | None = None,
     ) -> None:  # fmt: skip
         self.train, self.test, self.plan, self.world = train, test, plan, world
         self.layout, self.collective, self.device = layout, collective, device
+        self.sequences = sequences
         self.max_tokens = plan.max_tokens  # of a pack; less once the memory was too small
         self._order: tuple[int, torch.Tensor] | None = None  # of the rows, in an epoch
 
     def rows_of(self, step: int) -> list[Example]:
         """Return the examples of ``step``, of all processes together; each epoch has an order of its own."""
-        epoch, place = divmod(step, self.plan.steps_per_epoch(len(self.train)))
+        count = len(self.train) if self.sequences is None else len(self.sequences)
+        epoch, place = divmod(step, self.plan.steps_per_epoch(count))
         if self._order is None or self._order[0] != epoch:  # drawn once: of millions of rows it takes as long as a step
             generator = torch.Generator().manual_seed(self.plan.seed + epoch)
-            self._order = (epoch, torch.randperm(len(self.train), generator=generator))
+            self._order = (epoch, torch.randperm(count, generator=generator))
         chosen = self._order[1][place * self.plan.batch_size : (place + 1) * self.plan.batch_size]
+        if self.sequences is not None:
+            return [self.train[index] for number in chosen.tolist() for index in self.sequences[number]]
         return [self.train[index] for index in chosen.tolist()]
 
     def share(self, rows: Sequence[Example], *, training: bool) -> list[list[Example]]:

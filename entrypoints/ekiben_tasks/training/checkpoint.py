@@ -18,7 +18,8 @@ from ekiben_tasks.task import files
 from ekiben_tasks.task.errors import TaskError
 
 KEEP = 2
-# Names in the states of earlier releases, which are still continued.
+# Checkpoints of earlier releases, which are still continued, have other names, and not all settings.
+_NEW_SETTINGS = {"packing": "false"}
 _FORMER_NAMES = {"last_test_loss": "last_eval_loss", "test_share": "validation_split"}
 
 
@@ -161,7 +162,7 @@ def load(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except Exception as error:
         raise TaskError(f"{path}: cannot be read ({error}); remove it, or start again with --overwrite") from error
-    state["fingerprint"] = current_names(state.get("fingerprint", {}))
+    state["fingerprint"] = _NEW_SETTINGS | current_names(state.get("fingerprint", {}))
     return current_names(state)
 
 

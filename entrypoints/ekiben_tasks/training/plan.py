@@ -36,14 +36,19 @@ class Plan:
     warmup_ratio: float
     log_seconds: float
     seed: int
+    sequence_length: int = 0  # tokens of a packed sequence; 0: batch_size counts examples
 
     @property
     def optimizer(self) -> OptimizerConfig:
         """Return the optimizer's part of the plan."""
         return OptimizerConfig(self.learning_rate, self.weight_decay, self.max_grad_norm)
 
+    def step_tokens(self, longest: int) -> int:
+        """Return how many tokens a step has at most. longest: of an example."""
+        return self.batch_size * (self.sequence_length or longest)
+
     def steps(self, rows: int) -> int:
-        """Return how many steps the run takes with ``rows`` training examples."""
+        """Return how many steps the run takes with ``rows`` training examples, or packed sequences."""
         total = math.ceil(self.epochs * self.steps_per_epoch(rows) - 1e-9)
         return min(total, self.max_steps) if self.max_steps > 0 else total
 
@@ -72,11 +77,12 @@ class Plan:
 def make_plan(settings: Settings, device: Device, memory: Memory, profile: MemoryProfile, data: Prepared) -> Plan:
     """Return how the run trains: micro-batches that fit the memory, checkpointed blocks, steps."""
     checkpointed, max_tokens = _fit_memory(settings, device, memory, profile, data)
+    packed, micro_batch = data.sequences is not None, settings.micro_batch
     return Plan(
         epochs=settings.epochs,
         max_steps=settings.max_steps,
         batch_size=settings.batch_size,
-        max_rows=settings.micro_batch if isinstance(settings.micro_batch, int) else settings.batch_size,
+        max_rows=len(data.train) if packed else micro_batch if isinstance(micro_batch, int) else settings.batch_size,
         max_tokens=max_tokens,
         checkpointed=checkpointed,
         compile=profile.compiled,
@@ -91,6 +97,7 @@ def make_plan(settings: Settings, device: Device, memory: Memory, profile: Memor
         warmup_ratio=settings.warmup_ratio,
         log_seconds=settings.log_seconds,
         seed=settings.seed,
+        sequence_length=data.limit if packed else 0,
     )
 
 
@@ -137,10 +144,11 @@ def _fit_memory(
     # Processes that gather weights from each other cannot take smaller packs once the memory is full.
     spread = 1 + SPREAD if profile.strategy in ("fsdp", "zero2", "zero3") else 1
     plain, twice = int(memory.per_token * spread), int(memory.per_token_checkpointed * spread)
+    unit = data.longest if data.sequences is None else data.limit
     if isinstance(settings.micro_batch, int):
-        wanted = most = data.longest * settings.micro_batch
+        wanted = most = unit * settings.micro_batch
     else:
-        wanted = max(data.longest, min(enough, data.longest * settings.batch_size))
+        wanted = max(data.longest, min(enough, unit * settings.batch_size))
     layers = profile.layers
     if settings.gradient_checkpointing == "auto":
         share = (wanted * plain - room) / max(wanted * (plain - twice), 1)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ekiben_tasks.data.packing import fill_sequences
 from ekiben_tasks.data.sources import Source
 from ekiben_tasks.data.tokenize import apply_format
 from ekiben_tasks.distributed import strategy as strategies
@@ -98,8 +99,8 @@ def run(job: Job) -> int:
     checksum = run_metadata.start_checksum(job.path, job.output / "run.json") if checksums else ModelChecksum(None)
     data, plan = summary.data, summary.plan
     batches = Batches(data.train, data.test, plan, world, layout=strategy.loss_module.layout, collective=strategy.collective,
-                      device=summary.device.torch_device)  # fmt: skip
-    progress = Progress(plan, world, summary.device, costs, job.output, len(data.train))
+                      device=summary.device.torch_device, sequences=data.sequences)  # fmt: skip
+    progress = Progress(plan, world, summary.device, costs, job.output, data.count)
     same = fingerprint(job.settings, data)
     checkpoints = checkpoint.Checkpoints(job.output, same, job.settings.model, world,
                                          keep=job.settings.save_total_limit)  # fmt: skip
@@ -125,6 +126,10 @@ def _decide(
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
     data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.skip_bad)
+    if settings.packing:
+        data = dataclasses.replace(
+            data, sequences=fill_sequences([len(example.ids) for example in data.train], data.limit)
+        )
     module = strategies.find(job.parallel)
     choices = memory_choices(module, settings, device, world.size, data.tokens, _options(job))
     profile = memory.profile_model(meta, longest=data.longest, **choices)

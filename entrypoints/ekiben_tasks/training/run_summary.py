@@ -58,7 +58,8 @@ class RunSummary:
 
     def _at_peak(self, estimate: Callable[..., int]) -> int:
         rows = min(self.plan.batch_size, self.plan.max_rows)
-        tokens = min(self.plan.max_tokens, self.data.longest * rows, self.data.tokens)
+        most = self.plan.step_tokens(self.data.longest) if self.plan.sequence_length else self.data.longest * rows
+        tokens = min(self.plan.max_tokens, most, self.data.tokens)
         plain, checkpointed = (estimate(tokens, checkpointing=which) for which in (False, True))
         return plain - (plain - checkpointed) * self.plan.checkpointed // self.layers
 
@@ -69,7 +70,11 @@ def format_header(summary: RunSummary) -> list[str]:
     left_out = (
         f"{data.too_long} longer than {data.limit:,} tokens{data.limit_reason} and {len(data.rows.bad)} bad left out"
     )
-    steps = plan.steps(len(data.train))
+    steps = plan.steps(data.count)
+    batch = f"{plan.batch_size} rows"
+    if data.sequences is not None:
+        filled = data.tokens / (len(data.sequences) * plan.sequence_length)
+        batch = f"{plan.batch_size} packed sequences of at most {plan.sequence_length:,} tokens ({len(data.sequences):,}, {filled:.0%} full)"
     compiling = "compiled" if plan.compile else "not compiled"
     if not plan.compile and device.is_gpu and compiler_missing():
         compiling += f" ({compiler_missing()} in this image)"
@@ -86,7 +91,7 @@ def format_header(summary: RunSummary) -> list[str]:
         f"            {len(data.train):,} rows to learn, {len(data.test):,} to test on; {left_out}",
         f"            as {summary.form}",
         f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has {data.longest:,}",
-        f"steps       {steps:,} of {plan.batch_size} rows, {plan.epochs:g} epoch{'s' * (plan.epochs > 1)}",
+        f"steps       {steps:,} of {batch}, {plan.epochs:g} epoch{'s' * (plan.epochs > 1)}",
         f"device      {where}, {str(device.dtype).removeprefix('torch.')}, {compiling}",
         f"attention   {summary.attention}",
         f"memory      {expected} of {device.memory / GIB:.1f} GiB free{' on each' * (summary.processes > 1)}{twice}{host}",
@@ -134,6 +139,7 @@ def result(
             "sources": data.rows.counts,
             "versions": data.rows.versions,
             "rows": len(data.train),
+            "sequences": None if data.sequences is None else len(data.sequences),
             "eval_rows": len(data.test),
             "tokens": data.tokens,
             "num_target_tokens": data.num_target_tokens,

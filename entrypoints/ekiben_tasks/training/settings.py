@@ -57,6 +57,10 @@ class Settings:
     form: DatasetFormat = dataclasses.field(default_factory=DatasetFormat)
     mask_prompt: bool = option(True, "learn the response only; false: learn the prompt's text too")
     max_length: int = option(2048, "rows of more tokens are left out, and counted")
+    packing: bool = option(
+        False,
+        "rows fill sequences of max_length tokens, which batch_size and micro_batch then count; none attends to another",
+    )
     lora: Lora = dataclasses.field(default_factory=Lora)
     last_layer: Literal["auto"] | tuple[str, ...] = option(
         "auto", "modules or weights that method last-layer trains; auto: the last norm, and the head unless it is tied"
