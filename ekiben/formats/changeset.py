@@ -342,8 +342,8 @@ class _Normalizer:
             self.waiting = []
 
     def with_setgid(self, entry: Entry, below: Entry | None) -> Entry:
-        """Return a folder with its setgid bit, which fuse-overlayfs loses when it copies one up."""
-        restored = replace(entry, mode=entry.mode | stat.S_ISGID)
+        """Return a folder with the setgid and setuid bits that it has below, which fuse-overlayfs loses when it copies one up."""
+        restored = replace(entry, mode=entry.mode | (below.mode & (stat.S_ISGID | stat.S_ISUID) if below else 0))
         if below is not None and replace(below, mtime=entry.mtime) == restored:
             entry = restored
         if self.setgid is not None and entry.mode & stat.S_ISGID:

@@ -566,6 +566,18 @@ def test_a_folder_that_fuse_overlayfs_gave_no_group_is_refused(base: Layers) -> 
             assert "g/s" in [entry.path for entry, _ in drained(entries)]
 
 
+@pytest.mark.parametrize("mode", [0o2755, 0o4755, 0o6755])
+def test_a_folder_that_fuse_overlayfs_copied_up_gets_its_bits_back(layers: Layers, mode: int) -> None:
+    layers.push(sent(tree(d("g", mode), d("plain"))))
+    members = [(Entry("", "dir"), b""), d("g"), d("plain"), f("plain/x", b"x")]
+    for is_fuse, expected in ((True, {"plain": 0o755}), (False, {"g": 0o755, "plain": 0o755})):
+        archive = tar([(tar_info(entry), data or b"") for entry, data in members])
+        found = drained(normalize(archive, layers.lower, epoch=EPOCH, is_fuse=is_fuse))
+        assert {entry.path: entry.mode for entry, _ in found if entry.kind == "dir" and entry.path} | {
+            "plain": 0o755
+        } == expected
+
+
 def test_many_exclusions_of_one_kind_are_one_line() -> None:
     left = LeftOut()
     for number in range(9):
