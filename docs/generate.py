@@ -227,7 +227,7 @@ def yaml_page(name: str) -> str:
 
 def escaped(text: str) -> str:
     """Return text for a cell of a table."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
 def code(text: str) -> str:

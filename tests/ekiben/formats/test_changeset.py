@@ -572,8 +572,8 @@ def test_a_folder_that_fuse_overlayfs_copied_up_gets_its_bits_back(layers: Layer
     members = [(Entry("", "dir"), b""), d("g"), d("plain"), f("plain/x", b"x")]
     for is_fuse, expected in ((True, {"plain": 0o755}), (False, {"g": 0o755, "plain": 0o755})):
         archive = tar([(tar_info(entry), data or b"") for entry, data in members])
-        found = drained(normalize(archive, layers.lower, epoch=EPOCH, is_fuse=is_fuse))
-        assert {entry.path: entry.mode for entry, _ in found if entry.kind == "dir" and entry.path} | {
+        entries = drained(normalize(archive, layers.lower, epoch=EPOCH, is_fuse=is_fuse))
+        assert {entry.path: entry.mode for entry, _ in entries if entry.kind == "dir" and entry.path} | {
             "plain": 0o755
         } == expected
 
