@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -316,6 +317,8 @@ class Case:
 
     def _work(self, argv: list[str], fault: Fault, mark: Path) -> int:
         """Be one of the processes, as the task's own script is."""
+        # Here, for a fork has no pool of threads: two threads of autograd's would make it at once, and one of them fail.
+        importlib.import_module("torch").set_num_threads(1)
         failures = importlib.import_module("ekiben_tasks.distributed.failures")
         task = importlib.import_module(self.task.module)
         injector = Injector(fault, int(os.environ["RANK"]), mark, self.folder / "disk", is_mount=self.is_mount)
@@ -389,6 +392,7 @@ def _in_fork(work: Callable[[], int], log: Path | None, environment: Mapping[str
         os.setsid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
         os.environ.update(environment)
+        tempfile.tempdir = None  # what the parent has looked up
         if log is not None:
             handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for stream in (1, 2):
