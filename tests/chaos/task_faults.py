@@ -146,6 +146,7 @@ class Injector:
         left = int(self.fault.value)
         if not self.is_mount:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            left = max(left, 30_000)  # for what the process prints goes to a file, too
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (left, hard))
             return

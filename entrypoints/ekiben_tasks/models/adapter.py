@@ -11,6 +11,7 @@ from typing import Any
 
 import peft
 import torch
+from safetensors import SafetensorError
 
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, load_tokenizer
@@ -94,6 +95,9 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
     """Write the adapter as PEFT does, atomically. weights: parameter name → fp32 tensor.
 
     base: the base model that the adapter names; a folder is written as an absolute path.
+
+    Raises:
+        TaskError: it cannot be written; an earlier one stays.
     """
     staged = folder.with_name(f".{folder.name}.staged-{os.getpid()}")
     shutil.rmtree(staged, ignore_errors=True)
@@ -103,7 +107,13 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
     config.base_model_name_or_path = (
         str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
     )
-    model.save_pretrained(str(staged), state_dict=weights)
-    (staged / "README.md").unlink(missing_ok=True)  # PEFT's template of empty headings; the run record says more
-    make_readable(staged)
-    replace_folder(staged, folder)
+    try:
+        model.save_pretrained(str(staged), state_dict=weights)
+        (staged / "README.md").unlink(missing_ok=True)  # PEFT's template of empty headings; the run record says more
+        make_readable(staged)
+        replace_folder(staged, folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise TaskError(
+            f"{folder}: cannot be written ({error}); make room and give the same command again: it goes on from the last checkpoint"
+        ) from error

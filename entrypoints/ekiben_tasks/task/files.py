@@ -46,9 +46,22 @@ def is_writable(folder: Path) -> bool:
 
 def write_json(file: Path, content: Any) -> None:
     """Write ``content`` as indented JSON, atomically."""
+    replace_text(file, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write ``text`` into ``file``, atomically. Where that fails, nothing is left of it.
+
+    Raises:
+        OSError: the disk is full, or fails in another way.
+    """
     staged = file.with_name(f".{file.name}.staged-{os.getpid()}")
-    staged.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-    staged.replace(file)
+    try:
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(file)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
 
 
 def make_readable(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ekiben_tasks.task import hub
 from ekiben_tasks.task.checksums import ModelChecksum
+from ekiben_tasks.task.files import replace_text
 
 
 def run_record(settings: Any, exit_code: int | None, started: float) -> dict[str, Any]:
@@ -115,9 +116,7 @@ class Metrics:
     def __init__(self, file: Path, resume_step: int) -> None:
         self.file = file
         self.lines = [line for line in _read_lines(file) if line["step"] <= resume_step] if resume_step else []
-        staged = file.with_name(f".{file.name}.staged-{os.getpid()}")
-        staged.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
-        staged.replace(file)
+        replace_text(file, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def add(self, lines: Sequence[dict[str, Any]]) -> None:
         """Append ``lines`` to the file; each has a ``step``."""

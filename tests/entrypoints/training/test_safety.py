@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext
 from ekiben_tasks.distributed.replicated import ReplicatedStrategy
-from ekiben_tasks.task import run_metadata
+from ekiben_tasks.task import files, run_metadata
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import TaskError
@@ -243,6 +243,36 @@ def test_second_run_in_one_output_folder_is_refused(base: Path, tmp_path: Path) 
         holder.kill()
         holder.join()
     assert fit(small(base, max_steps=1), tmp_path) == 0
+
+
+def test_full_disk_leaves_nothing_of_an_adapter_or_a_record(base: Path, tmp_path: Path) -> None:
+    """After the checkpoint the limit on the size of a file stands for the disk."""
+    output = tmp_path / "run"
+
+    def work() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        save = checkpoint.save
+
+        def save_before(*args: Any, **named: Any) -> Path:
+            path = save(*args, **named)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, 4_000))
+            return path
+
+        checkpoint.save = save_before
+        try:
+            fit(small(base, max_steps=1), output)
+        except TaskError as error:
+            print(f"error: {str(error)[-120:]}", flush=True)
+        try:
+            files.write_json(output / "run.json", "x" * 10_000)
+        except OSError:
+            return 7
+        return 0
+
+    (process,) = multiprocess.start(1, tmp_path / "log", work, env={"WORLD_SIZE": "1"})
+    printed = (multiprocess.wait([process]), Path(f"{tmp_path / 'log'}-0").read_text())
+    assert printed[0] == [7] and "it goes on from the last checkpoint" in printed[1], printed
+    assert sorted(path.name for path in output.iterdir()) == [".lock", "checkpoints", "metrics.jsonl"]
 
 
 def test_output_on_a_full_disk_is_locked(tmp_path: Path) -> None:
