@@ -8,6 +8,7 @@ DeepSpeed 0.19.8).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from ekiben_tasks.task.errors import SettingError, nearest
 
 GIB = 1 << 30
 # What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: packs have different sizes, blocks of
-# former ones do not fit. Fitted to max_memory_reserved() of seven runs; with expandable_segments, now the default, it is less.
+# former ones do not fit. Fitted to max_memory_reserved() of seven runs. With expandable_segments two runs reserved nothing beyond.
 SPREAD = 0.47
 _BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size, allocated whole (stage_1_and_2.py, stage3.py)
 _LIVE = 1_000_000_000  # numbers: DeepSpeed's stage3_max_live_parameters
@@ -80,10 +81,13 @@ class Memory:
         """Return the bytes in use at the peak, with micro-batches of ``tokens`` tokens."""
         return self.fixed + tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
 
-    def reserved(self, tokens: int, *, checkpointing: bool) -> int:
-        """Return the bytes that the allocator is expected to hold at the peak, with micro-batches of ``tokens``."""
+    def reserved(self, tokens: int, *, checkpointing: bool, expandable: bool) -> int:
+        """Return the bytes that the allocator is expected to hold at the peak, with micro-batches of ``tokens``.
+
+        expandable: whether its segments are, as ``has_expandable_segments`` says.
+        """
         total = self.total(tokens, checkpointing=checkpointing)
-        return total + int(SPREAD * (total - self.fixed))
+        return total if expandable else total + int(SPREAD * (total - self.fixed))
 
 
 def gpu_memory(name: str) -> int:
@@ -96,6 +100,12 @@ def gpu_memory(name: str) -> int:
         if re.search(rf"\b{re.escape(known)}\b", name, re.IGNORECASE):
             return size * GIB
     raise SettingError(f"--on {name}: no GPU is known by that name.{nearest(name, SIZES)}")
+
+
+def has_expandable_segments(env: Mapping[str, str]) -> bool:
+    """Return whether ``env`` lets the segments of PyTorch's allocator grow, which tasks set where the user sets nothing."""
+    configured = env.get("PYTORCH_ALLOC_CONF", env.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    return re.search(r"\bexpandable_segments\s*:\s*true\b", configured, re.IGNORECASE) is not None
 
 
 def profile_model(model: Any, **choices: Any) -> MemoryProfile:

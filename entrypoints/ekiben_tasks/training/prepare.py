@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,16 @@ class Prepared:
     def longest(self) -> int:
         """Return the number of tokens of the longest example, evaluation included."""
         return max(len(example.ids) for example in [*self.train, *self.test])
+
+    def batch_tokens(self, rows: int) -> int:
+        """Return the tokens of the largest batch of ``rows`` training examples that a shuffled epoch is expected to have.
+
+        Three standard deviations above the mean: a few in a thousand are larger.
+        """
+        lengths = [len(example.ids) for example in self.train]
+        rows = min(rows, len(lengths))
+        usual = rows * statistics.fmean(lengths) + 3 * math.sqrt(rows) * statistics.pstdev(lengths)
+        return max(self.longest, min(round(usual), rows * max(lengths), sum(lengths)))
 
 
 def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, context: int, skip_bad: bool) -> Prepared:

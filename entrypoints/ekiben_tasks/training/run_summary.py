@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ekiben_tasks.data import packing
 from ekiben_tasks.models.device import GIB, Device, compiler_missing
+from ekiben_tasks.models.memory import has_expandable_segments
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.training.settings import Settings
 
@@ -49,16 +51,20 @@ class RunSummary:
 
         Where the plan needs more than are free, return what it needs.
         """
-        return max(self.needed_bytes, min(self._at_peak(self.memory.reserved), self.device.memory))
+        return max(self.needed_bytes, min(self._at_peak(self._reserved), self.device.memory))
 
     @property
     def needed_bytes(self) -> int:
         """Return the bytes of one GPU's memory that the plan needs."""
         return self._at_peak(self.memory.total)
 
+    def _reserved(self, tokens: int, *, checkpointing: bool) -> int:
+        return self.memory.reserved(tokens, checkpointing=checkpointing, expandable=has_expandable_segments(os.environ))
+
     def _at_peak(self, estimate: Callable[..., int]) -> int:
         rows = min(self.plan.batch_size, self.plan.max_rows)
-        most = self.plan.step_tokens(self.data.longest) if self.plan.sequence_length else self.data.longest * rows
+        packed = self.plan.sequence_length
+        most = self.plan.step_tokens(self.data.longest) if packed else self.data.batch_tokens(rows)
         tokens = min(self.plan.max_tokens, most, self.data.tokens)
         plain, checkpointed = (estimate(tokens, checkpointing=which) for which in (False, True))
         return plain - (plain - checkpointed) * self.plan.checkpointed // self.layers

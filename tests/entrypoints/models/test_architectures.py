@@ -345,9 +345,46 @@ def test_expected_memory_is_within_a_tenth_of_what_was_reserved(
         meta_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
     meta_model = apply_tuning_method(meta_model, train_settings.Settings(method=method))
     expected = memory.expect_memory(memory.profile_model(meta_model, longest=2048, **choices))
-    reserved = expected.reserved(tokens, checkpointing=False) / memory.GIB
+    reserved = expected.reserved(tokens, checkpointing=False, expandable=False) / memory.GIB
     for bytes_reserved in measured:
         assert 0.9 * bytes_reserved < reserved < 1.1 * bytes_reserved
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "method", "tokens", "measured"),
+    [
+        ("gpt_neox", {**NEOX, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
+                      "intermediate_size": 10_240}, "lora", 16_384, 41.5),
+        ("llama", LLAMA, "full", 14_600, 55.7),
+    ],
+    ids=["lora", "full"],
+)  # fmt: skip
+def test_expected_memory_with_expandable_segments_is_within_a_tenth(
+    kind: str, sizes: dict[str, Any], method: str, tokens: int, measured: float
+) -> None:
+    """max_memory_reserved() of `tests/gpu/tasks_at_size.py` on an H100, in GiB; rows of 350 to 1,050 tokens."""
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **sizes)
+        meta_model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    meta_model = apply_tuning_method(meta_model, train_settings.Settings(method=method))
+    expected = memory.expect_memory(memory.profile_model(meta_model, longest=1050))
+    assert expected.reserved(tokens, checkpointing=False, expandable=True) / memory.GIB == pytest.approx(
+        measured, rel=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "expandable"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "backend:native", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, False),
+    ],
+)
+def test_expandable_segments_are_read_from_the_allocators_setting(env: dict[str, str], expandable: bool) -> None:
+    assert memory.has_expandable_segments(env) is expandable
 
 
 def test_quantized_weights_need_less_memory() -> None:

@@ -33,6 +33,7 @@ import merge
 from ekiben_tasks.data import (
     sources,
 )
+from ekiben_tasks.data.tokenize import Example
 from ekiben_tasks.distributed.context import REQUEUE
 from ekiben_tasks.generation import chat as chat_library
 from ekiben_tasks.generation.settings import ChatSettings
@@ -54,6 +55,7 @@ from ekiben_tasks.training import (
     smoke,
     train,
 )
+from ekiben_tasks.training.prepare import Prepared
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import (  # noqa: F401
@@ -457,3 +459,15 @@ def test_smoke_run_fails_when_the_loss_stays(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 5.0}) + "\n" for n in range(20)))
     with pytest.raises(TaskError, match="smoke: failed: the loss falls"):
         smoke.check_loss_fell(tmp_path)
+
+
+def test_largest_batch_is_between_the_mean_and_the_longest_rows() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(300, 1000, 400)
+    data = Prepared([Example(np.zeros(n, np.int32), ((0, int(n)),)) for n in lengths], [], sources.SplitExamples(), 0)
+    batches = [int(rng.choice(lengths, 16, replace=False).sum()) for _ in range(1000)]
+    expected = data.batch_tokens(16)
+    assert sum(batch > expected for batch in batches) < 10
+    assert expected < 1.1 * max(batches)
+    assert data.batch_tokens(1) == max(lengths)
+    assert data.batch_tokens(10_000) == sum(lengths)
