@@ -45,15 +45,15 @@ class Prepared:
         """Return the number of tokens of the longest example, evaluation included."""
         return max(len(example.ids) for example in [*self.train, *self.test])
 
-    def batch_tokens(self, rows: int) -> int:
-        """Return the tokens of the largest batch of ``rows`` training examples that a shuffled epoch is expected to have.
+    def batch_tokens(self, count: int) -> int:
+        """Return the tokens of the largest batch of ``count`` training examples that a shuffled epoch is expected to have.
 
         Three standard deviations above the mean: a few in a thousand are larger.
         """
         lengths = [len(example.ids) for example in self.train]
-        rows = min(rows, len(lengths))
-        usual = rows * statistics.fmean(lengths) + 3 * math.sqrt(rows) * statistics.pstdev(lengths)
-        return max(self.longest, min(round(usual), rows * max(lengths), sum(lengths)))
+        count = min(count, len(lengths))
+        usual = count * statistics.fmean(lengths) + 3 * math.sqrt(count) * statistics.pstdev(lengths)
+        return max(self.longest, min(round(usual), count * max(lengths), sum(lengths)))
 
 
 def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, context: int, skip_bad: bool) -> Prepared:

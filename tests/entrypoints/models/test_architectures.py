@@ -362,7 +362,7 @@ def test_expected_memory_is_within_a_tenth_of_what_was_reserved(
 def test_expected_memory_with_expandable_segments_is_within_a_tenth(
     kind: str, sizes: dict[str, Any], method: str, tokens: int, measured: float
 ) -> None:
-    """max_memory_reserved() of `tests/gpu/tasks_at_size.py` on an H100, in GiB; rows of 350 to 1,050 tokens."""
+    """max_memory_reserved() of `tests/gpu/tasks_at_size.py` on an H100, in GiB; examples of 350 to 1,050 tokens."""
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(kind, **sizes)
         meta_model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

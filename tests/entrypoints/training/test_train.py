@@ -461,7 +461,7 @@ def test_smoke_run_fails_when_the_loss_stays(tmp_path: Path) -> None:
         smoke.check_loss_fell(tmp_path)
 
 
-def test_largest_batch_is_between_the_mean_and_the_longest_rows() -> None:
+def test_largest_batch_is_between_the_mean_and_the_longest() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(300, 1000, 400)
     data = Prepared([Example(np.zeros(n, np.int32), ((0, int(n)),)) for n in lengths], [], sources.SplitExamples(), 0)
