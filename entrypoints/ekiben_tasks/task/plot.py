@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -36,11 +37,15 @@ def draw(file: Path, title: str, series: dict[str, list[tuple[float, float]]]) -
     x_high = max(x for x, _ in points) or 1.0
     y_low, y_high = min(y for _, y in points), max(y for _, y in points)
     y_high = y_high if y_high > y_low else y_low + 1
-    for tick in range(5):
-        x, y = LEFT + (RIGHT - LEFT) * tick // 4, BOTTOM - (BOTTOM - TOP) * tick // 4
+    for tick in ticks(y_low, y_high):
+        y = round(BOTTOM - (BOTTOM - TOP) * (tick - y_low) / (y_high - y_low))
         image[y, LEFT:RIGHT] = 220
-        _write(image, 10, y - 7, f"{y_low + (y_high - y_low) * tick / 4:.4g}", (0, 0, 0))
-        _write(image, x - 18, BOTTOM + 16, f"{x_high * tick / 4:.4g}", (0, 0, 0))
+        _write(image, 10, y - 7, f"{tick:.6g}", (0, 0, 0))
+    for tick in ticks(0, x_high):
+        label, x = f"{tick:.6g}", round(LEFT + (RIGHT - LEFT) * tick / x_high)
+        image[TOP:BOTTOM, x] = 235
+        _write(image, x - 2 * SCALE * len(label), BOTTOM + 16, label, (0, 0, 0))
+    image[BOTTOM, LEFT:RIGHT] = image[TOP:BOTTOM, LEFT] = 150
     legend = []
     for (name, line), colour in zip(series.items(), COLOURS, strict=False):
         across = [LEFT + (RIGHT - LEFT) * x / x_high for x, _ in line]
@@ -60,6 +65,15 @@ def draw(file: Path, title: str, series: dict[str, list[tuple[float, float]]]) -
     _write(image, LEFT, 20, title, (0, 0, 0))
     _write(image, (LEFT + RIGHT) // 2 - 24, BOTTOM + 46, "step", (0, 0, 0))
     file.write_bytes(_png(image))
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return the multiples of 1, 2 or 5 times a power of ten from ``low`` to ``high``: 3 to 9 of them."""
+    rough = (high - low) / 8
+    power = 10 ** math.floor(math.log10(rough))
+    step = power * next(factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
 def smooth(values: Sequence[float], width: float) -> list[float]:

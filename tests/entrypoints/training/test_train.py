@@ -107,6 +107,27 @@ def test_many_points_are_drawn_smoothed_too(tmp_path: Path) -> None:
     assert plot.smooth([4.0, 2.0], 2)[1] == pytest.approx((0.5 * 4 + 2) / 1.5)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 399, [0, 50, 100, 150, 200, 250, 300, 350]),
+        (1.082, 4.644, [1.5, 2, 2.5, 3, 3.5, 4, 4.5]),
+        (0, 7, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (0.30001, 0.30002, [0.30001, 0.300012, 0.300014, 0.300016, 0.300018, 0.30002]),
+        (-2.0, 2.0, [-2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2]),
+    ],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert plot.ticks(low, high) == pytest.approx(expected)
+
+
+def test_every_range_has_ticks() -> None:
+    drawn = np.random.default_rng(0)
+    for low, size in zip(drawn.normal(0, 100, 2000), 10 ** drawn.uniform(-6, 9, 2000), strict=True):
+        values = plot.ticks(low, low + size)
+        assert 3 <= len(values) <= 9 and low - size / 1e6 <= values[0] <= values[-1] <= low + size * (1 + 1e-6)
+
+
 def drawn_colours(file: Path) -> set[tuple[int, ...]]:
     """Of a PNG without filters, read as the format says."""
     data, pixels, at = file.read_bytes(), b"", 8
