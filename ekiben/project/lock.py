@@ -84,7 +84,7 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False) -> I
         )
     text = f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben lock`\n{pins}"
     changes = list(_differences(old, text))
-    yield from (f"{target.relative_to(recipe.folder)}: {line}" for line in changes)
+    yield from (f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}" for line in changes)
     names = [source.name, str(target.relative_to(recipe.folder))]
     sums = recipe.folder / SUMS
     if check:

@@ -49,7 +49,7 @@ class CatalogResult:
         if self.with_runs:
             yield (f"runs     {len(runs.new)} new, {runs.known} known, {runs.unfinished} not finished, "
                    f"{runs.unmatched} of other images")  # fmt: skip
-        yield f"written  {self.written.out}/index.html  {images} images, {versions} versions"
+        yield f"written  {self.written.out}/index.html  {_counted(images, 'image')}, {_counted(versions, 'version')}"
 
 
 @click.command("catalog", cls=Command, help=__doc__)
@@ -70,3 +70,7 @@ def command(context: Context, /, folder: Path, output: Path | None, runs: tuple[
     ):
         context.log(f"skipped: {item['file']}: {item['reason']}")
     context.print(CatalogResult(written, bool(runs)))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

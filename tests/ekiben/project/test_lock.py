@@ -134,7 +134,7 @@ def test_keep_keeps_a_locked_version(folder: Path) -> None:
     lock(folder, "humanize==4.9.0\n")
     assert "mine: up to date" in lock(folder, "humanize\n", keep=True)
     assert pins_of(folder) == {"humanize": "4.9.0"}
-    assert any(line.startswith("images/mine-packages.lock: humanize 4.9.0 → ") for line in lock(folder))
+    assert any(line.startswith("mine/images/mine-packages.lock: humanize 4.9.0 → ") for line in lock(folder))
 
 
 def test_check_writes_nothing_and_fails_when_the_lock_is_out_of_date(folder: Path) -> None:

@@ -559,7 +559,7 @@ def test_catalog_by_command(run_cli: RunCli, files_only: SampleRecipe, store: St
     put_run(tmp_path / "results", about_image(shared_dir, done.record))
     done.sif.with_name("own-0-0123456789ab.json").write_text("{")
     result = run_cli("--store", tmp_path / "mine", "catalog", shared_dir, "--runs", "results")
-    assert f"written  {shared_dir}/catalog/index.html  1 images, 1 versions" in result.stdout
+    assert f"written  {shared_dir}/catalog/index.html  1 image, 1 version\n" in result.stdout
     assert "runs     1 new, 0 known, 0 not finished, 0 of other images" in result.stdout
     assert "skipped: images/own/own-0-0123456789ab.json: is not JSON" in result.stderr
     files_only.write("files/data.txt", "new\n")
