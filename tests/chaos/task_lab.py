@@ -298,7 +298,8 @@ class Case:
         return Ended(code, log.read_text(errors="replace"), ended - started, after)
 
     def _environment(self) -> dict[str, str]:
-        return {"TMPDIR": str(self.folder / "tmp"), "HOME": str(self.folder / "home")}
+        names = {"TMPDIR": "tmp", "HOME": "home", "HF_HOME": "home/hub"}
+        return {name: str(self.folder / folder) for name, folder in names.items()}
 
     def _launch(self, argv: list[str], fault: Fault, mark: Path, patience: float) -> int:
         """Be the launcher."""
