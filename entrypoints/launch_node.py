@@ -315,7 +315,7 @@ class Launcher:
             self.leaving = True
             self._keep(self._end_stragglers())
         ended = code < 0 if self.abandoned else self.stopping and -code in ENDINGS
-        if ended or (self.leaving and PEER_LOST in self._reason(local)):
+        if ended or ((self.stopping or self.leaving) and PEER_LOST in self._reason(local)):
             return self.stopped  # it got a signal, and had nothing to save yet; or it waited for one that had nothing
         if code not in (0, REQUEUE, INTERRUPTED):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
