@@ -210,13 +210,16 @@ def new_file(
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    handle = -1
+    handle = lock = -1
     if temporary is None:
         _remove_abandoned(path)
         temporary, handle = _open_locked(path, mode)
     try:
         if handle < 0:
             handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        lock = os.dup(
+            handle
+        )  # keeps the lock when the file is closed: until it has its name, others may take it for abandoned
         with open(handle, "w+b", buffering) as stream:
             if temporary.name.endswith(_UNFINISHED):
                 with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
@@ -228,6 +231,8 @@ def new_file(
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if lock >= 0:
+            os.close(lock)
 
 
 def _open_locked(path: Path, mode: int) -> tuple[Path, int]:

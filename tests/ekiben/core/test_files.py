@@ -112,6 +112,23 @@ def test_an_unwritable_destination_is_named(tmp_path: Path) -> None:
         atomic_write(tmp_path / "no" / "x", "x")
 
 
+def test_another_writer_removes_no_finished_file_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename = tmp_path / "x", os.rename
+
+    def while_another_begins(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        atomic_write(path, "another")
+        rename(source, target)
+
+    with new_file(path) as stream:
+        stream.write(b"one")
+        monkeypatch.setattr(os, "rename", while_another_begins)
+    assert path.read_bytes() == b"one"
+    assert [left.name for left in tmp_path.iterdir()] == ["x"]
+
+
 def test_the_umask_is_obeyed_when_asked(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
