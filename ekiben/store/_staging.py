@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import secrets
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -146,7 +147,9 @@ class StagingArea:
                     _remove(path)
 
     def sweep_process(self) -> None:
-        """Remove what this process has left; for its end."""
+        """Remove what this process has left; for its end, which Ctrl-C and SIGTERM do not interrupt any more."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if self._owner.has_prefix(path):
