@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import Action, Options, StageAction, ask_registry, plan, plan_layers, plan_stages
@@ -296,13 +296,20 @@ def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]
              "keys": [layer.cache_key for layer in layers]}  # fmt: skip
     ref = store.image(image.name)
     is_same = ref is not None and all(ref.get(field) == value for field, value in about.items())
-    if ref is None or not is_same or (store.is_writable() and not _are_intact(store, (ref["config"], ref["manifest"]))):
+    if ref is None or not is_same or (store.is_writable() and not _are_complete(store, layers, ref)):
         store.open_for_writing()
         store.put_blob(image.config)
         for layer in layers:
             store.note_last(layer.name, layer.cache_key)
         store.put_image(image.name, oci.store_manifest(image.config, layers), about)
     return image
+
+
+def _are_complete(store: Store, layers: Sequence[StoredLayer], ref: Mapping[str, Any]) -> bool:
+    """Return whether what a build writes besides its layers can be read: a damaged record counts as none."""
+    return _are_intact(store, (ref["config"], ref["manifest"])) and all(
+        store.last_inputs(layer.name) is not None for layer in layers
+    )
 
 
 def _are_intact(store: Store, digests: Iterable[str]) -> bool:

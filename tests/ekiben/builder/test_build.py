@@ -143,6 +143,19 @@ def test_damaged_layer_is_dropped_and_rebuilt(files_only: SampleRecipe, tmp_path
     store.check_blob(image.layers[1].digest, again=True)
 
 
+def test_record_of_a_layers_last_build_that_is_damaged_is_written_again(
+    files_only: SampleRecipe, tmp_path: Path
+) -> None:
+    """The image is there, and a build reads no such record: the next one would not know why its layer is rebuilt."""
+    store = seeded(files_only, tmp_path / "store", "ground")
+    image = built(files_only, store)
+    record = store.root / "last" / f"{image.layers[1].name}.json"
+    before = record.read_bytes()
+    record.write_bytes(before[:-9])
+    built(files_only, store)
+    assert record.read_bytes() == before
+
+
 def test_missing_base_builder_is_an_error_with_a_hint(
     files_only: SampleRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
