@@ -107,6 +107,17 @@ class Root(click.Group):
         before = signal.signal(signal.SIGTERM, _terminate) if is_main else None
         hook, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
         try:
+            return self._invoke(ctx)
+        except KeyboardInterrupt as error:  # also one that comes while an error is printed
+            self._interrupt(ctx, error)
+        finally:
+            sys.unraisablehook = hook
+            if is_main:  # at exit it would end a clean-up with a traceback
+                signal.signal(signal.SIGTERM, before)
+
+    def _invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and say what is wrong where it fails."""
+        try:
             return super().invoke(ctx)
         except click.ClickException as raised:
             wrong = self._move_option(ctx, raised)
@@ -118,12 +129,6 @@ class Root(click.Group):
             if error.filename is None:
                 raise
             self._exit(ctx, EkibenError(f"{os.fsdecode(error.filename)}: {error.strerror}"))
-        except KeyboardInterrupt as error:
-            self._interrupt(ctx, error)
-        finally:
-            sys.unraisablehook = hook
-            if is_main:  # at exit it would end a clean-up with a traceback
-                signal.signal(signal.SIGTERM, before)
 
     def _move_option(self, ctx: click.Context, error: click.ClickException) -> click.ClickException:
         """Return what to say of an option that comes before the command, and else ``error`` itself."""

@@ -351,6 +351,18 @@ def test_ctrl_c_while_arguments_are_read_has_the_code_of_an_interrupt(monkeypatc
     assert result.stderr == "interrupted; what was finished is kept, run the same command to go on\n"
 
 
+def test_ctrl_c_while_an_error_is_printed_has_the_code_of_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "secho", interrupt)
+    result = CliRunner().invoke(root, ["--store", str(tmp_path), "plan", "no-such-recipe"])
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted; what was finished is kept, run the same command to go on\n"
+
+
 @pytest.mark.parametrize("name", ["", *root.list_commands(click.Context(root))])
 def test_help_fits_80_columns_and_its_examples_can_be_pasted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ekiben.cli.options.command_name", lambda: "/home/someone/checkout/.venv/bin/python build.py")
