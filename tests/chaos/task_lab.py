@@ -131,7 +131,9 @@ def load_tasks(family: str) -> None:
     """Import what the tasks of ``family`` import, and let orphans of killed processes become children of this one."""
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu",
                       CUDA_VISIBLE_DEVICES="")  # fmt: skip
-    sys.path[:0] = [str(ENTRYPOINTS), *(str(RECIPES / name / "entrypoints") for name in ("pretrain-gpt", "lora-bench"))]
+    # An image has its own recipe's tasks, and all of the library.
+    scripts = [*(RECIPES / name / "entrypoints" for name in ("pretrain-gpt", "lora-bench")), ROOT / "entrypoints"]
+    sys.path[:0] = map(str, [ENTRYPOINTS, *scripts])
     import warnings
 
     import torch
