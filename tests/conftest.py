@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator, Mapping
@@ -29,6 +30,12 @@ def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ.pop(name)
         if value is not None:
             os.environ[name] = value
+
+
+def pytest_configure() -> None:
+    """Let commands under test be interrupted: a shell lets what it starts in the background ignore Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
