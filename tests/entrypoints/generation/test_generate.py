@@ -42,7 +42,7 @@ from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.output_lock import lock_output
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
-from support.tiny_runs import ENTRYPOINTS, SAMPLE
+from support.tiny_runs import SAMPLE
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 TEXTS = [f"設問: {number}番の山の高さは? 答え: {number * 37}m です。" for number in range(40)]
@@ -296,7 +296,8 @@ def test_smoke_on_two_processes(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_setting_of_several_processes_is_printed_once(tmp_path: Path) -> None:
-    argv = [sys.executable, str(ENTRYPOINTS / "generate.py"), "--gpus", "2", "--set", "top_p=2"]
+    # The image in which this runs may be of a recipe without `generate`: the module's own file is the command.
+    argv = [sys.executable, str(generate.__file__), "--gpus", "2", "--set", "top_p=2"]
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 2
