@@ -73,15 +73,19 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
         child = subprocess.Popen(list(command.argv), cwd=command.cwd, env=environment() | dict(command.env),
                                  stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
         watched = _Watch(child.pid)
-        out, _ = child.communicate()
-        if command.synced:
-            os.sync()
-        seconds = time.monotonic() - began
+        try:
+            out, _ = child.communicate()
+            if command.synced:
+                os.sync()
+            seconds = time.monotonic() - began
+        finally:
+            child.terminate()  # where Ctrl-C ended the waiting: it removes what it has begun; an ended one is left alone
+            child.wait()
+            peak = watched.stop()
         errors.write(out)
     if child.returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
         raise Failed(f"exit code {child.returncode}: {command}\n{tail}\nthe whole log: {log}")
-    peak = watched.stop()
     if watched.stopped:
         raise Failed(f"the clock stood still for {watched.stopped:.0f} s, so this timing is worth nothing: {command}")
     return seconds, peak, out.decode(errors="replace")

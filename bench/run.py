@@ -112,6 +112,10 @@ def main() -> int:
         reached = write(bench, began, load, options.out)
     except Failed as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        remove_tree(bench.scratch)
+        print("interrupted; what was measured is in results.json, and images of it may be in Docker", file=sys.stderr)
+        return 130
     remove(bench)
     print((options.out / "results.md").read_text())
     return 0 if all(goal.reached for goal in reached) and not bench.failed else 1
