@@ -20,6 +20,7 @@ UNKNOWN_JOB = 4 * GIB  # of a package never compiled here: nvcc's jobs were seen
 SPARE = GIB  # for what is not a compiler: the build itself, the linker's start
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
+_REPORT_SECONDS = 60.0  # between two lines of a plain log
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,9 @@ class Compilation:
         of = f"{total}" if self.expected else f"{total} or more"
         return f"{self.done} of {of} units compiled, about {minutes(left)} left"
 
-    def is_due(self, every: float = 60.0) -> bool:
+    def is_due(self) -> bool:
         """Whether a plain log should have a line again."""
-        if (now := self._clock()) - self._said < every:
+        if (now := self._clock()) - self._said < _REPORT_SECONDS:
             return False
         self._said = now
         return True

@@ -60,7 +60,7 @@ def check_variables(names: Iterable[str]) -> None:
             raise ValueError(f"environment: '{name}' is not the name of a variable: letters, digits and '_'")
 
 
-def parse_json(data: bytes | str, *, max_size: int = _MAX_JSON, max_depth: int = _MAX_DEPTH, nan: bool = False) -> Any:
+def parse_json(data: bytes | str, *, max_size: int = _MAX_JSON, nan: bool = False) -> Any:
     """Parse JSON of limited size and depth. Raises ValueError, also for NaN and Infinity unless ``nan``."""
     if len(data) > max_size:
         raise ValueError(f"has {len(data)} bytes, more than {max_size}")
@@ -71,13 +71,13 @@ def parse_json(data: bytes | str, *, max_size: int = _MAX_JSON, max_depth: int =
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError(f"is nested more than {max_depth} levels deep") from error
+        raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep") from error
     level = [value]
-    for _ in range(max_depth + 1):
+    for _ in range(_MAX_DEPTH + 1):
         level = [item for outer in level for item in _inside(outer)]
         if not level:
             return value
-    raise ValueError(f"is nested more than {max_depth} levels deep")
+    raise ValueError(f"is nested more than {_MAX_DEPTH} levels deep")
 
 
 def _inside(value: Any) -> Iterator[Any]:

@@ -271,14 +271,12 @@ def _open_unfollowed(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def atomic_write(
-    path: Path, content: str | bytes | Iterable[bytes], *, mode: int = 0o644, error: type[EkibenError] = UsageError
-) -> None:
+def atomic_write(path: Path, content: str | bytes | Iterable[bytes], *, error: type[EkibenError] = UsageError) -> None:
     """Write a file that is there only when it is complete; text becomes UTF-8. Raises ``error`` when it cannot be written."""
     if isinstance(content, str | bytes):
         content = [content.encode() if isinstance(content, str) else content]
     try:
-        with new_file(path, mode=mode) as stream:
+        with new_file(path) as stream:
             stream.writelines(content)
     except OSError as failure:
         raise error(f"{path} cannot be written: {reason_of(failure, path)}") from failure

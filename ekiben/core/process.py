@@ -41,8 +41,8 @@ def quoted(argv: Argv) -> str:
     return shlex.join(os.fspath(word) for word in argv)
 
 
-def _last_lines(text: str, count: int = 15) -> str:
-    return "\n".join(text.rstrip().splitlines()[-count:])
+def _last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-15:])
 
 
 def search_path() -> list[str]:

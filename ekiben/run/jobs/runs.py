@@ -36,6 +36,7 @@ from ekiben.run.schedulers import Job, load
 from ekiben.spec.recipe import LAUNCHER
 
 REQUEUE = 75
+_POLL_SECONDS = 5.0
 _ENDED = ("done", "failed", "skipped", "cancelled")  # "lost" is what a scheduler says that lost its records, too
 RECORD = "run.json"
 RECORD_FORMAT = 2  # of run.json; in 1, which has no key of its own, argv was `words`, resource_args `asks`
@@ -420,7 +421,7 @@ def jobs_named(run: Run, name: str) -> list[str]:
     return [job for job, id in newest.items() if id != name and run.own_id(job, id) == name]
 
 
-def wait(run: Run, log: Callable[[str], None], every: float = 5.0) -> list[JobStatus]:
+def wait(run: Run, log: Callable[[str], None]) -> list[JobStatus]:
     """Wait until all jobs of the run are over; ``log`` gets each change. Raises SchedulerError."""
     shown: dict[str, str] = {}
     while True:
@@ -432,7 +433,7 @@ def wait(run: Run, log: Callable[[str], None], every: float = 5.0) -> list[JobSt
                 log(line)
         if all(job.is_over for job in jobs):
             return jobs
-        time.sleep(every)
+        time.sleep(_POLL_SECONDS)
 
 
 def log_lines(run: Run, job: str | None, *, rank: int | None = None, follow: bool) -> Iterator[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import is_writable
 
+_ANSWER_SECONDS = 3.0  # how long the hub may take to accept a connection
+
 
 def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     """Point every library's cache at a writable folder before any of them is imported, and return the lines to print.
@@ -94,7 +96,7 @@ def _model_cache(env: MutableMapping[str, str], scratch: Path) -> tuple[Path, st
     return scratch / "huggingface", "the current folder cannot be written: this is lost with the node's scratch"
 
 
-def _answers(url: str, env: MutableMapping[str, str], seconds: float = 3.0) -> bool:
+def _answers(url: str, env: MutableMapping[str, str]) -> bool:
     parts = urllib.parse.urlsplit(url)
     proxy = env.get(f"{parts.scheme}_proxy") or env.get(f"{parts.scheme}_proxy".upper())
     if proxy:
@@ -103,11 +105,11 @@ def _answers(url: str, env: MutableMapping[str, str], seconds: float = 3.0) -> b
 
     def connect() -> None:
         address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-        with contextlib.suppress(OSError), socket.create_connection(address, timeout=seconds):
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=_ANSWER_SECONDS):
             answered.set()
 
     # In a thread of its own: looking a name up has no time limit, and on closed networks it takes long.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
-    attempt.join(seconds)
+    attempt.join(_ANSWER_SECONDS)
     return answered.is_set()

@@ -47,7 +47,7 @@ def pad_vocabulary(size: int) -> int:
     return -(-size // _TABLE_ROWS) * _TABLE_ROWS
 
 
-def hugging_face_config(shape: Shape, *, end: int, begin: int, dropout: float = 0.0) -> Any:
+def hugging_face_config(shape: Shape, *, end: int, begin: int) -> Any:
     """Return GPT-2's configuration in transformers: learned positions, pre-norm, GELU by tanh, tied head.
 
     end, begin: ids of the tokens that end and begin a text.
@@ -56,7 +56,7 @@ def hugging_face_config(shape: Shape, *, end: int, begin: int, dropout: float = 
 
     return transformers.GPT2Config(
         vocab_size=shape.vocabulary, n_positions=shape.positions, n_embd=shape.width, n_layer=shape.layers,
-        n_head=shape.heads, activation_function="gelu_new", resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        n_head=shape.heads, activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         layer_norm_epsilon=1e-5, bos_token_id=begin, eos_token_id=end, tie_word_embeddings=True,
     )  # fmt: skip
 

@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def generate(place: str, prompt: str, tokens: int = 50) -> str:
-    """Return what the model generates greedily after ``prompt``. place: a folder or a hub id. tokens: at most so many.
+def generate(place: str, prompt: str) -> str:
+    """Return what the model generates greedily after ``prompt``. place: a folder or a hub id. At most 50 tokens.
 
     Raises:
         TaskError: the model cannot be loaded, or generates nothing.
@@ -73,7 +73,7 @@ def generate(place: str, prompt: str, tokens: int = 50) -> str:
         raise TaskError(format_hub_error(error, place, "model")) from error
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
-        longer = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+        longer = model.generate(ids, max_new_tokens=50, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
     if not text:
         raise TaskError(

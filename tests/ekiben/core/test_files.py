@@ -25,11 +25,11 @@ def test_atomic_write_takes_text_bytes_and_chunks(tmp_path: Path, content: str |
     path = tmp_path / "x"
     before = os.umask(0o077)
     try:
-        atomic_write(path, content, mode=0o640)
+        atomic_write(path, content)
     finally:
         os.umask(before)
     assert path.read_bytes() == "größer\n".encode()
-    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_text_is_utf8_under_any_locale(tmp_path: Path) -> None:
