@@ -173,6 +173,34 @@ def test_rank_whose_data_do_not_come_ends_all_and_is_named(data: Path, tmp_path:
     ], done.stdout + done.stderr
 
 
+# pretrain as its own script runs it; each process prints how long its groups wait.
+TIMEOUTS = """
+import os, sys, warnings
+import torch
+torch.set_num_threads(1)
+import pretrain, without_gpu
+with warnings.catch_warnings(action="ignore"):
+    without_gpu.pretend()
+    import steps
+from ekiben_tasks.distributed import failures
+from support import multiprocess
+fit = steps.Run.fit
+def look(self):
+    print(f"timeouts {multiprocess.group_timeouts()}\\n", end="", flush=True)
+    return fit(self)
+steps.Run.fit = look
+failures.run(lambda: pretrain.main(sys.argv[1:]))
+"""
+
+
+def test_every_group_has_the_timeout_of_the_run(data: Path, tmp_path: Path) -> None:
+    """Also the one in which the processes agree on a checkpoint that they write."""
+    settings = {**asdict(changed(data)), "hang_minutes": 90, "max_steps": 1}
+    options = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    done = launch(2, TIMEOUTS, "--output", str(tmp_path / "out"), *options)
+    assert done.returncode == 0 and done.stdout.count("timeouts {'1:35:00'}") == 2, done.stdout + done.stderr
+
+
 # pretrain as its own script runs it; rank 1 gets SIGTERM in the step whose number is in STOP_AT.
 STOPPED = """
 import os, signal, sys, warnings

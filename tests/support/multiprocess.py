@@ -74,6 +74,15 @@ def run(size: int, log: Path, work: Callable[..., Any], *args: Any, **kwargs: An
     return outputs[0]
 
 
+def group_timeouts() -> set[str]:
+    """How long the collectives of this process's groups wait, also of those that libraries have made."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
+    return {str(backend.options._timeout) for backend in backends}
+
+
 def _run(
     variables: dict[str, str], output: Path, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 from ekiben_tasks.distributed.heartbeat import longest_wait
 from ekiben_tasks.task.errors import TaskError
@@ -96,11 +97,14 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
                 f"as there are GPUs (train --gpus {found}), or ask the scheduler for more"
             )
         torch.cuda.set_device(world.local_rank)
+    timeout = process_group_timeout(hang_minutes)
+    # Groups that libraries make without one (DeepSpeed's, a checkpoint's): torch's own are 10 and 30 minutes.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     try:
         # While the first process reads a large model from a slow disk, the others wait in a broadcast.
         # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
         torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", timeout=process_group_timeout(hang_minutes),
+            "nccl" if on_gpu else "gloo", timeout=timeout,
             # With the device given, NCCL does not guess one at the first barrier.
             device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
         )  # fmt: skip

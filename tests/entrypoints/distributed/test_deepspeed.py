@@ -208,3 +208,20 @@ def test_too_little_host_memory_is_an_error(bases: dict[str, Path], tmp_path: Pa
     log_text = Path(f"{tmp_path / 'log'}-0").read_text()
     assert "of this node's own memory would be needed" in log_text
     assert "GiB of the host's for each" in log_text
+
+
+def test_groups_of_the_library_have_the_timeout_of_the_run(bases: dict[str, Path], tmp_path: Path) -> None:
+    """DeepSpeed makes a group of its own for its collectives, which would wait for 10 minutes with NCCL."""
+
+    def work() -> int:
+        fit_run = loop.Run.fit
+
+        def fit_and_look(training: Any) -> Any:
+            code = fit_run(training)
+            print("timeouts", *multiprocess.group_timeouts(), flush=True)
+            return code
+
+        loop.Run.fit = fit_and_look  # type: ignore[method-assign]
+        return fit(settings_of(bases["gpt2"], parallel="deepspeed", max_steps=1, hang_minutes=90), tmp_path / "out")
+
+    assert "\ntimeouts 1:35:00\n" in multiprocess.run(2, tmp_path / "log", work)
