@@ -349,6 +349,10 @@ class Launcher:
             self.slowest[node] = self._find_slowest(positions, pids)
             for rank, position in positions.items():
                 if (seconds := silent[rank] * pause) >= position["limit"]:
+                    if not position["lockstep"]:  # the others do not wait for it, or say so
+                        reason = f"rank {rank} on {self.node_rank.name}: no progress for {format_seconds(seconds)} {position['where']}"
+                        self._report(node, Outcome(1, f"{reason} (setting hang_minutes)"))
+                        return
                     await asyncio.sleep(2 * pause)  # until the first node knows where the others' processes are
                     self._report_hang(seconds)
                     return
@@ -381,7 +385,8 @@ class Launcher:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             position = json.loads(((self.failures or Path()) / f"beat-{rank}").read_bytes())
             at = [int(number) for number in position["at"]]
-            return {"limit": float(position["limit"]), "at": at, "where": str(position["where"])}
+            lockstep = position.get("lockstep", True) is not False
+            return {"limit": float(position["limit"]), "at": at, "where": str(position["where"]), "lockstep": lockstep}
         return None
 
     async def _end_stragglers(self) -> None:

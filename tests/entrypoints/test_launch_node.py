@@ -217,8 +217,8 @@ def test_process_that_is_stopped_for_a_moment_goes_on(job: Job) -> None:
 
 # Reports its position, as ekiben_tasks/distributed/heartbeat.py does.
 BEAT = """
-def beat(limit, step, order, where):
-    text = json.dumps({"limit": limit, "at": [step, order, 0], "where": where})
+def beat(limit, step, order, where, **more):
+    text = json.dumps({"limit": limit, "at": [step, order, 0], "where": where, **more})
     pathlib.Path(os.environ["EKIBEN_FAILURE_DIR"], f"beat-{rank}").write_text(text.ljust(256))
 """
 
@@ -255,6 +255,22 @@ def test_hanging_processes_at_one_position_are_all_named(job: Job) -> None:
     job.start(BEAT + "beat(1, 3, 2, 'at step 3'); time.sleep(600)", "--patience", "1", nodes=["localhost"], processes=2)
     ((code, stderr),) = job.end()
     assert code == 1 and "error: ranks 0, 1 on localhost: no progress for 1 s at step 3, and" in stderr
+
+
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_hanging_process_is_named_where_positions_differ(hanging: int, job: Job) -> None:
+    """As those of generate: the other one, of another node, is behind it and works, or waits for it without a limit."""
+    hangs = f"beat(1, 9, 2, 'at batch 9', lockstep=False); time.sleep((rank != {hanging}) or 600);"
+    works = "[(beat(60, step, 2, 'at batch', lockstep=False), time.sleep(0.2)) for step in range(5)];"
+    waits = "beat(math.inf, 5, 3, 'waiting', lockstep=False); time.sleep(600)"
+    for node in (1, 0):
+        job.start(f"import math{BEAT}{hangs} {works} {waits}", "--patience", "4", node=node)
+    for code, stderr in job.end():
+        assert code == 1
+        assert (
+            f"error: rank {hanging} on {NODES[hanging]}: no progress for 1 s at batch 9 (setting hang_minutes)"
+            in stderr
+        )
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,20 @@ class Phase(enum.Enum):
     UPDATE = (4, "updating the weights")
     EVALUATE = (5, "evaluation")
     SAVE = (6, "saving")
+    ANSWER = (2, "answering")
+    WRITE = (6, "writing its answers")
 
 
 class Heartbeat:
     """Write where this process is. Does nothing without a launcher that asks for it.
 
     hang_minutes: how long this process may stay at one position before the launcher ends the run; 0: an hour.
+    step: what the processes count. lockstep: whether all go through the same positions, so that the one which has come
+    least far is the one that hangs; else each has its own, and a wait for the others has no limit.
     """
 
-    def __init__(self, hang_minutes: float) -> None:
+    def __init__(self, hang_minutes: float, *, step: str = "step", lockstep: bool = True) -> None:
+        self.name, self.lockstep = step, lockstep
         self.limit, self.longest = 60 * hang_minutes or LONGEST, longest_wait(hang_minutes)
         folder = os.environ.get(FAILURE_DIR, "")
         self.file: int | None = None
@@ -47,13 +52,16 @@ class Heartbeat:
     def beat(self, phase: Phase, step: int = 0, *, micro_batch: int = 0, long: bool = False) -> None:
         """Record that this process begins ``phase`` of ``step``, which is 0 before the first one.
 
-        micro_batch: its number in the step. long: it may take as long as loading: it compiles, reads or writes a model.
+        micro_batch: its number in the step, or that of the answers' next token. long: it may take as long as loading: it compiles, reads or writes a model.
         """
         if self.file is None:
             return
         order, label = phase.value
-        where = f"at step {step} ({label})" if step else f"before the first step ({label})"
-        record = {"limit": self.longest if long else self.limit, "at": [step, order, micro_batch], "where": where}
+        where = f"at {self.name} {step} ({label})" if step else f"before the first {self.name} ({label})"
+        limit = self.longest if long else self.limit
+        if phase is Phase.WAIT and not self.lockstep:
+            limit = math.inf
+        record = {"limit": limit, "at": [step, order, micro_batch], "where": where, "lockstep": self.lockstep}
         os.pwrite(self.file, json.dumps(record).encode().ljust(_SIZE), 0)
 
 

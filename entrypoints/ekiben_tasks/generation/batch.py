@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 from ekiben_tasks.data.schema import RawExample
 from ekiben_tasks.data.sources import Source, read_prompts
 from ekiben_tasks.data.tokenize import apply_format, encode_prompts
-from ekiben_tasks.distributed.context import REQUEUE, Stop, init_distributed
+from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop, init_distributed
+from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.generation.record import RunRecord
 from ekiben_tasks.generation.resumable_jsonl import ResumableJsonlWriter
 from ekiben_tasks.generation.sampling import Sampling, sample
@@ -29,7 +30,7 @@ from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.output_lock import lock_output
 
 # What may differ between a run and its continuation.
-_FREE = {"device", "batch_size", "output", "model_checksum"}
+_FREE = {"device", "batch_size", "output", "model_checksum", "hang_minutes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,14 @@ def generate(settings: GenerateSettings, source: Source, *, skip_bad: bool = Fal
     Raises:
         TaskError: the data, the model or the output cannot be used.
     """
+    heartbeat = Heartbeat(settings.hang_minutes, step="batch", lockstep=False)
+    heartbeat.beat(Phase.LOAD, long=True)
     with lock_output(Path(settings.output)):
-        return _generate(settings, source, skip_bad=skip_bad, fresh=fresh)
+        return _generate(settings, source, heartbeat, skip_bad=skip_bad, fresh=fresh)
 
 
-def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fresh: bool) -> int:
-    world = init_distributed(settings.device)
+def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, *, skip_bad: bool, fresh: bool) -> int:
+    world = init_distributed(settings.device, hang_minutes=settings.hang_minutes)
     stop = Stop()
     stop.listen()
     stop.saves = True  # every line written stays
@@ -81,6 +84,7 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
     writer = ResumableJsonlWriter(
         Path(settings.output), _fingerprint(settings, examples, chosen), world.rank, fresh=fresh
     )
+    heartbeat.beat(Phase.WAIT)
     world.barrier()  # nobody writes before everybody has read what is there
     if writer.done:
         print_once(f"resumed     {len(writer.done):,} answers were there")
@@ -89,8 +93,9 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
         "bad": len(bad), "too_long": len(too_long),
     }  # fmt: skip
     resumed, started = len(writer.done), time.monotonic()
-    batches = make_batches(prompts, settings.batch_size)[world.rank :: world.size]
-    finished, answers, tokens = _answer_batches(model, tokenizer, batches, settings, writer, stop)
+    batches = _share_batches(make_batches(prompts, settings.batch_size), writer, world)
+    finished, answers, tokens = _answer_batches(model, tokenizer, batches, settings, writer, stop, heartbeat)
+    heartbeat.beat(Phase.WAIT, len(batches))
     record.add_up(answers, tokens, time.monotonic() - started, resumed)
     # Decided together: the signal that stops one process finds another that has answered all and waits here.
     if not world.minimum(int(finished), device.torch_device):
@@ -98,6 +103,7 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
         print_once("stopped     the same command continues from here")
         return stop.exit_code or REQUEUE
     if world.is_main_process:
+        heartbeat.beat(Phase.SAVE, len(batches), long=True)
         count = writer.finish()
         file = record.write(None)
         seconds = time.monotonic() - started
@@ -107,35 +113,52 @@ def _generate(settings: GenerateSettings, source: Source, *, skip_bad: bool, fre
     return 0
 
 
+def _share_batches(
+    batches: Sequence[Sequence[Prompt]], writer: ResumableJsonlWriter, world: DistributedContext
+) -> list[Sequence[Prompt]]:
+    """Return this process's share of the batches that an earlier start has left: one that hung then has left more than the others."""
+    # As the main process sees it: a shared file system may show less to others, and they would share something else.
+    done = set(world.broadcast(sorted(writer.done)))
+    remaining = [batch for batch in batches if not done.issuperset(prompt.index for prompt in batch)]
+    return remaining[world.rank :: world.size]
+
+
 def _answer_batches(
     model: Any, tokenizer: Any, batches: Sequence[Sequence[Prompt]], settings: GenerateSettings,
-    writer: ResumableJsonlWriter, stop: Stop,
+    writer: ResumableJsonlWriter, stop: Stop, heartbeat: Heartbeat,
 ) -> tuple[bool, int, int]:  # fmt: skip
     """Write the answers batch by batch, and print the progress.
 
     Returns:
         (False when a signal came before the last one, number of answers written, of their tokens)
     """
-    remaining = [batch for batch in batches if any(prompt.index not in writer.done for prompt in batch)]
     started, written, tokens = time.monotonic(), 0, 0
-    for number, batch in enumerate(remaining, 1):
+    for number, batch in enumerate(batches, 1):
         if stop.exit_code is not None:
             return False, written, tokens
-        lines = list(_answer_lines(model, tokenizer, batch, settings, writer.done))
+
+        def beat(token: int, number: int = number) -> None:
+            heartbeat.beat(Phase.ANSWER, number, micro_batch=token)
+
+        beat(0)
+        lines = list(_answer_lines(model, tokenizer, batch, settings, writer.done, beat))
+        heartbeat.beat(Phase.WRITE, number)
         writer.add(lines)
         written, tokens = written + len(lines), tokens + sum(line["tokens"] for line in lines)
         seconds = time.monotonic() - started
         print_once(
-            f"batch {number}/{len(remaining)}  {written:,} answers  {tokens / seconds:,.0f} tokens/s  "
-            f"{seconds / number * (len(remaining) - number):,.0f} s left"
+            f"batch {number}/{len(batches)}  {written:,} answers  {tokens / seconds:,.0f} tokens/s  "
+            f"{seconds / number * (len(batches) - number):,.0f} s left"
         )
     return True, written, tokens
 
 
 def _answer_lines(
-    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings, done: dict[int, dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    for prompt, (ids, ended) in zip(batch, answer_batch(model, tokenizer, batch, settings), strict=True):
+    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings, done: dict[int, dict[str, Any]],
+    on_token: Callable[[int], None],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    answers = answer_batch(model, tokenizer, batch, settings, on_token)
+    for prompt, (ids, ended) in zip(batch, answers, strict=True):
         if prompt.index not in done:
             yield {
                 "index": prompt.index,
@@ -181,9 +204,12 @@ def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
 
 
 def answer_batch(
-    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings
-) -> list[tuple[list[int], bool]]:
+    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings,
+    on_token: Callable[[int], None] | None = None,
+) -> list[tuple[list[int], bool]]:  # fmt: skip
     """Return (token ids, whether it ended by itself) of each answer. After out of memory, the batch is halved.
+
+    on_token: is called before each token with the number of those before it.
 
     Raises:
         TaskError: a single prompt does not fit the memory.
@@ -191,7 +217,7 @@ def answer_batch(
     params = Sampling(settings.temperature, settings.top_p, settings.repetition_penalty, settings.seed)
     ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
     try:
-        return sample(model, tokenizer, ids, indices, batch[0].max_new_tokens, params)
+        return sample(model, tokenizer, ids, indices, batch[0].max_new_tokens, params, on_token=on_token)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     if len(batch) == 1:
@@ -201,7 +227,7 @@ def answer_batch(
     half = len(batch) // 2
     print_once(f"out of GPU memory: continuing with {half} prompts at a time")
     parts = (batch[:half], batch[half:])
-    return [answer for part in parts for answer in answer_batch(model, tokenizer, part, settings)]
+    return [answer for part in parts for answer in answer_batch(model, tokenizer, part, settings, on_token)]
 
 
 def _fingerprint(settings: GenerateSettings, examples: Sequence[RawExample], chosen: Sequence[int]) -> str:

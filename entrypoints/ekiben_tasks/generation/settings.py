@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -55,6 +56,11 @@ class GenerateSettings:
     )
     batch_size: int = option(32, "prompts at a time; halved when the memory is too small")
     bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
+    hang_minutes: float = option(
+        10,
+        "minutes that one of several processes may go without a token before all end; loading, and joining the answers, "
+        "may take an hour, or as long as this; 0: an hour everywhere",
+    )
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
 
 
@@ -75,6 +81,8 @@ def check(settings: GenerateSettings) -> None:
     ]  # fmt: skip
     if not 0 < settings.top_p <= 1:
         problems.append(f"setting top_p: must be above 0 and at most 1, not {settings.top_p}")
+    if not 0 <= settings.hang_minutes < math.inf:
+        problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
     if not settings.repetition_penalty > 0:
         problems.append(f"setting repetition_penalty: must be above 0, not {settings.repetition_penalty}")
     if problems:

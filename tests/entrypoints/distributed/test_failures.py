@@ -93,6 +93,68 @@ def launch(
     return done, time.time() - began[0] if began else 0.0
 
 
+# generate as its own script runs it: 12 batches of one prompt. What one rank does instead of its third batch stands in WHAT.
+GENERATE = """
+import os, signal, sys, time
+sys.path.insert(0, {entrypoints!r})
+import torch
+torch.set_num_threads(1)
+import generate
+from ekiben_tasks.distributed import failures
+from ekiben_tasks.generation import batch, sampling
+rank, answer, calls = int(os.environ["RANK"]), batch.answer_batch, []
+def fail(*words, **named):
+    calls.append(1)
+    if len(calls) == 3 and rank == 1:
+        print("failing", time.time(), flush=True)
+        {what}
+    time.sleep({pause} * (rank == 0))
+    return answer(*words, **named)
+batch.answer_batch = fail
+failures.run(lambda: generate.main({arguments!r}))
+"""
+
+
+def launch_generate(
+    what: str, base: Path, output: Path, *more: str, pause: float = 0
+) -> tuple[subprocess.CompletedProcess[str], float]:
+    """(what two processes came to, seconds from the failure to the end). pause: of rank 0, before each batch."""
+    settings = {"model": base, "examples": 12, "batch_size": 1, "max_new_tokens": 4, "device": "cpu"}
+    arguments = ["--data", str(SAMPLE), "--output", str(output), "--greedy"]
+    arguments += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    code = GENERATE.format(entrypoints=str(ENTRYPOINTS), what=what, pause=pause, arguments=[*arguments, *more])
+    argv = [sys.executable, str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--patience", "2", "--"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(output.parent / "hub"), "PYTHONWARNINGS": "ignore"}  # fmt: skip
+    done = subprocess.run([*argv, sys.executable, "-c", code], capture_output=True, text=True, env=environment,
+                          timeout=120, check=False)  # fmt: skip
+    began = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("failing")]
+    return done, time.time() - began[0] if began else 0.0
+
+
+@pytest.mark.parametrize("pause", [0, 3], ids=["the other has answered all", "the other answers, and is behind"])
+def test_generate_that_hangs_ends_all_with_one_sentence(pause: float, base: Path, tmp_path: Path) -> None:
+    """The ranks wait for each other at their end alone: the one that hangs need not be the one that is behind."""
+    output = tmp_path / "answers.jsonl"
+    done, seconds = launch_generate("time.sleep(1000)", base, output, "--set", "hang_minutes=0.1", pause=pause)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [re.sub(r"\d+ s", "N s", line) for line in errors(done.stderr)] == [
+        "error: rank 1 on localhost: no progress for N s at batch 3 (answering) (setting hang_minutes)"
+    ]
+    assert 6 <= seconds < 25
+    again, _ = launch_generate("pass", base, output)
+    assert again.returncode == 0 and "resumed  " in again.stdout, again.stdout + again.stderr
+    assert len(output.read_text().splitlines()) == 12
+
+
+def test_generate_that_is_slow_goes_on(base: Path, tmp_path: Path) -> None:
+    """A batch that takes longer than hang_minutes, token by token, while the other process has answered all."""
+    slow = "call = sampling.GumbelSampler.__call__; sampling.GumbelSampler.__call__ = lambda *words: (time.sleep(0.7), call(*words))[1]"
+    settings = ["--set", "hang_minutes=0.05", "--set", "max_new_tokens=8", "--set", "examples=8"]
+    done, seconds = launch_generate(slow, base, tmp_path / "answers.jsonl", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert seconds > 3
+
+
 def errors(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 

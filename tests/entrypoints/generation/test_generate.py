@@ -250,6 +250,32 @@ def test_signal_while_another_process_has_answered_all(model_dir: Path, tmp_path
     assert run(configured) == run(settings(model_dir, tmp_path / "b.jsonl", batch_size=1))
 
 
+def test_continued_run_shares_what_is_left(model_dir: Path, tmp_path: Path) -> None:
+    """The first start ends when one process has answered its part, and the other a single prompt."""
+    chosen = settings(model_dir, tmp_path / "a.jsonl", examples=0, batch_size=1)
+
+    def work() -> int:
+        answer_batch = batch.answer_batch
+
+        def get_signal(*args: Any) -> Any:
+            print("answers a batch", flush=True)
+            if os.environ["RANK"] == "1" and "STOP" in os.environ:
+                time.sleep(3)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return answer_batch(*args)
+
+        batch.answer_batch = get_signal
+        return generate.generate(chosen, Path("/nonexistent"))
+
+    stopped = multiprocess.start(2, tmp_path / "stopped", work, env={"STOP": "1"})
+    assert multiprocess.wait(stopped, 60) == [REQUEUE] * 2
+    multiprocess.run(2, tmp_path / "log", work)
+    counts = {name: [(tmp_path / f"{name}-{rank}").read_text().count("answers a batch") for rank in range(2)]
+              for name in ("stopped", "log")}  # fmt: skip
+    assert counts == {"stopped": [10, 1], "log": [5, 4]}
+    assert lines(tmp_path / "a.jsonl") == run(replace(chosen, output=str(tmp_path / "b.jsonl")))
+
+
 def test_record_of_a_run(model_dir: Path, tmp_path: Path) -> None:
     answers = run(settings(model_dir, tmp_path / "out.jsonl"))
     record = json.loads((tmp_path / "out.jsonl.run.json").read_text())
