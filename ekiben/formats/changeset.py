@@ -295,9 +295,12 @@ class _Normalizer:
     def check_names(self, entry: Entry, data: Iterator[bytes] | None, origin: str) -> Iterator[bytes] | None:
         """fuse-overlayfs takes the names of one file for one another: what it changed may be another name than the script did.
 
-        Raises OverlayError unless the file that was copied up is as it was, only under a new name.
+        Raises OverlayError unless the file that was copied up is as it was, only under a new name; for a FIFO in any case.
         """
         below = self.lower.lookup(origin)
+        if below is not None and below.kind == "fifo":
+            raise OverlayError(f"/{entry.path} was a FIFO in a layer below, /{origin}: fuse-overlayfs made it an empty file",
+                               hint="build with --engine buildah or podman, or as root; or let the script make it anew")  # fmt: skip
         if below is None or below.kind != "file" or not self.lower.has_other_names(origin):
             return data
         if entry.size <= COMPARED and replace(below, path=entry.path) == entry:

@@ -518,6 +518,14 @@ class TestSharedNames:
         members = drained(normalize(self.copied(path, origin, data), lower, epoch=EPOCH))
         assert [entry.path for entry, _ in members][1:] == ([] if (path, data) == ("a", b"old") else [path])
 
+    @pytest.mark.parametrize("path", ["pipe", "renamed"])
+    def test_a_fifo_that_became_a_file_is_refused(self, layers: Layers, path: str) -> None:
+        layers.push(sent(tree((Entry("pipe", "fifo", 0o644, mtime=5), b""))))
+        with pytest.raises(
+            OverlayError, match=f"/{path} was a FIFO in a layer below, /pipe: fuse-overlayfs made it an empty file"
+        ):
+            drained(normalize(self.copied(path, "pipe", b""), layers.lower, epoch=EPOCH))
+
 
 @pytest.mark.parametrize("path", ["etc/.wh.x", ".wh.y"])
 def test_a_name_that_docker_takes_for_a_removal_is_refused(base: Layers, path: str) -> None:
