@@ -65,7 +65,8 @@ class LayerBuilder:
         if self._executor is None:
             from ekiben.executors import choose
 
-            name, executor, why = choose(self.options.engine)
+            with self.store.staging() as staging:
+                name, executor, why = choose(self.options.engine, folder=staging)
             self.progress.log(f"engine {name}: {why}")
             self._executor = name, executor
         return self._executor
@@ -98,7 +99,8 @@ class LayerBuilder:
         if self.options.engine != "auto":
             return None
         try:
-            return choose("auto", without={usual})[:2]
+            with self.store.staging() as staging:
+                return choose("auto", without={usual}, folder=staging)[:2]
         except EngineError:
             return None
 

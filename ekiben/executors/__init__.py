@@ -92,6 +92,13 @@ class Executor(Protocol):
         """Remove the layers kept as images for the next build; how many images those were."""
 
 
+class Imprecise(Executor, Protocol):
+    """An executor that has the kernel's overlay in some places only."""
+
+    def overlay_defect(self, folder: Path) -> str | None:
+        """Return why layers made with ``folder`` for files may differ from those of the kernel's overlay, or None."""
+
+
 class Runtime(Executor, Protocol):
     """An executor that also keeps images for people, and runs their tasks."""
 
@@ -139,25 +146,37 @@ def runtimes() -> dict[str, Runtime]:
     }
 
 
-def choose(engine: str, without: Collection[str] = ()) -> tuple[str, Executor, str]:
+def choose(engine: str, without: Collection[str] = (), folder: Path | None = None) -> tuple[str, Executor, str]:
     """Return the executor to use, and why. ``auto`` takes the first usable one that is not one of ``without``.
 
-    Raises EngineError with each one's reason.
+    With ``folder``, where the job's files will be, one without a defect of its overlay comes first. Raises EngineError with each
+    one's reason.
     """
     if engine != "auto":
         executor = load(engine)
         if reason := executor.unavailable():
             raise EngineError(f"engine {engine} cannot be used here: {reason}")
-        return engine, executor, "asked for"
+        return engine, executor, "; ".join(filter(None, ["asked for", _overlay_defect(executor, folder)]))
     reasons: list[str] = []
+    second: tuple[str, Executor] | None = None
     for name, executor in by_preference():
         if name in without:
             continue
         if (reason := executor.unavailable()) is None:
-            return name, executor, "; ".join([*reasons, "usable here"])
+            if (reason := _overlay_defect(executor, folder)) is None:
+                return name, executor, "; ".join([*reasons, "usable here"])
+            second = second or (name, executor)
         reasons.append(f"{name}: {reason}")
+    if second is not None:
+        return *second, "; ".join([*reasons, "no other can be used here"])
     raise EngineError("no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
                       hint=f"`{ENGINE_SETUP}` installs one, or prints what to ask the administrator for")  # fmt: skip
+
+
+def _overlay_defect(executor: Executor, folder: Path | None) -> str | None:
+    if folder is None or not hasattr(executor, "overlay_defect"):
+        return None
+    return cast(Imprecise, executor).overlay_defect(folder)
 
 
 @contextlib.contextmanager

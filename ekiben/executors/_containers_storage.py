@@ -17,6 +17,25 @@ def environment() -> dict[str, str]:
     return {"STORAGE_DRIVER": "overlay", **os.environ} if os.geteuid() else dict(os.environ)
 
 
+def fuse_defect(info: str) -> str | None:
+    """Return why layers may differ from those of the kernel's overlay, by the JSON of ``info``, or None.
+
+    For a user the storage remembers that it once had a mount program, and then names none. Root's kernel may have options for which
+    it says the same.
+    """
+    if '"overlay.mount_program' in info or (os.geteuid() != 0 and '"Native Overlay Diff": "false"' in info):
+        return "it uses fuse-overlayfs, for storage.conf has a mount_program or had one, or the kernel's overlay cannot be used"
+    return None
+
+
+def kind_of_mount(mount: Sequence[str]) -> list[str]:
+    """Return the arguments that run ``mount``, as `podman mount`, and print the file system's type and then the folder."""
+    return ["/bin/sh", "-c", 'mounted=$("$@") && stat -f -c %T "$mounted" && printf %s "$mounted"', "sh", *mount]
+
+
+FUSE = "fuseblk"  # what stat calls fuse-overlayfs
+
+
 def pull(
     argv: Sequence[str], config: bytes, layers: Sequence[oci.LayerSource], name: str, *, present: Collection[str],
     scratch: Path, env: Mapping[str, str],

@@ -1,15 +1,17 @@
-"""Apptainer, rootless with --fakeroot or as root, or SingularityCE as root: the layers below are squashfs overlays, read
-only, and what the script changes lands in an upper directory of its own. Nothing is unpacked."""
+"""Apptainer, rootless or as root, or SingularityCE as root: the layers below are squashfs overlays, read only, and what the
+script changes lands in an upper directory of its own. Nothing is unpacked.
+
+The overlay is the kernel's, and mounted here, where the kernel lets this user mount one; else it is fuse-overlayfs, by --fakeroot."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import getpass
 import os
-import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ekiben.core.errors import EngineError
@@ -28,6 +30,7 @@ from ekiben.executors import (
     marked_folders,
     shared_packages,
 )
+from ekiben.executors._user_namespace import SUBGIDS, SUBUIDS, as_root, mount_lines, subordinate_ids, unusable
 from ekiben.formats.xattrs import CAPABILITY
 
 PREFERENCE = 10
@@ -49,10 +52,8 @@ def unavailable() -> str | None:
         return "SingularityCE is here, which builds as root only (without, 4.1.1 makes no writable overlay on several layers)"
     if (reason := _no_user_namespaces()) is not None:
         return reason
-    user = getpass.getuser()
-    if not any(_has_range(Path(table), user) for table in ("/etc/subuid",)) or not _has_range(
-        Path("/etc/subgid"), user
-    ):
+    if subordinate_ids(SUBUIDS) is None or subordinate_ids(SUBGIDS) is None:
+        user = getpass.getuser()
         return f"no subordinate ids for {user} in /etc/subuid and /etc/subgid; ask the administrator for: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
     if which("newuidmap") is None:
         return "newuidmap is missing (package uidmap, or shadow-utils)"
@@ -72,32 +73,41 @@ def _no_user_namespaces() -> str | None:
     return "user namespaces are not allowed here (a container without them, or a hardened kernel)"
 
 
-def _has_range(table: Path, user: str) -> bool:
-    if not table.exists():
-        return False
-    owner = re.compile(rf"^({re.escape(user)}|{os.getuid()}):\d+:\d+", re.MULTILINE)
-    return owner.search(table.read_text(encoding="utf-8")) is not None
-
-
 @contextlib.contextmanager
 def execute(job: Job) -> Iterator[Changes]:
     """Run the job in Apptainer; inside the context its changes can be read, once. Raises JobFailed, EngineError."""
     _remove_left_behind(job)
-    if os.geteuid() != 0:
+    is_fuse = overlay_defect(job.scratch) is not None
+    if is_fuse:
         check_tools(job.lower[:1], "apptainer without root")
     overlay = job.scratch / "overlay"
     overlay.mkdir()
     try:
-        _execute(job, overlay)
+        _execute(job, overlay, is_fuse)
         upper = overlay / "upper"
         if os.geteuid() == 0:
             yield Changes(upper)  # the kernel's overlay marks what is opaque in the folder itself
-            return
-        marked = _find_marks(job, upper)
-        with piped(_inside(job, upper, [*TAR_OF_UPPER, "-C", f"/{BUILD_MOUNT}", "."])) as archive:
-            yield Changes(archive, opaque=marked, is_fuse=True)
+        elif not is_fuse:
+            with piped(as_root([*TAR_OF_UPPER, "-C", upper, "."])) as archive:
+                yield Changes(archive)
+        else:
+            marked = _find_marks(job, upper)
+            with piped(_inside(job, upper, [*TAR_OF_UPPER, "-C", f"/{BUILD_MOUNT}", "."])) as archive:
+                yield Changes(archive, opaque=marked, is_fuse=True)
     finally:
         _remove(job, overlay)
+
+
+def overlay_defect(folder: Path) -> str | None:
+    """Return why layers made in ``folder`` may differ from those of the kernel's overlay, or None."""
+    if os.geteuid() == 0 or (reason := unusable(folder, _libexec())) is None:
+        return None
+    return f"it uses fuse-overlayfs, for the kernel's overlay cannot be used: {reason}"
+
+
+@functools.cache
+def _libexec() -> str:
+    return run([program() or "apptainer", "buildcfg", "LIBEXECDIR"], check=False).stdout.strip()
 
 
 def remove_cached_images() -> int:
@@ -110,15 +120,15 @@ def try_run(job: Job) -> None:
     overlay = job.scratch / "overlay"
     overlay.mkdir()
     try:
-        _execute(job, overlay)
+        _execute(job, overlay, overlay_defect(job.scratch) is not None)
     finally:
         _remove(job, overlay)
 
 
-def _execute(job: Job, overlay: Path) -> None:
+def _execute(job: Job, overlay: Path, is_fuse: bool) -> None:
     work = job.scratch / "work"
     work.mkdir(exist_ok=True)
-    argv = _with_kernel_mounts(job, overlay) if os.geteuid() == 0 else _with_overlays(job, overlay)
+    argv = _with_overlays(job, overlay) if is_fuse else _with_kernel_mounts(job, overlay)
     refused: list[str] = []
 
     def log(line: str) -> None:
@@ -136,7 +146,7 @@ def _execute(job: Job, overlay: Path) -> None:
 
 def _check_capabilities(job: Job, line: str) -> None:
     """Raise OverlayError when a file of a layer below has capabilities: squashfuse (0.6) calls the namespace `security` `trusted`,
-    and fuse-overlayfs then copies no such file up."""
+    and the overlay then copies no such file up."""
     from ekiben.formats.changeset import OverlayError  # late: most invocations build nothing
 
     for layer in job.lower:
@@ -154,7 +164,7 @@ def _check_capabilities(job: Job, line: str) -> None:
 def _with_overlays(job: Job, overlay: Path) -> Argv:
     """Each overlay lies on those before. Their names are relative: the option ends a path at ',' and ':', without an escape."""
     bottom, *upper = [layer.file() for layer in job.lower]
-    argv = [*_base_argv(), "--overlay", overlay.name]
+    argv = [*_base_argv(fakeroot=True), "--overlay", overlay.name]
     for number, path in enumerate(upper):
         (job.scratch / f"layer{number}").symlink_to(path.absolute())
         argv += ["--overlay", f"layer{number}:ro"]
@@ -166,28 +176,39 @@ def _with_overlays(job: Job, overlay: Path) -> Argv:
 
 def _with_kernel_mounts(job: Job, overlay: Path) -> Argv:
     """As root Apptainer mounts an overlay with so few capabilities that a setgid bit is lost without a word, and with
-    whatever the kernel does about renamed directories by default. So the mounts are ours, in a namespace that ends
-    with the script. Names are relative: mount's options hold a page, and no commas."""
+    whatever the kernel does about renamed directories by default; as a user it takes fuse-overlayfs. So the mounts are ours,
+    in a namespace that ends with the script. Names are relative: mount's options hold a page, and no commas."""
     for name in ("upper", "work", "merged"):
         (overlay / name).mkdir()
-    lines = ["set -e", f"cd {shlex.quote(str(overlay))}"]
-    names = [str(number) for number in range(len(job.lower))]
-    for name, layer in zip(names, job.lower, strict=True):
-        part = layer.partition()
-        where = f"loop,offset={part.offset}" if part.offset else "loop"
-        lines += [f"mkdir {name}", f"mount -t squashfs -o ro,{where} {shlex.quote(str(part.path))} {name}"]
+    is_root, merged = os.geteuid() == 0, overlay / "merged"
+    squashfs = [(partition.path, partition.offset) for partition in (layer.partition() for layer in job.lower)]
+    command = quoted(
+        [*_base_argv(fakeroot=False), "--writable", *_binds(job), merged, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"]
+    )
+    lines = [
+        "set -e",
+        f"cd {shlex.quote(str(overlay))}",
+        *(_mounts_of_root(squashfs) if is_root else mount_lines(squashfs, _libexec())),
+        f"mkdir -p merged/{BUILD_MOUNT}/cache",
+        "cd /",
+        f"exec {command}" if is_root else command,
+    ]
+    enter = ["/bin/sh", "-c", "\n".join(lines)]
+    return ["unshare", "--mount", "--propagation", "private", *enter] if is_root else as_root(enter)
+
+
+def _mounts_of_root(layers: Sequence[tuple[Path, int]]) -> list[str]:
+    lines = []
+    names = [str(number) for number in range(len(layers))]
+    for name, (path, offset) in zip(names, layers, strict=True):
+        where = f"loop,offset={offset}" if offset else "loop"
+        lines += [f"mkdir {name}", f"mount -t squashfs -o ro,{where} {shlex.quote(str(path))} {name}"]
     options = (
         f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
     )
-    merged = overlay / "merged"
     # Without waiting for the disk where the kernel can (5.10): a script that a power failure ends leaves nothing to keep.
     mount = f"mount -t overlay overlay merged -o {options}"
-    lines += [f"{mount},volatile 2>/dev/null || {mount}", f"mkdir -p merged/{BUILD_MOUNT}/cache"]
-    lines += [
-        "cd /",
-        f"exec {quoted([*_base_argv(), '--writable', *_binds(job), merged, '/bin/sh', f'/{BUILD_MOUNT}/run.sh'])}",
-    ]
-    return ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-c", "\n".join(lines)]
+    return [*lines, f"{mount},volatile 2>/dev/null || {mount}"]
 
 
 def _binds(job: Job) -> list[str | Path]:
@@ -195,12 +216,11 @@ def _binds(job: Job) -> list[str | Path]:
             *bind_args(job.cache, f"/{BUILD_MOUNT}/cache")]  # fmt: skip
 
 
-def _base_argv() -> list[str | Path]:
+def _base_argv(*, fakeroot: bool) -> list[str | Path]:
     found = program()
     if found is None:
         raise EngineError("neither apptainer nor singularity is on PATH")
-    fakeroot = [] if os.geteuid() == 0 else ["--fakeroot"]
-    return [found, "--silent", "exec", *fakeroot, "--cleanenv", "--contain", "--no-home", "--pwd", "/",
+    return [found, "--silent", "exec", *(["--fakeroot"] if fakeroot else []), "--cleanenv", "--contain", "--no-home", "--pwd", "/",
             "--no-mount", "/etc/localtime"]  # the machine's, which a script could not replace  # fmt: skip
 
 
@@ -213,7 +233,7 @@ def _environment() -> dict[str, str]:
 def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
     """The bottom layer's own tools on ``folder``, with the owners seen as the script saw them, for who is not root."""
     bottom = job.lower[0].file()
-    return [*_base_argv(), *bind_args(folder, f"/{BUILD_MOUNT}"), bottom, *command]
+    return [*_base_argv(fakeroot=True), *bind_args(folder, f"/{BUILD_MOUNT}"), bottom, *command]
 
 
 def _find_marks(job: Job, upper: Path) -> set[str]:
@@ -227,6 +247,9 @@ def _remove(job: Job, overlay: Path) -> None:
         return
     remove_tree(overlay)
     if overlay.exists():
+        run(as_root(["find", overlay, "-xdev", "-mindepth", "1", "-delete"]), check=False)
+        remove_tree(overlay)
+    if overlay.exists():  # where only Apptainer may have a user namespace (AppArmor's profiles)
         run(_inside(job, overlay, ["find", f"/{BUILD_MOUNT}", "-xdev", "-mindepth", "1", "-delete"]), check=False)
         remove_tree(overlay)
 

@@ -26,7 +26,7 @@ from ekiben.executors import (
     marked_folders,
     shared_packages,
 )
-from ekiben.executors._containers_storage import environment, pull
+from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, kind_of_mount, pull
 from ekiben.formats import oci
 
 PREFERENCE = 20
@@ -52,6 +52,11 @@ def unavailable() -> str | None:
     return None
 
 
+def overlay_defect(folder: Path) -> str | None:
+    """Return why layers made here may differ from those of the kernel's overlay, or None."""
+    return fuse_defect(_buildah("info", check=False).stdout)
+
+
 def _buildah(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return run(["buildah", *args], check=check, env=environment())
 
@@ -61,16 +66,17 @@ def execute(job: Job) -> Iterator[Changes]:
     """Run the job in buildah; inside the context its changes can be read, once. Raises JobFailed, EngineError."""
     with _container(job) as container:
         _run(job, container)
-        mounted = run(_rootful(["buildah", "mount", container]), env=environment()).stdout.strip()
+        mount = kind_of_mount(["buildah", "mount", container])
+        kind, _, mounted = run(_rootful(mount), env=environment()).stdout.partition("\n")
         upper = Path(mounted).parent / "diff"
         if not mounted or not _is_folder(upper):
             raise EngineError(f"buildah's storage is not laid out as expected: no {upper}")
-        marked = _marks(upper)
+        marked, is_fuse = _marks(upper), kind == FUSE
         if os.geteuid() == 0:
-            yield Changes(upper, opaque=marked)
+            yield Changes(upper, opaque=marked, is_fuse=is_fuse)
             return
         with piped(_rootful([*TAR_OF_UPPER, "-C", str(upper), "."]), env=environment()) as archive:
-            yield Changes(archive, opaque=marked)
+            yield Changes(archive, opaque=marked, is_fuse=is_fuse)
 
 
 def remove_cached_images() -> int:

@@ -27,7 +27,7 @@ from ekiben.executors import (
     marked_folders,
     shared_packages,
 )
-from ekiben.executors._containers_storage import environment, pull
+from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, kind_of_mount, pull
 from ekiben.formats import oci
 
 PREFERENCE = 30
@@ -61,6 +61,11 @@ def unavailable() -> str | None:
     return None
 
 
+def overlay_defect(folder: Path) -> str | None:
+    """Return why layers made here may differ from those of the kernel's overlay, or None."""
+    return fuse_defect(_podman("info", "--format", "json", check=False).stdout)
+
+
 # ------------------------------------------------------------------------------------------------------------ building
 
 
@@ -70,12 +75,13 @@ def execute(job: Job) -> Iterator[Changes]:
     with _job_container(job) as container:
         _start(container, job.log)
         upper = Path(_podman("inspect", "--format", "{{.GraphDriver.Data.UpperDir}}", container).stdout.strip())
-        marked = _marks(upper)
+        kind = run(_rootful(kind_of_mount(_argv("mount", container))), env=_environment()).stdout.partition("\n")[0]
+        marked, is_fuse = _marks(upper), kind == FUSE
         if os.geteuid() == 0:
-            yield Changes(upper, opaque=marked)
+            yield Changes(upper, opaque=marked, is_fuse=is_fuse)
             return
         with piped(_rootful([*TAR_OF_UPPER, "-C", str(upper), "."]), env=_environment()) as archive:
-            yield Changes(archive, opaque=marked)
+            yield Changes(archive, opaque=marked, is_fuse=is_fuse)
 
 
 def try_run(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pwd
 import shutil
@@ -21,7 +22,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.xattrs import CAPABILITY, content_xattrs
 from test_executor_parity import ATTRIBUTE
 from test_executor_parity import CAPABILITY as VALUE
-from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user
+from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, path_without
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,7 @@ attribute /opt/n/capable {CAPABILITY} {VALUE}
     ],
     ids=["names", "capabilities", "setgid"],
 )
-def test_what_rootless_apptainer_cannot_change_another_engine_does(
+def test_what_fuse_overlayfs_and_squashfuse_mix_up_is_built_right_or_refused(
     script: str,
     message: str,
     path: str,
@@ -82,21 +83,33 @@ def test_what_rootless_apptainer_cannot_change_another_engine_does(
     workspace: Workspace,
     new_store: NewStore,
 ) -> None:
+    """Without setpriv rootless Apptainer cannot have the kernel's overlay."""
     recipe_folder.layer("lower", "base", LOWER)
     recipe_folder.layer("changed", "lower", script)
     recipe_folder.top("changed")
+    fuse = {"PATH": path_without(workspace.folder("bin"), "setpriv")}
     images: list[Seen] = []
-    for user, engine in ((USER, "auto"), (ME, "apptainer")):
-        store, cli = new_store(user, "base"), Cli(workspace, user)
-        built = ["image", recipe_folder.path, "--json", "--format", "sif", "--no-verify", "--engine"]
-        if user == USER:
-            refused = cli.run("--store", store, *built, "apptainer", cwd=workspace.folder("out", user), code=5)
-            assert message in refused.stderr
-        done = cli.run("--store", store, *built, engine, cwd=workspace.folder("out", user))
-        assert ("builds this layer again" in done.stderr) == (user == USER), done.stderr
-        images.append(read_image(store, cli.image(store, recipe_folder.path, "--engine", engine, "--no-verify",
-                                                  cwd=workspace.folder("out", user))["layers"]))  # fmt: skip
-    assert images[0] == images[1]
+    for user, engine, env in (
+        (ME, "apptainer", {}),
+        (USER, "auto", {}),
+        (USER, "auto", fuse),
+        (USER, "apptainer", fuse),
+    ):
+        store, cli, out = new_store(user, "base"), Cli(workspace, user), workspace.folder("out", user)
+        command = ["image", recipe_folder.path, "--json", "--format", "sif", "--no-verify", "--engine", engine]
+        is_refused = (engine, env) == ("apptainer", fuse)
+        done = cli.run("--store", store, *command, cwd=out, env=env, code=5 if is_refused else 0)
+        assert (
+            "fuse-overlayfs, for the kernel's overlay cannot be used: setpriv is not on PATH" in done.stderr
+        ) == bool(env)
+        assert ("engine buildah: apptainer: it uses fuse-overlayfs" in done.stderr) == (engine == "auto" and bool(env))
+        assert ("builds this layer again" in done.stderr) == (user == USER and not env and path == "capable"), (
+            done.stderr
+        )
+        assert (message in done.stderr) == (is_refused or "builds this layer again" in done.stderr)
+        if not is_refused:
+            images.append(read_image(store, json.loads(done.stdout)["layers"]))
+    assert images[0] == images[1] == images[2]
     assert images[0][f"opt/n/{path}"][4] == hashlib.sha256(expected.encode()).hexdigest()
     if path == "group/sub/file":
         assert images[0]["opt/n/group/sub"][:4] == ("dir", 0o2755, 0, 42)

@@ -113,6 +113,16 @@ def give(path: Path, user: str) -> None:
     os.chown(path, pwd.getpwnam(user).pw_uid, pwd.getpwnam(user).pw_gid)
 
 
+def path_without(folder: Path, *programs: str) -> str:
+    """A PATH with links in ``folder`` to all programs that are on PATH, but these."""
+    for directory in reversed(os.environ["PATH"].split(os.pathsep)):
+        for program in Path(directory).glob("*"):
+            if program.name not in programs:
+                (folder / program.name).unlink(missing_ok=True)
+                (folder / program.name).symlink_to(program)
+    return str(folder)
+
+
 def as_user(user: str) -> dict[str, Any]:
     return {} if user == ME else {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
 
