@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("loading", "first step", "later step", "evaluation", "saving", "finishing")
-KINDS = ("kill", "stop", "pause", "signal", "clock", "disk", "gradient", "memory", "out of memory")
+KINDS = ("kill", "stop", "hang", "pause", "signal", "clock", "disk", "gradient", "memory", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def draw(kind: str, processes: int, *, has_steps: bool, saves: bool, memory: int
         phase = dice.choice([*(["saving"] * 4 if saves else ["later step"]), "later step", "finishing"])
         # The main process writes most of the files; a limit of this process alone stands for the disk without root.
         rank = dice.choice([0, 0, rank])
+    if kind == "hang":
+        phase = "later step"  # the first one may compile, and has an hour, as loading and saving
     if kind in ("gradient", "out of memory"):
         phase = dice.choice(["first step", "later step", "later step"])
     entry = dice.randint(1, entries.get(phase, 1))
@@ -117,6 +119,9 @@ class Injector:
                 threading.Thread(target=self._signal_later, daemon=True).start()
             else:
                 self._signal()
+        elif fault.kind == "hang":
+            self._note()
+            time.sleep(1e6)
         elif fault.kind == "disk":
             self._note()
             self._fill()
@@ -265,9 +270,9 @@ class Injector:
         self._before(writer.ResumableJsonlWriter, "finish", "finishing")
         draw_answers = batch.sample
 
-        def run_out(*args: Any) -> Any:
+        def run_out(*args: Any, **kwargs: Any) -> Any:
             self._run_out()
-            return draw_answers(*args)
+            return draw_answers(*args, **kwargs)
 
         batch.sample = run_out
 

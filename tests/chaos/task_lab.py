@@ -71,12 +71,12 @@ class Task:
 
 _STEPS = {
     "max_steps": 6, "batch_size": 8, "max_length": 256, "learning_rate": 1e-2, "eval_every": 3, "save_steps": 2,
-    "log_seconds": 60, "device": "cpu", "validation_split": 0.05,
+    "log_seconds": 60, "device": "cpu", "validation_split": 0.05, "hang_minutes": 0.5,
 }  # fmt: skip
 _PRETRAIN = {
     "layers": 4, "width": 64, "heads": 4, "sequence": 64, "batch_size": 8, "max_steps": 6,
     "train_tokens": 3072, "warmup_tokens": 512, "decay_tokens": 3072, "learning_rate": 1e-2, "split": "9,1,0",
-    "eval_every": 3, "eval_batches": 1, "save_every": 2, "log_seconds": 60, "device": "cpu",
+    "eval_every": 3, "eval_batches": 1, "save_every": 2, "log_seconds": 60, "device": "cpu", "hang_minutes": 0.5,
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def _pretrain(lab: Lab) -> list[str]:
     return ["--data", str(lab.prepared)]
 
 
-_GENERATE = {"examples": 24, "batch_size": 2, "max_new_tokens": 6, "device": "cpu"}
+_GENERATE = {"examples": 24, "batch_size": 2, "max_new_tokens": 6, "device": "cpu", "hang_minutes": 0.5}
 _BENCH = {name: value for name, value in _STEPS.items() if name not in ("validation_split", "save_steps")}
 _FULL = {"method": "full", "gradient_checkpointing": False}
 TASKS = {

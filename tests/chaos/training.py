@@ -25,7 +25,12 @@ from chaos.task_faults import NOTHING, Fault
 from chaos.task_lab import TASKS, Case, Ended, Lab, Task, load_tasks
 
 REQUEUE = 75
-BOUNDS = {"signal": 60.0, "kill": 20.0, "stop": 40.0}  # seconds from the fault to the end, on a busy machine
+BOUNDS = {
+    "signal": 60.0,
+    "kill": 20.0,
+    "stop": 40.0,
+    "hang": 50.0,
+}  # seconds from the fault to the end, on a busy machine
 # What an end by a fault has to say of the run's state, one of them.
 LOST = (
     "goes on from", "is the newest checkpoint", "no checkpoint was saved", "nothing is saved", "there is nothing to save yet",
@@ -35,7 +40,7 @@ LOST = (
 
 # The short cut, which CI runs: each kind of fault in another task of one family.
 CUT = {
-    "kill": "train fsdp", "stop": "train ddp", "pause": "generate", "signal": "train deepspeed", "clock": "sft", "disk": "train fsdp",
+    "kill": "train fsdp", "stop": "train ddp", "hang": "generate", "pause": "generate", "signal": "train deepspeed", "clock": "sft", "disk": "train fsdp",
     "gradient": "train deepspeed", "memory": "train fsdp", "out of memory": "train ddp",
 }  # fmt: skip
 
@@ -127,7 +132,7 @@ def _allowed_codes(fault: Fault) -> tuple[int, ...]:
     match fault.kind:
         case "kill":
             return (0, -9) if fault.rank < 0 else (0, 137)
-        case "stop":
+        case "stop" | "hang":
             return (0, 1)
         case "signal":
             return (0, 130 if fault.number == 2 else REQUEUE)

@@ -24,9 +24,9 @@ def test_each_fault_ends_with_one_sentence_and_loses_nothing(tmp_path: Path) -> 
                           text=True, timeout=600, check=False)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads((tmp_path / "counts.json").read_text())["cases"]
-    assert sum(tally["cases"] for tally in counts.values()) == len(counts) == 9
+    assert sum(tally["cases"] for tally in counts.values()) == len(counts) == 10
     assert {name.split(": ")[1] for name in counts} == {
-        "kill", "stop", "pause", "signal", "clock", "disk", "gradient", "memory", "out of memory",
+        "kill", "stop", "hang", "pause", "signal", "clock", "disk", "gradient", "memory", "out of memory",
     }  # fmt: skip
     assert sum(tally["late"] for tally in counts.values()) == 0
     print(done.stdout)
