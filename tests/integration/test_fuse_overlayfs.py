@@ -43,6 +43,8 @@ def left(kind: str, script: str, folder: Path) -> set[str]:
         ("ln -sf nowhere t; mv -T t d/file; rm d/file", False),
         (f"{NEW}rm d/file; mv d/new d/file; rm d/file", False),
         (f"{NEW}mv d/new d/file; mv d/file moved", False),
+        ("rm -r d; mkdir d; ls . d >/dev/null; mv -T d e", False),
+        ("rm -r d; mkdir d; rmdir d", True),
         (f"{NEW}mv d/new d/file; ls d >/dev/null; rm d/file", True),  # which makes it look below again
         ("printf new >d/file; rm d/file", True),
         ("rm d/file; printf new >d/file; rm d/file", True),
