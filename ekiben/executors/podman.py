@@ -205,6 +205,11 @@ def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None])
     return 0
 
 
+def machine_options() -> tuple[list[str], list[str]]:
+    """Return the options of podman, and of `podman run`, without which this machine starts no container."""
+    return _oci_runtime(), _limits()
+
+
 def run_argv(gpu: bool) -> list[str]:
     """Return the arguments that begin the command for a task. Raises EngineError where podman cannot find the GPUs."""
     # Of the host, as under Apptainer: NCCL needs its network, and a rootless one is slow.
@@ -289,7 +294,7 @@ def _may_raise() -> bool:
 
 
 def _limits() -> list[str]:
-    """As root podman raises limits, which fails on a machine that withholds the capability to: there its own stay."""
+    """Return the options that keep a container's limits where podman, as root, may not raise them: else it fails."""
     if os.geteuid() or _may_raise():
         return []
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

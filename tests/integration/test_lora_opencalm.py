@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.gpu.devices import has_gpu
 from ekiben.publish.catalog.runs import image_metadata, reduced
 from ekiben.spec.stack import find_stack, read_pins
 from ekiben.store import Store
@@ -90,7 +91,7 @@ def test_build_prints_size_tests_and_run_commands(built: Built) -> None:
     assert "tested  under apptainer" in built.stdout
     assert "tested  under docker" in built.stdout
     here = '-v "$PWD:$PWD" -w "$PWD" --user "$(id -u):$(id -g)"'
-    assert f"docker run --rm --gpus all {here} {TAG} train" in built.stdout
+    assert f"docker run --rm{' --gpus all' if has_gpu() else ''} {here} {TAG} train" in built.stdout
     assert "singularity exec --nv lora-opencalm.sif train" in built.stdout
     assert built.sif.stat().st_size <= 3_100_000_000
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from ekiben.artifacts.exporters import Artifact, ExportOptions
 from ekiben.core.progress import Progress
 from ekiben.executors import docker as daemon
-from ekiben.run.docker_line import docker_line
+from ekiben.gpu.devices import has_gpu
+from ekiben.run.printed import docker_line
 from ekiben.store import Image, Store, bind_layers
 
 PREFERENCE = 20
@@ -32,8 +33,8 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
-    """Return the command that runs it with all GPUs."""
-    return [docker_line(artifact.ref, task)]
+    """Return the command that runs it, with all GPUs where this machine has some."""
+    return [docker_line(artifact.ref, task, gpu=has_gpu())]
 
 
 def load_docker(image: Image, store: Store) -> Artifact:

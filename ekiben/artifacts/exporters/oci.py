@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,7 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
     """Return the command that loads it."""
-    return [f"docker load -i {artifact.ref}"]
+    return [f"docker load -i {shlex.quote(artifact.ref)}"]
 
 
 def make_archive(image: Image, store: Store, out: Path, *, on_bytes: Callable[[int], None]) -> Artifact:

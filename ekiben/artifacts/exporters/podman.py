@@ -7,6 +7,8 @@ from pathlib import Path
 from ekiben.artifacts.exporters import Artifact, ExportOptions
 from ekiben.core.progress import Progress
 from ekiben.executors import podman
+from ekiben.gpu.devices import has_gpu
+from ekiben.run.printed import podman_line
 from ekiben.store import Image, Store, bind_layers
 
 PREFERENCE = 30
@@ -36,5 +38,5 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
-    """Return the command that runs it with all GPUs."""
-    return [f"podman run --rm --device nvidia.com/gpu=all {artifact.ref} {task}".rstrip()]
+    """Return the command that runs it, with all GPUs where this machine has some."""
+    return [podman_line(artifact.ref, task, gpu=has_gpu(), options=podman.machine_options())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
     """Return the commands for either runtime."""
-    return [f"{program} exec --nv {artifact.ref} {task}".rstrip() for program in ("singularity", "apptainer")]
+    return [
+        f"{program} exec --nv {shlex.quote(artifact.ref)} {task}".rstrip() for program in ("singularity", "apptainer")
+    ]
 
 
 def make_sif(

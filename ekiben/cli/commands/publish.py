@@ -12,6 +12,7 @@ Examples:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,10 @@ class PublishResult:
         yield f"published  {done.sif}  {format_size(done.record.size)}{copied}"
         if done.record.signature:
             yield f"signed     by {done.record.signature}"
-        yield f"run        singularity exec --nv {sif} {self.task}"
+        yield f"run        singularity exec --nv {shlex.quote(str(sif))} {self.task}"
         if done.module:
             module = done.module.rpartition("/")[0] if self.is_current else done.module
-            yield f"module     module use {self.folder}/modulefiles; module load {module}"
+            yield f"module     module use {shlex.quote(f'{self.folder}/modulefiles')}; module load {shlex.quote(module)}"
         yield f"build on   EKIBEN_SHARED={self.folder} {command_name()} image {self.recipe}"
         if done.created and (self.folder / "catalog").is_dir():
             yield f"catalog    {command_name()} catalog {self.folder}   # adds this version to the pages"

@@ -11,6 +11,7 @@ Examples:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class PullResult:
         yield f"pulled  {item.ref}  {format_size(item.size)}  {self.digest[:19]}{existing}"
         if self.signer:
             yield f"signed  by {self.signer}"
-        yield f"run     singularity exec --nv {item.ref} {self.task}"
+        yield f"run     singularity exec --nv {shlex.quote(item.ref)} {self.task}"
 
 
 @click.command("pull", cls=Command, help=__doc__)

@@ -33,8 +33,8 @@ from ekiben.publish.catalog._types import (
 from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.publish import CURRENT
 from ekiben.run import schedulers
-from ekiben.run.docker_line import docker_line
 from ekiben.run.modulefile import MODULES, module_name
+from ekiben.run.printed import docker_line
 from ekiben.run.site import Gpu, Node, SiteFile, version_of
 from ekiben.store import Store, StoredLayer
 from ekiben.store.shared import IMAGES, SharedStore

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from pathlib import Path
 
 import pytest
 
 from ekiben.artifacts import exporters
 from ekiben.artifacts.export import export
-from ekiben.artifacts.exporters import Exporter
+from ekiben.artifacts.exporters import Artifact, Exporter
 from ekiben.cli import root
 from ekiben.core.errors import EngineError, UsageError
+from ekiben.run.printed import docker_line, podman_line
 from support.sample_recipe import SampleRecipe, image_of, quiet, seeded
 
 TEXT = '''"""A list of the layers' digests."""
@@ -91,3 +93,16 @@ def test_unavailable_format_is_an_error_without_a_fallback(
         export(image, store, quiet(), formats=["nowhere"])
     with pytest.raises(UsageError, match=r"--format: no format 'nowher'\. Did you mean 'nowhere'\?"):
         export(image, store, quiet(), formats=["nowher"])
+
+
+@pytest.mark.parametrize("kind", ["sif", "oci"])
+def test_printed_commands_quote_the_file(kind: str) -> None:
+    artifact = Artifact(kind, "my images/it's.file", 1, True)
+    for line in exporters.run_commands(artifact, "train"):
+        assert "my images/it's.file" in shlex.split(line)
+
+
+def test_printed_lines_ask_for_gpus_only_where_there_are_some() -> None:
+    for gpu in (True, False):
+        assert ("--gpus all" in docker_line("ekiben/x:latest", "train", gpu=gpu)) == gpu
+        assert ("--device" in podman_line("ekiben/x:latest", "train", gpu=gpu, options=([], []))) == gpu
