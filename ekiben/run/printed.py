@@ -25,8 +25,15 @@ def podman_line(tag: str, task: str, *, gpu: bool, options: tuple[Sequence[str],
     of_podman, of_run = options
     if gpu:
         of_run = ["--device nvidia.com/gpu=all", *of_run]
-    # Where SELinux is on, a container cannot write to a folder without its label.
-    of_run = [*of_run, "--security-opt label=disable", _HERE, _OWNER if os.geteuid() == 0 else "--userns keep-id"]
+    # The network of the host, as under Apptainer: NCCL needs it. Where SELinux is on, a container cannot write to a folder
+    # without its label.
+    of_run = [
+        *of_run,
+        "--network host",
+        "--security-opt label=disable",
+        _HERE,
+        _OWNER if os.geteuid() == 0 else "--userns keep-id",
+    ]
     return " ".join(["podman", *of_podman, "run --rm", *of_run, _target(tag, task)])
 
 

@@ -64,7 +64,7 @@ def test_image_is_loaded_tested_and_run(someone: Cli, new_store: NewStore, works
     assert "/podman" in done.stderr or "+ podman" in done.stderr
     assert list(here.iterdir()) == []
     # The printed line, pasted: it starts the task, and what that writes into this folder stays and is this user's.
-    [line] = made["run"]
+    [line] = again["run"]
     pasting = {"cwd": workspace.folder("a folder", someone.user), "env": someone.settings(), **as_user(someone.user)}
     for text in (line, line.removesuffix("hello") + "touch result.txt"):
         pasted = subprocess.run(["sh", "-c", text], capture_output=True, text=True, check=False, **pasting)

@@ -102,7 +102,7 @@ def test_printed_commands_quote_the_file(kind: str) -> None:
         assert "my images/it's.file" in shlex.split(line)
 
 
-def test_printed_lines_ask_for_gpus_only_where_there_are_some() -> None:
+def test_printed_lines_ask_for_gpus_only_on_a_machine_with_gpus() -> None:
     for gpu in (True, False):
         assert ("--gpus all" in docker_line("ekiben/x:latest", "train", gpu=gpu)) == gpu
         assert ("--device" in podman_line("ekiben/x:latest", "train", gpu=gpu, options=([], []))) == gpu
