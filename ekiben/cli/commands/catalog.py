@@ -56,7 +56,7 @@ class CatalogResult:
 @click.argument("folder", type=PathType(), metavar="DIR")
 @click.option("-o", "--output", type=OutputFolder(), metavar="DIR", help="The folder of pages (default: DIR/catalog).")
 @click.option("--runs", type=PathType(), multiple=True, metavar="FILE|DIR",
-              help="Look here for run.json of finished runs, and keep what may be shared with the versions they used; may repeat.")  # fmt: skip
+              help="Look here for run.json and OUTPUT.run.json of finished runs, and keep what may be shared with the versions they used; may repeat.")  # fmt: skip
 @json_option
 @click.pass_obj
 def command(context: Context, /, folder: Path, output: Path | None, runs: tuple[Path, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ekiben.inspect.diff import Changes, LayerChange, PackageChanges
 
@@ -95,7 +95,7 @@ class RunData(TypedDict):
 
 
 class ReducedRun(TypedDict):
-    """What is kept of a run.json."""
+    """What is kept of a run.json; of one of generate ``answers`` and ``seconds``, too."""
 
     format: int
     started: str
@@ -113,6 +113,8 @@ class ReducedRun(TypedDict):
     final_eval_loss: float | None
     final_eval_perplexity: float | None
     seed: float | None
+    answers: NotRequired[float | None]
+    seconds: NotRequired[float | None]
     versions: dict[str, str | None]
 
 

@@ -85,7 +85,7 @@ def _environment() -> jinja2.Environment:
         "main_packages": _main_packages, "share": _share, "level_word": lambda level: _LEVELS[level][0],
         "level_class": lambda level: _LEVELS[level][1], "difference": _difference, "any_change": _any_change, "device": _device,
         "count": _count, "plain": lambda value: "" if value is None else value, "grouped": _grouped, "percent": _percent,
-        "duration": _duration, "loss": _loss, "gib": lambda value: _or_dash(value and value / 2**30, "{:.1f} GiB"),
+        "duration": _duration, "answers": _answers, "loss": _loss, "gib": lambda value: _or_dash(value and value / 2**30, "{:.1f} GiB"),
     }  # fmt: skip
     return environment
 
@@ -176,13 +176,22 @@ def _duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{seconds:.3g} s"
 
 
+def _answers(run: ShownRun) -> str:
+    """Return how many answers a run of generate wrote, and how long it took; of other runs nothing."""
+    count = run.get("answers")
+    return "" if count is None else f"{count:,.0f} answers in {_duration(run.get('seconds'))}"
+
+
 # ------------------------------------------------------------------------------------------------------------------ plots
 
 
 def plots(runs: Sequence[ShownRun]) -> list[Plot]:
     """Return the plots of tokens per second and of model FLOPs utilization: a row for each model on each device."""
     drawn = [
-        _plot("Tokens per second", lambda run: run["tokens_per_s"], _grouped, runs),
+        _plot("Tokens per second", lambda run: None if "answers" in run else run["tokens_per_s"], _grouped, runs),
+        _plot(
+            "Tokens per second, generate", lambda run: run["tokens_per_s"] if "answers" in run else None, _grouped, runs
+        ),
         _plot("Model FLOPs utilization", lambda run: run["mfu"], _percent, runs),
     ]
     return [plot for plot in drawn if plot]

@@ -1,13 +1,13 @@
 """Run records kept with the image they were made with: people's run.json lie in their own folders, and those go.
 
-A run.json (training/run_summary.py of the tasks) says with `image` what it ran in: /opt/ekiben/image.json, which names the
+A run.json (training/run_summary.py of the tasks; generation/record.py writes OUTPUT.run.json) says with `image` what it ran in: /opt/ekiben/image.json, which names the
 layers but the last, and the checksum of the recipe's own files, which are that one. The version that has the same gets the record, in
 images/<name>/<stem>.runs/<first 12 digits of its sha256>.json. Of several that have (the same image under two versions, or a
 record from before there was a checksum) it is the newest that was there when the run began.
 
 Only what is named here is kept: model and its size, method, device, numbers and switches among the settings, the data's
 checksum and size, when it began, steps, speed, time, memory, losses, seed, packages' versions. Of a model's path only the
-last part is. Left out are all other settings that are words, and so the paths of data and output; host, nodes, job, cluster.
+last part is. Of an answering run there are its answers and seconds, too. Left out are all other settings that are words, and so the paths of data and output; host, nodes, job, cluster.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ImportedRuns:
 def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
     """Copy the run records that belong to a published version. Raises UsageError, StoreError."""
     for folder in folders:
-        if not folder.is_dir():
-            raise UsageError(f"--runs {folder}: no such folder")
+        if not folder.exists():
+            raise UsageError(f"--runs {folder}: no such folder or file")
     imported, versions = ImportedRuns(), list(_versions(shared))
     shared.open_for_writing()
     for path in (path for folder in folders for path in _find(folder)):
@@ -83,10 +83,12 @@ def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
 
 
 def _find(folder: Path) -> Iterator[Path]:
+    """Yield the records below ``folder``, or that file alone."""
+    if not folder.is_dir():
+        yield folder
     for parent, folders, files in os.walk(folder):
         folders.sort()
-        if "run.json" in files:
-            yield Path(parent, "run.json")
+        yield from (Path(parent, name) for name in sorted(files) if name == "run.json" or name.endswith(".run.json"))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -169,6 +171,8 @@ def reduced(run: Mapping[str, Any]) -> ReducedRun:
                  "tokens": _number(data.get("tokens"))},
         "settings": dict(_numbers(settings)),
         **{field: _number(run.get(field, run.get(_FORMER.get(field, field)))) for field in _NUMBERS},
+        # Of generate alone, so that records of training stay as they are: their checksum is their name.
+        **{name: _number(run[name]) for name in ("answers", "seconds") if "answers" in run and name in run},
         "versions": {key: _text(value) for key, value in sorted(_mapping(run.get("versions")).items())
                      if _PACKAGE.fullmatch(key) and _text(value)},
     }  # fmt: skip

@@ -393,16 +393,16 @@ def put_run(folder: Path, about: Any, **changes: Any) -> Path:
 def test_run_records_are_kept_without_private_fields(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     shared_dir, results = tmp_path / "lab", tmp_path / "results"
     done = put(files_only, store, shared_dir)
-    about = about_image(shared_dir, done.record)
+    metadata = about_image(shared_dir, done.record)
     put_run(
         results / "a/b",
-        about,
+        metadata,
         settings={"model": "/home/me/secret/my-model", "method": "lora", "token": "hf_secret", "learning_rate": 3e-4},
     )
-    put_run(results / "c", about, status="interrupted")
+    put_run(results / "c", metadata, status="interrupted")
     put_run(results / "d", {"recipe": "other"})
-    put_run(results / "e", about, started="yesterday")
-    put_run(results / "f", about, model={"name": "/home/me/secret/my-model", "parameters": float("nan")})
+    put_run(results / "e", metadata, started="yesterday")
+    put_run(results / "f", metadata, model={"name": "/home/me/secret/my-model", "parameters": float("nan")})
     (results / "job").mkdir()
     (results / "job/run.json").write_text('{"scheduler": "slurm", "steps": []}')
     (results / "half").mkdir()
@@ -426,6 +426,40 @@ def test_run_records_are_kept_without_private_fields(files_only: SampleRecipe, s
     assert again.catalog == made.catalog
     with pytest.raises(UsageError, match="no such folder"):
         make(shared_dir, runs=[tmp_path / "nowhere"])
+
+
+# What generate wrote of four answers with an adapter; host and paths of a person.
+ANSWERED = Path(__file__).parents[2] / "support" / "generate.run.json"
+
+
+def test_record_of_generate_is_imported_beside_its_output(
+    files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    shared_dir, results = tmp_path / "lab", tmp_path / "results"
+    done = put(files_only, store, shared_dir)
+    metadata = about_image(shared_dir, done.record)
+    put_run(results / "training", metadata)
+    record = {**json.loads(ANSWERED.read_text()), "image": metadata}
+    (results / "answers.jsonl.run.json").write_text(json.dumps(record))
+    (results / "other.run.json").write_text('{"vocab_size": 1500}')  # a record without an image, as train-tokenizer's
+    catalog = make(shared_dir, runs=[results])
+    assert (len(catalog.runs.new), catalog.runs.broken) == (2, [])
+    answered, training = catalog.catalog["images"][0]["versions"][0]["runs"]
+    assert (answered["answers"], answered["seconds"], answered["tokens_per_s"]) == (4, 0.0, 517.0)
+    assert (answered["model"]["name"], answered["seed"], answered["device"]["name"]) == ("base", 42, "CPU")
+    assert answered["settings"]["max_new_tokens"] == 4 and "answers" not in training
+    for path in (*catalog.out.rglob("*.*"), *done.sif.parent.glob("*.runs/*")):
+        assert b"secret" not in path.read_bytes(), path
+    text = page(catalog)
+    assert "4 answers in 0 s" in text and "Tokens per second, generate" in text
+    alone = make(shared_dir, runs=[results / "answers.jsonl.run.json"])
+    assert (alone.runs.new, alone.runs.known) == ([], 1)
+
+
+@pytest.mark.parametrize("value", ["<b>", [], -1e400, True, None])
+def test_odd_numbers_of_answers_are_left_out(value: Any) -> None:
+    kept = reduced({**json.loads(ANSWERED.read_text()), "answers": value, "seconds": value})
+    assert kept["answers"] is None and kept["seconds"] is None
 
 
 def test_run_records_are_pruned_with_their_version(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:

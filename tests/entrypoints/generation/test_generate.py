@@ -409,3 +409,13 @@ def test_weights_with_nan_are_refused(model_dir: Path, tmp_path: Path) -> None:
             settings(tmp_path / "broken", tmp_path / "a.jsonl", data=str(model_dir / "rows.json")), Path("/nonexistent")
         )
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_sample_of_a_record_is_like_a_record(model_dir: Path, tmp_path: Path) -> None:
+    """tests/support/generate.run.json, with which the catalog is tested."""
+    run(settings(model_dir, tmp_path / "out.jsonl", examples=1))
+    record = json.loads((tmp_path / "out.jsonl.run.json").read_text())
+    sample_record = json.loads((Path(__file__).parents[2] / "support" / "generate.run.json").read_text())
+    assert record.keys() == sample_record.keys() - {"adapter"}
+    for key in ("settings", "data", "device"):
+        assert record[key].keys() == sample_record[key].keys(), key
