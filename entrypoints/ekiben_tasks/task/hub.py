@@ -67,11 +67,13 @@ def is_hub_model(name: str) -> bool:
     """Return whether ``name`` is on the hub.
 
     Raises:
-        TaskError: it is a folder that does not exist or holds no model.
+        TaskError: it is a folder that does not exist or holds no model, or a folder with a revision.
     """
-    name = split_revision(name)[0]
+    name, revision = split_revision(name)
     path = Path(name).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise TaskError(f"model {path}: is a folder, which has no revision {revision}; leave @{revision} out")
         if not (path / "config.json").is_file():
             adapter = " (it is an adapter: chat and merge take it)" if (path / "adapter_config.json").is_file() else ""
             raise TaskError(f"model {path}: this folder holds no config.json, so it is no model{adapter}")

@@ -126,3 +126,18 @@ def test_errors_about_tokens_have_hints(hub: str, tmp_path: Path, kind: str, scr
         assert re.search("not on the hub, or private; .*HF_TOKEN", private)
     assert "not on the hub" in unknown
     assert "hf_read" not in gated + private + unknown
+
+
+def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
+    """It would be left out, and another model trained than the one that is named."""
+    (tmp_path / "config.json").write_text("{}")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from ekiben_tasks.task import errors, hub\n"
+        "assert not hub.is_hub_model(sys.argv[2])\n"
+        "try: hub.is_hub_model(sys.argv[2] + '@v2')\n"
+        "except errors.TaskError as error: print(error)\n"
+    )
+    argv = [sys.executable, "-c", code, str(PLACES[0]), str(tmp_path)]
+    stdout = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert stdout == f"model {tmp_path}: is a folder, which has no revision v2; leave @v2 out\n"
