@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT / "entrypoints"), str(ROOT / "recipes" / "pretrain-gpt"
 import torch
 
 from recipes.test_pretrain_gpt import (  # noqa: F401
+    RANKS,
     RECIPE,
     SCRIPTS,
     background_save,
@@ -124,9 +125,13 @@ failures.run(lambda: pretrain.main(sys.argv[1:]))
 """
 
 
+def with_scripts(*folders: str) -> dict[str, str]:
+    """Return this environment, in which Python looks into ``folders`` first."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
+
+
 def launch(size: int, code: str, *argv: str, patience: float = 60) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in several processes of the launcher."""
-    paths = os.pathsep.join([*SCRIPTS, os.environ.get("PYTHONPATH", "")])
     launcher = [
         sys.executable,
         str(ROOT / "entrypoints" / "launch_node.py"),
@@ -137,7 +142,7 @@ def launch(size: int, code: str, *argv: str, patience: float = 60) -> subprocess
         "--",
     ]
     return subprocess.run(
-        [*launcher, sys.executable, "-c", code, *argv], env={**os.environ, "PYTHONPATH": paths},
+        [*launcher, sys.executable, "-c", code, *argv], env=with_scripts(*SCRIPTS),
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
@@ -241,7 +246,7 @@ def test_evaluation_of_the_step_that_a_signal_ends_follows_the_resume(
 def test_smoke_on_two_processes(tmp_path: Path) -> None:
     """As `pretrain --smoke --gpus 2` runs it: one tokenizer, one model, checked once."""
     argv = [sys.executable, str(RECIPE / "entrypoints" / "pretrain.py"), "--smoke", "--gpus", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SCRIPTS), "HF_HOME": str(tmp_path / "hub")}
+    environment = {**with_scripts(*SCRIPTS), "HF_HOME": str(tmp_path / "hub")}
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 GPUs: tensor 1 x pipeline 1 x data 2" in done.stdout
@@ -266,7 +271,7 @@ def save(self):
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
     optimizer = self.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
     dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(folder))
-    metadata = {"step": self.step, "shape": asdict(self.plan.shape), "fingerprint": self.fingerprint, "meter": self.meter.state(),
+    metadata = {"step": self.step, "shape": asdict(self.plan.shape), "fingerprint": {**self.fingerprint, "steps": self.plan.steps}, "meter": self.meter.state(),
              "wall": self.wall, "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss}
     (folder / "about.json").write_text(json.dumps(metadata))
 
@@ -284,9 +289,9 @@ def test_a_checkpoint_of_an_earlier_release_is_resumed_and_converted(
     """What they wrote is written here by the functions they used."""
     from dataclasses import asdict
 
-    paths = os.pathsep.join([str(RECIPE / "entrypoints"), str(RECIPE.parents[1] / "entrypoints")])
+    environment = with_scripts(str(RECIPE / "entrypoints"), str(RECIPE.parents[1] / "entrypoints"))
     former = [sys.executable, "-c", FORMER, json.dumps([asdict(small(data)), str(tmp_path)])]
-    done = subprocess.run(former, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(former, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "checkpoints"
     assert not (folder / "step-0000003" / SHARDS).exists() and (folder / "step-0000003" / "metadata.json").is_file()
@@ -418,19 +423,20 @@ def test_a_crash_while_writing_leaves_the_last_complete_checkpoint(data: Path, t
 
 
 def test_a_full_disk_keeps_the_last_complete_checkpoint(data: Path, tmp_path: Path) -> None:
-    """A tmpfs with room for one checkpoint and a half."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting takes root")
+    """A tmpfs with room for one checkpoint and a half, in a mount namespace of the run."""
     output = tmp_path / "full"
     output.mkdir()
     assert pretraining.pretrain(changed(data, max_steps=3), output) == 0
     size = sum(file.stat().st_size for file in (output / "checkpoints").rglob("*") if file.is_file())
     shutil.rmtree(output)
     output.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "none", str(output)], check=True)
-    try:
-        with pytest.raises(TaskError, match=r"step-0000006: cannot be written \(.*No space left.*goes on from step 3"):
-            pretraining.pretrain(changed(data), output)
-        assert [path.name for path in background_save.list_checkpoints(output / "checkpoints")] == ["step-0000003"]
-    finally:
-        subprocess.run(["umount", "-l", str(output)], check=True)
+    run = [sys.executable, "-c", RANKS, json.dumps([1, asdict(changed(data)), str(output)])]
+    script = 'mount -t tmpfs -o "size=$1" none "$2" && cd "$2" && shift 2 && "$@"; echo "$? $(echo checkpoints/step-*/about.json)"'
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", str(size * 3 // 2), str(output), *run],
+        env=with_scripts(*SCRIPTS), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "1 checkpoints/step-0000003/about.json", done.stdout + done.stderr
+    assert re.search(r"step-0000006: cannot be written \(.*No space left.*goes on from step 3", done.stderr), (
+        done.stderr
+    )
