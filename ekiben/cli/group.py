@@ -151,8 +151,7 @@ class Root(click.Group):
 
     def _interrupt(self, ctx: click.Context, error: KeyboardInterrupt) -> NoReturn:
         """Say that a signal ended the command, and end with its code."""
-        stopped = EkibenError("interrupted; what was finished is kept, run the same command to go on")
-        stopped.exit_code = 143 if isinstance(error, Terminated) else 130
+        stopped = _interrupted(error)
         self._print_json(ctx, stopped)
         click.echo(str(stopped), err=True)
         ctx.exit(stopped.exit_code)
@@ -180,6 +179,12 @@ class Root(click.Group):
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             raise UsageError(f"no command '{args[0]}'." + nearest(args[0], [*self.list_commands(ctx), *ALIASES]))
         return super().resolve_command(ctx, args)
+
+
+def _interrupted(error: BaseException) -> EkibenError:
+    stopped = EkibenError("interrupted; what was finished is kept, run the same command to go on")
+    stopped.exit_code = 143 if isinstance(error, Terminated) else 130
+    return stopped
 
 
 def _short_help(name: str) -> str:
@@ -244,7 +249,7 @@ def main() -> None:
         sys.exit(UsageError.exit_code)
     set_command_name(typed_name(sys.argv, sys.orig_argv))
     try:
-        root(prog_name=command_name(), complete_var=COMPLETE_VAR)
+        sys.exit(_run())
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -253,6 +258,20 @@ def main() -> None:
     finally:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in the background
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # what Python does last ends without a traceback
+
+
+def _run() -> int:
+    """Run the command, and return the exit code. Of its own, click makes 1 of an interrupt that comes after the command's end."""
+    try:
+        code = root.main(prog_name=command_name(), complete_var=COMPLETE_VAR, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt) as error:
+        stopped = _interrupted(error.__cause__ or error)
+        click.echo(str(stopped), err=True)
+        return stopped.exit_code
+    return code if isinstance(code, int) else 0
 
 
 def _open_missing_streams() -> None:

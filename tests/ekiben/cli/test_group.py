@@ -363,6 +363,19 @@ def test_ctrl_c_while_an_error_is_printed_has_the_code_of_an_interrupt(
     assert result.stderr == "interrupted; what was finished is kept, run the same command to go on\n"
 
 
+def test_ctrl_c_after_a_command_has_ended_has_the_code_of_an_interrupt(tmp_path: Path) -> None:
+    """While click closes the command's context."""
+    script = ("import sys, click; from ekiben.cli.group import main\n"
+              "def interrupt(*_): raise KeyboardInterrupt\n"
+              "click.Context.__exit__ = interrupt; sys.argv = ['ekiben', '--store', sys.argv[1], 'list']; main()\n")  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "interrupted; what was finished is kept, run the same command to go on"
+    assert "Aborted" not in done.stderr
+
+
 @pytest.mark.parametrize("name", ["", *root.list_commands(click.Context(root))])
 def test_help_fits_80_columns_and_its_examples_can_be_pasted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ekiben.cli.options.command_name", lambda: "/home/someone/checkout/.venv/bin/python build.py")
