@@ -229,7 +229,7 @@ def test_prune_keeps_staging_of_live_processes(store: Store) -> None:
     (staging / f"otherhost__{left}__a").mkdir()
     with store.staging() as mine:
         store.open_for_writing()
-        lock = f"{mine.name.rpartition('__')[0]}__lock"
+        lock = "__".join([*mine.name.split("__")[:2], "lock"])
         assert {path.name for path in staging.iterdir()} == {mine.name, lock, f"otherhost__{left}__a"}
 
 
