@@ -93,7 +93,7 @@ class Executor(Protocol):
 
 
 class Imprecise(Executor, Protocol):
-    """An executor that has the kernel's overlay in some places only."""
+    """An executor that may have to do without the kernel's overlay."""
 
     def overlay_defect(self, folder: Path) -> str | None:
         """Return why layers made with ``folder`` for files may differ from those of the kernel's overlay, or None."""
