@@ -17,7 +17,7 @@ import pytest
 for package in ("huggingface_hub", "datasets"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
 ROOT = Path(__file__).resolve().parents[3]
-PLACES = [Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints", ROOT / "entrypoints"]
+FOLDERS = [Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints", ROOT / "entrypoints"]
 
 ANSWERS = {
     "gated": (403, "GatedRepo"),
@@ -54,7 +54,7 @@ def hub() -> Iterator[str]:
 def ask(hub: str, folder: Path, script: str, token: str) -> list[str]:
     """The errors ``script`` prints, in a process of its own: the hub's library reads its address once."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_OFFLINE")}
-    environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": hub, "PYTHONPATH": os.pathsep.join(map(str, PLACES))}
+    environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": hub, "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
     if token:
         environment["HF_TOKEN"] = token
     done = subprocess.run(
@@ -138,6 +138,6 @@ def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
         "try: hub.is_hub_model(sys.argv[2] + '@v2')\n"
         "except errors.TaskError as error: print(error)\n"
     )
-    argv = [sys.executable, "-c", code, str(PLACES[0]), str(tmp_path)]
+    argv = [sys.executable, "-c", code, str(FOLDERS[0]), str(tmp_path)]
     stdout = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
     assert stdout == f"model {tmp_path}: is a folder, which has no revision v2; leave @v2 out\n"
