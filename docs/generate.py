@@ -27,7 +27,7 @@ from ekiben.core import errors
 from ekiben.core.settings import Config
 from ekiben.run import schedulers
 from ekiben.run.site import NETWORKS, RUNTIMES, SiteFile
-from ekiben.spec.recipe import RecipeFile
+from ekiben.spec.recipe import LAUNCH, RecipeFile
 from ekiben.spec.stack import StackFile
 
 DOCS = Path(__file__).resolve().parent
@@ -44,7 +44,21 @@ FILES: dict[str, tuple[type[Any], str]] = {
     "config": (Config, "`~/.config/ekiben/config.yaml` and `/etc/ekiben/config.yaml`: what a user, and a site for all its users, "
                        "set once. An option comes first, then the environment, then the user's file, then the site's, key by key."),
 }  # fmt: skip
-# What a key means, where its name does not say it. tests/test_docs.py finds keys that are no longer there.
+# Options of `submit`, in config.yaml and in a site's profile.
+JOB_DEFAULTS = {
+    "account": "The group or account that pays",
+    "partition": "Partition or queue",
+    "qos": "Quality of service",
+    "time": "Walltime, as `2:00:00` or `90m`",
+    "gpus_per_node": "GPUs of each node",
+    "cpus_per_node": "CPUs of each node",
+    "memory": "Memory of each node, as `64G`",
+    "exclusive": "Whether a job has its nodes alone",
+    "env": "Variables for the job: `NAME`, with today's value, or `NAME=VALUE`",
+    "bind": "Folders to show in the container",
+    "scheduler_args": "Options of the scheduler's own",
+}
+# What a key means. tests/test_docs.py finds keys that have no meaning here, and those that are no longer there.
 MEANINGS = {
     "recipe": {
         "name": "Name of the recipe, its image and its files: lower-case letters, digits, `.`, `_`, `-`",
@@ -55,7 +69,8 @@ MEANINGS = {
         "tasks.entrypoint": "A script of the recipe's `entrypoints/`, else of Ekiben's",
         "tasks.config": "A YAML file of the recipe: the task's settings",
         "tasks.help": "One line for `--help`",
-        "tasks.runs_on": "In a job: `gpus`: a process for each GPU of each node; `gpu`: one process; `cpu`: one process, no GPU requested",
+        "tasks.launch": "In a job: `per-gpu`: a process for each GPU of each node; `single`: one process; `cpu`: one process, no GPU requested. "
+        "Default: `single`",
         "data": "More files of the folder that ship in the image, below `/opt/ekiben/recipe/`",
         "default_task": "The task that runs where none is named: `apptainer run FILE.sif`, `docker run IMAGE`",
         "environment": "Variables that are set in the image; `$NAME` and `${NAME}` stand for what a layer, or an earlier line, sets",
@@ -75,27 +90,57 @@ MEANINGS = {
         "arguments": "Arguments of the definition files: `{{ name }}`",
     },
     "site": {
+        "name": "Name of the profile, as its file",
+        "description": "One line",
         "node": "A compute node",
         "node.gpus": "GPUs of a node, by kind",
-        "node.gpus.memory_gib": "Memory of each GPU",
+        "node.gpus.model": "As nvidia-smi names it",
+        "node.gpus.capability": "Compute capability, as `9.0`",
+        "node.gpus.memory_gib": "Memory of each GPU, in GiB",
+        "node.gpus.count": "How many of this kind a node has",
         "node.driver": "Version of NVIDIA's driver",
         "node.cores": "As the scheduler counts them",
+        "node.memory_gib": "Memory, in GiB",
+        "node.architecture": "As Debian and OCI name it: `amd64`, `arm64`",
+        "node.system": "Distribution and its version",
+        "node.kernel": "Version of the kernel",
+        "node.glibc": "Version of the C library",
+        "node.user_namespaces": "Whether users may make user namespaces",
         "node.internet": "Whether a compute node reaches the internet",
         "node.squashfs_zstd": "Whether its kernel mounts squashfs compressed with zstd",
         "runtimes": "What runs containers there",
+        "runtimes.kind": "Which runtime it is",
+        "runtimes.version": "Its version",
         "runtimes.module": "Loaded first, by `module load`",
         "runtimes.setuid": "Whether it is installed setuid",
         "runtimes.gpus": "Whether Docker has NVIDIA's container toolkit",
         "storage": "File systems: `home`, `group`, `scratch`, `local` (to the node), `tmp`",
         "storage.path": "May hold `$VARIABLES` of a job there",
-        "storage.quota_gib": "Quota of one user, or of one group",
+        "storage.type": "Type of the file system: `lustre`, `nfs`, `xfs`, …",
+        "storage.quota_gib": "Quota of one user, or of one group, in GiB",
+        "storage.size_gib": "Size, in GiB",
         "network": "Between nodes",
+        "network.kind": "Kind of the network",
+        "network.ports": "Ports of each node",
         "network.gbit": "Gbit/s of each port",
+        "scheduler": "What jobs are submitted to",
+        "scheduler.kind": "Which scheduler it is",
+        "scheduler.version": "Its version",
+        "scheduler.group_required": "Whether every job has to name one",
+        "scheduler.default_hours": "Walltime of a job that asks for none, in hours",
+        "scheduler.defaults": "What `submit` uses where neither the command line nor a config.yaml says it",
+        **{f"scheduler.defaults.{key}": meaning for key, meaning in JOB_DEFAULTS.items()},
         "scheduler.group_option": "Option that takes the group or account that pays: `-g`, `-P`, `--account=`",
         "scheduler.group_in_script": "Whether that option may stand in the job script",
         "scheduler.options": "More options for every job",
         "scheduler.resources": "What one node of a job can be: a resource type, a partition",
         "scheduler.resources.request": "Options that request it; `{nodes}`, `{gpus}` (per node), `{cores}`, `{memory_gib}` are replaced",
+        "scheduler.resources.gpus": "GPUs of each node",
+        "scheduler.resources.cores": "CPUs of each node",
+        "scheduler.resources.memory_gib": "Memory of each node, in GiB",
+        "scheduler.resources.max_nodes": "Nodes that one job may have",
+        "scheduler.resources.max_hours": "Longest walltime, in hours",
+        "scheduler.resources.exclusive": "Whether a job has such a node alone",
         "modules": "Loaded in every job",
         "module_init": "Sourced before `module load`",
         "environment": "Variables of every job",
@@ -104,15 +149,17 @@ MEANINGS = {
         "shared": "Folder that colleagues publish to: layers there are not built again",
         "registry": "Repository of layers, asked after that",
         "recipes": "Folders of recipes that are found by name; relative to this file",
+        "jobs": "What `submit` uses where the command line does not say it",
+        **{f"jobs.{key}": meaning for key, meaning in JOB_DEFAULTS.items()},
     },
 }
 CHOICES = {
-    "tasks.runs_on": ["gpus", "gpu", "cpu"],
+    "tasks.launch": list(LAUNCH),
     "runtimes.kind": sorted(RUNTIMES),
     "network.kind": sorted(NETWORKS),
     "scheduler.kind": sorted(schedulers.names()),
 }
-GONE = {"recipe": ("modules",)}  # known to the reader for the sake of its error message only
+GONE = {"recipe": ("modules", "tasks.runs_on")}  # known to the reader for the sake of its message only
 SCALARS = {str: "string", int: "integer", bool: "boolean"}
 
 
@@ -136,7 +183,7 @@ def schema_of(kind: Any, name: str, path: str = "") -> dict[str, Any]:
         return {**schema, "type": [schema["type"], "null"]} if "type" in schema else schema
     if is_dataclass(kind):
         types = get_type_hints(kind)
-        known = [field for field in fields(kind) if path or field.name not in GONE.get(name, ())]
+        known = [field for field in fields(kind) if f"{path}.{field.name}".lstrip(".") not in GONE.get(name, ())]
         return {
             "type": "object",
             "properties": {
