@@ -141,7 +141,7 @@ def launch(size: int, code: str, *argv: str, patience: float = 60) -> subprocess
         "--",
     ]
     return subprocess.run(
-        [*launcher, sys.executable, "-c", code, *argv], env=with_scripts(*SCRIPTS),
+        [*launcher, sys.executable, "-c", code, *argv], env=with_scripts(*SCRIPTS, str(ROOT / "tests")),
         capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def launch(
 # generate as its own script runs it: 12 batches of one prompt. What one rank does instead of its third batch stands in WHAT.
 GENERATE = """
 import os, signal, sys, time
-sys.path.insert(0, {entrypoints!r})
+sys.path[:0] = {entrypoints!r}
 import torch
 torch.set_num_threads(1)
 import generate
@@ -122,7 +122,9 @@ def launch_generate(
     settings = {"model": base, "examples": 12, "batch_size": 1, "max_new_tokens": 4, "device": "cpu"}
     arguments = ["--data", str(SAMPLE), "--output", str(output), "--greedy"]
     arguments += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    code = GENERATE.format(entrypoints=str(ENTRYPOINTS), what=what, pause=pause, arguments=[*arguments, *more])
+    # The image in which this runs may be of a recipe without `generate`: the checkout has it.
+    folders = [str(ENTRYPOINTS), str(ROOT / "entrypoints")]
+    code = GENERATE.format(entrypoints=folders, what=what, pause=pause, arguments=[*arguments, *more])
     argv = [sys.executable, str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--patience", "2", "--"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(output.parent / "hub"), "PYTHONWARNINGS": "ignore"}  # fmt: skip
     done = subprocess.run([*argv, sys.executable, "-c", code], capture_output=True, text=True, env=environment,
