@@ -58,7 +58,7 @@ class Pieces(torch.Tensor):  # type: ignore[misc]  # torch has no types here
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func}: it is nowhere complete")
+        raise NotImplementedError(f"{func} needs the whole tensor, and this process has pieces of it")
 
     def __repr__(self) -> str:
         return f"Pieces({tuple(self.size())}, {list(self.tensors)})"
