@@ -47,6 +47,7 @@ import sharded_state  # Megatron-Core, which is told first that there is no GPU
 from ekiben_tasks.distributed.context import REQUEUE
 from ekiben_tasks.models.shards import SHARDS, read_metadata
 from ekiben_tasks.task.errors import TaskError
+from support import multiprocess
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 
@@ -116,7 +117,7 @@ from ekiben_tasks.distributed import failures
 step = steps.Run._step
 def fail(self):
     if self.step == 2 and os.environ["RANK"] == "1":
-        print("failing", time.time(), flush=True)
+        os.write(1, b"failing %f\\n" % time.time())
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
     return step(self)
 steps.Run._step = fail
@@ -151,7 +152,7 @@ def test_rank_that_runs_out_of_memory_ends_all_with_one_sentence(data: Path, tmp
         word for name, value in asdict(changed(data)).items() for word in ("--set", f"{name}={json.dumps(value)}")
     ]
     done = launch(2, FAILING, "--output", str(tmp_path / "out"), *options)
-    failed = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("failing")]
+    failed = multiprocess.times_of("failing", done.stdout)
     assert done.returncode == 1 and failed, done.stdout + done.stderr
     assert time.time() - failed[0] < 20
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

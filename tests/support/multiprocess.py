@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -72,6 +73,14 @@ def run(size: int, log: Path, work: Callable[..., Any], *args: Any, **kwargs: An
     outputs = [Path(f"{log}-{rank}").read_text(encoding="utf-8") for rank in range(size)]
     assert codes == [0] * size, f"exit codes {codes}\n" + "\n----\n".join(outputs)
     return outputs[0]
+
+
+def times_of(word: str, output: str) -> list[float]:
+    """Return the times that processes wrote after ``word``, wherever they stand between what others print.
+
+    An image sets PYTHONUNBUFFERED: print() writes each of its words and the end of the line on its own.
+    """
+    return [float(seconds) for seconds in re.findall(rf"{word} (\d+\.\d+)", output)]
 
 
 def group_timeouts() -> set[str]:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(ENTRYPOINTS))
 import torch
 
 from ekiben_tasks.distributed import failures
+from support import multiprocess
 from support.tiny_runs import SAMPLE, base  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -37,7 +38,7 @@ from ekiben_tasks.training import loop, run
 gradients = loop.Run._gradients
 def fail(self, *words):
     if self.step == 2 and os.environ["RANK"] == "{rank}":
-        print("failing", time.time(), flush=True)
+        os.write(1, b"failing %f\\n" % time.time())
         {what}
     return gradients(self, *words)
 loop.Run._gradients = fail
@@ -89,7 +90,7 @@ def launch(
         "PYTHONWARNINGS": "ignore",
     }
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    began = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("failing")]
+    began = multiprocess.times_of("failing", done.stdout)
     return done, time.time() - began[0] if began else 0.0
 
 
@@ -106,7 +107,7 @@ rank, answer, calls = int(os.environ["RANK"]), batch.answer_batch, []
 def fail(*words, **named):
     calls.append(1)
     if len(calls) == 3 and rank == 1:
-        print("failing", time.time(), flush=True)
+        os.write(1, b"failing %f\\n" % time.time())
         {what}
     time.sleep({pause} * (rank == 0))
     return answer(*words, **named)
@@ -129,7 +130,7 @@ def launch_generate(
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(output.parent / "hub"), "PYTHONWARNINGS": "ignore"}  # fmt: skip
     done = subprocess.run([*argv, sys.executable, "-c", code], capture_output=True, text=True, env=environment,
                           timeout=120, check=False)  # fmt: skip
-    began = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("failing")]
+    began = multiprocess.times_of("failing", done.stdout)
     return done, time.time() - began[0] if began else 0.0
 
 

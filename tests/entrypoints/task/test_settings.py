@@ -145,7 +145,7 @@ def test_requested_number_of_processes_is_started(gpus: list[str], ranks: list[s
         "assert depth < 3, 'it starts itself without end'\n"
         "os.environ['DEPTH'] = str(depth + 1)\n"
         "command.start_processes(__file__, int(sys.argv[1]) if sys.argv[1:] else None, None)\n"
-        "print('rank', os.environ.get('RANK', 'alone'))\n"
+        "os.write(1, b'rank %s\\n' % os.environ.get('RANK', 'alone').encode())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment["PYTHONPATH"] = str(Path(settings.__file__).parents[2])
