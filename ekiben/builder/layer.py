@@ -167,7 +167,7 @@ class LayerBuilder:
         """
         from ekiben.formats.changeset import is_excluded, normalize, refuse_total_removal
         from ekiben.formats.left_out import LeftOut
-        from ekiben.formats.placement import place
+        from ekiben.formats.placement import resolve_destinations
         from ekiben.packages.git import mount_repositories
         from ekiben.packages.host_config import write_host_files
 
@@ -181,7 +181,7 @@ class LayerBuilder:
             lent = {**lent, **mount_repositories(step.stage.arguments, staging / "mount")}
         left_out = LeftOut()
         with self._below(lower) as below:
-            files = place(files, below)
+            files = resolve_destinations(files, below)
             if isinstance(step, BuildStage):
                 _refuse_shared_folders(step, below)
         for file in files:

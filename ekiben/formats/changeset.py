@@ -31,7 +31,7 @@ from ekiben.formats.layer import (
     sort_key,
 )
 from ekiben.formats.left_out import ACLS, DEVICES, LeftOut
-from ekiben.formats.placement import follow_links, place
+from ekiben.formats.placement import follow_links, resolve_destinations
 from ekiben.formats.upper import Forward, Read, folder_infos, folder_reader, path_of, tar_reader
 from ekiben.formats.xattrs import (
     COPIED_UP,
@@ -111,20 +111,20 @@ class Lower:
         if (known := self._folders.get(path)) is not None:
             return known
         among = self._merge(path.rpartition("/")[0])[1] if path else self.trees
-        found: Entry | None = None
+        top: Entry | None = None
         parts: list[Tree] = []
         for tree in among:
             entry = tree.lookup(path)
             if entry is None:
                 continue
             if entry.kind != "dir":
-                found = found or (entry if entry.kind != "whiteout" else None)
+                top = top or (entry if entry.kind != "whiteout" else None)
                 break
-            found = found or entry
+            top = top or entry
             parts.append(tree)
         if parts:
-            self._folders[path] = found, parts
-        return found, parts
+            self._folders[path] = top, parts
+        return top, parts
 
     def read_file(self, path: str) -> bytes:
         """Return the content of a file that ``lookup`` found."""
@@ -226,7 +226,7 @@ class _Normalizer:
             if path == "etc/localtime" and _means_utc(info) and not self.lower.lookup(path):
                 continue  # as without it: what Debian's packages make, unasked
             if path not in ("", ".") and (path in self.keep or not is_excluded(path)):
-                yield from self.member(read, info, path)
+                yield from self.entries_of(read, info, path)
             elif (
                 path not in ("", ".")
                 and not info.isdir()
@@ -236,7 +236,7 @@ class _Normalizer:
                 self.dropped.add(path)
         yield from self.whiteouts(None)
 
-    def member(self, read: Read, info: tarfile.TarInfo, path: str) -> Iterator[LayerEntry]:
+    def entries_of(self, read: Read, info: tarfile.TarInfo, path: str) -> Iterator[LayerEntry]:
         yield from self.whiteouts(path)
         if path.rpartition("/")[2].startswith(WHITEOUT_PREFIX) and not path.endswith(_OVERLAY_MARKS):
             raise _unstorable(path)
@@ -332,7 +332,7 @@ class _Normalizer:
         if self.setgid is not None:
             entry = self.with_setgid(entry, below)
             self.check_group(entry, below)
-        hides = path in self.opaque or path.rpartition("/")[0] in self.opaque or _says_opaque(info)
+        hides = path in self.opaque or path.rpartition("/")[0] in self.opaque or _marks_opaque(info)
         if below and below.kind == "dir" and hides:
             self.opaque.add(path)
             for child in self.lower.children(path):
@@ -396,7 +396,7 @@ def _means_utc(info: tarfile.TarInfo) -> bool:
     return info.issym() and info.linkname.endswith(("/zoneinfo/Etc/UTC", "/zoneinfo/UTC"))
 
 
-def _says_opaque(info: tarfile.TarInfo) -> bool:
+def _marks_opaque(info: tarfile.TarInfo) -> bool:
     return any(name.endswith(OPAQUE_MARK) and value == "y" for name, value in info.pax_headers.items())
 
 
@@ -412,16 +412,16 @@ def file_entries(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator
     Raises LayerError when a destination is a directory, or below what is none.
     """
     entries: dict[str, tuple[Entry, File | None]] = {"": (Entry("", "dir", 0o755, mtime=epoch), None)}
-    for file in place(files, lower):
+    for file in resolve_destinations(files, lower):
         path = file.destination.strip("/")
-        if any(part.startswith(WHITEOUT_PREFIX) for part in path.split("/")):
+        if any(name.startswith(WHITEOUT_PREFIX) for name in path.split("/")):
             raise _unstorable(path)
         parent = path.rpartition("/")[0]
         while parent and parent not in entries:
             below = lower.lookup(parent)
-            is_there = below is not None and below.kind == "dir"
+            is_directory = below is not None and below.kind == "dir"
             entries[parent] = (
-                replace(below, mtime=epoch) if is_there and below else Entry(parent, "dir", 0o755, mtime=epoch),
+                replace(below, mtime=epoch) if is_directory and below else Entry(parent, "dir", 0o755, mtime=epoch),
                 None,
             )
             parent = parent.rpartition("/")[0]
@@ -430,8 +430,8 @@ def file_entries(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator
         else:
             entries[path] = (Entry(path, "file", file.mode, mtime=epoch, size=file.size), file)
     for path in sorted(entries, key=sort_key):
-        entry, made_of = entries[path]
-        yield entry, _file_chunks(made_of) if made_of and entry.size else None
+        entry, source = entries[path]
+        yield entry, _file_chunks(source) if source and entry.size else None
 
 
 def _file_chunks(file: File) -> Iterator[bytes]:

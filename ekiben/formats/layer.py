@@ -57,7 +57,7 @@ LayerEntry = tuple[Entry, Iterable[bytes] | None]
 
 def sort_key(path: str) -> tuple[bytes, ...]:
     """Return the key that sorts paths depth first, names as bytes: a directory comes right before what it holds."""
-    return tuple(encode_name(part) for part in path.split("/")) if path else ()
+    return tuple(encode_name(name) for name in path.split("/")) if path else ()
 
 
 def encode_name(name: str) -> bytes:

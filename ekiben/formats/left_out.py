@@ -27,16 +27,18 @@ class LeftOut:
     def add(self, path: str, reason: str | None = None) -> None:
         """Note a path; without a reason, one that is_excluded()."""
         if reason is None:
-            reason = next(why for patterns, why in _REASONS if any(fnmatchcase(path, pattern) for pattern in patterns))
+            reason = next(
+                text for patterns, text in _REASONS if any(fnmatchcase(path, pattern) for pattern in patterns)
+            )
         self._counts[reason] = self._counts.get(reason, 0) + 1
         if len(shown := self._paths.setdefault(reason, [])) < 3:
             shown.append(path)
 
     def lines(self) -> list[str]:
         """Return a line for each kind."""
-        found = []
+        lines = []
         for reason, paths in sorted(self._paths.items()):
             shown = ", ".join(f"/{path}".encode("utf-8", "backslashreplace").decode() for path in paths)
             more = f" and {rest} more" if (rest := self._counts[reason] - len(paths)) else ""
-            found.append(f"left out: {shown}{more} ({reason})")
-        return found
+            lines.append(f"left out: {shown}{more} ({reason})")
+        return lines

@@ -130,7 +130,7 @@ def layer_tar(layer: LayerSource) -> Iterator[bytes]:
         raise CorruptBlob(layer.digest, path)
 
 
-def _parts(
+def _layout_files(
     config: bytes, layers: Sequence[LayerSource], name: str, leave_out: Collection[str]
 ) -> Iterator[tuple[str, int, Iterable[bytes]]]:
     """Path, size and data of everything in an OCI layout that `docker load` reads, too."""
@@ -173,7 +173,7 @@ def archive(
         info = tarfile.TarInfo(folder)
         info.type, info.mode = tarfile.DIRTYPE, 0o755
         yield info.tobuf(tarfile.GNU_FORMAT)
-    for path, size, chunks in _parts(config, layers, name, leave_out):
+    for path, size, chunks in _layout_files(config, layers, name, leave_out):
         info = tarfile.TarInfo(path)
         info.size = size
         yield info.tobuf(tarfile.GNU_FORMAT)  # GNU: a layer may pass 8 GiB
@@ -193,7 +193,7 @@ def write_layout(
     leave_out: Collection[str] = (),
 ) -> None:
     """Write the same as a folder: an OCI image layout with uncompressed layers. Raises OSError, CorruptBlob."""
-    for path, _, chunks in _parts(config, layers, name, leave_out):
+    for path, _, chunks in _layout_files(config, layers, name, leave_out):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         with (folder / path).open("wb") as stream:
             for chunk in chunks:

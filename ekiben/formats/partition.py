@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COPY = 1 << 20
 _AHEAD = 1 << 24  # bytes: how far ahead of the copy the disk is asked
-_BEHIND = 1 << 28  # bytes
+_MAX_UNHASHED = 1 << 28  # bytes
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -39,7 +39,7 @@ class Partition:
 
 def read_partition(partition: Partition, start: int = 0) -> Iterator[bytes]:
     """Yield a partition's bytes from ``start`` on. Raises StoreError when it ends early."""
-    with _opened(partition.path) as source:
+    with _open(partition.path) as source:
         source.seek(partition.offset + start)
         while start < partition.size:
             data = source.read(min(COPY, partition.size - start))
@@ -68,9 +68,9 @@ class Hasher:
             self._wait_for_all_but(0)
 
     def take(self, start: int, end: int) -> None:
-        """Hash the next bytes. Waits while more than _BEHIND of them are not hashed: what it reads should still be in memory."""
+        """Hash the next bytes. Waits while more than _MAX_UNHASHED are not hashed: what it reads should still be in memory."""
         for at in range(start, end, COPY):
-            self._wait_for_all_but(_BEHIND // COPY)
+            self._wait_for_all_but(_MAX_UNHASHED // COPY)
             self._waiting.append(self._pool.submit(self._hash, at, min(COPY, end - at)))
 
     def _wait_for_all_but(self, count: int) -> None:
@@ -80,8 +80,8 @@ class Hasher:
     def digest(self) -> str:
         """Return the digest of the bytes since the last call."""
         self._wait_for_all_but(0)
-        found, self._digest = "sha256:" + self._digest.hexdigest(), hashlib.sha256()
-        return found
+        digest, self._digest = "sha256:" + self._digest.hexdigest(), hashlib.sha256()
+        return digest
 
     def _hash(self, start: int, count: int) -> None:
         buffer = self._buffer[:count]
@@ -95,13 +95,16 @@ class Hasher:
 
 def copy_partition(
     partition: Partition, out: BinaryIO, on_bytes: Callable[[int], None],
-    own: Hasher | None = None, whole: Hasher | None = None,
+    partition_hasher: Hasher | None = None, file_hasher: Hasher | None = None,
 ) -> None:  # fmt: skip
-    """Copy a partition to the position of ``out`` while the hashers read what was written. ``own`` hashes this partition alone,
-    ``whole`` all of the file. Raises StoreError when the digest of ``own`` is not the partition's."""
-    hashers = [hasher for hasher in (own, whole) if hasher]
+    """Copy a partition to the position of ``out`` while the hashers read what was written.
+
+    ``partition_hasher`` hashes this partition alone, and its digest is compared; ``file_hasher`` all of the file.
+    Raises StoreError when the digest is not the partition's.
+    """
+    hashers = [hasher for hasher in (partition_hasher, file_hasher) if hasher]
     start = out.tell()
-    with _opened(partition.path) as source:
+    with _open(partition.path) as source:
         for done in range(0, partition.size, COPY):
             count = min(COPY, partition.size - done)
             _will_need(source, partition.offset + done + _AHEAD, COPY)
@@ -109,20 +112,20 @@ def copy_partition(
             for hasher in hashers:
                 hasher.take(start + done, start + done + count)
             on_bytes(count)
-    if own and (found := own.digest()) != partition.digest:
-        raise StoreError(f"{partition.path}: should be {partition.digest}, is {found}", hint=_HINT)
+    if partition_hasher and (digest := partition_hasher.digest()) != partition.digest:
+        raise StoreError(f"{partition.path}: should be {partition.digest}, is {digest}", hint=_HINT)
 
 
 def copy_checked(partition: Partition, to: Path) -> None:
     """Copy a partition to a new file. Raises StoreError when its bytes are not its digest's."""
-    with to.open("x+b", buffering=0) as out, Hasher(out.fileno()) as own:
-        copy_partition(partition, out, lambda count: None, own)
+    with to.open("x+b", buffering=0) as out, Hasher(out.fileno()) as hasher:
+        copy_partition(partition, out, lambda count: None, hasher)
 
 
 _HINT = "the stored layer is damaged: remove it and build again"
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb", buffering=0)
     except OSError as error:

@@ -20,7 +20,7 @@ class Below(Protocol):
         """Return what is at a path."""
 
 
-def place(files: Iterable[File], lower: Below) -> list[File]:
+def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
     """Return ``files`` with the paths that they have on ``lower``; empty folders that are there are left out.
 
     Raises LayerError when a file would replace a folder, or stand below what is none; when a build stage's folder goes to where
@@ -30,7 +30,7 @@ def place(files: Iterable[File], lower: Below) -> list[File]:
     folders: set[str] = set()  # of the lines before
 
     def is_folder(path: str) -> bool:
-        return path in folders or ((there := lower.lookup(path)) is not None and there.kind == "dir")
+        return path in folders or ((entry := lower.lookup(path)) is not None and entry.kind == "dir")
 
     for line, group in itertools.groupby(files, key=lambda file: (file.line, file.target)):
         members, target = list(group), line[1]
@@ -40,7 +40,7 @@ def place(files: Iterable[File], lower: Below) -> list[File]:
             if members[0].stage:  # where Docker, whose COPY a rendered file has, puts the one into the other
                 raise LayerError(f"%files from {members[0].stage}: {target} is a folder in the layers below; name where the stage's "
                                  f"folder goes: {base}")  # fmt: skip
-        made = []
+        resolved = []
         for file in members:
             destination = base + file.destination[len(target) :] if goes_into else file.destination
             path = real_path(destination.strip("/"), lower, follow_last=bool(file.line))
@@ -53,10 +53,10 @@ def place(files: Iterable[File], lower: Below) -> list[File]:
                 raise LayerError(
                     f"%files: {destination} is no folder in the layers below, and a folder cannot replace it"
                 )
-            made.append(replace(file, destination=f"/{path}"))
-        placed += made
-        folders |= {parent for file in made for parent in _parents(file.destination[1:])}
-        folders |= {file.destination[1:] for file in made if file.is_folder}
+            resolved.append(replace(file, destination=f"/{path}"))
+        placed += resolved
+        folders |= {parent for file in resolved for parent in _parents(file.destination[1:])}
+        folders |= {file.destination[1:] for file in resolved if file.is_folder}
     _refuse_two_sources(placed)
     return placed
 

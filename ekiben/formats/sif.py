@@ -61,8 +61,8 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """One data object of a SIF. ``file_system`` and ``part_type`` are 0 where it is no partition; ``link`` is 0, or the object
-    or group that a signature is of; ``extra`` depends on the type, ``row`` is all of the descriptor as it is in the file.
+    """One data object of a SIF. ``file_system`` and ``partition_type`` are 0 where it is no partition; ``link`` is 0, or the object
+    or group that a signature is of; ``extra`` depends on the type, ``raw`` is all of the descriptor as it is in the file.
     """
 
     number: int
@@ -72,10 +72,10 @@ class Descriptor:
     size: int
     name: str
     file_system: int = 0
-    part_type: int = 0
+    partition_type: int = 0
     link: int = 0
     extra: bytes = b""
-    row: bytes = field(default=b"", repr=False)
+    raw: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class SifInfo:
     def layers(self) -> tuple[Descriptor, ...]:
         """Return the squashfs partitions as they are stacked, bottom first."""
         squashfs = [item for item in self.descriptors if item.data_type == PARTITION and item.file_system == SQUASHFS]
-        primary = [item for item in squashfs if item.part_type == PRIMARY]
-        return (*primary, *(item for item in squashfs if item.part_type == OVERLAY))
+        primary = [item for item in squashfs if item.partition_type == PRIMARY]
+        return (*primary, *(item for item in squashfs if item.partition_type == OVERLAY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,12 @@ def write_sif(
     header: SifHeader,
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
-    whole: hashlib._Hash | None = None,
+    file_hash: hashlib._Hash | None = None,
     signature: Signature | None = None,
 ) -> None:
     """Write a SIF to ``out`` atomically. ``on_bytes`` is called with the number of bytes that each step copied.
 
-    ``whole`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature`` is that of
+    ``file_hash`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature`` is that of
     signed_message() with the same arguments.
     Raises StoreError when a partition's bytes are not its digest's, and when ``out`` cannot be written.
     """
@@ -156,7 +156,7 @@ def write_sif(
         file.write(_begin(descriptors, header))
         with contextlib.ExitStack() as stack:
             each = stack.enter_context(Hasher(file.fileno()))
-            all_of_it = stack.enter_context(Hasher(file.fileno(), whole)) if whole is not None else None
+            all_of_it = stack.enter_context(Hasher(file.fileno(), file_hash)) if file_hash is not None else None
             end = 0
             for partition, descriptor in zip(partitions, descriptors[len(header.objects) :], strict=False):
                 if file.seek(descriptor.offset) > os.fstat(file.fileno()).st_size:
@@ -176,9 +176,9 @@ def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:
     """Return what a signature of the SIF that write_sif() would write has to sign: known before the file is there."""
     table = _head(_lay_out(partitions, header), header)
     digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
-    rows = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
-    objects = [{"relativeId": number, "descriptorDigest": digest_of(signed_descriptor(row, number)), "objectDigest": digest}
-               for number, (row, digest) in enumerate(zip(rows, digests, strict=True))]  # fmt: skip
+    raw_descriptors = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
+    objects = [{"relativeId": number, "descriptorDigest": digest_of(signed_descriptor(raw, number)), "objectDigest": digest}
+               for number, (raw, digest) in enumerate(zip(raw_descriptors, digests, strict=True))]  # fmt: skip
     message = {"version": 1, "header": {"digest": digest_of(signed_header(table))}, "objects": objects}
     return json.dumps(message, separators=(",", ":")).encode()
 
@@ -189,9 +189,9 @@ def signed_header(head: bytes) -> bytes:
     return SIGNED_HEADER.pack(launch, magic, version, id)
 
 
-def signed_descriptor(row: bytes, relative: int) -> bytes:
+def signed_descriptor(raw: bytes, relative: int) -> bytes:
     """Return the fields of a descriptor that a signature covers; ``relative`` is its number less that of its group's first."""
-    data_type, used, _, _, link, _, size, _, created, _, uid, gid, name, extra = DESCRIPTOR.unpack(row)
+    data_type, used, _, _, link, _, size, _, created, _, uid, gid, name, extra = DESCRIPTOR.unpack(raw)
     return SIGNED_DESCRIPTOR.pack(data_type, used, relative, link, size, created, uid, gid, name, extra)
 
 
@@ -235,8 +235,8 @@ def _lay_out(
     named = [*((USERS, size) for size in users), *(("", partition.size) for partition in partitions)]
     for number, (name, size) in enumerate(named, 2):
         start = -(-end // PAGE) * PAGE
-        part_type = PRIMARY if number == 2 else OVERLAY
-        descriptors.append(Descriptor(number, PARTITION, GROUP, start, size, name, SQUASHFS, part_type))
+        partition_type = PRIMARY if number == 2 else OVERLAY
+        descriptors.append(Descriptor(number, PARTITION, GROUP, start, size, name, SQUASHFS, partition_type))
         end = start + size
     if signature:
         extra = SIGNATURE_EXTRA.pack(HASHES[signature.hash], bytes.fromhex(signature.fingerprint))
@@ -253,17 +253,17 @@ def _begin(descriptors: Sequence[Descriptor], header: SifHeader) -> bytes:
     return data
 
 
-def _head(descriptors: Sequence[Descriptor], about: SifHeader) -> bytes:
+def _head(descriptors: Sequence[Descriptor], sif_header: SifHeader) -> bytes:
     """Return the file's first bytes: its header and the table of descriptors."""
     import uuid  # late, see sif_id()
 
-    id, arch, epoch = uuid.UUID(about.id).bytes, _arch_code(about.arch), about.epoch
+    id, arch, epoch = uuid.UUID(sif_header.id).bytes, _arch_code(sif_header.arch), sif_header.epoch
     end = DATA_AT
     table = b""
     for item in descriptors:
         extra = item.extra
         if item.data_type == PARTITION:
-            extra = PARTITION_EXTRA.pack(item.file_system, item.part_type, arch)
+            extra = PARTITION_EXTRA.pack(item.file_system, item.partition_type, arch)
         padded = item.offset + item.size - end
         table += DESCRIPTOR.pack(
             *(item.data_type, True, item.number, item.group, item.link, item.offset, item.size, padded),
@@ -323,7 +323,7 @@ def read_sif(path: Path) -> SifInfo:
             table = _read_table(path, file, *fields[8:11])
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
-    descriptors = tuple(_descriptor(row) for row in table if row[4])
+    descriptors = tuple(_descriptor(raw) for raw in table if raw[4])
     for item in descriptors:
         if item.offset < 0 or item.size < 0 or item.offset + item.size > size:
             raise StoreError(f"{path}: truncated: data object {item.number} ends behind the file's {size} bytes")
@@ -341,12 +341,12 @@ def difference(path: Path, partitions: Sequence[Partition], header: SifHeader) -
     table = _head(layout, header)
     if _fixed_fields(info.head) != _fixed_fields(table[: HEADER.size]):
         return "its header is another"
-    found = [item for item in info.descriptors if item.data_type != SIGNATURE]
-    rows = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
-    if [item.row for item in found] != rows:
+    objects = [item for item in info.descriptors if item.data_type != SIGNATURE]
+    raw_descriptors = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
+    if [item.raw for item in objects] != raw_descriptors:
         return "its table of data objects is another"
     digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
-    for item, digest in zip(found, digests, strict=True):
+    for item, digest in zip(objects, digests, strict=True):
         sha = hashlib.sha256()
         for data in read_partition(Partition(path, item.offset, item.size, digest)):
             sha.update(data)
@@ -398,8 +398,8 @@ def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int
     return [table[start : start + DESCRIPTOR.size] for start in range(0, length, DESCRIPTOR.size)]
 
 
-def _descriptor(row: bytes) -> Descriptor:
-    data_type, _, number, group, link, offset, size, _, _, _, _, _, name, extra = DESCRIPTOR.unpack(row)
-    file_system, part_type, _ = PARTITION_EXTRA.unpack_from(extra) if data_type == PARTITION else (0, 0, b"")
+def _descriptor(raw: bytes) -> Descriptor:
+    data_type, _, number, group, link, offset, size, _, _, _, _, _, name, extra = DESCRIPTOR.unpack(raw)
+    file_system, partition_type, _ = PARTITION_EXTRA.unpack_from(extra) if data_type == PARTITION else (0, 0, b"")
     label = name.rstrip(b"\0").decode(errors="replace")
-    return Descriptor(number, data_type, group, offset, size, label, file_system, part_type, link, extra, row)
+    return Descriptor(number, data_type, group, offset, size, label, file_system, partition_type, link, extra, raw)

@@ -52,8 +52,8 @@ def tar_stream(entries: Iterable[LayerEntry]) -> Iterator[bytes]:
     waiting: list[bytes] = []
     sink = TarWriter(waiting.append)
 
-    def flushed(least: int) -> Iterator[bytes]:
-        if waiting and sum(map(len, waiting)) >= least:
+    def flushed(minimum: int) -> Iterator[bytes]:
+        if waiting and sum(map(len, waiting)) >= minimum:
             data = b"".join(waiting)
             waiting.clear()
             yield data

@@ -319,7 +319,7 @@ def _write_sif(sif: Path, request: _Request, signature: Signature | None) -> tup
                 partitions.append(store.partition(layer, is_checked=True))
                 bytes_copied += layer.size
         try:
-            write_sif(sif, partitions, header, on_bytes=progress.count, whole=file_digest, signature=signature)
+            write_sif(sif, partitions, header, on_bytes=progress.count, file_hash=file_digest, signature=signature)
             break
         except StoreError as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else None

@@ -166,7 +166,7 @@ def _refuse_changes(text: bytes, signer: Key, info: SifInfo, objects: Sequence[D
         raise SignatureError(f"{changed}: object {gone[0]} is gone", rank=4)
     for item in sorted(objects, key=lambda item: item.size):
         described, content = signed[item.number]
-        if _hashed(described, signed_descriptor(item.row, item.number - first)) != described:
+        if _hashed(described, signed_descriptor(item.raw, item.number - first)) != described:
             raise SignatureError(f"{changed}: the description of object {item.number}", rank=4)
         if digests(content.partition(":")[0], item) != content:
             raise SignatureError(f"{changed}: the content of object {item.number}", rank=4)

@@ -73,11 +73,11 @@ def make_sif(
             store.open_for_writing()
             partitions = [_squashed(image, store, stack.enter_context(store.staging()) / "squashed.squashfs")]
         known = known_sif(store, header.id)
-        whole = hashlib.sha256() if with_sha256 and not squash and not known else None
-        write_sif(out, partitions, header, on_bytes=on_bytes, whole=whole)
+        file_hash = hashlib.sha256() if with_sha256 and not squash and not known else None
+        write_sif(out, partitions, header, on_bytes=on_bytes, file_hash=file_hash)
         note_sif(header, out, store, partitions[0].digest if squash else None)
-    if whole:
-        known = keep_sif(store, header.id, whole)
+    if file_hash:
+        known = keep_sif(store, header.id, file_hash)
     return Artifact("sif", str(out), out.stat().st_size, True, known)
 
 

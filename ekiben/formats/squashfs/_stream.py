@@ -48,7 +48,7 @@ class StoredInode:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPath:
+class PathInode:
     """A path of an image, before hard links are resolved."""
 
     order: Order
@@ -105,29 +105,29 @@ def entry_of(path: str, inode: StoredInode) -> Entry:
     )
 
 
-def name_links(walk: Iterable[FoundPath]) -> Iterator[tuple[Entry, FoundPath]]:
+def name_links(walk: Iterable[PathInode]) -> Iterator[tuple[Entry, PathInode]]:
     """Make the first of several names of one inode the file, and the others hard links to it."""
     names: dict[tuple[int, int], str] = {}
-    for found in walk:
-        inode, entry = found.inode, entry_of(found.path, found.inode)
+    for node in walk:
+        inode, entry = node.inode, entry_of(node.path, node.inode)
         if inode.nlink > 1 and inode.kind not in (sq.DIR, sq.CHAR_DEVICE):
-            first = names.setdefault((id(found.reader), inode.number), found.path)
-            if first != found.path:
-                entry = Entry(found.path, "hardlink", inode.mode, inode.uid, inode.gid, inode.mtime, 0, first)
-        yield entry, found
+            first = names.setdefault((id(node.reader), inode.number), node.path)
+            if first != node.path:
+                entry = Entry(node.path, "hardlink", inode.mode, inode.uid, inode.gid, inode.mtime, 0, first)
+        yield entry, node
 
 
 _Step = Entry | BlockLoad | FragmentCut
 
 
-def _steps(named: Iterable[tuple[Entry, FoundPath]]) -> Iterator[_Step]:
+def _steps(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[_Step]:
     """What to do, in order: an entry, then the loads and the cut its data is made of."""
     fragments: OrderedDict[tuple[int, int], None] = OrderedDict()
-    for entry, found in named:
+    for entry, node in named:
         yield entry
         if entry.kind != "file" or not entry.size:
             continue
-        reader, inode = found.reader, found.inode
+        reader, inode = node.reader, node.inode
         yield from reader._loads(inode)
         if inode.fragment == sq.NONE:
             continue
@@ -170,7 +170,7 @@ def _batches(steps: Iterator[_Step]) -> Iterator[list[_Step]]:
     yield batch
 
 
-def stream_entries(named: Iterable[tuple[Entry, FoundPath]]) -> Iterator[LayerEntry]:
+def stream_entries(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[LayerEntry]:
     """Yield entries with their data, which several threads decompress ahead."""
     steps = _ahead(_steps(named), usable_cores())
     fragments: dict[tuple[int, int], bytes] = {}
@@ -198,20 +198,20 @@ def stream_entries(named: Iterable[tuple[Entry, FoundPath]]) -> Iterator[LayerEn
         deque(data, maxlen=0)  # what the caller did not want
 
 
-def overlay(layers: Sequence[SquashfsReader]) -> Iterator[FoundPath]:
+def overlay(layers: Sequence[SquashfsReader]) -> Iterator[PathInode]:
     """Merge layers by overlayfs' rules: the top layer's entry counts, directories merge, anything else ends what lies below it."""
     height = {id(layer): index for index, layer in enumerate(layers)}
     walks = [layer.walk() for layer in layers]
     last: Order | None = None
     covers: list[tuple[Order, int]] = []  # below this path, layers under this height are hidden
-    for found in heapq.merge(*walks, key=lambda found: (found.order, -height[id(found.reader)])):
-        while covers and found.order[: len(covers[-1][0])] != covers[-1][0]:
+    for node in heapq.merge(*walks, key=lambda node: (node.order, -height[id(node.reader)])):
+        while covers and node.order[: len(covers[-1][0])] != covers[-1][0]:
             covers.pop()
-        layer = height[id(found.reader)]
+        layer = height[id(node.reader)]
         if covers and layer < covers[-1][1]:
             continue
-        if found.inode.kind != sq.DIR:
-            covers.append((found.order, layer))
-        if found.order != last and found.inode.kind != sq.CHAR_DEVICE:
-            yield found
-        last = found.order
+        if node.inode.kind != sq.DIR:
+            covers.append((node.order, layer))
+        if node.order != last and node.inode.kind != sq.CHAR_DEVICE:
+            yield node
+        last = node.order

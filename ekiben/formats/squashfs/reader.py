@@ -18,8 +18,8 @@ from ekiben.formats.layer import Entry, LayerEntry, Xattrs, decode_name, sort_ke
 from ekiben.formats.squashfs import format as sq
 from ekiben.formats.squashfs._stream import (
     BlockLoad,
-    FoundPath,
     FragmentCut,
+    PathInode,
     StoredInode,
     entry_of,
     name_links,
@@ -36,8 +36,8 @@ CACHED_LISTINGS = 64  # of folders: those on the way to a path, and some beside 
 def compression(path: Path, offset: int = 0) -> str | None:
     """Return the name of the method by which the squashfs at ``offset`` is compressed. Raises OSError."""
     with path.open("rb") as file:
-        found = os.pread(file.fileno(), 22, offset)
-    return sq.COMPRESSIONS.get(int.from_bytes(found[20:], "little"))
+        superblock = os.pread(file.fileno(), 22, offset)
+    return sq.COMPRESSIONS.get(int.from_bytes(superblock[20:], "little"))
 
 
 class SquashfsReader:
@@ -99,8 +99,8 @@ class SquashfsReader:
         inode = self._find(path)
         if inode is None or inode.kind != sq.DIR:
             return []
-        here = FoundPath(sort_key(path), path, inode, self)
-        return [entry_of(found.path, found.inode) for found in self._children(here) if found.inode.is_kept]
+        here = PathInode(sort_key(path), path, inode, self)
+        return [entry_of(node.path, node.inode) for node in self._children(here) if node.inode.is_kept]
 
     def read_file(self, path: str) -> bytes:
         """Return a file's content. Raises StoreError when it is not there, or has more than 2 GiB."""
@@ -130,22 +130,22 @@ class SquashfsReader:
         """Yield all entries in canonical order with their data, decompressed ahead on threads."""
         return stream_entries(name_links(self.walk()))
 
-    def walk(self) -> Iterator[FoundPath]:
+    def walk(self) -> Iterator[PathInode]:
         """Yield every path with its inode, in canonical order."""
         seen: set[tuple[int, int]] = set()
-        stack: list[Iterator[FoundPath]] = [iter([FoundPath((), "", self._inode(self._root), self)])]
+        stack: list[Iterator[PathInode]] = [iter([PathInode((), "", self._inode(self._root), self)])]
         while stack:
-            found = next(stack[-1], None)
-            if found is None:
+            node = next(stack[-1], None)
+            if node is None:
                 stack.pop()
-            elif found.inode.is_kept:
-                yield found
-                if found.inode.kind == sq.DIR:
-                    listing = (found.inode.number, found.inode.start << 16 | found.inode.offset)
+            elif node.inode.is_kept:
+                yield node
+                if node.inode.kind == sq.DIR:
+                    listing = (node.inode.number, node.inode.start << 16 | node.inode.offset)
                     if listing in seen:
-                        raise self.damaged(f"directory {found.path!r} is listed twice")
+                        raise self.damaged(f"directory {node.path!r} is listed twice")
                     seen.add(listing)
-                    stack.append(self._children(found))
+                    stack.append(self._children(node))
 
     # -- raw reads
 
@@ -371,22 +371,22 @@ class SquashfsReader:
         self._listings[listing] = references  # at the end: what was used last goes last
         return references
 
-    def _children(self, found: FoundPath) -> Iterator[FoundPath]:
-        listing = list(self._listing(found.inode))
-        prefix = found.path + "/" if found.path else ""
+    def _children(self, folder: PathInode) -> Iterator[PathInode]:
+        listing = list(self._listing(folder.inode))
+        prefix = folder.path + "/" if folder.path else ""
         last = b""
         for name, reference in listing:
             if name <= last or name in (b".", b"..") or b"/" in name or b"\0" in name:
-                raise self.damaged(f"directory {found.path!r} lists {name!r} behind {last!r}")
+                raise self.damaged(f"directory {folder.path!r} lists {name!r} behind {last!r}")
             last = name
-            yield FoundPath((*found.order, name), prefix + decode_name(name), self._inode(reference), self)
+            yield PathInode((*folder.order, name), prefix + decode_name(name), self._inode(reference), self)
 
     def _find(self, path: str) -> StoredInode | None:
         inode = self._inode(self._root)
-        for part in sort_key(path):
+        for name in sort_key(path):
             if inode.kind != sq.DIR:
                 return None
-            reference = self._references(inode).get(part)
+            reference = self._references(inode).get(name)
             if reference is None:
                 return None
             inode = self._inode(reference)

@@ -307,13 +307,13 @@ class SquashfsWriter:
         if self._small:
             self._fragment += chunk
             if not self._left:
-                self._pack(self._file)
+                self._add_to_fragment(self._file)
         else:
             self._split(self._file, memoryview(chunk))
         if not self._left:
             self._file = None
 
-    def _pack(self, inode: _Inode) -> None:
+    def _add_to_fragment(self, inode: _Inode) -> None:
         """A small file that came before is not kept twice."""
         digest = hashlib.sha256(memoryview(self._fragment)[inode.offset :]).digest()
         earlier = self._packed.setdefault(digest, inode)

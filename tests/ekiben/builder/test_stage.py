@@ -20,7 +20,7 @@ from ekiben.core.errors import DefinitionError, LayerError, StoreError, UsageErr
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed
 from ekiben.formats.layer import Entry, File, LayerEntry
-from ekiben.formats.placement import place as to_positions
+from ekiben.formats.placement import resolve_destinations as to_positions
 from ekiben.resolve.graph import stages_of
 from ekiben.resolve.render import render
 from ekiben.resolve.resolve import resolve
