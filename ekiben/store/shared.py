@@ -202,8 +202,8 @@ class SharedAccess:
         status = self.shared_dir.stat()
         group, owner = group_name(status.st_gid), user_name(status.st_uid)
         whose = f"it is {owner}'s, group {group}, {stat.filemode(status.st_mode)}"
-        is_member = getpass.getuser() in _members(status.st_gid)
-        if status.st_mode & 0o020 and is_member:
+        is_in_group = getpass.getuser() in _members(status.st_gid)
+        if status.st_mode & 0o020 and is_in_group:
             hint = f"you are in the group {group}, but this login began before that or without it: `newgrp {group}`, and again"
         elif status.st_mode & 0o020:
             hint = f"ask to be added to the group {group}"

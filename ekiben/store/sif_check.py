@@ -30,7 +30,7 @@ def check_sif(image: Image, path: Path, store: Store, *, again: bool = False) ->
     if again or _remembered(store, header.id).get(_key(path)) != identity(path):
         before = identity(path)
         reason = difference(path, _partitions(image, path, header, store), header)
-        if not reason and header is squashed and _flat_digest(store, header.id) is None:
+        if not reason and header is squashed and _squashed_digest(store, header.id) is None:
             reason = _content_difference(image, path, store)
         if reason:
             raise VerifyError(f"{path} is not {image.name} as it was made: {reason}", hint=_hint(image))
@@ -55,11 +55,11 @@ def sif_sha256(header: SifHeader, path: Path, store: Store) -> str:
 
 
 def note_sif(
-    header: SifHeader, path: Path, store: Store, flat_digest: str | None = None, *, sha256: str | None = None
+    header: SifHeader, path: Path, store: Store, squashed_digest: str | None = None, *, sha256: str | None = None
 ) -> None:
     """Remember that a SIF has what its header promises, until the file changes.
 
-    ``flat_digest``: of its one partition; ``sha256``: of the file.
+    ``squashed_digest``: of its one partition; ``sha256``: of the file.
     """
     if not store.is_writable():
         return
@@ -67,7 +67,7 @@ def note_sif(
     sums = {name: digest for name, digest in _sums(store, header.id).items() if name in files and name != _key(path)}
     if sha256:
         sums[_key(path)] = sha256
-    digest = flat_digest or _flat_digest(store, header.id)
+    digest = squashed_digest or _squashed_digest(store, header.id)
     with contextlib.suppress(OSError, StoreError):  # without the note the file is read again
         files[_key(path)] = identity(path)
         note = {"files": files, "sha256": sums, **({"flat": digest} if digest else {})}
@@ -82,16 +82,16 @@ def _partitions(image: Image, path: Path, header: SifHeader, store: Store) -> li
         raise VerifyError(
             f"{path} is not {image.name} as it was made: it has {len(layers)} partitions", hint=_hint(image)
         )
-    part = Partition(path, layers[0].offset, layers[0].size, "")
-    digest = _flat_digest(store, header.id)
+    partition = Partition(path, layers[0].offset, layers[0].size, "")
+    digest = _squashed_digest(store, header.id)
     if digest is None:
-        digest = "sha256:" + _digest_of_part(part)
-    return [Partition(path, part.offset, part.size, digest)]
+        digest = "sha256:" + _partition_digest(partition)
+    return [Partition(path, partition.offset, partition.size, digest)]
 
 
-def _digest_of_part(part: Partition) -> str:
+def _partition_digest(partition: Partition) -> str:
     sha = hashlib.sha256()
-    for data in read_partition(part):
+    for data in read_partition(partition):
         sha.update(data)
     return sha.hexdigest()
 
@@ -115,7 +115,7 @@ def _content_difference(image: Image, path: Path, store: Store) -> str:
     return "" if expected.diff_id == diff_id else "its files are others"
 
 
-def _flat_digest(store: Store, id: str) -> str | None:
+def _squashed_digest(store: Store, id: str) -> str | None:
     known = (store.check(_name(id)) or {}).get("flat")
     return known if isinstance(known, str) else None
 
