@@ -40,7 +40,7 @@ def allowance(
     env = os.environ if environment is None else environment
     cores = {"processors": float(len(os.sched_getaffinity(0)))}
     memory = {"free memory": _available(proc)}
-    for folder in _own_cgroups(proc, cgroups):
+    for folder in _cgroups_of_process(proc, cgroups):
         name = f"cgroup {folder.relative_to(cgroups)}"
         cores[name], memory[name] = _cgroup_cores(folder), _cgroup_memory(folder)
     for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "NSLOTS", "NCPUS", "PBS_NCPUS"):
@@ -58,15 +58,15 @@ def allowance(
 
 def _allocated(env: Mapping[str, str], cores: int) -> dict[str, int]:
     """Memory a batch system granted: Slurm in MiB, PBS as text such as 16gb."""
-    found = {}
+    memory = {}
     if env.get("SLURM_MEM_PER_NODE", "0").isdigit() and (granted := int(env.get("SLURM_MEM_PER_NODE", "0"))):
-        found["SLURM_MEM_PER_NODE"] = granted << 20
+        memory["SLURM_MEM_PER_NODE"] = granted << 20
     elif env.get("SLURM_MEM_PER_CPU", "0").isdigit() and (granted := int(env.get("SLURM_MEM_PER_CPU", "0"))):
-        found["SLURM_MEM_PER_CPU"] = (granted * cores) << 20
+        memory["SLURM_MEM_PER_CPU"] = (granted * cores) << 20
     for name in ("PBS_RESC_MEM", "PBS_MEM"):
         if match := re.fullmatch(r"(\d+)([kmgt]?)b?", env.get(name, "").lower()):
-            found[name] = int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[match[2]]
-    return found
+            memory[name] = int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}[match[2]]
+    return memory
 
 
 def _available(proc: Path) -> int:
@@ -74,9 +74,9 @@ def _available(proc: Path) -> int:
     return int(match[1]) << 10 if match else _UNLIMITED
 
 
-def _own_cgroups(proc: Path, cgroups: Path) -> list[Path]:
+def _cgroups_of_process(proc: Path, cgroups: Path) -> list[Path]:
     """This process' cgroups and all above them: the least of their limits counts. Version 1 and 2."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         roots = [
@@ -86,8 +86,8 @@ def _own_cgroups(proc: Path, cgroups: Path) -> list[Path]:
         ]
         for root in [cgroups] if not controllers else roots:
             folder = root / path.lstrip("/")
-            found += [path for path in (folder, *folder.parents) if path.is_relative_to(root) and path.is_dir()]
-    return list(dict.fromkeys(found))
+            folders += [path for path in (folder, *folder.parents) if path.is_relative_to(root) and path.is_dir()]
+    return list(dict.fromkeys(folders))
 
 
 def _number(path: Path) -> int | None:
@@ -126,7 +126,7 @@ def _cgroup_memory(folder: Path) -> int:
 def oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int:
     """Return how many processes of our cgroups the kernel has killed for lack of memory so far."""
     counts = []
-    for folder in _own_cgroups(proc, cgroups):
+    for folder in _cgroups_of_process(proc, cgroups):
         for name in ("memory.events", "memory.oom_control"):
             events = folder / name
             if events.exists() and (
@@ -138,11 +138,11 @@ def oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """``count`` compilers side by side, each with ``threads`` of nvcc's own; ``why`` for the log."""
+    """``count`` compilers side by side, each with ``threads`` of nvcc's own; ``reason`` for the log."""
 
     count: int
     threads: int
-    why: str
+    reason: str
 
     @property
     def environment(self) -> dict[str, str]:
@@ -151,7 +151,7 @@ class Jobs:
 
     def halved(self) -> Jobs:
         """Return half as many jobs, with as many threads: nvcc's command line has these, and a changed one compiles all again."""
-        return replace(self, count=max(1, self.count // 2), why="half of it, after a kill for lack of memory")
+        return replace(self, count=max(1, self.count // 2), reason="half of it, after a kill for lack of memory")
 
 
 def jobs_for(allowed: Allowance, job_memory: int | None, *, units: int | None = None, capabilities: int = 1) -> Jobs:
@@ -161,9 +161,9 @@ def jobs_for(allowed: Allowance, job_memory: int | None, *, units: int | None = 
     count = int(max(1, min(allowed.cores, by_memory, units or allowed.cores)))
     threads = int(max(1, min(capabilities, allowed.cores // count, by_memory // count)))
     seen = "as seen before" if job_memory else "a guess"
-    why = (f"{allowed.cores} cores ({allowed.cores_by}), {allowed.memory / GIB:.1f} GiB ({allowed.memory_by}), "
-           f"{each / GIB:.1f} GiB a job ({seen})")  # fmt: skip
-    return Jobs(count, threads, why)
+    reason = (f"{allowed.cores} cores ({allowed.cores_by}), {allowed.memory / GIB:.1f} GiB ({allowed.memory_by}), "
+              f"{each / GIB:.1f} GiB a job ({seen})")  # fmt: skip
+    return Jobs(count, threads, reason)
 
 
 _UNIT = re.compile(r"\s*\[(\d+)/(\d+)\] ")
@@ -180,7 +180,7 @@ class Compilation:
         self.expected, self._clock, self._began = units, clock, clock()
         self.done, self._batch_done, self._batch = 0, 0, 0
         self.was_killed = self.is_disk_full = False
-        self._said = self._began
+        self._last_report = self._began
 
     def line(self, line: str) -> str | None:
         """Takes one line; answers with the state when a unit is done."""
@@ -205,9 +205,9 @@ class Compilation:
 
     def is_due(self) -> bool:
         """Whether a plain log should have a line again."""
-        if (now := self._clock()) - self._said < _REPORT_SECONDS:
+        if (now := self._clock()) - self._last_report < _REPORT_SECONDS:
             return False
-        self._said = now
+        self._last_report = now
         return True
 
 

@@ -57,7 +57,7 @@ def compile_stage(
     began, notes = time.monotonic(), dict[str, Any]()
     with builder.log(stage) as log:
         while True:
-            progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.why}")
+            progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.reason}")
             compilation, kills = Compilation(stats.get("units")), oom_kills()
             log.read_state = _follow(compilation, progress)
             try:
@@ -72,7 +72,9 @@ def compile_stage(
             except JobFailed as error:
                 killed = error.returncode in (137, -9) or compilation.was_killed or oom_kills() > kills
                 if not killed or jobs.count == 1:
-                    raise LayerError(_why_failed(stage, log, error, compilation, killed, allowed.memory)) from error
+                    raise LayerError(
+                        _describe_failure(stage, log, error, compilation, killed, allowed.memory)
+                    ) from error
                 jobs, goes_on = jobs.halved(), True
                 progress.log(f"stage {stage.name}: a compiler was killed for lack of memory; on with half the jobs")
     seconds = round(time.monotonic() - began, 1)
@@ -130,11 +132,11 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
         store.put_file(staging / "blob", digest)
     folder = stage.hands_over[0].rstrip("/")
     path = folder if folder.endswith(".whl") else f"{folder}/{wheel.name}"
-    about = record or StoredResult(
+    result = record or StoredResult(
         name=stage.name, key=stage.cache_key, wheel=stage.wheel, files=(), inputs=stage.inputs, origin="",
         executor="unknown", seconds=0.0, notes=proof,
     )  # fmt: skip
-    return replace(about, name=stage.name, files=(StageOutput(path, 0o644, digest, size),), origin="imported")
+    return replace(result, name=stage.name, files=(StageOutput(path, 0o644, digest, size),), origin="imported")
 
 
 def _follow(compilation: Compilation, progress: Progress) -> Callable[[str], str | None]:
@@ -224,7 +226,7 @@ def _read_measured(path: Path) -> dict[str, int]:
         return {}
 
 
-def _why_failed(
+def _describe_failure(
     stage: BuildStage, log: Log, error: JobFailed, compilation: Compilation, killed: bool, memory: int
 ) -> str:
     kept = f"What was compiled ({compilation.done} units) is kept: the same command goes on from there."

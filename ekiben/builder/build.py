@@ -96,10 +96,10 @@ def import_wheel(
         raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one asked for; it is not taken")
     stage = wheels.stage_for(resolved, wheel)
     record = wheels.read_record(wheel, stage)
-    if (there := store.result(stage.cache_key)) is not None:
-        if digest in [file.digest for file in there.files]:
-            return there
-        raise VerifyError(f"there is a wheel for {stage.name} already ({there.origin}), with other bytes; two of one key "
+    if (existing := store.result(stage.cache_key)) is not None:
+        if digest in [file.digest for file in existing.files]:
+            return existing
+        raise VerifyError(f"there is a wheel for {stage.name} already ({existing.origin}), with other bytes; two of one key "
                           "would make two images of one key", hint=f"{command_name()} prune --wheels removes one that no image needs")  # fmt: skip
     store.open_for_writing()
     with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
@@ -127,7 +127,7 @@ class _Build:
     def __init__(self, builder: LayerBuilder, imported: Results | None = None) -> None:
         self.builder, self.store, self.progress = builder, builder.store, builder.progress
         self._imported = imported or {}
-        self._made: dict[str, StoredLayer] = {}
+        self._layers: dict[str, StoredLayer] = {}
         self._unproven: dict[str, StoredResult] = {}  # kept when the layer that holds them has passed its %test
         self._locked: dict[str, StoredResult] = {}  # results by the key whose lock this build holds
         self._cache: LayerCache | None = None
@@ -144,14 +144,14 @@ class _Build:
             self.progress.log(f"layer {action.layer.name}: another process is building it; waiting")
 
         key = action.layer.cache_key
-        if key in self._made:  # for a build stage, or for the stage before it
-            return self._made[key]
+        if key in self._layers:  # for a build stage, or for the stage before it
+            return self._layers[key]
         with self.store.lock(key, on_wait):
             layer = self.store.layer(key) or self._pull(action)
             if layer is None:
                 layer = self._make(action, lower)
                 self.store.put_layer(layer)
-        self._made[key] = layer
+        self._layers[key] = layer
         return layer
 
     def _pull(self, action: Action) -> StoredLayer | None:
@@ -176,23 +176,23 @@ class _Build:
         deps = action.stage_deps or plan_stages(layer.copies, self.store)
         with self._results(layer.copies, {dep.step.cache_key: dep for dep in deps}) as results:
             with self.progress.step(f"layer {layer.name} ({action.reason})"):
-                made = self.builder.make(layer, lower, files_for(layer.copies, results, self.store))
+                stored = self.builder.make(layer, lower, files_for(layer.copies, results, self.store))
                 if any(key in self._unproven for key in results):
-                    self.builder.run_test(layer, [*lower, made])
+                    self.builder.run_test(layer, [*lower, stored])
             self._keep(results)
-        return made
+        return stored
 
     @contextlib.contextmanager
     def _results(self, copies: Sequence[StageCopy], deps: Mapping[str, StageAction]) -> Iterator[Results]:
         """What the stages hand over, compiled where the store has it not. An error inside drops what is new."""
         with contextlib.ExitStack() as locks:
-            found: dict[str, StoredResult] = {}
+            results: dict[str, StoredResult] = {}
             try:
                 for stage in stages_of(copies):
-                    found[stage.cache_key] = self._ensure_result(stage, copies, deps, locks)
-                yield found
+                    results[stage.cache_key] = self._ensure_result(stage, copies, deps, locks)
+                yield results
             except BaseException:
-                for result in [self._unproven.pop(key) for key in found if key in self._unproven]:
+                for result in [self._unproven.pop(key) for key in results if key in self._unproven]:
                     self._drop(result)
                 raise
 
@@ -292,16 +292,16 @@ def image_name(resolved: ResolvedRecipe) -> str:
 def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
     """Let the recipe's name stand for the image of ``layers``."""
     image = _image_of(resolved, layers)
-    about = {"config": image.image_id, "recipe": image.recipe, "stack": image.stack, "tasks": dict(image.tasks),
-             "keys": [layer.cache_key for layer in layers]}  # fmt: skip
+    metadata = {"config": image.image_id, "recipe": image.recipe, "stack": image.stack, "tasks": dict(image.tasks),
+                "keys": [layer.cache_key for layer in layers]}  # fmt: skip
     ref = store.image(image.name)
-    is_same = ref is not None and all(ref.get(field) == value for field, value in about.items())
+    is_same = ref is not None and all(ref.get(field) == value for field, value in metadata.items())
     if ref is None or not is_same or (store.is_writable() and not _are_complete(store, layers, ref)):
         store.open_for_writing()
         store.put_blob(image.config)
         for layer in layers:
             store.note_last(layer.name, layer.cache_key)
-        store.put_image(image.name, oci.store_manifest(image.config, layers), about)
+        store.put_image(image.name, oci.store_manifest(image.config, layers), metadata)
     return image
 
 

@@ -56,7 +56,7 @@ class LayerBuilder:
         if self._sources is None:
             from ekiben.packages.host_config import site_sources
 
-            self._sources = self.options.supply or site_sources(self._stack, self.options.mirror)
+            self._sources = self.options.sources or site_sources(self._stack, self.options.mirror)
         return self._sources
 
     @property
@@ -66,8 +66,8 @@ class LayerBuilder:
             from ekiben.executors import choose
 
             with self.store.staging() as staging:
-                name, executor, why = choose(self.options.engine, folder=staging)
-            self.progress.log(f"engine {name}: {why}")
+                name, executor, reason = choose(self.options.engine, folder=staging)
+            self.progress.log(f"engine {name}: {reason}")
             self._executor = name, executor
         return self._executor
 
@@ -176,9 +176,9 @@ class LayerBuilder:
             self.store.check_blob(item.digest)
         assert step.stage is not None
         (staging / "mount").mkdir()
-        lent = write_host_files(staging / "mount", self.sources)
+        environment = write_host_files(staging / "mount", self.sources)
         if self.uses_git:
-            lent = {**lent, **mount_repositories(step.stage.arguments, staging / "mount")}
+            environment = {**environment, **mount_repositories(step.stage.arguments, staging / "mount")}
         left_out = LeftOut()
         with self._below(lower) as below:
             files = resolve_destinations(files, below)
@@ -188,7 +188,7 @@ class LayerBuilder:
             if is_excluded(path := file.destination.lstrip("/")):
                 left_out.add(path)
         job = prepare_job(
-            step.name, step.stage.post, {**step.environment, **build_environment(step.epoch), **lent, **(settings or {})},
+            step.name, step.stage.post, {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})},
             lower, self.store, staging, files=files, log=log,
         )  # fmt: skip
         with self._below(lower) as below, executor.execute(job) as changes:
@@ -246,13 +246,13 @@ class LayerBuilder:
             reader = SquashfsReader(stream)
             entry = reader.lookup(DPKG_STATUS) if locked else None
             status = reader.read_file(DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
-        found = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
+        drift = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
                  if name in locked and locked[name] != version]  # fmt: skip
         if self.options.locked:
-            refuse_drift(found)
-        for line in found:
+            refuse_drift(drift)
+        for line in drift:
             self.progress.log(f"drift: {line}")
-        return found
+        return drift
 
 
 def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
@@ -264,10 +264,10 @@ def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
                              "handed over; let it make a folder of its own, or name the files")  # fmt: skip
 
 
-def refuse_drift(found: Sequence[str]) -> None:
+def refuse_drift(drift: Sequence[str]) -> None:
     """Raise LockMismatchError when there is any."""
-    if found:
-        raise LockMismatchError("other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(found),
+    if drift:
+        raise LockMismatchError("other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(drift),
                          hint=f"`{command_name()} lock` locks today's; without --locked the drift is recorded in the image")  # fmt: skip
 
 

@@ -67,12 +67,12 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How missing layers are made. ``supply`` replaces the site's mirrors and indexes; ``registry`` has layers by key."""
+    """How missing layers are made. ``sources`` replaces the site's mirrors and indexes; ``registry`` has layers by key."""
 
     engine: str = "auto"
     mirror: str | None = None
     locked: bool = False
-    supply: PackageSources | None = None
+    sources: PackageSources | None = None
     registry: str | None = None
 
 
@@ -147,7 +147,7 @@ class _Lookup:
 
     def stages(self, copies: Iterable[StageCopy], shipped: Sequence[Layer]) -> Iterator[StageAction]:
         """A stage's own stages and the missing layers that are not ``shipped`` come before it."""
-        own = {layer.cache_key for layer in shipped}
+        shipped_keys = {layer.cache_key for layer in shipped}
         for stage in stages_of(copies):
             if stored := self.result(stage.cache_key):
                 yield StageAction(stage, f"stored, {stored.origin}", stored)
@@ -155,7 +155,7 @@ class _Lookup:
             yield from self.stages(stage.copies, shipped)
             below = tuple(self.actions(stage.layers))
             yield from (StageAction(action.layer, action.reason) for action in below
-                        if not action.stored and action.layer.cache_key not in own)  # fmt: skip
+                        if not action.stored and action.layer.cache_key not in shipped_keys)  # fmt: skip
             yield StageAction(stage, _reason(stage, self.store, parent_is_rebuilt=False), layers=below)
 
 

@@ -68,14 +68,14 @@ def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool =
     Raises VerifyError when one fails, and when the file is not the image's, StoreError when it cannot be read.
     """
     check_sif(image, sif, store, again=again)
-    found = program()
-    if found is None:
+    runtime = program()
+    if runtime is None:
         return None
 
     def run(lines: list[str]) -> int:
         with _work_folder(store) as folder:
             argv: list[str | Path] = [
-                found,
+                runtime,
                 "--quiet",
                 "test",
                 "--cleanenv",
@@ -87,7 +87,7 @@ def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool =
             ]
             return stream(argv, _both(lines, log), env=_without_settings())
 
-    return _checked(image, f"{Path(found).name}", store, run, again)
+    return _checked(image, f"{Path(runtime).name}", store, run, again)
 
 
 def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
@@ -125,10 +125,10 @@ def verify_loaded(kind: str, image: Image, store: Store, log: Log, *, again: boo
 
 def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
     """Run the tests on the store's layers under whatever executor is here: for a machine without a runtime."""
-    found = next((item for item in by_preference() if item[1].unavailable() is None), None)
-    if found is None:
+    available = next((item for item in by_preference() if item[1].unavailable() is None), None)
+    if available is None:
         return None
-    name, executor = found
+    name, executor = available
 
     def run(lines: list[str]) -> int:
         with store.staging() as staging:

@@ -70,21 +70,21 @@ def read_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[str, E
     python, platform = "cp" + str(inputs["python"]).replace(".", ""), str(inputs["platform"])
     machine = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}.get(platform, "?")
     if not any(tag.interpreter == python and tag.platform.endswith(machine) for tag in tags):
-        others = " and ".join(sorted(f"{tag.interpreter} on {tag.platform}" for tag in tags))
-        raise VerifyError(f"{wheel.name} is for {others}; wanted is {python} on {platform}")
+        targets = " and ".join(sorted(f"{tag.interpreter} on {tag.platform}" for tag in tags))
+        raise VerifyError(f"{wheel.name} is for {targets}; wanted is {python} on {platform}")
     try:
         with zipfile.ZipFile(wheel) as archive:
             _check_record(archive, wheel.name)
-            found = {
+            extensions = {
                 info.filename: _read_extension(archive.read(info))
                 for info in archive.infolist()
                 if info.filename.endswith(".so")
             }
     except (zipfile.BadZipFile, OSError, ValueError) as error:
         raise VerifyError(f"{wheel.name} cannot be read: {error}") from error
-    if not found:
+    if not extensions:
         raise VerifyError(f"{wheel.name} holds no compiled extension: its build left them out without an error")
-    return found
+    return extensions
 
 
 def _read_extension(data: bytes) -> Extension:
@@ -101,10 +101,12 @@ def _check_record(archive: zipfile.ZipFile, name: str) -> None:
             continue
         algorithm, _, value = digest.partition("=")
         try:
-            found = base64.urlsafe_b64encode(hashlib.new(algorithm, archive.read(path)).digest()).rstrip(b"=").decode()
+            computed = (
+                base64.urlsafe_b64encode(hashlib.new(algorithm, archive.read(path)).digest()).rstrip(b"=").decode()
+            )
         except (KeyError, ValueError):
-            found = ""
-        if found != value:
+            computed = ""
+        if computed != value:
             raise VerifyError(f"{name}: {path} is not what the wheel's RECORD says")
 
 
@@ -134,36 +136,36 @@ def _library_problems(library: Library, inputs: Mapping[str, Any]) -> list[str]:
 
 def wheels_of(resolved: ResolvedRecipe) -> dict[str, BuildStage]:
     """Return the build stages that compile a wheel, by package."""
-    found: dict[str, BuildStage] = {}
+    stages: dict[str, BuildStage] = {}
     for layer in resolved.layers:
         for item in layer.copies:
             if item.stage.wheel:
-                found[item.stage.wheel] = item.stage
-    return found
+                stages[item.stage.wheel] = item.stage
+    return stages
 
 
 def stage_for(resolved: ResolvedRecipe, wheel: Path) -> BuildStage:
     """Return the build stage that a wheel is for, by its file name. Raises UsageError when the recipe has none."""
     package, compiled = canonicalize_name(wheel.name.split("-")[0]), wheels_of(resolved)
-    found = [stage for name, stage in compiled.items() if canonicalize_name(name) == package]
-    if not found:
+    stages = [stage for name, stage in compiled.items() if canonicalize_name(name) == package]
+    if not stages:
         what = f"it compiles {', '.join(compiled)}" if compiled else "it compiles nothing"
         raise UsageError(f"{wheel.name}: no layer of {resolved.recipe.name} compiles '{package}'; {what}")
-    return found[0]
+    return stages[0]
 
 
 def find_wheel(store: Store, name: str) -> StoredResult:
     """Find a wheel by package or by the beginning of its key. Raises UsageError when there is none, or several."""
     kept = [item for item in store.results() if item.wheel]
-    found = [item for item in kept if item.wheel == name or item.key.startswith(name)]
-    if not found:
+    matches = [item for item in kept if item.wheel == name or item.key.startswith(name)]
+    if not matches:
         raise UsageError(f"no wheel '{name}' in {store.root}." + nearest(name, {item.wheel or "" for item in kept}))
-    if len(found) > 1:
+    if len(matches) > 1:
         keys = ", ".join(
-            f"{item.key[:12]} (torch {item.input_text('torch')}, {' '.join(item.capabilities)})" for item in found
+            f"{item.key[:12]} (torch {item.input_text('torch')}, {' '.join(item.capabilities)})" for item in matches
         )
         raise UsageError(f"there are several wheels '{name}'; name one by its key: {keys}")
-    return found[0]
+    return matches[0]
 
 
 def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
@@ -242,13 +244,13 @@ def format_savings(resolved: ResolvedRecipe, store: Store) -> str:
     lines = []
     for name, stage in compiled.items():
         capabilities = stage.inputs["capabilities"]
-        others = [item for item in everything if item not in capabilities]
+        left_out = [item for item in everything if item not in capabilities]
         targets = (
-            f"{name}: for {', '.join(capabilities)}; not for {', '.join(others)}"
-            if others
+            f"{name}: for {', '.join(capabilities)}; not for {', '.join(left_out)}"
+            if left_out
             else f"{name}: for {', '.join(capabilities)}"
         )
-        share = f", about {len(others)} of {len(everything)} parts of its device code" if others else ""
+        share = f", about {len(left_out)} of {len(everything)} parts of its device code" if left_out else ""
         seen = [item for item in store.results() if item.wheel == name and len(item.capabilities) > len(capabilities)]
         known = (
             f" (one for {len(seen[-1].capabilities)} took {seen[-1].seconds:.0f} s and has {seen[-1].size / 1e6:.0f} MB)"

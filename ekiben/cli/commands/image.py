@@ -216,7 +216,7 @@ def build_inputs(
     with open_bundle(request.bundle, context.store, context.progress) as bundle:
         check_bundle(bundle, resolved)
         import_compiled(bundle, context.store)
-        options = Options(engine=request.engine, locked=request.locked, supply=bundle_sources(bundle, resolved))
+        options = Options(engine=request.engine, locked=request.locked, sources=bundle_sources(bundle, resolved))
         folder = request.output.parent if request.output else Path()
         yield options, unpack_snapshots(bundle, folder / f"{resolved.recipe.name}-data")
 

@@ -537,7 +537,7 @@ def test_compilation_killed_for_memory_resumes_with_half_the_jobs(
     tiny: SampleRecipe, tmp_path: Path, good: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ekiben.builder._concurrency.os.sched_getaffinity", lambda process: set(range(8)))
-    monkeypatch.setattr("ekiben.builder._concurrency._own_cgroups", lambda *places: [])
+    monkeypatch.setattr("ekiben.builder._concurrency._cgroups_of_process", lambda *places: [])
     monkeypatch.setattr("ekiben.builder._concurrency._available", lambda proc: 100 << 30)
     store = Store(tmp_path / "store")
     script, _ = compile_with(tiny, store, (["Killed"], 1), (["[1/2] a"], 137), (["[2/2] b"], good))
