@@ -126,7 +126,7 @@ def names() -> list[str]:
 
 def by_preference() -> list[tuple[str, Executor]]:
     """Return every executor in the order in which `auto` tries them."""
-    return sorted(((name, load(name)) for name in names()), key=lambda found: (found[1].PREFERENCE, found[0]))
+    return sorted(((name, load(name)) for name in names()), key=lambda named: (named[1].PREFERENCE, named[0]))
 
 
 def check_name(engine: str) -> None:
@@ -142,7 +142,9 @@ def load(name: str) -> Executor:
 def runtimes() -> dict[str, Runtime]:
     """Return the executors that keep images and run tasks, by name."""
     return {
-        name: cast(Runtime, found) for name, found in by_preference() if all(hasattr(found, word) for word in _RUNTIME)
+        name: cast(Runtime, executor)
+        for name, executor in by_preference()
+        if all(hasattr(executor, attribute) for attribute in _RUNTIME)
     }
 
 
@@ -182,13 +184,13 @@ def _overlay_defect(executor: Executor, folder: Path | None) -> str | None:
 @contextlib.contextmanager
 def shared_packages(job: Job) -> Iterator[None]:
     """Give a job links to the packages fetched before: apt locks its cache, so two builds cannot have one."""
-    shared, own = job.cache / "apt", job.mount / "apt"
-    (own / "partial").mkdir(parents=True, exist_ok=True)
-    _link_packages(shared, own)
+    shared, job_packages = job.cache / "apt", job.mount / "apt"
+    (job_packages / "partial").mkdir(parents=True, exist_ok=True)
+    _link_packages(shared, job_packages)
     try:
         yield
     finally:
-        _link_packages(own, shared)
+        _link_packages(job_packages, shared)
 
 
 def _link_packages(source: Path, target: Path) -> None:
@@ -215,11 +217,11 @@ def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
     with contextlib.ExitStack() as stack:
         lower = Lower([stack.enter_context(layer.reader()) for layer in reversed(layers)])
         for tool in ("tar", "find"):
-            places = [real_path(f"{folder}/{tool}", lower, follow_last=True) for folder in ("usr/bin", "bin")]
-            found = [path for path in places if (entry := lower.lookup(path)) is not None and entry.kind != "dir"]
-            small = found and found[0].rpartition("/")[2] in ("busybox", "toybox")
-            if not found or small:
-                defect = f"is {found[0].rpartition('/')[2]}'s" if small else "is missing"
+            paths = [real_path(f"{folder}/{tool}", lower, follow_last=True) for folder in ("usr/bin", "bin")]
+            tools = [path for path in paths if (entry := lower.lookup(path)) is not None and entry.kind != "dir"]
+            small = tools and tools[0].rpartition("/")[2] in ("busybox", "toybox")
+            if not tools or small:
+                defect = f"is {tools[0].rpartition('/')[2]}'s" if small else "is missing"
                 raise EngineError(f"engine {engine} reads what a script changed with GNU tar and find of the image, where {tool} {defect}",
                                   hint="build with --engine buildah or podman, which use this machine's; or add tar and findutils "
                                   "to the lowest layer")  # fmt: skip

@@ -43,12 +43,12 @@ def program() -> str | None:
 
 def unavailable() -> str | None:
     """Return why Apptainer cannot run scripts of layers here, or None."""
-    found = program()
-    if found is None:
+    runtime = program()
+    if runtime is None:
         return "neither apptainer nor singularity is on PATH"
     if os.geteuid() == 0:
         return None
-    if Path(found).name != "apptainer" and run([found, "--version"], check=False).stdout.startswith("singularity"):
+    if Path(runtime).name != "apptainer" and run([runtime, "--version"], check=False).stdout.startswith("singularity"):
         return "SingularityCE is here, which builds as root only (without, 4.1.1 makes no writable overlay on several layers)"
     if (reason := _no_user_namespaces()) is not None:
         return reason
@@ -76,7 +76,7 @@ def _no_user_namespaces() -> str | None:
 @contextlib.contextmanager
 def execute(job: Job) -> Iterator[Changes]:
     """Run the job in Apptainer; inside the context its changes can be read, once. Raises JobFailed, EngineError."""
-    _remove_left_behind(job)
+    _remove_abandoned(job)
     is_fuse = overlay_defect(job.scratch) is not None
     if is_fuse:
         check_tools(job.lower[:1], "apptainer without root")
@@ -217,10 +217,10 @@ def _binds(job: Job) -> list[str | Path]:
 
 
 def _base_argv(*, fakeroot: bool) -> list[str | Path]:
-    found = program()
-    if found is None:
+    runtime = program()
+    if runtime is None:
         raise EngineError("neither apptainer nor singularity is on PATH")
-    return [found, "--silent", "exec", *(["--fakeroot"] if fakeroot else []), "--cleanenv", "--contain", "--no-home", "--pwd", "/",
+    return [runtime, "--silent", "exec", *(["--fakeroot"] if fakeroot else []), "--cleanenv", "--contain", "--no-home", "--pwd", "/",
             "--no-mount", "/etc/localtime"]  # the machine's, which a script could not replace  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def _remove(job: Job, overlay: Path) -> None:
         remove_tree(overlay)
 
 
-def _remove_left_behind(job: Job) -> None:
+def _remove_abandoned(job: Job) -> None:
     """What killed builds left in staging, and the store itself could not remove."""
     for left in job.staging.iterdir():
         if is_abandoned(left) and left.is_dir():

@@ -114,7 +114,7 @@ def _marks(upper: Path) -> set[str]:
 @contextlib.contextmanager
 def _container(job: Job) -> Iterator[str]:
     image = _image(job)
-    _remove_left_behind(job)
+    _remove_abandoned(job)
     container = f"ekiben-{owner_of(job.scratch.parent)}-{job.name}"
     name = _buildah("from", "--pull-never", "--name", container, image).stdout.strip()
     try:
@@ -123,11 +123,11 @@ def _container(job: Job) -> Iterator[str]:
         _buildah("rm", name, check=False)
 
 
-def _remove_left_behind(job: Job) -> None:
+def _remove_abandoned(job: Job) -> None:
     """Containers of builds that were killed."""
     for name in _buildah("containers", "--format", "{{.ContainerName}}").stdout.split():
-        found = re.match(r"ekiben-(\d+(?:-[0-9a-f]{8})?)-", name)
-        if found and has_ended(found[1], job.staging):
+        match = re.match(r"ekiben-(\d+(?:-[0-9a-f]{8})?)-", name)
+        if match and has_ended(match[1], job.staging):
             _buildah("rm", name, check=False)
 
 

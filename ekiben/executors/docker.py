@@ -56,19 +56,19 @@ def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[
     Not asked of the daemon: where it compares sizes and times it overlooks a file with both unchanged, and its JSON
     has no names that are not UTF-8. A file's ctime cannot be set by hand.
     """
-    there: dict[str, bool] = {}  # path → whether it is a directory
+    existing: dict[str, bool] = {}  # path → whether it is a directory
     changed: set[str] = set()
     with _output(job, container, ["find", "/", "-xdev", "-printf", r"%C@ %y %P\0"]) as listing:
         for line in listing.read().split(b"\0")[:-1]:
             when, kind, path = decode_name(line).split(" ", 2)
-            there[path] = kind == "d"
+            existing[path] = kind == "d"
             if float(when) >= started and path and not is_excluded(path):
                 parts = path.split("/")
                 changed |= {"/".join(parts[:length]) for length in range(1, len(parts) + 1)}
     with contextlib.ExitStack() as stack:
         layers = [stack.enter_context(layer.reader()) for layer in job.lower]
         deleted = [entry.path for entry in merged_entries(layers)
-                   if entry.path not in there and there.get(entry.path.rpartition("/")[0])]  # fmt: skip
+                   if entry.path not in existing and existing.get(entry.path.rpartition("/")[0])]  # fmt: skip
     return sorted(changed, key=sort_key), deleted
 
 
@@ -90,7 +90,7 @@ def try_run(job: Job) -> None:
 def _container(job: Job) -> Iterator[Any]:
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     image = load_image(config, job.lower, f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}")
-    _remove_left_behind(job)
+    _remove_abandoned(job)
     container = client().containers.create(
         image, ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
         **_binds({job.mount: f"/{BUILD_MOUNT}", job.cache: f"/{BUILD_MOUNT}/cache"}), labels={"org.ekiben.build": job.name, _MAKER: f"{socket.gethostname()}:{owner_of(job.scratch.parent)}"},
@@ -112,7 +112,7 @@ def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
     return {"mounts": [Mount(inside, str(folder), type="bind") for folder, inside in folders.items()]}
 
 
-def _remove_left_behind(job: Job) -> None:
+def _remove_abandoned(job: Job) -> None:
     """Containers of builds that were killed on this host."""
     for left in client().containers.list(all=True, filters={"label": _MAKER}, ignore_removed=True):
         host, _, process = left.labels[_MAKER].rpartition(":")
@@ -138,9 +138,9 @@ def _run(job: Job, container: Any) -> None:
 
 def _exit_code(execution: str) -> int:
     """The stream of a program's output may end before the program: then it has no exit code yet."""
-    while (found := client().api.exec_inspect(execution))["Running"] or found["ExitCode"] is None:
+    while (state := client().api.exec_inspect(execution))["Running"] or state["ExitCode"] is None:
         time.sleep(0.05)
-    return int(found["ExitCode"])
+    return int(state["ExitCode"])
 
 
 @contextlib.contextmanager

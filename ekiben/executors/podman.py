@@ -129,7 +129,7 @@ def _container(
 ) -> Iterator[str]:
     """A container, made and not started, that goes away in the end, and with it what runs in it."""
     if job:
-        _remove_left_behind(job.staging)
+        _remove_abandoned(job.staging)
     owner = owner_of(job.scratch.parent) if job else str(os.getpid())
     container = f"ekiben-podman-{owner}-{name}"
     # Named by us, so that one whose making was interrupted is found as well.
@@ -151,7 +151,7 @@ def _remove(container: str) -> None:
     _podman("rm", "--force", "--ignore", "--time", "0", container, check=False)
 
 
-def _remove_left_behind(staging: Path) -> None:
+def _remove_abandoned(staging: Path) -> None:
     """Containers of builds that were killed on this host."""
     form = f'{{{{.ID}}}} {{{{index .Labels "{_MAKER}"}}}}'
     for line in _podman(
@@ -183,8 +183,8 @@ def _marks(upper: Path) -> set[str]:
 
 def has_image(name: str, image_id: str) -> bool:
     """Return whether ``name`` is the image of this id."""
-    found = _podman("image", "inspect", "--format", "{{.Id}}", name, check=False)
-    return found.returncode == 0 and found.stdout.strip() == image_id.removeprefix("sha256:")
+    inspection = _podman("image", "inspect", "--format", "{{.Id}}", name, check=False)
+    return inspection.returncode == 0 and inspection.stdout.strip() == image_id.removeprefix("sha256:")
 
 
 def load(config: bytes, layers: Sequence[oci.LayerSource], name: str, scratch: Path) -> None:
