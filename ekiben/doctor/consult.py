@@ -71,9 +71,9 @@ def ask_task(recipe: str, stack: str | None, argv: Sequence[str], environment: M
     Raises EngineError when the image cannot be run here, UsageError when it has no such task.
     """
     task, *arguments = argv
-    found = find_recipe(recipe)
-    found.task(task)
-    name = found.image_name(stack)
+    recipe_spec = find_recipe(recipe)
+    recipe_spec.task(task)
+    name = recipe_spec.image_name(stack)
     sif = Path(f"{name}.sif")
     program = choose_runtime(name, sif)
     request = RunRequest(argv=[task, "--dry-run", *arguments], gpu=False)
@@ -132,9 +132,9 @@ def consult(
         sections.append(Section("run", title, findings))
         needed = building.TORCH_BUILD if missing else requirements.size
     else:
-        for found in known_stacks() if where.node.gpus else ():
-            title = f"stack {found.name} ({found.description}) on {described(where)}"
-            sections.append(Section("suit", title, check_stack(where, found)))
+        for known_stack in known_stacks() if where.node.gpus else ():
+            title = f"stack {known_stack.name} ({known_stack.description}) on {described(where)}"
+            sections.append(Section("suit", title, check_stack(where, known_stack)))
     if site is None:
         title = f"building on {described(where)}"
         sections.append(
@@ -153,13 +153,13 @@ def _requirements_of(
     """Return an image's requirements, and whether they are only declared because it is not built."""
     if image.endswith(".sif") or (Path(image).is_file() and Path(image).suffix != ".yaml"):
         return requirements_of_sif(Path(image), store, log), False
-    chain = resolved(image)
-    stored = [layer for step in chain.layers if (layer := store.layer(step.cache_key))]
-    if len(stored) == len(chain.layers):
+    recipe = resolved(image)
+    stored = [layer for step in recipe.layers if (layer := store.layer(step.cache_key))]
+    if len(stored) == len(recipe.layers):
         return requirements_of_layers(image, stored, store, platform().split("/")[1], log), False
     # Only the layer of this name brings the stack's torch and CUDA.
-    gpu = any(step.name == "pytorch" for step in chain.layers)
-    return declared_requirements(chain.stack.file, arch, len(chain.layers), gpu=gpu), True
+    gpu = any(step.name == "pytorch" for step in recipe.layers)
+    return declared_requirements(recipe.stack.file, arch, len(recipe.layers), gpu=gpu), True
 
 
 def _requirements_in_store(name: str, store: Store, log: Callable[[str], None]) -> ImageRequirements | None:

@@ -77,20 +77,20 @@ def requirements_of_layers(
     name: str, layers: Sequence[StoredLayer], store: Store, arch: str, log: Callable[[str], None]
 ) -> ImageRequirements:
     """Return the requirements of an image in the store. Raises StoreError when a layer cannot be read."""
-    found = []
+    requirements = []
     for layer in layers:
         key = f"facts-{layer.digest[7:]}"
-        found.append(_kept(store, key) or _keep(store, key, _of_blob(store, layer, log)))
-    return _stacked(name, found, size=sum(layer.size for layer in layers), partitions=len(layers), arch=arch)
+        requirements.append(_kept(store, key) or _keep(store, key, _of_blob(store, layer, log)))
+    return _stacked(name, requirements, size=sum(layer.size for layer in layers), partitions=len(layers), arch=arch)
 
 
 def requirements_of_sif(path: Path, store: Store, log: Callable[[str], None]) -> ImageRequirements:
     """Return the requirements of a SIF. Raises StoreError when it is not a complete one."""
     info, size = read_sif(path), path.stat().st_size
     key = f"facts-{info.id}-{size}"
-    whole = _kept(store, key) or _keep(store, key, _of_sif(path, info, log))
-    requirements = _stacked(str(path), [whole], size=size, partitions=len(info.layers), arch=info.arch)
-    return replace(requirements, zstd=any(compression(path, part.offset) == "zstd" for part in info.layers))
+    merged = _kept(store, key) or _keep(store, key, _of_sif(path, info, log))
+    requirements = _stacked(str(path), [merged], size=size, partitions=len(info.layers), arch=info.arch)
+    return replace(requirements, zstd=any(compression(path, partition.offset) == "zstd" for partition in info.layers))
 
 
 def _of_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> LayerRequirements:
@@ -107,7 +107,7 @@ def _of_sif(path: Path, info: SifInfo, log: Callable[[str], None]) -> LayerRequi
     log(f"reading what {path} has device code for (once)")
     try:
         with path.open("rb") as file:
-            return _merged([read_layer(SquashfsReader(file, part.offset)) for part in info.layers])
+            return _merged([read_layer(SquashfsReader(file, partition.offset)) for partition in info.layers])
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -125,21 +125,21 @@ def read_layer(image: SquashfsReader) -> LayerRequirements:
             network.add(match[1])
         if entry.kind == "whiteout":
             gone.append(entry.path)
-        elif entry.kind == "dir" and (found := distribution_at(entry.path)):
-            packages[found[0]] = found[1]
+        elif entry.kind == "dir" and (distribution := distribution_at(entry.path)):
+            packages[distribution[0]] = distribution[1]
         elif entry.kind == "file":
             compat = match[1] if (match := _COMPAT.match(entry.path)) else compat
             if entry.path.endswith("/libc.so.6"):
-                glibc = _said(image, entry.path, _GLIBC) or glibc
+                glibc = _search_file(image, entry.path, _GLIBC) or glibc
             elif entry.path.endswith("/torch/version.py"):
-                torch_cuda = _said(image, entry.path, _TORCH_CUDA) or torch_cuda
+                torch_cuda = _search_file(image, entry.path, _TORCH_CUDA) or torch_cuda
             elif _may_hold_device_code(entry):
                 _read_library(image, entry.path, libraries, damaged)
     return LayerRequirements(libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat,
                       network=tuple(sorted(network)), damaged=damaged, gone=tuple(gone))  # fmt: skip
 
 
-def _said(image: SquashfsReader, path: str, pattern: re.Pattern[bytes]) -> str | None:
+def _search_file(image: SquashfsReader, path: str, pattern: re.Pattern[bytes]) -> str | None:
     match = pattern.search(image.read_file(path))
     return match[1].decode() if match else None
 
@@ -170,8 +170,8 @@ def _merged(layers: Iterable[LayerRequirements]) -> LayerRequirements:
             for path in [path for path in mapping if _is_below(path, layer.gone)]:
                 del mapping[path]
         for path in layer.gone:
-            if (found := distribution_at(path)) and packages.get(found[0]) == found[1]:
-                del packages[found[0]]
+            if (distribution := distribution_at(path)) and packages.get(distribution[0]) == distribution[1]:
+                del packages[distribution[0]]
         libraries |= layer.libraries
         packages |= layer.packages
         damaged |= layer.damaged
@@ -188,11 +188,11 @@ def _is_below(path: str, gone: Iterable[str]) -> bool:
 def _stacked(
     name: str, layers: Sequence[LayerRequirements], *, size: int, partitions: int, arch: str
 ) -> ImageRequirements:
-    whole = _merged(layers)
+    merged = _merged(layers)
     return ImageRequirements(
         name=name, size=size, partitions=partitions, arch=arch,
-        cuda=whole.torch_cuda or _cuda_runtime(whole.packages), torch=whole.packages.get("torch"), glibc=whole.glibc,
-        compat=whole.compat, network=whole.network, libraries=whole.libraries, packages=whole.packages, damaged=whole.damaged,
+        cuda=merged.torch_cuda or _cuda_runtime(merged.packages), torch=merged.packages.get("torch"), glibc=merged.glibc,
+        compat=merged.compat, network=merged.network, libraries=merged.libraries, packages=merged.packages, damaged=merged.damaged,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Filesystem:
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes see it: slow for small files, and unfit for what root of a user namespace writes."""
+        """Whether other nodes see it: slow for small files, and unsuitable for what root of a user namespace writes."""
         return self.type in _SHARED
 
 
@@ -123,8 +123,8 @@ def has_user_namespaces() -> bool:
 
 def runtimes_here() -> tuple[Runtime, ...]:
     """Return the runtimes that are installed here."""
-    found = [runtime_of(program) for program in ("apptainer", "singularity", "docker")]
-    kinds = {runtime.kind: runtime for runtime in found if runtime}  # `singularity` may be apptainer's other name
+    installed = [runtime_of(program) for program in ("apptainer", "singularity", "docker")]
+    kinds = {runtime.kind: runtime for runtime in installed if runtime}  # `singularity` may be apptainer's other name
     return tuple(kinds.values())
 
 
@@ -159,29 +159,29 @@ def _is_setuid(program: str) -> bool | None:
 
 def filesystem_of(path: Path) -> Filesystem:
     """Return the file system of ``path``, or of the first parent that exists. Raises OSError."""
-    there = path.expanduser().absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    kind, options = _mount_of(there.resolve())
-    space, about = os.statvfs(there), there.stat()
-    quota = _quota(there, kind)
+    existing = path.expanduser().absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    kind, options = _mount_of(existing.resolve())
+    space, status = os.statvfs(existing), existing.stat()
+    quota = _quota(existing, kind)
     free = space.f_bavail * space.f_frsize
     return Filesystem(
         path=path.expanduser().absolute(), type=kind, free=free if quota is None else min(free, quota),
-        noexec="noexec" in options, quota=quota, group=about.st_gid, setgid=bool(about.st_mode & stat.S_ISGID),
-        writable=os.access(there, os.W_OK),
+        noexec="noexec" in options, quota=quota, group=status.st_gid, setgid=bool(status.st_mode & stat.S_ISGID),
+        writable=os.access(existing, os.W_OK),
     )  # fmt: skip
 
 
 def _mount_of(path: Path) -> tuple[str, set[str]]:
     """Type and options of the mount that ``path`` is on."""
-    best, found = -1, ("", set[str]())
+    best, mount = -1, ("", set[str]())
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
         left, _, right = line.partition(" - ")
         where, options = Path(left.split(" ")[4].encode().decode("unicode_escape")), left.split(" ")[5]
         if path.is_relative_to(where) and len(where.parts) >= best:
-            best, found = len(where.parts), (right.split(" ")[0], set(options.split(",")))
-    return found
+            best, mount = len(where.parts), (right.split(" ")[0], set(options.split(",")))
+    return mount
 
 
 def _quota(path: Path, kind: str) -> int | None:
@@ -251,8 +251,10 @@ def read_flag(path: str) -> str:
 def _subordinate(table: str, user: str) -> int:
     """How many subordinate ids the user has in /etc/subuid or /etc/subgid."""
     with contextlib.suppress(OSError):
-        rows = [line.split(":") for line in Path(table).read_text(encoding="utf-8").splitlines()]
+        ranges = [line.split(":") for line in Path(table).read_text(encoding="utf-8").splitlines()]
         return sum(
-            int(row[2]) for row in rows if len(row) == 3 and row[0] in (user, str(os.getuid())) and row[2].isdigit()
+            int(fields[2])
+            for fields in ranges
+            if len(fields) == 3 and fields[0] in (user, str(os.getuid())) and fields[2].isdigit()
         )
     return 0

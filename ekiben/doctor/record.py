@@ -37,17 +37,17 @@ def _storage(environment: Mapping[str, str]) -> dict[str, Storage]:
     local = next(
         (name for name in schedulers.local_folders() if Path(environment.get(name) or "/nonexistent").is_dir()), None
     )
-    places = {"home": ("~", str(Path.home())), "tmp": ("/tmp", "/tmp")}
+    candidates = {"home": ("~", str(Path.home())), "tmp": ("/tmp", "/tmp")}
     if local:
-        places["local"] = (f"${local}", environment[local])
-    found = {}
-    for name, (shown, path) in places.items():
+        candidates["local"] = (f"${local}", environment[local])
+    storage = {}
+    for name, (shown, path) in candidates.items():
         with contextlib.suppress(OSError):
             filesystem = filesystem_of(Path(path))
-            found[name] = Storage(
+            storage[name] = Storage(
                 path=shown, type=filesystem.type, size_gib=shutil.disk_usage(path).total // GIB or None
             )
-    return found
+    return storage
 
 
 def _network() -> Network | None:

@@ -15,48 +15,48 @@ TORCH_BUILD = 8 * GIB  # what the store holds at most while a recipe with torch 
 def check_build(host: BuildHost, needed: int = TORCH_BUILD, group_name: Callable[[int], str] = str) -> list[Finding]:
     """Check whether images can be built here; ``needed``: bytes that the store holds at most meanwhile."""
     usable = [name for name, reason in host.engines.items() if reason is None]
-    found = [Finding("ok", "engine", f"{', '.join(usable)} can build here")] if usable else [
+    findings = [Finding("ok", "engine", f"{', '.join(usable)} can build here")] if usable else [
         Finding("error", "engine", f"{name}: {reason}", ENGINE_SETUP) for name, reason in host.engines.items()
     ]  # fmt: skip
     if host.uid:
-        found += _rootless(host, level="info" if usable else "warning")
-    found += [*_temporary(host), *_store(host, needed), *_output(host, group_name)]
-    return found
+        findings += _rootless(host, level="info" if usable else "warning")
+    findings += [*_temporary(host), *_store(host, needed), *_output(host, group_name)]
+    return findings
 
 
 def _rootless(host: BuildHost, level: str) -> list[Finding]:
     """What a user without root needs; a note where some engine works all the same."""
-    found = []
+    findings = []
     if not host.user_namespaces:
         fix = ("sysctl kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for the runtime"
               if host.apparmor_restricts else "sysctl user.max_user_namespaces=15000")  # fmt: skip
         message = "AppArmor keeps user namespaces from users" if host.apparmor_restricts else "user namespaces are off"
-        found.append(Finding(level, "namespaces", message, f"ask the administrator for: {fix}"))
+        findings.append(Finding(level, "namespaces", message, f"ask the administrator for: {fix}"))
     if min(host.subuid, host.subgid) < 65536:
         message = f"{host.user} has {host.subuid} subordinate user ids and {host.subgid} group ids; 65536 are wanted"
-        found.append(Finding(level, "ids", message, "ask the administrator for: usermod --add-subuids 100000-165535 "
+        findings.append(Finding(level, "ids", message, "ask the administrator for: usermod --add-subuids 100000-165535 "
                                                  f"--add-subgids 100000-165535 {host.user}"))  # fmt: skip
     if not host.newuidmap:
-        found.append(
+        findings.append(
             Finding(level, "ids", "newuidmap and newgidmap are missing", "the package uidmap, or shadow-utils")
         )
     if not host.fuse:
-        found.append(Finding(level, "fuse", "/dev/fuse cannot be opened: squashfs cannot be mounted without root"))
-    return found
+        findings.append(Finding(level, "fuse", "/dev/fuse cannot be opened: squashfs cannot be mounted without root"))
+    return findings
 
 
 def _temporary(host: BuildHost) -> list[Finding]:
     """Ekiben builds in its store; plain `apptainer build` and `singularity pull` use this."""
     filesystem = host.temporary
-    why = (
+    drawback = (
         "is a file system of other machines, where `apptainer build --fakeroot` fails" if filesystem.shared and host.uid
         else "is mounted noexec, and programs there do not start" if filesystem.noexec
         else f"has {_free(filesystem)}, and images of gigabytes are unpacked there" if filesystem.free < TORCH_BUILD
         else ""
     )  # fmt: skip
-    if not why:
+    if not drawback:
         return [Finding("ok", "TMPDIR", f"{_where(filesystem)}, {_free(filesystem)}")]
-    message = f"{_where(filesystem)} {why}: Ekiben builds in its store, plain `apptainer build` would not"
+    message = f"{_where(filesystem)} {drawback}: Ekiben builds in its store, plain `apptainer build` would not"
     return [Finding("info", "TMPDIR", message, "for those set APPTAINER_TMPDIR to a folder on the node's own disk")]
 
 

@@ -53,25 +53,25 @@ def device_code(site: SiteFile, checked: CheckedImage) -> list[Finding]:
     """Check that the image's libraries have code for each GPU of the site."""
     node = site.node
     damaged = [
-        Finding("warning", "GPU code", f"{_short(path)} could not be read: {why}")
-        for path, why in checked.image.damaged.items()
+        Finding("warning", "GPU code", f"{_short(path)} could not be read: {reason}")
+        for path, reason in checked.image.damaged.items()
     ]
     judged = checked.image.judged
     if not judged:
         return damaged
     if not node.gpus:
         return [*damaged, Finding("warning", "GPU", "no NVIDIA GPU is known there: tasks run on the CPU")]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for gpu in node.gpus:
-        found += _device_code_for(gpu, judged, checked.better_stack)
-    return [*damaged, *found]
+        findings += _device_code_for(gpu, judged, checked.better_stack)
+    return [*damaged, *findings]
 
 
 def _device_code_for(gpu: Gpu, judged: dict[str, DeviceCode], instead: str | None) -> list[Finding]:
     """torch's own library decides; without torch, all must have nothing for it to be sure to fail."""
     core = [path for path in judged if path.endswith("/libtorch_cuda.so")] or list(judged)
     who = f"{gpu.model} ({gpu.capability})"
-    sass, ptx, whole = (sum(judged[path].covered(gpu.capability)[at] for path in core) for at in range(3))
+    sass, ptx, total = (sum(judged[path].covered(gpu.capability)[at] for path in core) for at in range(3))
     what = f"{_short(core[0])} has code for {' '.join(judged[core[0]].names)}"
     if not sass and not ptx:
         message = f"{who} is not among what {_short(core[0])} has code for ({' '.join(judged[core[0]].names)})"
@@ -85,17 +85,17 @@ def _device_code_for(gpu: Gpu, judged: dict[str, DeviceCode], instead: str | Non
                 instead,
             )
         ]
-    found = [Finding("ok", "GPU code", f"{who}: {what}")]
-    if sass + ptx < whole and len(core) == 1:
-        message = f"{who}: {whole - sass - ptx} of {whole} parts of {_short(core[0])} have no code for it"
-        found.append(Finding("warning", "GPU code", message, instead))
+    findings = [Finding("ok", "GPU code", f"{who}: {what}")]
+    if sass + ptx < total and len(core) == 1:
+        message = f"{who}: {total - sass - ptx} of {total} parts of {_short(core[0])} have no code for it"
+        findings.append(Finding("warning", "GPU code", message, instead))
     for paths in _variants(path for path in judged if path not in core):
         if all(not any(judged[path].covered(gpu.capability)[:2]) for path in paths):
             names = " ".join(judged[paths[0]].names)
-            found.append(
+            findings.append(
                 Finding("warning", "GPU code", f"{who}: {_short(paths[0])} has code for {names}: what uses it fails")
             )
-    return found
+    return findings
 
 
 def _variants(paths: Iterable[str]) -> list[list[str]]:
@@ -115,7 +115,7 @@ def driver(site: SiteFile, checked: CheckedImage) -> list[Finding]:
     node, image, instead = site.node, checked.image, checked.better_stack
     if image.cuda is None or not node.gpus:
         return []
-    floor, own = _floor(image.cuda), TOOLKIT_DRIVERS.get(image.cuda)
+    floor, toolkit_driver = _floor(image.cuda), TOOLKIT_DRIVERS.get(image.cuda)
     if floor is None:
         return [Finding("warning", "driver", f"which drivers run CUDA {image.cuda} is not known here")]
     if node.driver is None:
@@ -126,10 +126,8 @@ def driver(site: SiteFile, checked: CheckedImage) -> list[Finding]:
         return [
             _too_old(node, image, f"{have} is too old for CUDA {image.cuda}, which needs {floor} or later", instead)
         ]
-    if own and version_of(node.driver) < version_of(own):
-        message = (
-            f"{have} runs CUDA {image.cuda} by minor version compatibility (its own driver is {own}): PTX is refused"
-        )
+    if toolkit_driver and version_of(node.driver) < version_of(toolkit_driver):
+        message = f"{have} runs CUDA {image.cuda} by minor version compatibility (its own driver is {toolkit_driver}): PTX is refused"
         return [_only_ptx(node, image, message, instead)]
     return [Finding("ok", "driver", f"{have} for CUDA {image.cuda} ({floor} or later)")]
 

@@ -55,15 +55,15 @@ def internet(site: SiteFile, checked: CheckedImage) -> list[Finding]:
 
 def check_memory(site: SiteFile, task: str, expected: float) -> list[Finding]:
     """Compare ``expected`` GiB on one GPU, from the task's own --dry-run, with each GPU of the site."""
-    found = []
+    findings = []
     for gpu in site.node.gpus:
         message = f"{task} --dry-run expects {expected:.1f} GiB, {gpu.model} has {gpu.memory_gib} GiB"
         if expected <= 0.9 * gpu.memory_gib:  # what the tasks themselves allow
-            found.append(Finding("ok", "memory", message))
+            findings.append(Finding("ok", "memory", message))
         else:
-            found.append(Finding("warning", "memory", message, f"see what {task} does on a smaller GPU: shorter sequences, smaller batches, "
+            findings.append(Finding("warning", "memory", message, f"see what {task} does on a smaller GPU: shorter sequences, smaller batches, "
                                                         "a smaller model"))  # fmt: skip
-    return found
+    return findings
 
 
 RULES: tuple[Rule, ...] = (local_storage, between_nodes, internet)

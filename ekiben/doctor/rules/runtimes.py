@@ -43,9 +43,9 @@ def _layers(image: ImageRequirements) -> str:
 def _namespaces(runtime: Runtime, node: Node) -> list[Finding]:
     if runtime.setuid or node.user_namespaces is not False:
         return []
-    how = "is not installed setuid" if runtime.setuid is False else "may not be installed setuid"
+    setuid_state = "is not installed setuid" if runtime.setuid is False else "may not be installed setuid"
     level = "error" if runtime.setuid is False else "warning"
-    return [Finding(level, "runtime", f"{_named(runtime)} {how}, and user namespaces are off there",
+    return [Finding(level, "runtime", f"{_named(runtime)} {setuid_state}, and user namespaces are off there",
                     "ask the administrator for user.max_user_namespaces=15000, or a setuid installation")]  # fmt: skip
 
 
@@ -53,26 +53,26 @@ def _stacking(runtime: Runtime, image: ImageRequirements) -> list[Finding]:
     """Check that the runtime mounts several partitions. Tested: Apptainer 1.4, SingularityCE 4.1. Without setuid, that mounts or unpacks the first partition alone, as older ones do."""
     if image.partitions <= 1:  # none: an encrypted one, which is not ours
         return []
-    flat = "make it --squash: one layer"
+    fix = "make it --squash: one layer"
     what = f"{_named(runtime)} without setuid sees only the first of {image.partitions} layers"
     version = version_of(runtime.version) if runtime.version else None
     if runtime.kind == "apptainer":
         if version and version < (1, 1) and runtime.setuid is False:
-            return [Finding("error", "runtime", what, flat)]
+            return [Finding("error", "runtime", what, fix)]
         if version is None or version < (1, 3):
-            return [Finding("warning", "runtime", f"{_named(runtime)} was not tried with {_layers(image)}", flat)]
+            return [Finding("warning", "runtime", f"{_named(runtime)} was not tried with {_layers(image)}", fix)]
         return []
     if runtime.setuid is False:
-        return [Finding("error", "runtime", what, flat)]
+        return [Finding("error", "runtime", what, fix)]
     tried = runtime.kind == "singularity-ce" and version is not None and version >= (4, 1)
     if tried and runtime.setuid:
         return []
     if tried:
         return [
-            Finding("warning", "runtime", f"whether {_named(runtime)} is installed setuid is not known: {what}", flat)
+            Finding("warning", "runtime", f"whether {_named(runtime)} is installed setuid is not known: {what}", fix)
         ]
     tail = "" if runtime.setuid else "; without setuid it sees only the first"
-    return [Finding("warning", "runtime", f"{_named(runtime)} was not tried with {_layers(image)}{tail}", flat)]
+    return [Finding("warning", "runtime", f"{_named(runtime)} was not tried with {_layers(image)}{tail}", fix)]
 
 
 def _compression(runtime: Runtime, node: Node, image: ImageRequirements) -> list[Finding]:
@@ -100,7 +100,7 @@ def _compression(runtime: Runtime, node: Node, image: ImageRequirements) -> list
 
 
 def _docker(runtime: Runtime, node: Node, image: ImageRequirements) -> list[Finding]:
-    found = []
+    findings = []
     if (
         runtime.version
         and image.glibc
@@ -108,11 +108,11 @@ def _docker(runtime: Runtime, node: Node, image: ImageRequirements) -> list[Find
         and version_of(runtime.version) < (20, 10, 10)
     ):
         message = f"docker {runtime.version} refuses clone3, with which glibc {image.glibc} starts threads"
-        found.append(Finding("error", "runtime", message, "Docker 20.10.10 or later"))
+        findings.append(Finding("error", "runtime", message, "Docker 20.10.10 or later"))
     if runtime.gpus is False and node.gpus and image.cuda:
         message = f"docker {runtime.version} refuses --gpus: NVIDIA's container toolkit is not installed"
-        found.append(Finding("error", "runtime", message, "ask for the package nvidia-container-toolkit"))
-    return found or [Finding("ok", "runtime", _named(runtime))]
+        findings.append(Finding("error", "runtime", message, "ask for the package nvidia-container-toolkit"))
+    return findings or [Finding("ok", "runtime", _named(runtime))]
 
 
 RULES: tuple[Rule, ...] = (best_runtime,)
