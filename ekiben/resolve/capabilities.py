@@ -56,35 +56,35 @@ def filter_archs(stack: Stack, gpu_arch: str, folders: Sequence[Path]) -> Stack:
     known = known_capabilities(stack.file.cuda)
     for item in asked:
         if item not in known:
-            others = [other.name for other in stacks(folders) if item in known_capabilities(other.file.cuda)]
+            stack_names = [other.name for other in stacks(folders) if item in known_capabilities(other.file.cuda)]
             raise UsageError(
                 f"--gpu-arch {item}: CUDA {stack.file.cuda} of stack {stack.name} does not know it; it knows {', '.join(known)}",
-                hint=f"a stack that does: {', '.join(others)}" if others else "no stack here does",
+                hint=f"a stack that does: {', '.join(stack_names)}" if stack_names else "no stack here does",
             )
     return replace(stack, file=replace(stack.file, compute_capabilities=tuple(sorted(asked, key=release))))
 
 
 def native() -> tuple[str, ...]:
     """Return the capabilities of the GPUs here. Raises UsageError when there is none."""
-    found = {gpu.capability for gpu in nvidia_gpus()[0]}
-    if not found:
+    capabilities = {gpu.capability for gpu in nvidia_gpus()[0]}
+    if not capabilities:
         raise UsageError(
             "--gpu-arch native: no NVIDIA GPU is found on this machine",
             hint="write the capabilities: --gpu-arch 8.0,9.0",
         )
-    return tuple(sorted(found, key=release))
+    return tuple(sorted(capabilities, key=release))
 
 
-def supported_archs(capabilities: Iterable[str], least: str | None, where: Path) -> list[str]:
+def supported_archs(capabilities: Iterable[str], minimum: str | None, where: Path) -> list[str]:
     """Return those of a stack's capabilities that a package is written for. Raises UsageError when there is none."""
     try:
-        found = [item for item in capabilities if least is None or release(item) >= release(least)]
+        supported = [item for item in capabilities if minimum is None or release(item) >= release(minimum)]
     except InvalidVersion as error:
-        raise DefinitionError(f"{where}: {least} is no compute capability") from error
-    if not found:
-        raise UsageError(f"{where}: what it compiles needs compute capability {least} or later; "
+        raise DefinitionError(f"{where}: {minimum} is no compute capability") from error
+    if not supported:
+        raise UsageError(f"{where}: what it compiles needs compute capability {minimum} or later; "
                          f"wanted are only {', '.join(capabilities)}")  # fmt: skip
-    return found
+    return supported
 
 
 def coverage_problem(capabilities: Sequence[str], code: Iterable[str]) -> str | None:
@@ -92,11 +92,11 @@ def coverage_problem(capabilities: Sequence[str], code: Iterable[str]) -> str | 
 
     All of them run it as it is, and none of it is for other GPUs only. sm_80 is all that an 8.6 needs, too.
     """
-    made = sorted(name for name in code if name.startswith("sm_"))
-    missing = [item for item in capabilities if runs_on(made, item) != "sass"]
-    extra = [name for name in made if not any(runs_on([name], item) for item in capabilities)]
+    binaries = sorted(name for name in code if name.startswith("sm_"))
+    missing = [item for item in capabilities if runs_on(binaries, item) != "sass"]
+    extra = [name for name in binaries if not any(runs_on([name], item) for item in capabilities)]
     if missing:
-        return f"no device code for compute capability {', '.join(missing)} (there is: {', '.join(made) or 'none'})"
+        return f"no device code for compute capability {', '.join(missing)} (there is: {', '.join(binaries) or 'none'})"
     return f"device code that is not wanted: {', '.join(extra)} (wanted: {', '.join(capabilities)})" if extra else None
 
 
@@ -107,17 +107,17 @@ def has_cxx11_abi(torch: str, cuda: str) -> bool:
 
 def check_torch(stack: Stack) -> None:
     """Raise DefinitionError when the locked torch, its CUDA or the locked compiler is not what stack.yaml says."""
-    about = stack.file
+    stack_file = stack.file
     for lock in ("pytorch.lock", "toolkit.lock"):
         path = stack.folder / lock
         for name, locked in _PIN.findall(path.read_text(encoding="utf-8")) if path.exists() else ():
             if name == "torch":
-                if Version(locked).public != Version(about.torch).public:
+                if Version(locked).public != Version(stack_file.torch).public:
                     raise DefinitionError(
-                        f"{stack.folder / 'stack.yaml'}: torch {about.torch}, but {path} has torch {locked}"
+                        f"{stack.folder / 'stack.yaml'}: torch {stack_file.torch}, but {path} has torch {locked}"
                     )
-            elif release(locked)[:2] != release(about.cuda)[:2]:
-                what = "the compiler" if "nvcc" in name else f"torch {about.torch}"
-                raise DefinitionError(f"{stack.folder / 'stack.yaml'}: cuda {about.cuda}, but in {path} {what} is of CUDA "
+            elif release(locked)[:2] != release(stack_file.cuda)[:2]:
+                what = "the compiler" if "nvcc" in name else f"torch {stack_file.torch}"
+                raise DefinitionError(f"{stack.folder / 'stack.yaml'}: cuda {stack_file.cuda}, but in {path} {what} is of CUDA "
                                       f"{'.'.join(locked.split('.')[:2])} ({name}=={locked}); an extension compiled "
                                       "against another CUDA than torch's does not load")  # fmt: skip

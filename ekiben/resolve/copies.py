@@ -13,7 +13,7 @@ from ekiben.core.errors import DefinitionError, nearest
 from ekiben.formats.layer import File
 from ekiben.resolve.keys import mode_of
 from ekiben.spec.definition import Copy, Definition
-from ekiben.spec.name_confusion import unrelated
+from ekiben.spec.name_confusion import find_confusion
 
 
 def copied_files(definition: Definition, copy: Copy) -> list[File]:
@@ -30,17 +30,17 @@ def copied_files(definition: Definition, copy: Copy) -> list[File]:
         if (
             file.source
             and file.source.suffix in (".lock", ".in")
-            and (why := unrelated(file.source.read_text(encoding="utf-8", errors="replace")))
+            and (confusion := find_confusion(file.source.read_text(encoding="utf-8", errors="replace")))
         ):
-            raise DefinitionError(f"{file.source}: {why}")
+            raise DefinitionError(f"{file.source}: {confusion}")
     return files
 
 
 def file_inputs(files: Sequence[File]) -> dict[str, Any]:
     """Return what a cache key says of files; a source's name where it may become a part of the path."""
     names = {file.target: file.name for file in files if file.name and file.name_counts}
-    rows = [[file.destination + "/" * file.is_folder, file.mode, file.sha256()] for file in files]
-    return {"files": rows, **({"names": sorted(names.items())} if names else {})}
+    entries = [[file.destination + "/" * file.is_folder, file.mode, file.sha256()] for file in files]
+    return {"files": entries, **({"names": sorted(names.items())} if names else {})}
 
 
 def _matches(definition: Definition, copy: Copy, where: str) -> list[Path]:
@@ -52,9 +52,9 @@ def _matches(definition: Definition, copy: Copy, where: str) -> list[Path]:
         return [source]
     if glob.has_magic(copy.source):
         _refuse_unreadable(definition.root, copy.source)
-        found = sorted(glob.glob(copy.source, root_dir=definition.root), key=os.fsencode)  # noqa: PTH207  Path.glob takes hidden files
-        if found:
-            return [definition.root / name for name in found]
+        names = sorted(glob.glob(copy.source, root_dir=definition.root), key=os.fsencode)  # noqa: PTH207  Path.glob takes hidden files
+        if names:
+            return [definition.root / name for name in names]
         raise DefinitionError(f"{where}: nothing under {definition.root} matches")
     close = source.parent.iterdir() if source.parent.is_dir() else []
     raise DefinitionError(
@@ -86,7 +86,7 @@ def _of_source(source: Path, copy: Copy, where: str, *, several: bool) -> Iterat
     suffixes = {Path(target).suffix, source.suffix}
     # One that is only renamed (a.py as b.py) is not meant to go into a folder, and its name is in no key.
     may_go_into = is_name and (is_folder or source.name == Path(target).name or len(suffixes) > 1 or suffixes == {""})
-    about = {
+    common = {
         "line": copy.line,
         "target": target,
         "name": source.name if may_go_into else "",
@@ -94,14 +94,14 @@ def _of_source(source: Path, copy: Copy, where: str, *, several: bool) -> Iterat
     }
     if not is_folder:
         _check_kind(source, where)
-        yield File(target, mode_of(source), source, **about)  # type: ignore[arg-type]
+        yield File(target, mode_of(source), source, **common)  # type: ignore[arg-type]
         return
     for inside, path in _below(source, where, [os.path.realpath(source)]):
         destination = f"{target.rstrip('/')}/{inside}".rstrip("/")
         if path is None:
-            yield File(destination, 0o755, is_folder=True, **about)  # type: ignore[arg-type]
+            yield File(destination, 0o755, is_folder=True, **common)  # type: ignore[arg-type]
         else:
-            yield File(destination, mode_of(path), path, **about)  # type: ignore[arg-type]
+            yield File(destination, mode_of(path), path, **common)  # type: ignore[arg-type]
 
 
 def _below(folder: Path, where: str, above: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Path | None]]:

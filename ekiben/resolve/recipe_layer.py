@@ -29,13 +29,13 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         startscript=_last(resolved, "startscript"), help=_help(recipe, resolved),
     )  # fmt: skip
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
-    about: dict[str, Any] = {"recipe": recipe.name, "stack": resolved.stack.name,
+    metadata: dict[str, Any] = {"recipe": recipe.name, "stack": resolved.stack.name,
              "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in resolved.layers]}  # fmt: skip
-    made = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
-    if compiled := [item for item in made if item["package"]]:
-        about["compiled"] = compiled
+    origins = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
+    if compiled := [item for item in origins if item["package"]]:
+        metadata["compiled"] = compiled
     files += _test_files(resolved)
-    files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(about, indent=1).encode() + b"\n"))
+    files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
     inputs = {
         "kind": "files",
         "files": [[file.destination, file.mode, file.sha256()] for file in files],
@@ -59,14 +59,14 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
                 "repository": repository if re.fullmatch(r"(https?|git|ssh)://[^@]+", repository) else "",
                 "commit": commit,
             }
-    about = {
+    origin = {
         "package": stage.wheel or source.get("name"),
         "layer": layer.name,
         "cache_key": stage.cache_key,
         "source": source,
     }
     if stage.wheel is None:  # nothing of it is compiled for a GPU
-        return about
+        return origin
     compilers: dict[str, str] = {}
     for below in stage.layers:
         locked = below.inputs.get("packages", {})
@@ -74,7 +74,7 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
         nvcc = {pin[0]: pin[1] for file in below.files for pin in _pins(file)}.get("nvidia-cuda-nvcc")
         if version := nvcc or (below.stage.arguments.get("nvcc") if below.stage else None):
             compilers["nvcc"] = version
-    return {**about, "compilers": compilers,
+    return {**origin, "compilers": compilers,
             **{name: inputs[name] for name in ("torch", "cuda", "python", "cxx11_abi", "capabilities")}}  # fmt: skip
 
 

@@ -123,24 +123,24 @@ def _copy_commands(step: Step, folder: str) -> list[str]:
 
 def _steps(layers: Sequence[Layer]) -> list[Step]:
     """Every layer with the build stages it takes from and what those stand on: each once, before what needs it."""
-    found: dict[str, Step] = {}
+    steps: dict[str, Step] = {}
     for layer in layers:
-        _add_stages(layer.copies, found)
-        found[layer.cache_key] = layer
-    return list(found.values())
+        _add_stages(layer.copies, steps)
+        steps[layer.cache_key] = layer
+    return list(steps.values())
 
 
-def _add_stages(copies: Sequence[StageCopy], found: dict[str, Step]) -> None:
+def _add_stages(copies: Sequence[StageCopy], steps: dict[str, Step]) -> None:
     for stage in stages_of(copies):
-        _add_stages(stage.copies, found)
-        found |= {step.cache_key: step for step in _steps(stage.layers) if step.cache_key not in found}
-        found[stage.cache_key] = stage
+        _add_stages(stage.copies, steps)
+        steps |= {step.cache_key: step for step in _steps(stage.layers) if step.cache_key not in steps}
+        steps[stage.cache_key] = stage
 
 
 def _bases(resolved: ResolvedRecipe) -> list[Layer]:
     """What the image stands on, and then what only build stages stand on."""
-    made = [step for step in _steps(resolved.layers) if isinstance(step, Layer) and step.kind == "bootstrap"]
-    return [resolved.layers[0], *(layer for layer in made if layer.cache_key != resolved.layers[0].cache_key)]
+    bases = [step for step in _steps(resolved.layers) if isinstance(step, Layer) and step.kind == "bootstrap"]
+    return [resolved.layers[0], *(layer for layer in bases if layer.cache_key != resolved.layers[0].cache_key)]
 
 
 def _bootstrap_command(layer: Layer, tar: str) -> str:
@@ -153,7 +153,7 @@ def _bootstrap_command(layer: Layer, tar: str) -> str:
 
 def dockerfile(resolved: ResolvedRecipe) -> str:
     """Return a Dockerfile, for BuildKit. Every layer is one RUN; a debootstrap base is a tar beside the file."""
-    base, *others = resolved.layers
+    base, *upper_layers = resolved.layers
     lines = _comment_lines(resolved)
     tars = {layer.cache_key: "root.tar" if layer.cache_key == base.cache_key else f"root-{layer.name}.tar"
             for layer in _bases(resolved) if layer.stage and layer.stage.bootstrap == "debootstrap"}  # fmt: skip
@@ -166,14 +166,14 @@ def dockerfile(resolved: ResolvedRecipe) -> str:
             "# then:", f"#   docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt -t {resolved.recipe.name} .",
         ]  # fmt: skip
     environment: dict[str, str] = {}
-    if any(layer.copies for layer in others):
+    if any(layer.copies for layer in upper_layers):
         for layer in _bases(resolved):
             start, *rest = _docker_base(layer, tars)
             lines += [f"{start} AS {_docker_name(layer)}", *rest]
         environment = _docker_stages(resolved, lines)
     else:
         lines += _docker_base(base, tars)
-        for layer in others:
+        for layer in upper_layers:
             lines += ["", f"# layer {layer.name}"]
             environment |= _docker_step(layer, environment, lines)
     lines += ["", *(f"LABEL {key}={_quoted(value)}" for key, value in sorted(resolved.labels.items()))]
@@ -263,7 +263,7 @@ def _quoted(value: str) -> str:
 
 def deffile(resolved: ResolvedRecipe) -> str:
     """Return a definition file: every %post in one stage; build stages before it, each from the base up. Its argument: mirror."""
-    base, *others = resolved.layers
+    base, *upper_layers = resolved.layers
     assert base.stage is not None
     bundle, name = "/etc/ssl/certs/ca-certificates.crt", resolved.recipe.name
     lines = _comment_lines(resolved)
@@ -275,7 +275,7 @@ def deffile(resolved: ResolvedRecipe) -> str:
     stages = [step for step in _steps(resolved.layers) if isinstance(step, BuildStage)]
     for stage in stages:
         lines += [*_def_stage(stage.layers[0], [*stage.layers[1:], stage], _docker_name(stage)), ""]
-    lines += _def_stage(base, others, "image" if stages else None)
+    lines += _def_stage(base, upper_layers, "image" if stages else None)
     lines += ["", "%environment"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(resolved.environment.items())]
     top = {file.destination: file for file in resolved.top.files}
@@ -293,7 +293,7 @@ def deffile(resolved: ResolvedRecipe) -> str:
     return text
 
 
-def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[str]:
+def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str]:
     """A header with the %files and the %post of all steps on it."""
     assert base.stage is not None
     header = {key: value for key, value in base.stage.header.items() if value and key not in ("mirrorurl", "stage")}
@@ -304,12 +304,12 @@ def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[st
     lines += [f"Stage: {name}"] if name else []
     if base.stage.bootstrap == "debootstrap":
         lines += ["", "%arguments", "    mirror="]
-    if copied := [step for step in others if step.files]:
+    if copied := [step for step in steps if step.files]:
         # Apptainer copies every %files before it runs any %post: here each layer's files come with the layer, under any name.
         lines += ["", "%files", *(f"    files/{_folder_of(step)} {_FILES}/{_folder_of(step)}" for step in copied)]
         if any(_is_copied_by_script(step, "def") for step in copied):
             lines += [f"    files/{_COPY} {_FILES}/{_COPY}"]
-    for step in others:
+    for step in steps:
         for item in step.copies:
             lines += [
                 "",
@@ -318,7 +318,7 @@ def _def_stage(base: Layer, others: Sequence[Step], name: str | None) -> list[st
             ]
     lines += ["", "%post", "umask 022"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in build_environment(base.epoch).items()]
-    for step in others:
+    for step in steps:
         lines += [f"# layer {step.name}"]
         lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(step.environment.items())]
         if _is_copied_by_script(step, "def"):

@@ -22,7 +22,7 @@ from ekiben.spec.sums import check_recipe_locks
 
 WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
 MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
-LEAST_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
+MINIMUM_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
 
 BASE = "base"  # the argument of a layer that goes on top of any other: the layer it stands on
 
@@ -97,16 +97,16 @@ class _Images:
 
     def definitions_of(self, name: str, asked_by: str) -> list[Definition]:
         """Return a layer's definition and all below it, bottom first."""
-        found: list[Definition] = []
+        definitions: list[Definition] = []
         parent: str | None = name
         while parent is not None:
-            if parent in (names := [item.name for item in found]):
+            if parent in (names := [item.name for item in definitions]):
                 raise DefinitionError(
                     f"{self.known[parent]}: From: goes round in a circle: {' → '.join([*names, parent])}"
                 )
-            found.append(definition := self.definition(parent, asked_by))
+            definitions.append(definition := self.definition(parent, asked_by))
             parent, asked_by = definition.final.parent, str(definition.path)
-        return found[::-1]
+        return definitions[::-1]
 
     def layers_of(
         self, definitions: Sequence[Definition], circle: Sequence[str] = ()
@@ -119,23 +119,23 @@ class _Images:
                 raise DefinitionError(
                     f"{definition.path}: a stage of it stands on itself: {' → '.join([*circle, definition.name])}"
                 )
-            layers += self._own_layers(definition, layers, environment, [*circle, definition.name])
+            layers += self._layers_of_definition(definition, layers, environment, [*circle, definition.name])
             environment = expand(definition.final.environment, environment, f"{definition.path}: %")
         return layers, environment
 
-    def _own_layers(
+    def _layers_of_definition(
         self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
     ) -> list[Layer]:
         """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has any)."""
-        stage, epoch, made = definition.final, self.stack.file.epoch, list[Layer]()
+        stage, epoch, layers = definition.final, self.stack.file.epoch, list[Layer]()
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}
         if stage.parent is None:
             source = load_agent(stage.bootstrap).key_inputs(stage.header)
             inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": platform()}
-            made.append(make_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
+            layers.append(make_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
                                "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
-        copies = self._stages(definition, [*below, *made], environment, circle)
+        copies = self._stages(definition, [*below, *layers], environment, circle)
         files = tuple(file for copy in stage.files if copy.stage is None for file in copied_files(definition, copy))
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
@@ -149,10 +149,10 @@ class _Images:
                 "epoch": epoch,
                 "platform": platform(),
             }
-            made.append(
-                make_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *made], copies)
+            layers.append(
+                make_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *layers], copies)
             )
-        return made
+        return layers
 
     def _stages(
         self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
@@ -160,7 +160,7 @@ class _Images:
         """What the last stage takes of those before it, each resolved with all it stands on."""
         if len(definition.stages) > 1:
             check_torch(self.stack)
-        made: dict[str, BuildStage] = {}
+        stages: dict[str, BuildStage] = {}
         for stage in definition.stages[:-1]:
             if stage.parent is None or stage.name is None:
                 requirement = (
@@ -172,16 +172,18 @@ class _Images:
             if not hands_over:
                 raise DefinitionError(f"{definition.path}: no later stage takes anything of '{stage.name}'; "
                                       f"write '%files from {stage.name}', or remove the stage")  # fmt: skip
-            layers, own = self.layers_of(self.definitions_of(stage.parent, str(definition.path)), circle)
-            made[stage.name] = self._stage(definition, stage, layers, own, hands_over, made, below, environment)
-        return _stage_copies(definition.final, made)
+            layers, stage_environment = self.layers_of(self.definitions_of(stage.parent, str(definition.path)), circle)
+            stages[stage.name] = self._stage(
+                definition, stage, layers, stage_environment, hands_over, stages, below, environment
+            )
+        return _stage_copies(definition.final, stages)
 
     def _stage(
         self, definition: Definition, stage: Stage, layers: Sequence[Layer], environment: Mapping[str, str],
         hands_over: tuple[str, ...], earlier: Mapping[str, BuildStage], runtime: Sequence[Layer],
         runtime_environment: Mapping[str, str],
     ) -> BuildStage:  # fmt: skip
-        about, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
+        stack_file, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
         files = tuple(file for copy in stage.files if copy.stage is None for file in copied_files(definition, copy))
         inputs: dict[str, Any] = {
             "format": KEY_FORMAT,
@@ -190,7 +192,7 @@ class _Images:
             **file_inputs(files),
             **copy_inputs(copies),
             "hands over": sorted(hands_over),
-            "epoch": about.epoch,
+            "epoch": stack_file.epoch,
             "platform": platform(),
         }
         if wheel:
@@ -202,15 +204,15 @@ class _Images:
                 "tools": [[layer.name, hash_inputs({key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")})]
                           for layer in layers if layer.cache_key not in shipped],
                 "environment": {key: value for key, value in environment.items() if runtime_environment.get(key) != value},
-                "suite": about.suite, "python": about.python, "torch": about.torch, "cuda": about.cuda,
-                "cxx11_abi": has_cxx11_abi(about.torch, about.cuda),
-                "capabilities": supported_archs(about.compute_capabilities, stage.labels.get(LEAST_LABEL), definition.path),
+                "suite": stack_file.suite, "python": stack_file.python, "torch": stack_file.torch, "cuda": stack_file.cuda,
+                "cxx11_abi": has_cxx11_abi(stack_file.torch, stack_file.cuda),
+                "capabilities": supported_archs(stack_file.compute_capabilities, stage.labels.get(MINIMUM_LABEL), definition.path),
             }  # fmt: skip
         else:
             inputs |= {"parent": layers[-1].cache_key, "environment": dict(environment)}
         return BuildStage(
             name=f"{definition.name}.{stage.name}", stage=stage, layers=tuple(layers), files=files, copies=copies,
-            environment=dict(environment), epoch=about.epoch, hands_over=hands_over, wheel=wheel, inputs=inputs,
+            environment=dict(environment), epoch=stack_file.epoch, hands_over=hands_over, wheel=wheel, inputs=inputs,
             job_memory=_job_memory(definition, stage),
             cache_key=hash_inputs(inputs),
         )  # fmt: skip
@@ -218,8 +220,8 @@ class _Images:
     def check_arguments(self) -> None:
         """Raise DefinitionError when an argument is bound that no definition file declares."""
         declared = set[str]().union(*(declared_arguments(item.text) for item in self.read.values()))
-        others = (path for name, path in self.known.items() if name not in self.read)
-        anywhere = declared.union(*(declared_arguments(read_source(path, errors="replace")) for path in others))
+        unused_paths = (path for name, path in self.known.items() if name not in self.read)
+        anywhere = declared.union(*(declared_arguments(read_source(path, errors="replace")) for path in unused_paths))
         unused = [
             ("--build-arg", name, declared, f"no layer of '{self.recipe.name}'")
             for name in sorted(set(self.arguments) - declared)
@@ -248,7 +250,7 @@ def _job_memory(definition: Definition, stage: Stage) -> int | None:
         raise DefinitionError(f"{definition.path}: {MEMORY_LABEL} is a number of GiB (found: {label})") from error
 
 
-def _stage_copies(stage: Stage, made: Mapping[str, BuildStage]) -> tuple[StageCopy, ...]:
+def _stage_copies(stage: Stage, stages: Mapping[str, BuildStage]) -> tuple[StageCopy, ...]:
     return tuple(
-        StageCopy(made[copy.stage], copy.source, copy.destination, copy.line) for copy in stage.files if copy.stage
+        StageCopy(stages[copy.stage], copy.source, copy.destination, copy.line) for copy in stage.files if copy.stage
     )

@@ -39,7 +39,7 @@ REFUSED = {
 }
 
 # What the agents here read of a header; those of a distribution of your own say themselves what they take.
-TAKEN = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mirrorurl", "include")}
+AGENT_HEADERS = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mirrorurl", "include")}
 
 _SECTION = re.compile(r"%([A-Za-z]+)\b[ \t]*(.*)")
 _HEADER = re.compile(r"([A-Za-z]+)[ \t]*:[ \t]*(.*)")
@@ -188,7 +188,7 @@ class _Reader:
     def give_up(self) -> NoReturn:
         raise DefinitionError("\n".join(self.problems))
 
-    def read(self, root: Path, given: Mapping[str, str]) -> Definition:
+    def read(self, root: Path, bound_arguments: Mapping[str, str]) -> Definition:
         groups: list[list[_Section]] = []
         for section in _split(self.text):
             if not section.name:
@@ -200,7 +200,7 @@ class _Reader:
         for section in [section for group in groups[:-1] for section in group if section.name in FINAL_ONLY]:
             what = f"%{section.name} of a build stage has no effect"
             self.problem(section.line - 1, f"{what}: the stage hands over files and does not ship")
-        stages = tuple(self.stage(group, given) for group in groups)
+        stages = tuple(self.stage(group, bound_arguments) for group in groups)
         names = [stage.name for stage in stages if stage.name]
         for earlier, stage in enumerate(stages):
             for copy in stage.files:
@@ -211,8 +211,8 @@ class _Reader:
             self.give_up()
         return Definition(name=self.path.stem, path=self.path, root=root, text=self.text, stages=stages)
 
-    def stage(self, parts: list[_Section], given: Mapping[str, str]) -> Stage:
-        arguments = self.arguments(parts, given)
+    def stage(self, parts: list[_Section], bound_arguments: Mapping[str, str]) -> Stage:
+        arguments = self.arguments(parts, bound_arguments)
         used: set[str] = set()
         bound = [
             replace_body(section, self.bind(section, arguments, used))
@@ -237,7 +237,7 @@ class _Reader:
                if name in sections and any(line.strip() for line in sections[name].body)},
         )  # fmt: skip
 
-    def arguments(self, parts: list[_Section], given: Mapping[str, str]) -> dict[str, str]:
+    def arguments(self, parts: list[_Section], bound_arguments: Mapping[str, str]) -> dict[str, str]:
         arguments: dict[str, str] = {}
         for section in parts:
             if section.name == "arguments":
@@ -245,7 +245,7 @@ class _Reader:
                 for number, line in enumerate(section.body, section.line):
                     if ARGUMENT.search(line) and not line.lstrip().startswith("#"):
                         self.problem(number, f"an argument's value names another one; write the value: {line.strip()}")
-        return {name: given.get(name, default) for name, default in arguments.items()}
+        return {name: bound_arguments.get(name, default) for name, default in arguments.items()}
 
     def bind(self, section: _Section, arguments: Mapping[str, str], used: set[str]) -> list[str]:
         def value(match: re.Match[str], number: int) -> str:
@@ -289,7 +289,7 @@ class _Reader:
         bootstrap = header.setdefault("bootstrap", "")
         for key in sorted(header.keys() & UNUSED.keys()):
             self.problem(line, f"'{key}:' is refused: {UNUSED[key]}")
-        for key in sorted(header.keys() - {"bootstrap", "stage", *TAKEN.get(bootstrap, HEADERS), *UNUSED}):
+        for key in sorted(header.keys() - {"bootstrap", "stage", *AGENT_HEADERS.get(bootstrap, HEADERS), *UNUSED}):
             self.problem(line, f"'{key}:' says nothing to Bootstrap: {bootstrap}; remove it")
         if bootstrap == LOCAL:
             if not header.get("from"):

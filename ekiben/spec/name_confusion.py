@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-_UNRELATED = {
+_CONFUSED_NAMES = {
     "apex": "the package index's apex is a toolkit for websites, not NVIDIA's apex; images/apex.def compiles that one from its commit",
 }
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)", re.MULTILINE)
 
 
-def unrelated(requirements: str) -> str | None:
+def find_confusion(requirements: str) -> str | None:
     """Return why a file of requirements cannot be meant as it is written, or None. A requirement with an address says what it means."""
-    if not any(name in requirements.lower() for name in _UNRELATED):  # most often, and lock files are long
+    if not any(name in requirements.lower() for name in _CONFUSED_NAMES):  # most often, and lock files are long
         return None
     named = [
         match[1].lower()
         for line in requirements.splitlines()
         if "@" not in line and (match := _REQUIREMENT.match(line))
     ]
-    return next((_UNRELATED[name] for name in named if name in _UNRELATED), None)
+    return next((_CONFUSED_NAMES[name] for name in named if name in _CONFUSED_NAMES), None)

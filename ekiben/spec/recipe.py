@@ -66,10 +66,10 @@ class RecipeFile:
         if self.modules is not None:
             raise ValueError("modules: is no longer a key of a recipe; delete it. The library of the tasks, ekiben_tasks, and "
                              "the recipe's own entrypoints/ ship complete")  # fmt: skip
-        for task, about in self.tasks.items():
+        for task, task_file in self.tasks.items():
             if not _TASK.fullmatch(task):
                 raise ValueError(f"tasks.{task}: a task is a command: letters, digits, '.', '_' and '-'")
-            if "\n" in about.help:
+            if "\n" in task_file.help:
                 raise ValueError(f"tasks.{task}.help: one line is wanted")
         if self.default_task and self.default_task not in self.tasks:
             raise ValueError(
@@ -155,7 +155,7 @@ class Recipe:
     def _scripts(self) -> dict[str, Path]:
         """The recipe's own entrypoints/ complete, the tasks' scripts, and the tasks' library where one of them is built on it."""
         scripts = {f"entrypoints/{inside}": path for inside, path in _tree(self.folder / "entrypoints").items()}
-        needs_library = any(
+        uses_library = any(
             _LIBRARY_IMPORT.search(path.read_bytes()) for path in scripts.values() if path.suffix == ".py"
         )
         for script in sorted({task.entrypoint for task in self.file.tasks.values()}):
@@ -164,8 +164,8 @@ class Recipe:
                 scripts[f"entrypoints/{script}"] = ours
             else:
                 scripts[f"entrypoints/{script}"] = shipped
-                needs_library = True
-        if needs_library:
+                uses_library = True
+        if uses_library:
             library = {f"{LIBRARY}/{inside}": path for inside, path in _tree(PROJECT_ROOT / "entrypoints" / LIBRARY).items()
                        if path.suffix == ".py"}  # fmt: skip
             library |= {name: PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER}
@@ -178,7 +178,7 @@ def _tree(folder: Path) -> dict[str, Path]:
     paths = tree_paths(folder) if folder.is_dir() else []
     files = {path.relative_to(folder): path for path in paths if path.is_file()}
     return {inside.as_posix(): path for inside, path in files.items()
-            if not any(part == "__pycache__" or part.startswith(".") for part in inside.parts)}  # fmt: skip
+            if not any(name == "__pycache__" or name.startswith(".") for name in inside.parts)}  # fmt: skip
 
 
 def _is_file(path: Path) -> bool:
@@ -199,13 +199,13 @@ def recipe_folders() -> dict[str, Path]:
 
 
 def _folders_by_name() -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
+    known: dict[str, list[Path]] = {}
     for root in (PROJECT_ROOT / "recipes", *read_settings(os.environ).recipes):
         for path in sorted(root.rglob("recipe.yaml")):
-            folders = found.setdefault(path.parent.name, [])
+            folders = known.setdefault(path.parent.name, [])
             if path.parent.resolve() not in [folder.resolve() for folder in folders]:
                 folders.append(path.parent)
-    return found
+    return known
 
 
 def find_recipe(name: str) -> Recipe:
@@ -230,9 +230,9 @@ def find_recipe(name: str) -> Recipe:
             )
             raise UsageError(f"no recipe '{name}'." + nearest(name, known), hint=hint)
         if len(known[name]) > 1:
-            places = ", ".join(map(str, known[name]))
+            folders = ", ".join(map(str, known[name]))
             raise UsageError(
-                f"there are several recipes '{name}': {places}", hint="give the one that you mean as a path"
+                f"there are several recipes '{name}': {folders}", hint="give the one that you mean as a path"
             )
         folder = known[name][0]
     recipe = Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))

@@ -10,7 +10,7 @@ import pytest
 from ekiben.builder.wheels import _library_problems, differences, validate_wheel
 from ekiben.core.errors import VerifyError
 from ekiben.gpu.elf import Library
-from ekiben.spec.name_confusion import unrelated
+from ekiben.spec.name_confusion import find_confusion
 from support.compiled import INPUTS, TAG, extension, write_wheel
 
 SO = "tiny/op.cpython-311-x86_64-linux-gnu.so"
@@ -91,9 +91,9 @@ def test_wheel_differences_are_described() -> None:
 
 @pytest.mark.parametrize("text", ["apex\n", "torch\nApex==0.9 \\\n  --hash=sha256:0\n", "  apex >= 0.1\n"])
 def test_the_index_s_apex_is_refused_by_name(text: str) -> None:
-    assert "not NVIDIA's apex" in (unrelated(text) or "")
+    assert "not NVIDIA's apex" in (find_confusion(text) or "")
 
 
 @pytest.mark.parametrize("text", ["apexpy\n", "# apex\n", "apex @ git+file:///srv/apex\n", "nvidia-apex\n", ""])
 def test_other_packages_pass_the_name_confusion_check(text: str) -> None:
-    assert unrelated(text) is None
+    assert find_confusion(text) is None
