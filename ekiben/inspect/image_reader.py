@@ -230,7 +230,7 @@ class PythonPackage:
 
 def python_versions(tree: Tree) -> dict[str, str]:
     """Return Python package → version."""
-    return dict(found for path in tree if (found := distribution_at(path)))
+    return dict(distribution for path in tree if (distribution := distribution_at(path)))
 
 
 def debian_packages(image: ImageReader, tree: Tree) -> list[DebianPackage]:

@@ -120,6 +120,6 @@ def is_id(license: str) -> bool:
     return fixup_id(license) == license
 
 
-def needs_expression(licenses: Sequence[str]) -> bool:
+def is_license_expression(licenses: Sequence[str]) -> bool:
     """Return whether they are one SPDX expression, and no identifier."""
     return len(licenses) == 1 and not is_id(licenses[0]) and is_expression(licenses[0])

@@ -63,7 +63,7 @@ from ekiben.inspect.image_reader import (
     read_file,
     tree_of,
 )
-from ekiben.inspect.licenses import debian_licenses, is_id, needs_expression, python_licenses
+from ekiben.inspect.licenses import debian_licenses, is_id, is_license_expression, python_licenses
 from ekiben.packages.installed import DPKG_STATUS, plain_name
 from ekiben.spec.stack import read_pins
 from ekiben.store import Image, Store, StoredLayer
@@ -241,7 +241,7 @@ def _package(
 ) -> Component:  # fmt: skip
     at = {"ekiben:layer": layer.name} if layer else {}
     declared = LicenseAcknowledgement.DECLARED
-    choices = [LicenseExpression(item, acknowledgement=declared) if needs_expression(licenses)
+    choices = [LicenseExpression(item, acknowledgement=declared) if is_license_expression(licenses)
             else DisjunctiveLicense(id=item, acknowledgement=declared) if is_id(item)
             else DisjunctiveLicense(name=item, acknowledgement=declared) for item in licenses]  # fmt: skip
     return Component(
@@ -422,7 +422,7 @@ def _marker_environment(site: str, image: ImageReader, tree: Tree) -> dict[str, 
 def _roots(names: Iterable[str], dependencies: Dependencies) -> list[str]:
     """What nothing else needs, and of every circle that nobody enters, one: from these all is reached."""
     names = sorted(names)
-    needed = {other for others in dependencies.values() for other in others}
+    needed = {name for required in dependencies.values() for name in required}
     roots = [name for name in names if name not in needed]
     reached: set[str] = set()
     for start in (*roots, *names):
