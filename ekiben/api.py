@@ -42,7 +42,7 @@ __all__ = [
     "plan",
 ]
 
-_ABOUT = "opt/ekiben/image.json"
+_IMAGE_JSON = "opt/ekiben/image.json"
 _RECIPE = "opt/ekiben/recipe/recipe.yaml"
 _LABELS = ".singularity.d/labels.json"
 
@@ -138,7 +138,7 @@ def build(
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
-    chain, opened_store, progress = _resolve(recipe, stack, arguments, gpu_arch), _open_store(store), Progress()
+    resolved, layer_store, progress = _resolve(recipe, stack, arguments, gpu_arch), _open_store(store), Progress()
     options = Options(
         engine=engine,
         locked=locked,
@@ -147,8 +147,8 @@ def build(
     )
     path = Path(output) if output else None
     image, artifacts = build_and_export(
-        chain,
-        opened_store,
+        resolved,
+        layer_store,
         options,
         progress,
         formats=("sif",),
@@ -157,7 +157,7 @@ def build(
     )
     sif = Path(artifacts[0].ref)
     if verify:
-        run_tests(image, opened_store, progress, sifs=[sif])
+        run_tests(image, layer_store, progress, sifs=[sif])
     return Image(sif)
 
 
@@ -174,8 +174,8 @@ def open(name: str | Path) -> Image:
     if path.suffix != ".sif":
         from ekiben.spec.recipe import find_recipe
 
-        found = find_recipe(os.fspath(name))
-        path = Path(f"{found.image_name()}.sif")
+        known_recipe = find_recipe(os.fspath(name))
+        path = Path(f"{known_recipe.image_name()}.sif")
         if not path.is_file():
             raise StoreError(f"{path} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
     read_sif(path)
@@ -201,14 +201,14 @@ class Image:
     @cached_property
     def metadata(self) -> Metadata:
         """Recipe, stack, tasks, layers and labels. Raises UsageError when the SIF is not one of Ekiben's."""
-        about, recipe, labels = self._read_top(_ABOUT, _RECIPE, _LABELS)
-        if about is None or recipe is None:
-            raise UsageError(f"{self.path} was not made by Ekiben: it has no /{_ABOUT}")
+        image_json, recipe, labels = self._read_top(_IMAGE_JSON, _RECIPE, _LABELS)
+        if image_json is None or recipe is None:
+            raise UsageError(f"{self.path} was not made by Ekiben: it has no /{_IMAGE_JSON}")
         from ekiben.core.checked import Fields, parse_json
         from ekiben.spec.recipe import ShippedRecipe
 
         try:
-            image, written = Fields.of(parse_json(about)), ShippedRecipe.parse(recipe)
+            image, written = Fields.of(parse_json(image_json)), ShippedRecipe.parse(recipe)
             return Metadata(
                 recipe=image.text("recipe"), stack=image.text("stack"), description=written.description,
                 tasks={name: task.help for name, task in written.tasks.items()},
