@@ -51,9 +51,9 @@ class Comparison:
 
 
 def rebuild(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, *, own_root: Path
+    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, *, user_root: Path
 ) -> Comparison:
-    """Build ``resolved`` from nothing but downloads, and compare. ``own_root``: the user's own store, beside which the rebuilt one
+    """Build ``resolved`` from nothing but downloads, and compare. ``user_root``: the user's own store, beside which the rebuilt one
     lies where nothing can be written beside ``store``.
 
     Raises VerifyError when it is not built yet, StoreError when there is no folder to rebuild in, and what build() raises.
@@ -61,7 +61,7 @@ def rebuild(
     before = stored_image(resolved, store)
     # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
     # Where that cannot be written, it is a colleague's, and the cache is that beside one's own store.
-    beside = store.root.parent if os.access(store.root.parent, os.W_OK) else own_root.parent
+    beside = store.root.parent if os.access(store.root.parent, os.W_OK) else user_root.parent
     try:
         beside.mkdir(parents=True, exist_ok=True)
         fresh = Store(Path(tempfile.mkdtemp(prefix="rebuild-", dir=beside)))

@@ -83,7 +83,7 @@ def start_image(
     sif = start.sif or Path(f"{name}.sif")
     containers: launch.Containers = {}
     if start.runtime not in ("auto", *launch.RUNTIMES):
-        containers = {executor: found_runtime.run_argv for executor, found_runtime in runtimes().items()}
+        containers = {executor: runtime.run_argv for executor, runtime in runtimes().items()}
     program = _choose_program(name, sif, start, containers)
     live = live_files(recipe) if start.live else LiveFiles({}, "")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()

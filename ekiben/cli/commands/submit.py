@@ -152,7 +152,7 @@ def command(
         raise UsageError(
             "Missing argument 'RECIPE TASK'", hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or --again RUN"
         )
-    found, profile = find_recipe(recipe), find_site(site) if site else None
+    recipe_spec, profile = find_recipe(recipe), find_site(site) if site else None
     request = JobRequest(
         seconds=seconds_of(walltime) if walltime else None, notice=seconds_of(notice),
         memory_mib=memory_mib_of(memory) if memory else None, seeds=tuple(seeds.split(",")) if seeds else (), **resource_options,
@@ -162,8 +162,8 @@ def command(
         *([profile.file.scheduler.defaults] if profile and profile.file.scheduler else []),
     ]
     request = with_defaults(request, defaults)
-    run = planning.plan(found, argv, request, scheduler=scheduler or choose_scheduler(profile), site=profile,
-                    sif=sif or Path(f"{found.name}.sif"), runs=runs)  # fmt: skip
+    run = planning.plan(recipe_spec, argv, request, scheduler=scheduler or choose_scheduler(profile), site=profile,
+                    sif=sif or Path(f"{recipe_spec.name}.sif"), runs=runs)  # fmt: skip
     _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
 
 
@@ -219,7 +219,7 @@ def _submit(
     context.print(SubmitResult(run.folder, ids, str(run.folder) if is_elsewhere else run.folder.name))
     if wait:
         (submitted,) = jobs.find_runs([str(run.folder)], runs)
-        if any(row.state != "done" for row in jobs.wait(submitted, context.log)):
+        if any(job.state != "done" for job in jobs.wait(submitted, context.log)):
             raise click.exceptions.Exit(1)
 
 

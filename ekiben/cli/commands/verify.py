@@ -87,10 +87,10 @@ class RebuildResult:
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
         done = self.comparison
-        rows = [{"name": item.name, "same": item.same, "diff_id": [item.before.diff_id, item.after.diff_id],
-                 "digest": [item.before.digest, item.after.digest], "executor": [item.before.executor, item.after.executor],
-                 "seconds": item.after.seconds, "differing": list(item.differing)} for item in done.layers]  # fmt: skip
-        return {"same": done.same, "image": done.image_ids, "sif": done.sif_digests, "layers": rows}
+        layers = [{"name": item.name, "same": item.same, "diff_id": [item.before.diff_id, item.after.diff_id],
+                   "digest": [item.before.digest, item.after.digest], "executor": [item.before.executor, item.after.executor],
+                   "seconds": item.after.seconds, "differing": list(item.differing)} for item in done.layers]  # fmt: skip
+        return {"same": done.same, "image": done.image_ids, "sif": done.sif_digests, "layers": layers}
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed of an image that came out the same."""
@@ -137,7 +137,7 @@ def command(
 def rebuild_and_compare(context: Context, resolved: ResolvedRecipe, options: Options) -> None:
     """Print the comparison. Raises VerifyError when the image came out differently; its JSON is printed all the same."""
     began = time.monotonic()
-    comparison = rebuild(resolved, context.store, options, context.progress, own_root=context.default_store)
+    comparison = rebuild(resolved, context.store, options, context.progress, user_root=context.default_store)
     result = RebuildResult(comparison, time.monotonic() - began)
     if context.json:
         context.print(result)
