@@ -69,13 +69,13 @@ class Runtime:
         Raises:
             EngineError: neither apptainer nor singularity is here.
         """
-        found = program or which("apptainer", "singularity")
-        if found is None:
+        runtime = program or which("apptainer", "singularity")
+        if runtime is None:
             raise EngineError(
                 "neither apptainer nor singularity is on PATH", hint=f"{command_name()} doctor says what can run here"
             )
-        self.program = found
-        self._client = _client(found)
+        self.program = runtime
+        self._client = _client(runtime)
 
     def command(
         self,
@@ -131,12 +131,12 @@ class Runtime:
             EngineError: the runtime cannot read the file.
         """
         try:
-            found = self._client.inspect(str(sif), quiet=True)
+            inspection = self._client.inspect(str(sif), quiet=True)
         except (ValueError, LookupError, TypeError) as error:
             raise EngineError(f"{sif}: {self.program} says of it what spython does not understand: {error}") from error
-        attributes = found.get("attributes") if isinstance(found, dict) else None
+        attributes = inspection.get("attributes") if isinstance(inspection, dict) else None
         if attributes is None:
-            raise EngineError(f"{sif} cannot be inspected: {_message(found)}")
+            raise EngineError(f"{sif} cannot be inspected: {_message(inspection)}")
         texts = [str(attributes.get(key) or "") for key in ("deffile", "runscript", "test")]
         return Inspection({str(key): str(value) for key, value in attributes["labels"].items()}, *texts)
 
@@ -154,10 +154,10 @@ class Runtime:
         line = [*instance._init_command(["instance", "start"]), "--cleanenv", *(["--nv"] if gpu else []),
                 *(word for folder in folders for word in bind_args(folder)), str(sif), name]  # fmt: skip
         self._start(line, self._environment(request))
-        found = instance._list(name, quiet=True, return_json=True)
-        if not isinstance(found, dict):
+        listed = instance._list(name, quiet=True, return_json=True)
+        if not isinstance(listed, dict):
             raise EngineError(f"{sif}: the instance {name} ended as soon as it was started")
-        return Instance(name, int(found["pid"]), Path(found["logOutPath"]), Path(found["logErrPath"]))
+        return Instance(name, int(listed["pid"]), Path(listed["logOutPath"]), Path(listed["logErrPath"]))
 
     def stop(self, instance: Instance) -> None:
         """Stop an instance.
@@ -165,8 +165,8 @@ class Runtime:
         Raises:
             EngineError: the runtime cannot; the message has what it wrote.
         """
-        found = self._client.instance(instance.name, start=False, name=instance.name, quiet=True)
-        self._checked([*found._init_command(["instance", "stop"]), instance.name], dict(os.environ))
+        spython_instance = self._client.instance(instance.name, start=False, name=instance.name, quiet=True)
+        self._checked([*spython_instance._init_command(["instance", "stop"]), instance.name], dict(os.environ))
 
     def _start(self, line: Sequence[str], settings: Mapping[str, str]) -> None:
         """Apptainer's starter loses a race with its own SIGCONT now and then (1.4.5: some starts in ten); nothing runs then.
@@ -201,14 +201,14 @@ def _client(program: str) -> Any:
     """spython's client, whose command lines begin with ``program`` and are returned rather than run."""
     from spython.main import get_client
 
-    made = get_client(quiet=True)
+    client = get_client(quiet=True)
 
     def init_command(self: Any, action: str | list[str], flags: list[str] | None = None) -> list[str]:
         return [program, "--quiet", *(flags or []), *([action] if isinstance(action, str) else action)]
 
-    instance = type("Instance", (made.instance,), {"_init_command": init_command})
+    instance = type("Instance", (client.instance,), {"_init_command": init_command})
     members = {"_init_command": init_command, "_run_command": lambda self, line, **_: line, "instance": instance}
-    return type("Client", (type(made),), members)()
+    return type("Client", (type(client),), members)()
 
 
 def _check_binds(binds: Sequence[str]) -> None:
@@ -217,6 +217,6 @@ def _check_binds(binds: Sequence[str]) -> None:
             raise UsageError(f"{bind}: is not there, and cannot be bound")
 
 
-def _message(found: object) -> str:
-    message = found.get("message", "") if isinstance(found, dict) else found
+def _message(reply: object) -> str:
+    message = reply.get("message", "") if isinstance(reply, dict) else reply
     return " ".join(map(str, message)) if isinstance(message, list) else str(message)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ekiben.core.errors import StoreError
 from ekiben.formats.sif import read_sif
-from ekiben.run.launch import is_own_folder
+from ekiben.run.launch import is_private_folder
 from ekiben.run.schedulers import local_folders
 
 
@@ -28,7 +28,7 @@ def local_folder(environment: Mapping[str, str]) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise StoreError(f"{folder} cannot be made: {error.strerror}", hint=hint) from error
-    if not is_own_folder(folder):
+    if not is_private_folder(folder):
         raise StoreError(f"{folder} is not a folder of {getpass.getuser()} alone", hint=hint)
     folder.chmod(0o700)
     return folder
@@ -40,8 +40,8 @@ def copy_local(sif: Path, environment: Mapping[str, str], log: Callable[[str], N
     Raises StoreError when there is no folder of this user's own, no space, or the copy differs.
     """
     # flock is dependable here: the folder is local.
-    folder, about = local_folder(environment), sif.stat()
-    if about.st_dev == folder.stat().st_dev:
+    folder, status = local_folder(environment), sif.stat()
+    if status.st_dev == folder.stat().st_dev:
         return sif
     target = folder / _copy_name(sif)
     with (folder / f".{target.name}.lock").open("w", encoding="utf-8") as lock:
@@ -51,7 +51,7 @@ def copy_local(sif: Path, environment: Mapping[str, str], log: Callable[[str], N
             log(f"another job copies {sif} to {folder}; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_symlink() or not target.is_file():
-            _copy_checked(sif, target, about.st_size, log)
+            _copy_checked(sif, target, status.st_size, log)
     return target
 
 

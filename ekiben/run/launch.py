@@ -44,7 +44,7 @@ FOLDERS = ("EKIBEN_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", *COMP
 CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 # What a site's modules may have set for every container, and what breaks ours.
 LEAKS = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHOME", "PYTHONPATH")
-IMAGES_OWN = (
+IMAGE_FOLDERS = (
     "/bin",
     "/dev",
     "/etc",
@@ -92,13 +92,13 @@ class RunRequest:
     publish: str | None = None
 
 
-def choose_runtime(name: str, sif: Path, asked: str = "auto", others: Containers = _NONE) -> str:
+def choose_runtime(name: str, sif: Path, asked: str = "auto", containers: Containers = _NONE) -> str:
     """Return the program that runs it here: apptainer or singularity for a SIF that exists, else docker.
 
-    ``asked`` is one of these, or of ``others``. Raises UsageError when it is none, EngineError when nothing here can run it.
+    ``asked`` is one of these, or of ``containers``. Raises UsageError when it is none, EngineError when nothing here can run it.
     """
     if asked != "auto":
-        return _asked_runtime(asked, name, sif, others)
+        return _asked_runtime(asked, name, sif, containers)
     runtime = which("apptainer", "singularity")
     if runtime and sif.is_file():
         return runtime
@@ -113,8 +113,8 @@ def takes_sif(program: str) -> bool:
     return Path(program).name in OF_SIF
 
 
-def _asked_runtime(asked: str, name: str, sif: Path, others: Containers) -> str:
-    known = (*RUNTIMES, *others)
+def _asked_runtime(asked: str, name: str, sif: Path, containers: Containers) -> str:
+    known = (*RUNTIMES, *containers)
     if asked not in known:
         raise UsageError(f"--runtime: no runtime '{asked}'." + nearest(asked, ["auto", *known]))
     program = which(asked)
@@ -126,7 +126,12 @@ def _asked_runtime(asked: str, name: str, sif: Path, others: Containers) -> str:
 
 
 def launch(
-    program: str, sif: Path, tag: str, request: RunRequest, environment: Mapping[str, str], others: Containers = _NONE
+    program: str,
+    sif: Path,
+    tag: str,
+    request: RunRequest,
+    environment: Mapping[str, str],
+    containers: Containers = _NONE,
 ) -> Launch:
     """Return the command that does ``request`` in the image. Makes the folders of caches.
 
@@ -137,7 +142,7 @@ def launch(
     if Path(program).name == "docker":
         return _container(_docker_argv(request, environment), tag, request, environment, folders)
     if not takes_sif(program):
-        return _container(others[Path(program).name](request.gpu), tag, request, environment, folders)
+        return _container(containers[Path(program).name](request.gpu), tag, request, environment, folders)
     return _sif(program, sif, request, environment, folders)
 
 
@@ -263,7 +268,7 @@ def _make(name: str, folder: Path) -> None:
 
 def _named(args: Iterable[str], here: Path) -> list[Path]:
     """Return the paths among the arguments, as `--data=../data.jsonl`, `--set model=/models/mine` or `--output /scratch/me/run`."""
-    found = []
+    paths = []
     for word in args:
         values = {
             word.partition("=")[2],
@@ -277,9 +282,9 @@ def _named(args: Iterable[str], here: Path) -> list[Path]:
             # What lies in this folder is seen anyway, but not what a link in it, or in a folder in it, points to.
             if "/" not in value and value != ".." and not path.is_symlink() and not path.is_dir():
                 continue
-            if not any(path.is_relative_to(own) for own in IMAGES_OWN):
-                found.append(path)
-    return found
+            if not any(path.is_relative_to(folder) for folder in IMAGE_FOLDERS):
+                paths.append(path)
+    return paths
 
 
 def _can_be_path(value: str) -> bool:
@@ -306,7 +311,7 @@ def _with_targets(path: Path) -> Iterator[Path]:
         while not folder.is_dir() and folder != folder.parent:
             folder = folder.parent
         yield folder
-        link = next((part for part in (*reversed(path.parents), path) if part.is_symlink()), None)
+        link = next((parent for parent in (*reversed(path.parents), path) if parent.is_symlink()), None)
         if link is None:
             return
         path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))
@@ -317,8 +322,10 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     kept: list[str] = []
     for text in sorted(set(paths)):
         path = Path(text)
-        images_own = any(path.is_relative_to(own) or Path(own).is_relative_to(path) for own in IMAGES_OWN)
-        if not images_own and not any(path.is_relative_to(other) for other in kept):
+        belongs_to_image = any(
+            path.is_relative_to(folder) or Path(folder).is_relative_to(path) for folder in IMAGE_FOLDERS
+        )
+        if not belongs_to_image and not any(path.is_relative_to(other) for other in kept):
             kept.append(text)
     return kept
 
@@ -326,7 +333,7 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- caches
 
 
-def is_own_folder(folder: Path) -> bool:
+def is_private_folder(folder: Path) -> bool:
     """Return whether nobody else can write into a folder, or put another in its place."""
     try:
         info = folder.lstat()
@@ -342,13 +349,13 @@ def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """
     bases = [Path(base) for name in local_folders() if (base := environment.get(name))]
     defaults = [base / f"ekiben-{os.getuid()}" for base in (*bases, *map(Path, ("/tmp", "/var/tmp", "/dev/shm")))]
-    unsafe_default = any(os.path.lexists(folder) and not is_own_folder(folder) for folder in defaults)
+    unsafe_default = any(os.path.lexists(folder) and not is_private_folder(folder) for folder in defaults)
     with contextlib.suppress(OSError):  # before a task makes it, as its umask has it
         Path(environment.get("TMPDIR") or "/tmp", f"ekiben-{os.getuid()}").mkdir(mode=0o700)
     changed, fresh = dict(environment), None
     for name in COMPILED_CODE:
         folder = Path(environment[name]) if environment.get(name) else None
-        if (os.path.lexists(folder) and not is_own_folder(folder)) if folder else unsafe_default:
+        if (os.path.lexists(folder) and not is_private_folder(folder)) if folder else unsafe_default:
             fresh = fresh or Path(tempfile.mkdtemp(prefix="ekiben-cache-", dir=next(filter(Path.is_dir, bases), None)))
             changed[name] = str(fresh / name)
             (fresh / name).mkdir()

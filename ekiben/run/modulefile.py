@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ekiben.core.errors import UsageError
 from ekiben.gpu.devices import GPU_DEVICE
-from ekiben.run.launch import CERTIFICATES, COMPILED_CODE, FOLDERS, IMAGES_OWN, LEAKS, passes
+from ekiben.run.launch import CERTIFICATES, COMPILED_CODE, FOLDERS, IMAGE_FOLDERS, LEAKS, passes
 from ekiben.run.schedulers import local_folders
 
 MODULES = "modulefiles"
@@ -40,9 +40,9 @@ def module_name(image: str, stem: str) -> str:
 
 def check_shared_dir(shared_dir: Path) -> None:
     """Raise UsageError for a path that cannot be in a MODULEPATH: Lmod hands it to a shell unquoted."""
-    if found := re.search(r"[^\w@%+=,./-]", str(shared_dir)):
+    if match := re.search(r"[^\w@%+=,./-]", str(shared_dir)):
         raise UsageError(
-            f"--modulefile: '{found[0]}' in {shared_dir}: Lmod cannot read modulefiles there",
+            f"--modulefile: '{match[0]}' in {shared_dir}: Lmod cannot read modulefiles there",
             hint="publish to a folder whose path has only letters, digits and '-', '_', '.', '+'",
         )
 
@@ -53,10 +53,10 @@ def command_files(image: str, stem: str, tasks: Iterable[str]) -> dict[str, str]
     scripts = {task: f'#!/bin/sh\nexec "${{0%/*}}/{runner}" {task} "$@"\n' for task in tasks}
     filled = {
         "runner": runner, "tasks": " ".join(tasks), "image": image, "stem": stem, "gpu": GPU_DEVICE, "passes": passes(),
-        "leaks": " ".join(LEAKS), "own": " ".join(IMAGES_OWN), "folders": _values([*FOLDERS, *local_folders()]), "compiled": " ".join(COMPILED_CODE),
+        "leaks": " ".join(LEAKS), "image_folders": " ".join(IMAGE_FOLDERS), "folders": _values([*FOLDERS, *local_folders()]), "compiled": " ".join(COMPILED_CODE),
         "local": _values(local_folders()), "files": _values(CERTIFICATES),
     }  # fmt: skip
-    return {**scripts, runner: re.sub(r"<(\w+)>", lambda found: filled[found[1]], _RUNNER)}
+    return {**scripts, runner: re.sub(r"<(\w+)>", lambda match: filled[match[1]], _RUNNER)}
 
 
 def _values(names: tuple[str, ...] | list[str]) -> str:
@@ -156,7 +156,7 @@ bind() {
 }
 bind_folder() { # but none of the image's own, and none that would hide one
     folder=$(unset CDPATH && cd -- "$1" 2>/dev/null && pwd -L) || return 0
-    for images in <own>; do
+    for images in <image_folders>; do
         case $folder/ in "$images"/*) return ;; esac
         case $images/ in "${folder%/}"/*) return ;; esac
     done
@@ -236,7 +236,7 @@ def modulefile(image: str, stem: str, description: str, tasks: Mapping[str, str]
     version, runner = stem.removeprefix(f"{image}-"), f"ekiben-{image}"
     width = max(map(len, tasks), default=0)
     text = [f"{image} {version}: {' '.join(description.split())}", "", "Commands, each of which runs in the container image:", "",
-            *(f"  {task:<{width}}  {about}" for task, about in tasks.items()), "",
+            *(f"  {task:<{width}}  {help_text}" for task, help_text in tasks.items()), "",
             f"  {runner} COMMAND ...: whatever is in the image; with bash a shell, alone what there is.", "",
             "While it is loaded, programs of the host with these names are hidden.",
             "Where there is an NVIDIA driver they see the GPUs; EKIBEN_CPU=1 goes without.",
@@ -286,7 +286,7 @@ foreach number [array names newest] {{ module-version ekiben/{image}/[lindex $ne
 def _quote(text: str) -> str:
     """Return ``text`` as one word of Tcl, in ASCII: modulefiles are read in whatever encoding a user's locale has. And no end of a string of Lua's,
     into which Lmod puts it."""
-    kept = re.sub(r'[\\"\[\]{}$]', lambda found: f"\\{found[0]}", text.replace("]=", "] ="))
+    kept = re.sub(r'[\\"\[\]{}$]', lambda match: f"\\{match[0]}", text.replace("]=", "] ="))
     return (
         '"'
         + "".join(

@@ -35,10 +35,10 @@ _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 
 def version_of(text: str) -> tuple[int, ...]:
     """Return a version as numbers: ``"580.65.06"`` → (580, 65, 6); a suffix (``-1``, ``+ds1``, ``~rc1``) is left out. Raises ValueError when it is none."""
-    found = _VERSION.match(text.strip().removeprefix("v"))
-    if not found:
+    match = _VERSION.match(text.strip().removeprefix("v"))
+    if not match:
         raise ValueError(f"'{text}' is no version")
-    return tuple(int(part) for part in found[0].split("."))
+    return tuple(int(number) for number in match[0].split("."))
 
 
 def _checked_version(name: str, value: str | None) -> None:
@@ -242,7 +242,7 @@ class Site:
         return self.file.name
 
 
-def own_folder() -> Path:
+def user_folder() -> Path:
     """Return the folder of a user's own profiles."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ekiben" / "sites"
 
@@ -250,7 +250,7 @@ def own_folder() -> Path:
 def site_paths() -> dict[str, Path]:
     """Return every profile by name; a user's own replaces one of the same name."""
     return {
-        path.stem: path for folder in (PROJECT_ROOT / "sites", own_folder()) for path in sorted(folder.glob("*.yaml"))
+        path.stem: path for folder in (PROJECT_ROOT / "sites", user_folder()) for path in sorted(folder.glob("*.yaml"))
     }
 
 
@@ -269,6 +269,6 @@ def find_site(name: str) -> Site:
         known = site_paths()
         if name not in known:
             raise UsageError(f"no site '{name}'." + nearest(name, known),
-                             hint=f"a profile of your own is given as a path, or kept in {own_folder()}")  # fmt: skip
+                             hint=f"a profile of your own is given as a path, or kept in {user_folder()}")  # fmt: skip
         path = known[name]
     return Site(path, read_yaml(path, SiteFile))

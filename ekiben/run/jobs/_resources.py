@@ -111,10 +111,10 @@ def _of_site(
     name, resource = _resource(site, request, nodes, gpus)
     if gpus is None:
         gpus = resource.gpus
-    is_whole = resource.exclusive or bool(exclusive)
-    is_part = 0 < gpus < resource.gpus and not is_whole
+    is_exclusive = resource.exclusive or bool(exclusive)
+    is_fraction = 0 < gpus < resource.gpus and not is_exclusive
     cores, memory_gib = resource.cores, resource.memory_gib
-    if is_part:
+    if is_fraction:
         cores, memory_gib = (amount and max(1, amount * gpus // resource.gpus) for amount in (cores, memory_gib))
     amounts = {
         "nodes": nodes, "gpus": gpus, "cores": request.cpus or cores or 1,
@@ -126,7 +126,7 @@ def _of_site(
     memory_mib = memory_gib * 1024 if memory_gib else None
     args += _amount(resource, name, scheduler, "cpus", "{cores}", request.cpus, cores)
     args += _amount(
-        resource, name, scheduler, "memory", "{memory_gib}", request.memory_mib, 0 if is_whole else memory_mib
+        resource, name, scheduler, "memory", "{memory_gib}", request.memory_mib, 0 if is_exclusive else memory_mib
     )
     known_gpus = gpus or (scheduler.requested_gpus([*args, *request.options]) if resource.gpus else 0)
     return Resources(gpus=gpus, args=(*args, *exclusive), known_gpus=known_gpus, cpus=request.cpus or cores)

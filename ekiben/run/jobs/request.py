@@ -43,10 +43,10 @@ class JobRequest:
 
 def memory_mib_of(text: str) -> int:
     """Return ``900M``, ``64G`` or ``1T`` (also ``64GiB``) in MiB. Raises UsageError for what is no amount of memory."""
-    found = re.fullmatch(r"(\d+)([MGT])(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not found or not int(found[1]):
+    match = re.fullmatch(r"(\d+)([MGT])(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match or not int(match[1]):
         raise UsageError(f"--memory {text}: expected a number with M, G or T: 64G")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRequest:

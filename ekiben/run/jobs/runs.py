@@ -200,7 +200,7 @@ class Run:
         """Job → its newest id; all jobs of an array have the array's until they go back into the queue by themselves."""
         return {job: self._read(f"{job}.job") for job in self.jobs}
 
-    def own_id(self, job: str, id: str) -> str:
+    def single_id(self, job: str, id: str) -> str:
         """Return the id by which the scheduler knows this job alone; ``id`` may be its array's."""
         step, _, index = job.partition(".")
         is_element = index and id == self._read(f"{step}.array")
@@ -266,21 +266,21 @@ def find_runs(names: Sequence[str], runs: Path, log: Callable[[str], None] = lam
     }
     if not names:
         return _readable(known.values(), log)
-    found = []
+    named_runs = []
     for name in names:
         if (Path(name) / "run.json").is_file():
-            found.append(_open_run(Path(name).absolute()))
+            named_runs.append(_open_run(Path(name).absolute()))
         elif name in known:
-            found.append(_open_run(known[name]))
+            named_runs.append(_open_run(known[name]))
         elif with_id := [
             run for run in _readable(known.values(), log) if name in run.ids.values() or jobs_named(run, name)
         ]:
-            found.append(with_id[0])
+            named_runs.append(with_id[0])
         else:
             raise UsageError(
                 f"no run '{name}' in {runs}." + nearest(name, known), hint="--runs DIR, or the run's folder"
             )
-    return found
+    return named_runs
 
 
 def _readable(folders: Iterable[Path], log: Callable[[str], None]) -> list[Run]:
@@ -335,37 +335,37 @@ def status(runs: Sequence[Run]) -> list[JobStatus]:
         ids = {id for job, id in ids_before[run.folder].items() if run.exit_code(job) in (None, REQUEUE)}
         waiting.setdefault(run.record["scheduler"], set()).update(ids)
     queues = {name: load(name).jobs(sorted(ids)) for name, ids in waiting.items()}
-    rows = [
+    statuses = [
         (run, job_status(run, job, ids_before[run.folder][job], queues[run.record["scheduler"]]))
         for run in runs
         for job in run.jobs
     ]
-    states = _with_records(rows, ids_before)
+    states = _with_records(statuses, ids_before)
     for run in runs:
         if all(job.state in _ENDED for job in states if job.run == run.folder.name):
             run.remove_environment()
     return states
 
 
-def _with_records(rows: Sequence[tuple[Run, JobStatus]], ids: Mapping[Path, Mapping[str, str]]) -> list[JobStatus]:
+def _with_records(statuses: Sequence[tuple[Run, JobStatus]], ids: Mapping[Path, Mapping[str, str]]) -> list[JobStatus]:
     """Return the status of jobs with what the scheduler's records say of those that did not end by themselves."""
     unknown: dict[str, set[str]] = {}
-    for run, row in rows:
-        if row.state == "lost" or (row.state == "failed" and row.exit_code in (REQUEUE, 128 + 9, 128 + 15)):
-            unknown.setdefault(run.record["scheduler"], set()).add(ids[run.folder][row.job])
-    records = {name: load(name).ended(sorted(found)) for name, found in unknown.items()}
+    for run, current in statuses:
+        if current.state == "lost" or (current.state == "failed" and current.exit_code in (REQUEUE, 128 + 9, 128 + 15)):
+            unknown.setdefault(run.record["scheduler"], set()).add(ids[run.folder][current.job])
+    records = {name: load(name).ended(sorted(ids_of_jobs)) for name, ids_of_jobs in unknown.items()}
     result = []
-    for run, row in rows:
-        id, index = ids[run.folder][row.job], int(row.job.partition(".")[2] or 0)
+    for run, current in statuses:
+        id, index = ids[run.folder][current.job], int(current.job.partition(".")[2] or 0)
         known = records.get(run.record["scheduler"], {})
         job = known.get((id, index)) or known.get((id, 0))
-        if job and (row.state == "lost" or job.state != "done"):
+        if job and (current.state == "lost" or job.state != "done"):
             state = "failed" if job.state == "done" else job.state  # done leaves an exit code behind
             detail = job.detail or "ended without an exit code; its log may tell"
-            if row.exit_code and state == "failed" and "exit code" not in detail:
-                detail = f"{row.detail}, {detail}"
-            row = replace(row, state=state, detail=detail, started=job.started)
-        result.append(row)
+            if current.exit_code and state == "failed" and "exit code" not in detail:
+                detail = f"{current.detail}, {detail}"
+            current = replace(current, state=state, detail=detail, started=job.started)
+        result.append(current)
     return result
 
 
@@ -390,7 +390,7 @@ def job_status(run: Run, job: str, id: str, queue: Mapping[tuple[str, int], Job]
     else:
         state, detail = "lost", "neither in the queue nor ended by itself; its log may tell"
     return JobStatus(
-        run=run.folder.name, job=job, id=run.own_id(job, id), state=state, detail=detail, resubmitted=run.times(job),
+        run=run.folder.name, job=job, id=run.single_id(job, id), state=state, detail=detail, resubmitted=run.times(job),
         exit_code=code, started=started,
     )  # fmt: skip
 
@@ -406,8 +406,8 @@ def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:
     for marker in [f"{job}.cancelled" for job in only] or ["cancelled"]:
         (run.folder / marker).touch()  # so that no job puts itself back
     newest = run.ids
-    rows = [row for row in status([run]) if not row.is_over and (not only or row.job in only)]
-    ids = sorted({row.id if only else newest[row.job] for row in rows})
+    unfinished = [job for job in status([run]) if not job.is_over and (not only or job.job in only)]
+    ids = sorted({job.id if only else newest[job.job] for job in unfinished})
     if ids:
         load(run.record["scheduler"]).cancel(ids)
     if not only:
@@ -418,7 +418,7 @@ def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:
 def jobs_named(run: Run, name: str) -> list[str]:
     """Return the jobs of an array that ``name`` is the own id of; none where it names all of a run."""
     newest = run.ids
-    return [job for job, id in newest.items() if id != name and run.own_id(job, id) == name]
+    return [job for job, id in newest.items() if id != name and run.single_id(job, id) == name]
 
 
 def wait(run: Run, log: Callable[[str], None]) -> list[JobStatus]:
@@ -449,7 +449,7 @@ def log_lines(run: Run, job: str | None, *, rank: int | None = None, follow: boo
     if rank is not None:
         path = _rank_log(run, name, rank)
     while True:
-        over = not follow or all(row.is_over for row in status([run]) if row.job == name)
+        over = not follow or all(job.is_over for job in status([run]) if job.job == name)
         with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as stream:
             stream.seek(offset)
             yield from stream

@@ -66,7 +66,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         # A function: $seed is known on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
         f"set_outputs() {{ outputs=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in _outputs(step.argv))}); }}",
-        f"command_args=({quote_all(part for word in plan.command_args for part in word.split(' ', 1))})",
+        f"command_args=({quote_all(arg for word in plan.command_args for arg in word.split(' ', 1))})",
         *_function("load_modules", *(_modules(plan.site) or [":"])),
         *_hook_lines(hooks),
         "",
@@ -94,7 +94,7 @@ def quote_all(args: Iterable[str]) -> str:
 
 def _with_seed(word: str) -> str:
     """Quote ``out-{seed}`` as ``out-"$seed"``."""
-    return '"$seed"'.join(quote(part) if part else "" for part in word.split(SEED))
+    return '"$seed"'.join(quote(text) if text else "" for text in word.split(SEED))
 
 
 def _outputs(argv: Sequence[str]) -> list[str]:

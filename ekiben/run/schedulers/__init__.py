@@ -161,8 +161,8 @@ def load(name: str) -> Scheduler:
 
 def by_preference() -> dict[str, Scheduler]:
     """Return every scheduler by name, in the order in which they are tried."""
-    found = [(name, load(name)) for name in names()]
-    return dict(sorted(found, key=lambda one: (one[1].PREFERENCE, one[0])))
+    schedulers = [(name, load(name)) for name in names()]
+    return dict(sorted(schedulers, key=lambda one: (one[1].PREFERENCE, one[0])))
 
 
 def variables() -> tuple[str, ...]:
@@ -177,12 +177,12 @@ def local_folders() -> tuple[str, ...]:
 
 def choose() -> str:
     """Return the scheduler of this machine. Raises EngineError with each one's reason."""
-    reasons = {name: found.unavailable() for name, found in by_preference().items()}
-    found = next((name for name, reason in reasons.items() if reason is None), None)
-    if found is None:
-        raise EngineError("no scheduler can be used here:\n" + "\n".join(f"  {name}: {why}" for name, why in reasons.items()),
+    reasons = {name: scheduler.unavailable() for name, scheduler in by_preference().items()}
+    usable = next((name for name, reason in reasons.items() if reason is None), None)
+    if usable is None:
+        raise EngineError("no scheduler can be used here:\n" + "\n".join(f"  {name}: {reason}" for name, reason in reasons.items()),
                           hint="submit on a login node of the cluster; `--scheduler NAME --dry-run` writes a script anywhere")  # fmt: skip
-    return found
+    return usable
 
 
 _TIMES = re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]?\d)(?::(?P<s>[0-5]?\d))?")
@@ -191,12 +191,12 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def seconds_of(text: str) -> int:
     """Return the seconds of ``2:00:00``, ``1-12:00:00``, ``90m``, ``2h`` or ``3d``. Raises UsageError."""
-    if found := re.fullmatch(r"(\d+)([smhd])", text):
-        seconds = int(found[1]) * _UNITS[found[2]]
-    elif found := _TIMES.fullmatch(text):
-        days, hours, minutes, rest = (int(found[name] or 0) for name in "dhms")
+    if match := re.fullmatch(r"(\d+)([smhd])", text):
+        seconds = int(match[1]) * _UNITS[match[2]]
+    elif match := _TIMES.fullmatch(text):
+        days, hours, minutes, rest = (int(match[name] or 0) for name in "dhms")
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-        if found["d"] is None and found["s"] is None:
+        if match["d"] is None and match["s"] is None:
             raise UsageError(f"--time {text}: hours and minutes, or minutes and seconds, as Slurm has it? Write "
                              f"{hours}:{minutes:02}:00, or {hours}m")  # fmt: skip
     else:

@@ -114,26 +114,26 @@ def limits(args: Sequence[str]) -> Limits:
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with oarsub's message."""
     wait = [word for id in _of_array(after) for word in ("-a", id)] if after else []
-    asked = [part for word in args for part in word.split(" ", 1)]
+    asked = [arg for word in args for arg in word.split(" ", 1)]
     done = run(["oarsub", "-S", *wait, *asked, str(script)], check=False)
-    found = re.search(r"^OAR_ARRAY_ID=(\d+)$", done.stdout, re.MULTILINE) or re.search(
+    match = re.search(r"^OAR_ARRAY_ID=(\d+)$", done.stdout, re.MULTILINE) or re.search(
         r"^OAR_JOB_ID=(\d+)$", done.stdout, re.MULTILINE
     )
-    if done.returncode or not found:
+    if done.returncode or not match:
         raise SchedulerError(_reason(done.stderr, done.stdout))
-    return found[1]
+    return match[1]
 
 
 def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return the jobs that oarstat lists, by (id, index in the array or 0). Raises SchedulerError."""
-    found = {}
+    statuses = {}
     for record in _all() if ids else ():
         if str(record["array_id"]) in ids and (state := _STATES.get(record["state"])):
             nodes = _nodes(record)
-            found[_key(record)] = Job(
+            statuses[_key(record)] = Job(
                 state, nodes or str(record.get("message") or ""), _started(record) if nodes else ""
             )
-    return found
+    return statuses
 
 
 def _key(record: dict[str, Any]) -> tuple[str, int]:

@@ -108,7 +108,7 @@ def _quoted(path: str) -> str:
 
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
-    named = next((found for word in args if (found := re.match(r"-q ?(\S+)", word))), None)
+    named = next((match for word in args if (match := re.match(r"-q ?(\S+)", word))), None)
     if not named or not which("qstat"):
         return Limits(where="the default queue")
     done = run(["qstat", "-Q", "-f", named[1]], check=False).stdout
@@ -120,7 +120,7 @@ def limits(args: Sequence[str]) -> Limits:
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with qsub's message."""
     wait = ["-W", f"depend=afterany:{after}"] if after else []  # the step itself looks how the one before ended
-    done = run(["qsub", *wait, *(part for word in args for part in word.split(" ", 1)), str(script)], check=False)
+    done = run(["qsub", *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)], check=False)
     if done.returncode:
         raise SchedulerError(done.stderr.strip())
     return done.stdout.strip()
@@ -131,33 +131,33 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     if not ids:
         return {}
     done = run(["qstat", "-x", "-t", "-f", "-F", "json", *ids], check=False)
-    found = {}
-    for name, about in _records(done.stdout).items():
+    statuses = {}
+    for name, record in _records(done.stdout).items():
         array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
         if array and not array[2]:
             continue  # the array itself; its jobs follow
-        if state := _STATES.get(about["job_state"]):
+        if state := _STATES.get(record["job_state"]):
             key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
-            found[key] = Job(state, _detail(about), about.get("stime", ""))
-    if done.returncode and not found and "Unknown Job" not in done.stderr:
+            statuses[key] = Job(state, _detail(record), record.get("stime", ""))
+    if done.returncode and not statuses and "Unknown Job" not in done.stderr:
         raise SchedulerError(done.stderr.strip())
-    return found
+    return statuses
 
 
 def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return how a job ended. The server keeps its history as long as configured (job_history_enable)."""
     done = run(["qstat", "-x", "-t", "-f", "-F", "json", *ids], check=False) if ids else None
-    found = {}
-    for name, about in _records(done.stdout if done else "").items():
+    statuses = {}
+    for name, record in _records(done.stdout if done else "").items():
         array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
-        if about["job_state"] not in ("F", "X") or (array and not array[2]):
+        if record["job_state"] not in ("F", "X") or (array and not array[2]):
             continue
-        code = int(about.get("Exit_status", 0))
-        why = f"exit code {code}" if code > 0 else about.get("comment", f"exit status {code}") if code else ""
-        detail = ", ".join(filter(None, (why, _detail({**about, "comment": ""}))))
+        code = int(record.get("Exit_status", 0))
+        outcome = f"exit code {code}" if code > 0 else record.get("comment", f"exit status {code}") if code else ""
+        detail = ", ".join(filter(None, (outcome, _detail({**record, "comment": ""}))))
         key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
-        found[key] = Job("failed" if code else "done", detail, about.get("stime", ""))
-    return found
+        statuses[key] = Job("failed" if code else "done", detail, record.get("stime", ""))
+    return statuses
 
 
 def _records(answer: str) -> dict[str, dict[str, Any]]:
@@ -183,9 +183,9 @@ def element_id(id: str, index: int) -> str:
     return id.replace("[]", f"[{index}]")
 
 
-def _detail(about: dict[str, Any]) -> str:
-    nodes = [part.split("/")[0] for part in about.get("exec_host", "").split("+")]
-    return ",".join(dict.fromkeys(filter(None, nodes))) or about.get("comment", "")
+def _detail(record: dict[str, Any]) -> str:
+    nodes = [host.split("/")[0] for host in record.get("exec_host", "").split("+")]
+    return ",".join(dict.fromkeys(filter(None, nodes))) or record.get("comment", "")
 
 
 def cancel(ids: Sequence[str]) -> None:

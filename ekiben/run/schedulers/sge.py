@@ -98,7 +98,7 @@ def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     wait = ["-hold_jid", after] if after else []
     # -w e: what no queue can ever run is refused instead of waiting for ever.
     done = run(
-        ["qsub", "-terse", "-w", "e", *wait, *(part for word in args for part in word.split(" ", 1)), str(script)],
+        ["qsub", "-terse", "-w", "e", *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)],
         check=False,
     )
     if done.returncode:
@@ -113,26 +113,26 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     done = run(["qstat", "-xml", "-g", "d", "-u", "*"], check=False)
     if done.returncode:
         raise SchedulerError((done.stderr or done.stdout).strip())
-    found = {}
-    for row in ElementTree.fromstring(done.stdout).iter("job_list"):
-        job, task = row.findtext("JB_job_number", ""), row.findtext("tasks", "")
+    statuses = {}
+    for element in ElementTree.fromstring(done.stdout).iter("job_list"):
+        job, task = element.findtext("JB_job_number", ""), element.findtext("tasks", "")
         if job in ids:
-            code = row.findtext("state", "")
+            code = element.findtext("state", "")
             state = "held" if code.startswith("h") or "s" in code.lower() else "running" if "r" in code else "queued"
             detail = (
                 "Grid Engine put it into its error state: qstat -j tells why"
                 if "E" in code
-                else row.findtext("queue_name", "")
+                else element.findtext("queue_name", "")
             )
-            found[job, int(task) if task.isdigit() else 0] = Job(
-                state, detail or "", row.findtext("JAT_start_time") or ""
+            statuses[job, int(task) if task.isdigit() else 0] = Job(
+                state, detail or "", element.findtext("JAT_start_time") or ""
             )
-    return found
+    return statuses
 
 
 def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return what qacct says of jobs that have ended."""
-    found = {}
+    statuses = {}
     for id in ids:
         for record in run(["qacct", "-j", id], check=False).stdout.split("=" * 62)[1:]:
             accounting = {
@@ -140,14 +140,14 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
             }
             failed, code = accounting.get("failed", "0"), accounting.get("exit_status", "0")
             reason = failed.partition(":")[2].strip() if failed != "0" else ""
-            why = ", ".join(filter(None, (reason, f"exit status {code}" if code != "0" else "")))
-            state = "failed" if why else "done"
-            detail = ", ".join(filter(None, (why, accounting.get("hostname", ""))))
+            problems = ", ".join(filter(None, (reason, f"exit status {code}" if code != "0" else "")))
+            state = "failed" if problems else "done"
+            detail = ", ".join(filter(None, (problems, accounting.get("hostname", ""))))
             index = accounting.get("taskid", "")
-            found[id, int(index) if index.isdigit() else 0] = Job(
+            statuses[id, int(index) if index.isdigit() else 0] = Job(
                 state, detail, accounting.get("start_time", "").replace("-/-", "")
             )
-    return found
+    return statuses
 
 
 def element_id(id: str, index: int) -> str:

@@ -58,8 +58,8 @@ def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | Non
 def requested_gpus(args: Sequence[str]) -> int | None:
     """Return how many GPUs per node sbatch's own options request, or None where they do not tell."""
     counts = [re.search(r"(?:^-G ?|gpus?(?:-per-\w+)?)(?:$|[=: ](?:[^\d:]\w*:)?(\d+)?)", arg) for arg in args]
-    found = [int(count[1] or 1) for count in counts if count]
-    return max(found) if found else None if any(arg.startswith("--exclusive") for arg in args) else 0
+    requested = [int(count[1] or 1) for count in counts if count]
+    return max(requested) if requested else None if any(arg.startswith("--exclusive") for arg in args) else 0
 
 
 def example(line: str, gpu: bool) -> str:
@@ -97,17 +97,17 @@ def _output(log: Path, *, array: bool) -> str:
 
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
-    named = next((found for word in args if (found := re.match(r"(?:--partition[= ]|-p ?)(\S+)", word))), None)
-    rows = run(["sinfo", "--noheader", *(["--partition", named[1]] if named else []), "--format", "%P|%l|%D|%G|%c|%m"],
-               check=False).stdout.splitlines()  # fmt: skip
-    cut = [row.split("|") for row in rows if named or row.split("|")[0].endswith("*")]
+    named = next((match for word in args if (match := re.match(r"(?:--partition[= ]|-p ?)(\S+)", word))), None)
+    lines = run(["sinfo", "--noheader", *(["--partition", named[1]] if named else []), "--format", "%P|%l|%D|%G|%c|%m"],
+                check=False).stdout.splitlines()  # fmt: skip
+    cut = [line.split("|") for line in lines if named or line.split("|")[0].endswith("*")]
     if not cut:
         return Limits(where="the default partition")
-    gpus = [sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", row[3])) for row in cut]
-    cpus, memory = (min(int(row[column].rstrip("+")) for row in cut) for column in (4, 5))
+    gpus = [sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)?:(\d+)", fields[3])) for fields in cut]
+    cpus, memory = (min(int(fields[column].rstrip("+")) for fields in cut) for column in (4, 5))
     time = cut[0][1]
     return Limits(
-        where=f"partition {cut[0][0].rstrip('*')}", gpus=max(gpus), cpus=cpus, memory_mib=memory if memory > 1 else None, nodes=sum(int(row[2]) for row in cut),
+        where=f"partition {cut[0][0].rstrip('*')}", gpus=max(gpus), cpus=cpus, memory_mib=memory if memory > 1 else None, nodes=sum(int(fields[2]) for fields in cut),
         seconds=None if time in ("infinite", "n/a") else seconds_of(time if time.count(":") > 1 else f"0:{time}"),
     )  # fmt: skip
 
@@ -133,15 +133,15 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
 
 def _read_queue(text: str) -> dict[tuple[str, int], Job]:
     """Return the jobs of what squeue prints, in the format above. Just after sbatch its reason is the word None."""
-    found = {}
+    statuses = {}
     for line in text.splitlines():
         job, index, state, nodes, reason, elapsed, started = line.split("|")
         if state in ("RUNNING", "COMPLETING", *_STATES):
             detail = f"{nodes}, {elapsed}" if nodes else reason if reason != "None" else ""
-            found[job, int(index) if index.isdigit() else 0] = Job(
+            statuses[job, int(index) if index.isdigit() else 0] = Job(
                 _STATES.get(state, "running"), detail, started if nodes else ""
             )
-    return found
+    return statuses
 
 
 _ENDED = {"COMPLETED": "done", "CANCELLED": "cancelled"}

@@ -9,7 +9,7 @@ import pytest
 
 from ekiben.core.errors import DefinitionError, UsageError
 from ekiben.core.paths import PROJECT_ROOT
-from ekiben.run.site import Site, find_site, own_folder, site_paths, version_of
+from ekiben.run.site import Site, find_site, site_paths, user_folder, version_of
 from support.sample_recipe import RunCli
 
 SHIPPED = sorted(path.stem for path in (PROJECT_ROOT / "sites").glob("*.yaml"))
@@ -53,7 +53,7 @@ def test_abci_profiles_match_the_users_guide() -> None:
 
 
 def test_profile_of_the_user_wins(own_config: Path, tmp_path: Path) -> None:
-    assert own_folder() == own_config
+    assert user_folder() == own_config
     written(own_config)
     assert find_site("mine").path == own_config / "mine.yaml"
     assert set(site_paths()) == {*SHIPPED, "mine"}
