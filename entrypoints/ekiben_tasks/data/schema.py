@@ -202,9 +202,9 @@ def _conversation(item: Mapping[str, Any], asked: bool) -> Conversation | str:
     for number, message in enumerate(rest):
         if message.role != ("user", "assistant")[number % 2]:
             return f"{column}: message {number + 1} is by {message.role}; user and assistant alternate, user first"
-    wanted = "user" if asked else "assistant"
-    if not rest or rest[-1].role != wanted:
-        return f"{column}: the last message must be by {wanted}"
+    last_role = "user" if asked else "assistant"
+    if not rest or rest[-1].role != last_role:
+        return f"{column}: the last message must be by {last_role}"
     return Conversation(tuple(messages))
 
 
@@ -231,7 +231,7 @@ def _split_marked(text: str) -> list[Message] | str:
     if not _MARKED.match(text.lstrip()):
         return "is text without <|prompter|> and <|assistant|>"
     messages = [
-        Message(_ROLES[role], part.replace("<|endoftext|>", "").strip()) for role, part in _MARKED.findall(text)
+        Message(_ROLES[role], content.replace("<|endoftext|>", "").strip()) for role, content in _MARKED.findall(text)
     ]
     empty = next((number for number, message in enumerate(messages, 1) if not message.content), None)
     return f"message {empty}: is empty" if empty else messages

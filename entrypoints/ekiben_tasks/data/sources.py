@@ -194,7 +194,7 @@ def _list_files(path: Path) -> list[Path]:
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         raise TaskError(f"{path}: is a saved Arrow data set; write it as Parquet: dataset.to_parquet('rows.parquet')")
     files = sorted(file for suffix in _SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [file for file in files if not any(name.startswith(".") for name in file.relative_to(path).parts)]
     if not files:
         raise TaskError(f"{path}: holds no {', '.join(_SUFFIXES)} file")
     return files
@@ -271,8 +271,8 @@ def _load_hub(source: Source) -> tuple[Any, str | None]:
 def find_commit(table: Any) -> str | None:
     """Return the commit that the addresses of a hub data set's files name, None where they name none."""
     addresses = " ".join(table.info.download_checksums or ())
-    found = re.search(r"@([0-9a-f]{40})/", addresses)
-    return found[1] if found else None
+    match = re.search(r"@([0-9a-f]{40})/", addresses)
+    return match[1] if match else None
 
 
 def _check(

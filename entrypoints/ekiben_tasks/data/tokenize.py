@@ -248,10 +248,12 @@ def _encode(
     """Yield (token ids, [start, end) of each response among them) of each example; no end token is added."""
     special = _special_tokens(tokenizer)
     for first in range(0, len(examples), _BATCH):
-        part = examples[first : first + _BATCH]
+        batch = examples[first : first + _BATCH]
         # In a conversation special tokens are the template's; elsewhere "<|endoftext|>" is text that a user wrote.
-        options = {"add_special_tokens": False} if isinstance(part[0], Conversation) else {"split_special_tokens": True}
-        rendered = [_render(tokenizer, example, special, asks=asks) for example in part]
+        options = (
+            {"add_special_tokens": False} if isinstance(batch[0], Conversation) else {"split_special_tokens": True}
+        )
+        rendered = [_render(tokenizer, example, special, asks=asks) for example in batch]
         prefixes = [each.text[:cut] for each in rendered for cut in _cuts(each)]
         encoded = tokenizer(prefixes, **options)
         offsets = encoded.encodings or [None] * len(prefixes)

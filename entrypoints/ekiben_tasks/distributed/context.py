@@ -90,11 +90,11 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
         return world
     on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
-        found = torch.cuda.device_count()
-        if world.local_rank >= found:
+        gpu_count = torch.cuda.device_count()
+        if world.local_rank >= gpu_count:
             raise TaskError(
-                f"process {world.local_rank + 1} of this node has no GPU: {found} visible here; start as many processes "
-                f"as there are GPUs (train --gpus {found}), or ask the scheduler for more"
+                f"process {world.local_rank + 1} of this node has no GPU: {gpu_count} visible here; start as many processes "
+                f"as there are GPUs (train --gpus {gpu_count}), or ask the scheduler for more"
             )
         torch.cuda.set_device(world.local_rank)
     timeout = process_group_timeout(hang_minutes)
@@ -139,8 +139,8 @@ def shared_scratch(world: DistributedContext, output: Path | None) -> Iterator[P
     if int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) < world.size:
         parent = (output or Path("result")).absolute().parent
         parent.mkdir(parents=True, exist_ok=True)
-    made = tempfile.mkdtemp(prefix="ekiben-smoke-", dir=parent) if world.is_main_process else None
-    scratch = Path(world.broadcast(made))
+    temporary = tempfile.mkdtemp(prefix="ekiben-smoke-", dir=parent) if world.is_main_process else None
+    scratch = Path(world.broadcast(temporary))
     try:
         yield scratch
     finally:

@@ -15,7 +15,9 @@ def gather_weights(loss_module: LossModule) -> dict[str, torch.Tensor]:
     """
     full = get_model_state_dict(loss_module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied = tied_names(loss_module)
-    return {name.removeprefix("model."): part.to(loss_module.dtype) for name, part in full.items() if name not in tied}
+    return {
+        name.removeprefix("model."): weight.to(loss_module.dtype) for name, weight in full.items() if name not in tied
+    }
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:

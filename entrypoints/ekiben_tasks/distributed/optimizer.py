@@ -31,8 +31,8 @@ def make_optimizer(
 def decay_groups(parameters: list[torch.Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: tensors of one dimension, which are norms and biases, do not decay."""
     groups = [
-        {"params": [part for part in parameters if part.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [part for part in parameters if part.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

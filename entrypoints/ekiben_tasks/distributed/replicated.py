@@ -26,19 +26,23 @@ class ReplicatedStrategy:
         self, loss_module: LossModule, config: OptimizerConfig, world: DistributedContext, *, collective: bool = False
     ) -> None:
         self.loss_module, self.config, self.world, self.collective = loss_module, config, world, collective
-        named = [(name, part) for name, part in loss_module.model.named_parameters() if part.requires_grad]
+        named = [
+            (name, parameter) for name, parameter in loss_module.model.named_parameters() if parameter.requires_grad
+        ]
         self.names = [name for name, _ in named]
-        self.parameters = [part for _, part in named]
+        self.parameters = [parameter for _, parameter in named]
         device = self.parameters[0].device
-        sizes = [part.numel() for part in self.parameters]
+        sizes = [parameter.numel() for parameter in self.parameters]
         self.vector = torch.empty(sum(sizes), device=device)
         self.gradient = torch.zeros_like(self.vector)
-        self.copies = [part.view_as(own) for part, own in zip(self.vector.split(sizes), self.parameters, strict=True)]
+        self.copies = [
+            view.view_as(parameter) for view, parameter in zip(self.vector.split(sizes), self.parameters, strict=True)
+        ]
         with torch.no_grad():
             torch._foreach_copy_(self.copies, self.parameters)
-        for copy, part, own in zip(self.copies, self.gradient.split(sizes), self.parameters, strict=True):
-            copy.grad = part.view_as(own)
-            own.register_post_accumulate_grad_hook(_folder(copy.grad))
+        for copy, gradient, parameter in zip(self.copies, self.gradient.split(sizes), self.parameters, strict=True):
+            copy.grad = gradient.view_as(parameter)
+            parameter.register_post_accumulate_grad_hook(_folder(copy.grad))
         self.optimizer = make_optimizer(self.copies, config, device)
         # fp16 gradients underflow without it; a no-op elsewhere.
         self.scaler = torch.GradScaler(device.type, enabled=loss_module.dtype == torch.float16)
@@ -124,7 +128,7 @@ class ReplicatedStrategy:
             return gather_weights(self.loss_module)
         model = self.loss_module.model
         tied = tied_names(model)
-        return {name: part.cpu() for name, part in model.state_dict().items() if name not in tied}
+        return {name: weight.cpu() for name, weight in model.state_dict().items() if name not in tied}
 
     def _spread(self) -> None:
         """Copy the vector back into the model."""

@@ -36,8 +36,10 @@ def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_module
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        found = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-        has = ", ".join(sorted(found))
+        linear_names = {
+            name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+        }
+        has = ", ".join(sorted(linear_names))
         raise TaskError(
             f"setting lora.target_modules: no layer is called {', '.join(target_modules)}; this model has {has}"
         ) from error

@@ -40,13 +40,13 @@ def prepare(model: Any, body: Any) -> None:
     if isinstance(model, peft.PeftModel):
         # The first block is one more of the same only where its input wants a gradient as the others' inputs do.
         body.get_input_embeddings().register_forward_hook(_want_gradient)
-    for part in list(model.modules()):
-        if isinstance(part, peft.tuners.lora.LoraLayer):
-            _align_adapter(part)
-        elif type(part) is GPTNeoXAttention and body.config._attn_implementation == attention.ATTENTION:
-            part.__class__ = FusedRopeAttention
-        elif type(part) is GELUActivation or (type(part) is torch.nn.GELU and part.approximate == "none"):
-            part.__class__ = _ExactGelu
+    for module in list(model.modules()):
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            _align_adapter(module)
+        elif type(module) is GPTNeoXAttention and body.config._attn_implementation == attention.ATTENTION:
+            module.__class__ = FusedRopeAttention
+        elif type(module) is GELUActivation or (type(module) is torch.nn.GELU and module.approximate == "none"):
+            module.__class__ = _ExactGelu
 
 
 class _Choices(InductorChoices):  # type: ignore[misc]  # torch has no types here
@@ -162,5 +162,5 @@ def _want_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
 
 def _fix_width(_module: Any, _inputs: Any, angles: tuple[torch.Tensor, ...]) -> None:
     """Mark the head size as static. GPT-NeoX slices queries by it, and kernels would divide by a size they do not know."""
-    for part in angles:
-        torch._dynamo.mark_static(part, part.ndim - 1)
+    for angle in angles:
+        torch._dynamo.mark_static(angle, angle.ndim - 1)

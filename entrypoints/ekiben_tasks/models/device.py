@@ -37,7 +37,7 @@ class Device:
         return bool(self.is_gpu and self.dtype == torch.bfloat16)
 
 
-def choose_device(wanted: str, index: int = 0) -> Device:
+def choose_device(requested: str, index: int = 0) -> Device:
     """Return the GPU of this ``index`` unless ``cpu`` is wanted; its dtype is bf16 where it has that, else fp16.
 
     The CPU's dtype is fp32.
@@ -45,7 +45,7 @@ def choose_device(wanted: str, index: int = 0) -> Device:
     Raises:
         TaskError: no GPU can be used, with the reason.
     """
-    if wanted == "cpu":
+    if requested == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
             # Left alone, torch counts the machine's cores, not those this job may use.
             torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -70,10 +70,10 @@ def training_costs(model: Any) -> Costs:
     per_token, spans = 0.0, dict[int | None, float]()
     for block, window in zip(blocks, attention_windows(causal.config), strict=True):
         flows = flows or any(parameter.requires_grad for parameter in block.parameters())
-        per_token += sum(_product(part, flows) for part in block.modules())
+        per_token += sum(_product(module, flows) for module in block.modules())
         spans[window] = spans.get(window, 0.0) + (12 if flows else 4) * attention_width(causal.config)
     # The norm before the head: all else that is trained, and neither block nor table nor head.
-    known = {id(parameter) for part in (table, head, *blocks) for parameter in part.parameters()}
+    known = {id(parameter) for module in (table, head, *blocks) for parameter in module.parameters()}
     flows = flows or any(p.requires_grad for p in causal.parameters() if id(p) not in known)
     return Costs(per_token, _product(head, flows), tuple(spans.items()))
 
@@ -97,14 +97,14 @@ def utilisation(flops: float, seconds: float, gpus: int, peak: float) -> float:
     return flops / seconds / (gpus * peak)
 
 
-def _product(part: Any, flows: bool) -> float:
+def _product(module: Any, flows: bool) -> float:
     """FLOPs per token of a module that multiplies by a weight, else 0."""
-    if hasattr(part, "base_layer"):
+    if hasattr(module, "base_layer"):
         return 0.0  # an adapted layer: its base and its adapter are modules of their own
-    if hasattr(part, "in_features") and hasattr(part, "out_features"):  # not numel(): 4-bit weights are packed
-        size = part.in_features * part.out_features
-    elif type(part).__name__ == "Conv1D":
-        size = part.nx * part.nf
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):  # not numel(): 4-bit weights are packed
+        size = module.in_features * module.out_features
+    elif type(module).__name__ == "Conv1D":
+        size = module.nx * module.nf
     else:
         return 0.0
-    return 2.0 * int(size) * (1 + bool(part.weight.requires_grad) + flows)
+    return 2.0 * int(size) * (1 + bool(module.weight.requires_grad) + flows)

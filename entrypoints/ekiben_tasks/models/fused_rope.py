@@ -42,10 +42,10 @@ def _rope_backward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of ``base``, which is that of ``change``, too: the transposed rotation."""
-    together = _fake_backward(query, key, value, cos, sin)
+    qkv = _fake_backward(query, key, value, cos, sin)
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    _launch(together, together, query, key, value, cos, sin, adds=False, back=True)
-    return together
+    _launch(qkv, qkv, query, key, value, cos, sin, adds=False, back=True)
+    return qkv
 
 
 @_rope_forward.register_fake
@@ -79,12 +79,12 @@ _rope_forward.register_autograd(_backward, setup_context=_keep)
 
 
 def _launch(
-    together: torch.Tensor, change: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    qkv: torch.Tensor, change: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     cos: torch.Tensor, sin: torch.Tensor, *, adds: bool, back: bool,
 ) -> None:  # fmt: skip
     _, tokens, heads, size = query.shape
     _kernel[(tokens,)](
-        together, change, query, key, value, cos.contiguous(), sin.contiguous(),
+        qkv, change, query, key, value, cos.contiguous(), sin.contiguous(),
         HEADS=heads, HALF=size // 2, BLOCK_HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2),
         ADDS=adds, BACK=back, num_warps=8,
     )  # fmt: skip
@@ -92,7 +92,7 @@ def _launch(
 
 @triton.jit
 def _kernel(
-    together, change, query, key, value, cos, sin,
+    qkv, change, query, key, value, cos, sin,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     ADDS: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -107,23 +107,23 @@ def _kernel(
         s = -s
     joint = (token * HEADS + head) * 6 * HALF + column
     apart = (token * HEADS + head) * 2 * HALF + column
-    _part(together, change, query, c, s, joint, apart, inside, HALF, ADDS, BACK, True)
-    _part(together, change, key, c, s, joint + 2 * HALF, apart, inside, HALF, ADDS, BACK, True)
-    _part(together, change, value, c, s, joint + 4 * HALF, apart, inside, HALF, ADDS, BACK, False)
+    _rotate(qkv, change, query, c, s, joint, apart, inside, HALF, ADDS, BACK, True)
+    _rotate(qkv, change, key, c, s, joint + 2 * HALF, apart, inside, HALF, ADDS, BACK, True)
+    _rotate(qkv, change, value, c, s, joint + 4 * HALF, apart, inside, HALF, ADDS, BACK, False)
 
 
 @triton.jit
-def _part(
-    together, change, part, c, s, joint, apart, inside,
+def _rotate(
+    qkv, change, states, c, s, joint, apart, inside,
     HALF: tl.constexpr, ADDS: tl.constexpr, BACK: tl.constexpr, ROTATES: tl.constexpr,
 ):  # fmt: skip
     """Both halves of queries, of keys or of values."""
     if BACK:
-        first = tl.load(part + apart, mask=inside).to(tl.float32)
-        second = tl.load(part + apart + HALF, mask=inside).to(tl.float32)
+        first = tl.load(states + apart, mask=inside).to(tl.float32)
+        second = tl.load(states + apart + HALF, mask=inside).to(tl.float32)
     else:
-        first = tl.load(together + joint, mask=inside).to(tl.float32)
-        second = tl.load(together + joint + HALF, mask=inside).to(tl.float32)
+        first = tl.load(qkv + joint, mask=inside).to(tl.float32)
+        second = tl.load(qkv + joint + HALF, mask=inside).to(tl.float32)
     if ADDS:
         first += tl.load(change + joint, mask=inside).to(tl.float32)
         second += tl.load(change + joint + HALF, mask=inside).to(tl.float32)
@@ -132,8 +132,8 @@ def _part(
         second = second * c + first * s
         first = rotated
     if BACK:
-        tl.store(together + joint, first, mask=inside)
-        tl.store(together + joint + HALF, second, mask=inside)
+        tl.store(qkv + joint, first, mask=inside)
+        tl.store(qkv + joint + HALF, second, mask=inside)
     else:
-        tl.store(part + apart, first, mask=inside)
-        tl.store(part + apart + HALF, second, mask=inside)
+        tl.store(states + apart, first, mask=inside)
+        tl.store(states + apart + HALF, second, mask=inside)

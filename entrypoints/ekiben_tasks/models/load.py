@@ -107,7 +107,7 @@ def read_config(path: str) -> Any:
 def longest_context(config: Any) -> int:
     """Return the longest context in tokens, 2**30 where the config names none."""
     names = ("max_position_embeddings", "max_seq_len")  # the second is MPT's
-    return next((int(found) for name in names if (found := getattr(config, name, None))), 1 << 30)
+    return next((int(length) for name in names if (length := getattr(config, name, None))), 1 << 30)
 
 
 def stored_dtype(name: str) -> torch.dtype:
@@ -126,7 +126,7 @@ def count_parameters(model: Any) -> tuple[int, int]:
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
-def why_not_quantized(device: Device, bits: int) -> str | None:
+def quantization_problem(device: Device, bits: int) -> str | None:
     """Return why weights cannot be quantised to 8 or 4 bits here, or None."""
     if not device.is_gpu:
         return "needs a GPU"
@@ -141,7 +141,7 @@ def why_not_quantized(device: Device, bits: int) -> str | None:
 def _quantization_config(device: Device, bits: int) -> Any:
     if bits == 16:
         return None
-    reason = why_not_quantized(device, bits)
+    reason = quantization_problem(device, bits)
     if reason:
         raise TaskError(f"setting bits={bits}: {reason}; take --set bits=16")
     if bits == 8:

@@ -41,13 +41,13 @@ class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         # A trained head's gradient is read and written once per chunk.
         size = CHUNK if grad_weight is not None else CHUNK // 2
         for start in range(0, len(hidden), size):
-            part = slice(start, start + size)
-            loss, grad_logits = work(hidden[part] @ head.T, targets[part])
+            chunk = slice(start, start + size)
+            loss, grad_logits = work(hidden[chunk] @ head.T, targets[chunk])
             total += loss
             if grad_hidden is not None:
-                grad_hidden[part] = grad_logits @ head
+                grad_hidden[chunk] = grad_logits @ head
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.T, hidden[part])
+                grad_weight.addmm_(grad_logits.T, hidden[chunk])
         # Attributes, not save_for_backward: backward scales them in place, and nobody else ever sees them.
         ctx.grad_hidden, ctx.grad_weight = grad_hidden, grad_weight
         return total
@@ -84,8 +84,8 @@ def compile_loss(backend: Any = "inductor") -> ChunkLoss:
 
     def chunk_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         torch._dynamo.mark_static(logits, 1)
-        found: tuple[torch.Tensor, torch.Tensor] = work(logits, targets)
-        return found
+        loss_and_grad: tuple[torch.Tensor, torch.Tensor] = work(logits, targets)
+        return loss_and_grad
 
     return chunk_loss
 
@@ -94,7 +94,7 @@ def summed_loss(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor)
     """Return the summed loss in fp32 alone, for evaluation. Shapes are those of ``head_loss``."""
     total = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), CHUNK):
-        part = slice(start, start + CHUNK)
-        wide = (hidden[part] @ head.T).float()
-        total += (wide.logsumexp(-1) - wide.gather(-1, targets[part, None])[:, 0]).sum()
+        chunk = slice(start, start + CHUNK)
+        wide = (hidden[chunk] @ head.T).float()
+        total += (wide.logsumexp(-1) - wide.gather(-1, targets[chunk, None])[:, 0]).sum()
     return total

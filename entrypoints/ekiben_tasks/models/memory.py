@@ -127,11 +127,11 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     kept = widths * config.hidden_size + inners * _inner_width(blocks[0], config)
     kept += pairs * config.num_attention_heads * int(choices.get("longest", 0))
     # Dropped-out inputs, and the mask: a byte each where it is compiled.
-    inputs = sum(part.in_features for part in blocks[0].modules() if hasattr(part, "lora_A"))
+    inputs = sum(module.in_features for module in blocks[0].modules() if hasattr(module, "lora_A"))
     kept += inputs * (1 + (1 / choices.get("size", 2) if compiled else 1))
     table = causal.get_input_embeddings()
     # Where nothing in the blocks is trained, nothing of them is kept: they are there one at a time.
-    flows = any(p.requires_grad for part in (*blocks, table) for p in part.parameters())
+    flows = any(p.requires_grad for module in (*blocks, table) for p in module.parameters())
     everything = list(causal.parameters())
     inside = {id(p) for block in blocks for p in block.parameters()}
     return MemoryProfile(
@@ -168,10 +168,10 @@ def expect_memory(profile: MemoryProfile) -> Memory:
     gathered = 0
     if shards_weights:
         # FSDP2 gathers trained weights from the optimizer's exact copy; DeepSpeed keeps another.
-        own = (frozen if profile.strategy == "fsdp" else weights) // profile.gpus
+        shard = (frozen if profile.strategy == "fsdp" else weights) // profile.gpus
         if profile.offload == "all":
-            host, own = host + own, 0
-        gathered, weights = _gathered(profile) * profile.size, own
+            host, shard = host + shard, 0
+        gathered, weights = _gathered(profile) * profile.size, shard
     return Memory(
         weights,
         gradients,
@@ -220,7 +220,7 @@ def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True
 
     quantises: whether frozen weights in 4 bits are an option.
     """
-    found = []
+    suggestions = []
     longest = max(profile.longest, 1)
 
     def expected(**changes: Any) -> int:
@@ -231,10 +231,10 @@ def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True
     while shorter >= 256 and expected(longest=shorter) > budget_bytes:
         shorter //= 2
     if shorter >= 256:
-        found.append(f"examples of at most {shorter:,} tokens (--set max_length={shorter})")
+        suggestions.append(f"examples of at most {shorter:,} tokens (--set max_length={shorter})")
     for gpus in (2, 4, 8, 16, 32, 64, 128):
         if gpus > profile.gpus and expected(strategy="fsdp", gpus=gpus, offload="none") <= budget_bytes:
-            found.append(f"{gpus} GPUs like this one with sharded weights (--set parallel=fsdp)")
+            suggestions.append(f"{gpus} GPUs like this one with sharded weights (--set parallel=fsdp)")
             break
     everything = profile.frozen + profile.trainable
     if profile.trainable > everything // 2:
@@ -243,18 +243,19 @@ def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True
             expected(frozen=everything, trainable=few, products=everything - 2 * profile.width * profile.vocabulary)
             <= budget_bytes
         ):
-            found.append("LoRA instead of training every weight (--set method=lora)")
+            suggestions.append("LoRA instead of training every weight (--set method=lora)")
     elif quantises and profile.bits > 4 and expected(bits=4) <= budget_bytes:
-        found.append("the frozen weights in 4 bits (--set bits=4)")
+        suggestions.append("the frozen weights in 4 bits (--set bits=4)")
     bigger = [name for name, size in SIZES.items() if budget_bytes < size * GIB and expected() <= size * GIB * 0.9]
     if bigger:
-        found.append(f"a GPU with more memory: {', '.join(bigger)}")
-    return found
+        suggestions.append(f"a GPU with more memory: {', '.join(bigger)}")
+    return suggestions
 
 
 def _inner_width(block: Any, config: Any) -> int:
     """Return the feed-forward's width, which every configuration names differently: the widest input of a GEMM."""
     inputs = [
-        part.nx if type(part).__name__ == "Conv1D" else getattr(part, "in_features", 0) for part in block.modules()
+        module.nx if type(module).__name__ == "Conv1D" else getattr(module, "in_features", 0)
+        for module in block.modules()
     ]
     return max([*inputs, int(config.hidden_size)])

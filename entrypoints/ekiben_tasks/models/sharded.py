@@ -101,25 +101,25 @@ def match_names(checkpoint: Path, base: str) -> dict[str, str]:
     Raises:
         TaskError: the checkpoint is an adapter's, or another model's.
     """
-    found = {key: tuple(entry.size) for key, entry in read_metadata(checkpoint).items() if hasattr(entry, "size")}
-    if any(".lora_" in key for key in found):
+    stored = {key: tuple(entry.size) for key, entry in read_metadata(checkpoint).items() if hasattr(entry, "size")}
+    if any(".lora_" in key for key in stored):
         raise TaskError(
             f"{checkpoint}: is an adapter's, which `train` writes to adapter/ as well; `merge` puts it into its base"
         )
-    wanted = {name: tuple(parameter.shape) for name, parameter in load.load_meta_model(base).named_parameters()}
-    first = next(iter(wanted))
-    prefixes = [key.removesuffix(first) for key in found if key.endswith(f".{first}") or key == first]
+    expected = {name: tuple(parameter.shape) for name, parameter in load.load_meta_model(base).named_parameters()}
+    first = next(iter(expected))
+    prefixes = [key.removesuffix(first) for key in stored if key.endswith(f".{first}") or key == first]
     prefix = min(prefixes, key=len, default="")
-    for name, shape in wanted.items():
-        if prefix + name not in found:
-            close = nearest(name, [key.removeprefix(prefix) for key in found]) if len(found) < 10_000 else ""
+    for name, shape in expected.items():
+        if prefix + name not in stored:
+            close = nearest(name, [key.removeprefix(prefix) for key in stored]) if len(stored) < 10_000 else ""
             hint = close if "Did you mean" in close else ""
             raise TaskError(f"{checkpoint}: is of another model than {base}: it has no {name}.{hint}")
-        if found[prefix + name] != shape:
+        if stored[prefix + name] != shape:
             raise TaskError(
-                f"{checkpoint}: is of another model than {base}: {name} is {list(found[prefix + name])} there and {list(shape)} here"
+                f"{checkpoint}: is of another model than {base}: {name} is {list(stored[prefix + name])} there and {list(shape)} here"
             )
-    return {name: prefix + name for name in wanted}
+    return {name: prefix + name for name in expected}
 
 
 def smoke_test(max_shard_gb: float = 1e-4) -> int:

@@ -83,7 +83,7 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
 
 def find_blocks(body: Any) -> list[Any]:
     """Return the repeated blocks of a decoder: its longest ModuleList."""
-    lists = [list(part) for part in body.modules() if isinstance(part, torch.nn.ModuleList)]
+    lists = [list(module) for module in body.modules() if isinstance(module, torch.nn.ModuleList)]
     return max(lists, key=len)
 
 
@@ -115,7 +115,7 @@ def describe(model: Any, tuning: TuningMethod) -> str:
     if tuning.method == "full":
         return "every weight"
     return ", ".join(
-        dict.fromkeys(name.rsplit(".", 1)[0] for name, part in model.named_parameters() if part.requires_grad)
+        dict.fromkeys(name.rsplit(".", 1)[0] for name, parameter in model.named_parameters() if parameter.requires_grad)
     )
 
 
@@ -126,12 +126,12 @@ def set_trainable(causal: Any, names: Sequence[str]) -> None:
         TaskError: a name does not exist.
     """
     for name in names:
-        found = [part for path, part in causal.named_parameters() if f".{name}." in f".{path}."]
-        if not found:
+        matches = [parameter for path, parameter in causal.named_parameters() if f".{name}." in f".{path}."]
+        if not matches:
             known = sorted({path.rsplit(".", 2)[-2] for path, _ in causal.named_parameters()})
             raise TaskError(f"setting last_layer: no module is called {name}.{nearest(name, known)}")
-        for part in found:
-            part.requires_grad_(True)
+        for parameter in matches:
+            parameter.requires_grad_(True)
 
 
 def check_weights(model: Any, name: str) -> None:
@@ -140,10 +140,10 @@ def check_weights(model: Any, name: str) -> None:
     Raises:
         TaskError: one is.
     """
-    for path, part in model.named_parameters():
-        if part.is_floating_point() and not part.sum(dtype=torch.float32).isfinite():
+    for path, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not parameter.sum(dtype=torch.float32).isfinite():
             raise TaskError(
-                f"model {name}: its weight {path} holds NaN or infinite values (as {part.dtype}); "
+                f"model {name}: its weight {path} holds NaN or infinite values (as {parameter.dtype}); "
                 "compare the files with their source, and download or convert them again"
             )
 
@@ -160,10 +160,10 @@ def check_head(module: LossModule) -> None:
     was_training = causal.training
     causal.eval()
     with torch.no_grad():
-        own = causal(input_ids=ids, use_cache=False).logits[0].float()
-        ours = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
+        model_logits = causal(input_ids=ids, use_cache=False).logits[0].float()
+        head_logits = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
     causal.train(was_training)
-    if (own - ours).abs().max() > 1e-3 * own.abs().max() + 1e-4:
+    if (model_logits - head_logits).abs().max() > 1e-3 * model_logits.abs().max() + 1e-4:
         raise TaskError(
             f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here"
         )

@@ -80,8 +80,8 @@ def start_processes(script: str, count: int | None, arguments: Sequence[str] | N
         "--",
     ]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // count, 1)))
-    own = sys.argv[1:] if arguments is None else arguments
-    os.execv(sys.executable, [*launcher, sys.executable, str(here), *own])
+    task_arguments = sys.argv[1:] if arguments is None else arguments
+    os.execv(sys.executable, [*launcher, sys.executable, str(here), *task_arguments])
 
 
 @dataclass(frozen=True, slots=True)

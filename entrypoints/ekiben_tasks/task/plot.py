@@ -108,8 +108,8 @@ def _write(image: npt.NDArray[np.uint8], x: int, y: int, text: str, colour: Sequ
         rows = _LETTERS.get(letter, "00000")
         shape = np.array([[int(row) >> bit & 1 for bit in (2, 1, 0)] for row in rows], dtype=bool)
         large = shape.repeat(SCALE, 0).repeat(SCALE, 1)
-        place: Any = image[y : y + large.shape[0], x : x + large.shape[1]]
-        place[large[: place.shape[0], : place.shape[1]]] = colour
+        area: Any = image[y : y + large.shape[0], x : x + large.shape[1]]
+        area[large[: area.shape[0], : area.shape[1]]] = colour
         x += 4 * SCALE
 
 

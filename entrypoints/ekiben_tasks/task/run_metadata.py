@@ -61,11 +61,11 @@ def start_checksum(name: str, record: Path, key: str = "model") -> ModelChecksum
 
 def versions() -> dict[str, str]:
     """Return name → version of Python and of the libraries that a run depends on."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def image() -> Any:
@@ -102,12 +102,12 @@ def site() -> dict[str, str]:
         "job": ("SLURM_JOB_ID", "JOB_ID", "PBS_JOBID"),
         "nodes": ("SLURM_JOB_NODELIST", "SGE_JOB_HOSTLIST", "PBS_NODEFILE"),
     }
-    found = {"host": socket.gethostname()}
+    site = {"host": socket.gethostname()}
     for name, variables in names.items():
         value = next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
         if value:
-            found[name] = value
-    return found
+            site[name] = value
+    return site
 
 
 class Metrics:

@@ -154,7 +154,7 @@ def _assign(settings: Any, tree: dict[str, Any], assignment: str, problems: list
         name = names[depth] = _current_name(kind, name)
         known = _fields(kind) if dataclasses.is_dataclass(kind) else {}
         if name not in known:
-            prefix = "".join(f"{part}." for part in names[:depth])
+            prefix = "".join(f"{parent}." for parent in names[:depth])
             problems.append(f"--set {assignment}: no setting '{prefix}{name}'.{nearest(dotted, _dotted(settings))}")
             return
         if depth < len(names) - 1:

@@ -33,11 +33,11 @@ class Batches:
     def rows_of(self, step: int) -> list[Example]:
         """Return the examples of ``step``, of all processes together; each epoch has an order of its own."""
         count = len(self.train) if self.sequences is None else len(self.sequences)
-        epoch, place = divmod(step, self.plan.steps_per_epoch(count))
+        epoch, position = divmod(step, self.plan.steps_per_epoch(count))
         if self._order is None or self._order[0] != epoch:  # drawn once: of millions of rows it takes as long as a step
             generator = torch.Generator().manual_seed(self.plan.seed + epoch)
             self._order = (epoch, torch.randperm(count, generator=generator))
-        chosen = self._order[1][place * self.plan.batch_size : (place + 1) * self.plan.batch_size]
+        chosen = self._order[1][position * self.plan.batch_size : (position + 1) * self.plan.batch_size]
         if self.sequences is not None:
             return [self.train[index] for number in chosen.tolist() for index in self.sequences[number]]
         return [self.train[index] for index in chosen.tolist()]
@@ -53,11 +53,11 @@ class Batches:
         def packs(rank: int) -> list[list[Example]]:
             return packing.split_micro_batches(ordered[rank :: self.world.size], max_rows, max_tokens, self.layout)
 
-        own = packs(self.world.rank)
+        micro_batches = packs(self.world.rank)
         if self.collective:
             most = max(len(packs(rank)) for rank in range(self.world.size))
-            own += [[] for _ in range(most - len(own))]
-        return own
+            micro_batches += [[] for _ in range(most - len(micro_batches))]
+        return micro_batches
 
     def pack(self, rows: Sequence[Example]) -> packing.PackedBatch:
         """Return ``rows`` as a packed batch on the device. For an empty pack, that is the shortest training example.

@@ -46,10 +46,10 @@ class Checkpoints:
             TaskError: it is another run's, or cannot be read.
         """
         # A shared file system shows a new or removed folder to some nodes earlier than to others.
-        found = self.world.broadcast(None if (path := latest(self.folder)) is None else str(path))
-        if found is None:
+        newest = self.world.broadcast(None if (path := latest(self.folder)) is None else str(path))
+        if newest is None:
             return None
-        path = Path(found)
+        path = Path(newest)
         state = load(path)
         changed = [
             f"{name} was {state['fingerprint'].get(name)!r} and is {value!r}"
@@ -106,9 +106,9 @@ def save(
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
         world.barrier()
-        own = write(staged)
+        strategy_state = write(staged)
         if world.is_main_process:
-            _write(staged / "state.pt", {**state, **own})
+            _write(staged / "state.pt", {**state, **strategy_state})
         world.barrier()
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
@@ -148,8 +148,8 @@ def save_model(causal: Any, folder: Path, weights: dict[str, torch.Tensor]) -> N
 
 def latest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, or None."""
-    found = _all(folder)
-    return found[-1] if found else None
+    checkpoints = _all(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _all(folder: Path) -> list[Path]:
 
 
 def _newest(folder: Path) -> str:
-    found = latest(folder)
-    return f"step {int(found.name.removeprefix('step-'))}" if found else "the start"
+    newest = latest(folder)
+    return f"step {int(newest.name.removeprefix('step-'))}" if newest else "the start"
 
 
 def _free(folder: Path) -> str:

@@ -206,10 +206,10 @@ class Run:
                 self.strategy.zero_grad()
                 return None
             self._beat(Phase.COMPUTE, index)
-            part = self.strategy.loss(self.batches.pack(rows))
-            self.strategy.backward(part, 1.0 / max(num_target_tokens, 1) if rows else 0.0, last=index == len(packs) - 1)
+            loss = self.strategy.loss(self.batches.pack(rows))
+            self.strategy.backward(loss, 1.0 / max(num_target_tokens, 1) if rows else 0.0, last=index == len(packs) - 1)
             if rows:
-                total += part.detach()
+                total += loss.detach()
         return total
 
     def _halve_micro_batches(self, longest: int) -> None:
@@ -284,8 +284,8 @@ class Run:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for index, rows in enumerate(self.batches.share(test, training=False)):
                 self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
-                part = self.strategy.loss(self.batches.pack(rows))
-                total += part if rows else 0.0
+                loss = self.strategy.loss(self.batches.pack(rows))
+                total += loss if rows else 0.0
         self.loss_module.train()
         self.world.all_reduce(total)
         self.progress.add_test(total.item() / sum(row.num_target_tokens for row in test))

@@ -146,12 +146,12 @@ def _fit_memory(
     plain, twice = int(memory.per_token * spread), int(memory.per_token_checkpointed * spread)
     unit = data.longest if data.sequences is None else data.limit
     if isinstance(settings.micro_batch, int):
-        wanted = most = unit * settings.micro_batch
+        pack_tokens = most = unit * settings.micro_batch
     else:
-        wanted = max(data.longest, min(enough, unit * settings.batch_size))
+        pack_tokens = max(data.longest, min(enough, unit * settings.batch_size))
     layers = profile.layers
     if settings.gradient_checkpointing == "auto":
-        share = (wanted * plain - room) / max(wanted * (plain - twice), 1)
+        share = (pack_tokens * plain - room) / max(pack_tokens * (plain - twice), 1)
         checkpointed = min(max(-int(-share * layers // 1), 0), layers)
     else:
         checkpointed = layers if settings.gradient_checkpointing else 0

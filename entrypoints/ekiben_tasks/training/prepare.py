@@ -67,8 +67,8 @@ def prepare_data(settings: Settings, sources: list[Source], tokenizer: Any, cont
     reason = ", all that the model takes," if context < settings.max_length else ""
     kept = []
     too_long = 0
-    for part in (rows.train, rows.test):
-        encoded = encode_examples(tokenizer, part, mask_prompt=settings.mask_prompt)
+    for examples in (rows.train, rows.test):
+        encoded = encode_examples(tokenizer, examples, mask_prompt=settings.mask_prompt)
         kept.append([example for example in encoded if len(example.ids) <= limit])
         too_long += len(encoded) - len(kept[-1])
     if not kept[0]:

@@ -184,7 +184,7 @@ class Progress:
         speed, mfu = self.speed()
         done = self.step - self.first_step
         left = (time.monotonic() - self.started) / done * (self.steps - self.step)
-        parts = [
+        fields = [
             f"step {self.step}/{self.steps}",
             f"epoch {self.step / self.steps_per_epoch:.2f}",
             f"loss {self.last_loss:.4f}",
@@ -193,7 +193,7 @@ class Progress:
             f"MFU {mfu:.0%}" if mfu else "",
             f"{_duration(left)} left",
         ]
-        print("  ".join(part for part in parts if part), flush=True)
+        print("  ".join(field for field in fields if field), flush=True)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values."""
@@ -213,16 +213,16 @@ class Progress:
 @contextlib.contextmanager
 def peak_memory(device: Device) -> Iterator[dict[str, int]]:
     """Yield a dict that holds, afterwards, ``bytes``: the most memory this process held on the GPU, or on the CPU."""
-    found: dict[str, int] = {}
+    peak: dict[str, int] = {}
     if device.is_gpu:
         torch.cuda.reset_peak_memory_stats(device.torch_device)
     try:
-        yield found
+        yield peak
     finally:
         if device.is_gpu:
-            found["bytes"] = torch.cuda.max_memory_reserved(device.torch_device)
+            peak["bytes"] = torch.cuda.max_memory_reserved(device.torch_device)
         else:
-            found["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            peak["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _duration(seconds: float) -> str:

@@ -179,23 +179,23 @@ def result(
     }
 
 
-def format_footer(found: dict[str, Any], what: str, output: Path) -> list[str]:
-    """Return the lines printed after a run. found: the content of run.json.
+def format_footer(summary: dict[str, Any], what: str, output: Path) -> list[str]:
+    """Return the lines printed after a run. summary: the content of run.json.
 
     what: 'adapter' or 'model', the folder of ``output`` that holds the trained weights.
     """
-    mfu = f", MFU {found['mfu']:.0%}" if found["mfu"] else ""
+    mfu = f", MFU {summary['mfu']:.0%}" if summary["mfu"] else ""
     # What this recipe has to go on with.
-    place = output / what
+    weights = output / what
     ways = {
-        "generate": f"generate --{what} {place}", "chat": f'chat --{what} {place} "質問"',
-        "evaluate": f"evaluate --{what} {place}", "upload": f"upload --input {place} --name you/{output.name} --dry-run",
+        "generate": f"generate --{what} {weights}", "chat": f'chat --{what} {weights} "質問"',
+        "evaluate": f"evaluate --{what} {weights}", "upload": f"upload --input {weights} --name you/{output.name} --dry-run",
     }  # fmt: skip
     task = next((name for name in ways if shutil.which(name)), "chat")
     return [
-        f"done        {found['steps']:,} steps in {found['time_to_train_s']:,.0f} s, {found['tokens_per_s']:,.0f} tokens/s"
-        f"{mfu}, at most {found['peak_memory_bytes'] / 2**30:.1f} GiB",
-        f"{what:<12}{place}   loss {output / 'loss.png'}   record {output / 'run.json'}",
+        f"done        {summary['steps']:,} steps in {summary['time_to_train_s']:,.0f} s, {summary['tokens_per_s']:,.0f} tokens/s"
+        f"{mfu}, at most {summary['peak_memory_bytes'] / 2**30:.1f} GiB",
+        f"{what:<12}{weights}   loss {output / 'loss.png'}   record {output / 'run.json'}",
         f"try         {ways[task]}",
     ]
 

@@ -121,7 +121,7 @@ def check_model(folder: Path, base: Path, device: str) -> None:
     chosen = choose_device(device)
     tokenizer = load.load_tokenizer(str(folder))
     ids = torch.tensor([tokenizer("富士山の高さは?")["input_ids"]], device=chosen.torch_device)
-    before, after = (load.load_base(str(place), chosen) for place in (base, folder))
+    before, after = (load.load_base(str(path), chosen) for path in (base, folder))
     ours = merge.logits(after, ids)
     _passed("the model is changed", not torch.equal(ours, merge.logits(before, ids)), "logits differ from the base's")
     again = load.load_base(str(folder), chosen)

@@ -156,8 +156,12 @@ class PartitionedStrategy:
 
     def is_finite(self) -> bool:
         """Return whether the trained weights that this process keeps are all finite."""
-        parts = (getattr(part, "ds_tensor", part) for part in self.loss_module.parameters() if part.requires_grad)
-        return all(bool(part.isfinite().all()) for part in parts)
+        shards = (
+            getattr(parameter, "ds_tensor", parameter)
+            for parameter in self.loss_module.parameters()
+            if parameter.requires_grad
+        )
+        return all(bool(shard.isfinite().all()) for shard in shards)
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write DeepSpeed's checkpoint into ``folder``; return its stage, offloading and number of processes.
@@ -231,13 +235,13 @@ class PartitionedStrategy:
         import deepspeed
 
         adapter = hasattr(self.loss_module.model, "peft_config")
-        found = {}
-        for name, part in self.loss_module.model.named_parameters():
-            if part.requires_grad or not adapter:
-                with deepspeed.zero.GatheredParameters([part]):
+        weights = {}
+        for name, parameter in self.loss_module.model.named_parameters():
+            if parameter.requires_grad or not adapter:
+                with deepspeed.zero.GatheredParameters([parameter]):
                     if self.world.is_main_process:
-                        found[name] = part.detach().cpu().clone()
-        return found
+                        weights[name] = parameter.detach().cpu().clone()
+        return weights
 
 
 def _spread_of(folder: Path, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -72,33 +72,33 @@ def shard(loss_module: LossModule, device: torch.device, world: DistributedConte
     """
     policy = MixedPrecisionPolicy(param_dtype=loss_module.dtype, reduce_dtype=torch.float32)
     blocks = find_blocks(loss_module.body)
-    inside = {id(part) for block in blocks for part in block.modules()}
-    rest = [part for part in loss_module.modules() if id(part) not in inside]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    rest = [module for module in loss_module.modules() if id(module) not in inside]
 
-    def spread(parts: list[Any], whole: Any) -> None:
-        for part in parts:
-            _receive(part, device, world, widen=trained)
-        if whole is loss_module:
+    def spread(modules: list[Any], parent: Any) -> None:
+        for module in modules:
+            _receive(module, device, world, widen=trained)
+        if parent is loss_module:
             loss_module.causal.tie_weights()
-        own = {parameter for parameter in whole.parameters() if parameter.requires_grad}
-        options: dict[str, Any] = {"mp_policy": policy} if trained else {"ignored_params": own}
-        fully_shard(whole, **options)
+        trainable = {parameter for parameter in parent.parameters() if parameter.requires_grad}
+        options: dict[str, Any] = {"mp_policy": policy} if trained else {"ignored_params": trainable}
+        fully_shard(parent, **options)
 
     for block in blocks:
         spread(list(block.modules()), block)
     spread(rest, loss_module)
 
 
-def _receive(part: Any, device: torch.device, world: DistributedContext, *, widen: bool) -> None:
+def _receive(module: Any, device: torch.device, world: DistributedContext, *, widen: bool) -> None:
     """Weights and buffers of one module itself, without its children, from the first process."""
-    for table in (part._parameters, part._buffers):
+    for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
             if tensor is None:
                 continue
             here = tensor.detach().to(device) if world.is_main_process else torch.empty_like(tensor, device=device)
             if world.size > 1:
                 dist.broadcast(here, 0)
-            if table is part._parameters:
+            if table is module._parameters:
                 here = here.float() if widen else here
                 here = torch.nn.Parameter(here, requires_grad=tensor.requires_grad)
             table[name] = here
@@ -147,7 +147,7 @@ class ShardedStrategy:
 
     def is_finite(self) -> bool:
         """Return whether this process's shards of the trained weights are finite."""
-        return all(bool(part.to_local().isfinite().all()) for part in self.parameters)
+        return all(bool(parameter.to_local().isfinite().all()) for parameter in self.parameters)
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Write the weights and the optimizer's state into ``folder``, each process its shards; return {}."""
