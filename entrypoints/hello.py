@@ -135,9 +135,9 @@ def memory() -> int:
 def gpus() -> dict[str, Any]:
     """Return {"found": [{"name", "memory_bytes"}], "reason": why there is none, else None}."""
     for ask in (_gpus_by_smi, _gpus_by_driver):
-        found = ask()
-        if found:
-            return {"found": found, "reason": None}
+        visible = ask()
+        if visible:
+            return {"found": visible, "reason": None}
     devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
     if devices:
         reason = f"{len(devices)} device files, but no driver library: was --nv or --gpus all given?"
@@ -169,14 +169,14 @@ def _gpus_by_driver() -> list[dict[str, Any]]:
     count = ctypes.c_int()
     if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
-    found = []
+    devices = []
     for index in range(count.value):
         device, name, total = ctypes.c_int(), ctypes.create_string_buffer(100), ctypes.c_size_t()
         if cuda.cuDeviceGet(ctypes.byref(device), index) == 0:
             cuda.cuDeviceGetName(name, len(name), device)
             cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
-            found.append({"name": name.value.decode(), "memory_bytes": total.value or None})
-    return found
+            devices.append({"name": name.value.decode(), "memory_bytes": total.value or None})
+    return devices
 
 
 def _quotas() -> list[tuple[float, float]]:

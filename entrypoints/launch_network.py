@@ -22,13 +22,13 @@ def network(name: str, nodes: Sequence[str], environment: Mapping[str, str]) -> 
 
     name: of this node. nodes: the names of all.
     """
-    others = [node for node in nodes if node != name]
+    peers = [node for node in nodes if node != name]
     # Every other node talks to the first, and the first to every other; names that are not known yet are not waited for.
-    names = list(dict.fromkeys(interface for other in others if (interface := interface_to(other))))
+    names = list(dict.fromkeys(interface for peer in peers if (interface := interface_to(peer))))
     chosen, lines = {}, []
     if names and "NCCL_SOCKET_IFNAME" not in environment:
         chosen["NCCL_SOCKET_IFNAME"] = "=" + ",".join(names)  # "=": this name, not all that begin with it
-        lines.append(f"network     {name}: {', '.join(names)} is the way to {' '.join(others)}")
+        lines.append(f"network     {name}: {', '.join(names)} is the way to {' '.join(peers)}")
     if names and "GLOO_SOCKET_IFNAME" not in environment:
         chosen["GLOO_SOCKET_IFNAME"] = names[0]
     ports = infiniband()
@@ -53,10 +53,10 @@ def interface_to(host: str) -> str | None:
 def interface_of(address: str) -> str | None:
     """Return the name of the local interface with this IP address, or None."""
     if ":" in address:
-        wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        hexadecimal = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return next((row[5] for row in rows if row[0] == wanted), None)
-    return next((name for name, own in addresses() if own == address), None)
+        return next((row[5] for row in rows if row[0] == hexadecimal), None)
+    return next((name for name, local in addresses() if local == address), None)
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -74,14 +74,14 @@ def addresses() -> list[tuple[str, str]]:
 
 def infiniband(root: Path = Path("/sys/class/infiniband")) -> list[str]:
     """Return ``InfiniBand mlx5_0:1 (200 Gb/sec …)`` for every active port, those of RoCE included."""
-    found = []
+    ports = []
     for port in sorted(root.glob("*/ports/*")):
         with contextlib.suppress(OSError):
             if "ACTIVE" in (port / "state").read_text():
                 kind = "RoCE" if (port / "link_layer").read_text().strip() == "Ethernet" else "InfiniBand"
                 rate = (port / "rate").read_text().strip()
-                found.append(f"{kind} {port.parent.parent.name}:{port.name} ({rate})")
-    return found
+                ports.append(f"{kind} {port.parent.parent.name}:{port.name} ({rate})")
+    return ports
 
 
 def verbs_missing() -> str | None:

@@ -78,7 +78,7 @@ class Outcome:
     """Record how a node's processes ended: the exit code and, after a failure, the reason."""
 
     code: int
-    why: str = ""
+    reason: str = ""
 
 
 class Lost(Exception):
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     node_rank = NodeRank(args.node, tuple(args.nodes.split(",")), args.processes)
     if not 0 <= node_rank.node < len(node_rank.nodes):
-        say(f"error: node {node_rank.node} of {len(node_rank.nodes)}: {args.nodes}")
+        print_line(f"error: node {node_rank.node} of {len(node_rank.nodes)}: {args.nodes}")
         return 2
     launcher = Launcher(node_rank, args.command, port=args.port, key=args.key.read_text().strip() if args.key else "",
                         notice=args.notice, logs=args.logs, patience=args.patience, start_patience=args.start_patience)  # fmt: skip
@@ -130,8 +130,8 @@ class Launcher:
             self._keep(self._watch_notice(self.notice))
         outcome = await self.decided
         beginning.cancel()
-        if outcome.why:
-            say(f"error: {outcome.why}")
+        if outcome.reason:
+            print_line(f"error: {outcome.reason}")
         await self._end_workers()
         end = loop.time() + 2  # a process of a process may have the pipe open
         for copy in self.copies:
@@ -222,13 +222,13 @@ class Launcher:
                     self.slowest[node] = message["slowest"]
                 elif "hangs" in message:
                     self._report_hang(message["hangs"])
-            how = "its launcher is gone"
+            cause = "its launcher is gone"
         except TimeoutError:
-            how = f"no sign of life for {self.patience:.0f} s"
+            cause = f"no sign of life for {self.patience:.0f} s"
         except (OSError, ValueError) as error:
-            how = str(error)
+            cause = str(error)
         if node == 0 or node not in self.reports:
-            self._decide(Outcome(1, f"node {self.node_rank.ranks(node)}: {how}"))
+            self._decide(Outcome(1, f"node {self.node_rank.ranks(node)}: {cause}"))
 
     async def _next_line(self, reader: asyncio.StreamReader) -> bytes:
         """Wait in short turns: of the time for which a scheduler suspends a job, its launchers too, one turn counts."""
@@ -250,7 +250,7 @@ class Launcher:
     async def _hang_up(self, outcome: Outcome) -> None:
         for node, writer in self.peers.items():
             if self.node_rank.node == 0:
-                self._send(node, {"finish": outcome.code, "why": outcome.why})
+                self._send(node, {"finish": outcome.code, "why": outcome.reason})
             with contextlib.suppress(OSError, TimeoutError):
                 await asyncio.wait_for(writer.drain(), 5)
             writer.close()
@@ -270,7 +270,7 @@ class Launcher:
             chosen, lines = network(self.node_rank.name, self.node_rank.nodes, settings)
             settings |= chosen
             for line in lines:
-                say(line)
+                print_line(line)
             if "NCCL_DEBUG" not in settings and Path("/dev/nvidiactl").exists():
                 self.scratch = Path(tempfile.mkdtemp(prefix="ekiben-nccl-"))
                 self._keep(self._watch_nccl(self.scratch))
@@ -278,13 +278,13 @@ class Launcher:
                 settings["NCCL_DEBUG_FILE"] = f"{self.scratch}/%h.%p.log"
         pipes: list[tuple[int, int]] = []
         for local in range(self.node_rank.processes):
-            own = self.node_rank.environment(local, address, port) if self.node_rank.size > 1 else {}
+            rank_settings = self.node_rank.environment(local, address, port) if self.node_rank.size > 1 else {}
             if self.logs:
                 pipes.append(os.pipe())
             output = pipes[-1][1] if self.logs else None
             try:
                 worker = await asyncio.create_subprocess_exec(
-                    *self.command, env={**settings, **own}, start_new_session=True, preexec_fn=die_with_parent,
+                    *self.command, env={**settings, **rank_settings}, start_new_session=True, preexec_fn=die_with_parent,
                     stdout=output, stderr=output,
                 )  # fmt: skip
             except OSError as error:
@@ -318,10 +318,12 @@ class Launcher:
         if ended or ((self.stopping or self.leaving) and PEER_LOST in self._reason(local)):
             return self.stopped  # it got a signal, and had nothing to save yet; or it waited for one that had nothing
         if code not in (0, REQUEUE, INTERRUPTED):
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; that is how a system that runs out of memory ends a process" if -code == signal.SIGKILL else ""
-            why = f"rank {self._rank(local)} on {self.node_rank.name} {how}{hint}"
-            self._report(self.node_rank.node, Outcome(128 - code if code < 0 else code, self._reason(local) or why))
+            description = f"rank {self._rank(local)} on {self.node_rank.name} {ending}{hint}"
+            self._report(
+                self.node_rank.node, Outcome(128 - code if code < 0 else code, self._reason(local) or description)
+            )
         return code
 
     def _reason(self, local: int) -> str:
@@ -398,11 +400,11 @@ class Launcher:
     def _report(self, node: int, outcome: Outcome) -> None:
         """Send the outcome of this node to the first one. A failure ends the job; else all nodes have to be done."""
         if self.node_rank.node != 0:
-            self._send(0, {"ended": outcome.code, "why": outcome.why})
+            self._send(0, {"ended": outcome.code, "why": outcome.reason})
             return
         self.reports[node] = outcome
         codes = [report.code for report in self.reports.values()]
-        if outcome.why:
+        if outcome.reason:
             self._decide(outcome)
         elif len(codes) == len(self.node_rank.nodes):
             self._decide(Outcome(max(codes)))
@@ -414,14 +416,14 @@ class Launcher:
     def _stop(self, number: int, source: int) -> None:
         """Tell every process of the job to save and end. Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1."""
         if not self.stopping:
-            say(f"{self.node_rank.nodes[source]} got {signal.Signals(number).name}: the processes save and end")
+            print_line(f"{self.node_rank.nodes[source]} got {signal.Signals(number).name}: the processes save and end")
         self.stopping, self.stopped = True, INTERRUPTED if number == signal.SIGINT else REQUEUE
-        handed_on = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
+        forwarded = signal.SIGUSR1 if number in (signal.SIGUSR2, signal.SIGXCPU) else number
         for worker in self.workers:
             # Not send_signal(): it asks first whether the process has ended, and then asyncio never learns how.
             if worker.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, handed_on)
+                    os.kill(worker.pid, forwarded)
                     os.kill(worker.pid, signal.SIGCONT)  # one that is stopped would never answer
         if not self.workers:
             self._decide(Outcome(self.stopped))
@@ -449,13 +451,13 @@ class Launcher:
         """Print which network NCCL chose, which it says only in its log."""
         while True:
             await asyncio.sleep(1)
-            if (taken := nccl_network(folder)) is not None:
-                if taken == "Socket" and (fast := infiniband()):
-                    say(warning(f"NCCL on {self.node_rank.name} fell back to TCP, though there is {', '.join(fast)}.",
-                                f"Its log: {folder}. Training will be several times slower."))  # fmt: skip
+            if (network_name := nccl_network(folder)) is not None:
+                if network_name == "Socket" and (fast := infiniband()):
+                    print_line(warning(f"NCCL on {self.node_rank.name} fell back to TCP, though there is {', '.join(fast)}.",
+                                       f"Its log: {folder}. Training will be several times slower."))  # fmt: skip
                     self.scratch = None
                 elif self.node_rank.node == 0:
-                    say(f"network     NCCL uses {taken}")
+                    print_line(f"network     NCCL uses {network_name}")
                 return
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
@@ -504,7 +506,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

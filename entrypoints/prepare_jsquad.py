@@ -158,11 +158,11 @@ def _read_hub(name: str) -> dict[str, Items]:
     import datasets  # seconds of import that local files do not need
 
     try:
-        found = datasets.load_dataset(name)
+        splits = datasets.load_dataset(name)
     except Exception as error:
         raise TaskError(format_hub_error(error, name, "data set")) from error
     return {
-        "valid" if split == "validation" else str(split): _read_table(name, table) for split, table in found.items()
+        "valid" if split == "validation" else str(split): _read_table(name, table) for split, table in splits.items()
     }
 
 
