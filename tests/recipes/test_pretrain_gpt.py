@@ -359,7 +359,7 @@ def test_compiled_layers_are_one_graph_with_the_same_losses(
 
     def compiled(*args: Any, **named: Any) -> Any:
         model = build(*args, **named)
-        gpt.compile_parts(model, backend=look)
+        gpt.compile_layers(model, backend=look)
         return model
 
     monkeypatch.setattr(gpt, "build", compiled)

@@ -38,25 +38,25 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
         TaskError: there is no target, the data was prepared for another model, or the run fails.
     """
     data = Path(str(settings.train.data))
-    about = dolly.read_record(data)
+    record = dolly.read_record(data)
     if number == REFERENCE:
         settings = replace(settings, target_loss=None)
     elif settings.target_loss == "auto":
-        settings = replace(settings, target_loss=read_target(output, settings.train.model, about["data"]))
+        settings = replace(settings, target_loss=read_target(output, settings.train.model, record["data"]))
     seed = settings.train.seed + number - 1
     tuned = replace(settings.train, data=[str(data)], seed=seed, save_minutes=1e9)
-    if about["model"] != tuned.model:
+    if record["model"] != tuned.model:
         raise TaskError(
-            f"setting train.model: {data} was made for {about['model']}, not {tuned.model}; preprocess again"
+            f"setting train.model: {data} was made for {record['model']}, not {tuned.model}; preprocess again"
         )
     folder = run_folder(output, number)
     print_once(*caches.prepare_caches(os.environ))
-    log = RunLog(settings, tuned, about, None if dry else folder, config)
+    log = RunLog(settings, tuned, record, None if dry else folder, config)
     log.open()
 
     def prepare(train: Training, sources: list[Source], tokenizer: Any, context: int, skip_bad: bool) -> Prepared:
         log.clock_starts()
-        return load(data, about, min(train.max_length, context))
+        return load(data, record, min(train.max_length, context))
 
     recipe = command.recipe_folder(config, __file__)
     try:
@@ -72,7 +72,7 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
         write_json(folder / RESULT, log.result(number, seed))
         state = f"target {settings.target_loss} reached" if log.reached else "no target reached"
         if number == REFERENCE:
-            state = f"the target is {log.target_for_others()}"
+            state = f"the target is {log.target_for_runs()}"
         print(
             f"{run_label(number):<12}{log.seconds:,.1f} s, test loss {log.loss:.4f}: {state}; log {folder / LOG}",
             flush=True,
@@ -88,23 +88,23 @@ def read_target(output: Path, model: str, data: str) -> float:
     """
     file = run_folder(output, REFERENCE) / RESULT
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        reference = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TaskError(
             "setting target_loss=auto: no reference run has set the target yet; train --reference does, "
             "or give one with --set target_loss=1.9"
         ) from None
-    if (found["model"], found["data"]) != (model, data):
+    if (reference["model"], reference["data"]) != (model, data):
         raise TaskError(
-            f"{file}: the reference run was of another model or other data ({found['model']}); take another --output"
+            f"{file}: the reference run was of another model or other data ({reference['model']}); take another --output"
         )
-    return float(found["sets_target"])
+    return float(reference["sets_target"])
 
 
-def load(folder: Path, about: dict[str, Any], limit: int) -> Prepared:
+def load(folder: Path, record: dict[str, Any], limit: int) -> Prepared:
     """Return the examples that preprocess wrote into ``folder``. limit: the most tokens that one may have.
 
-    Longer examples are left out and counted. about: the record that preprocess wrote.
+    Longer examples are left out and counted. record: the record that preprocess wrote.
 
     Raises:
         TaskError: a file cannot be read, or no example of a split fits.
@@ -120,7 +120,7 @@ def load(folder: Path, about: dict[str, Any], limit: int) -> Prepared:
         rows = dolly.read_split(folder, name)
         kept = [(ids, labels) for ids, labels in rows if len(ids) <= limit]
         too_long += len(rows) - len(kept)
-        starts = [next(place for place, label in enumerate(labels) if label >= 0) for _, labels in kept]
+        starts = [next(position for position, label in enumerate(labels) if label >= 0) for _, labels in kept]
         parts.append(
             [
                 Example(numpy.array(ids, dtype=numpy.int32), ((start, len(ids)),))
@@ -130,7 +130,7 @@ def load(folder: Path, about: dict[str, Any], limit: int) -> Prepared:
     if not parts[0] or not parts[1]:
         raise TaskError(f"setting train.max_length: no row of {folder} fits {limit} tokens")
     counts = {str(folder): sum(map(len, parts))}
-    return Prepared(parts[0], parts[1], SplitExamples(counts=counts, sha256=about["data"]), too_long, limit)
+    return Prepared(parts[0], parts[1], SplitExamples(counts=counts, sha256=record["data"]), too_long, limit)
 
 
 def olympic_mean(seconds: Sequence[float]) -> float | None:
@@ -145,13 +145,13 @@ def olympic_mean(seconds: Sequence[float]) -> float | None:
     return sum(kept) / len(kept)
 
 
-def summarise(output: Path, wanted: int) -> dict[str, Any]:
-    """Write summary.json of the first ``wanted`` runs, print it, and return it.
+def summarise(output: Path, run_count: int) -> dict[str, Any]:
+    """Write summary.json of the first ``run_count`` runs, print it, and return it.
 
     Raises:
         TaskError: no run is finished, or runs have different targets.
     """
-    files = [run_folder(output, number) / RESULT for number in range(1, wanted + 1)]
+    files = [run_folder(output, number) / RESULT for number in range(1, run_count + 1)]
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
     if not results:
         raise TaskError(f"{output.absolute()}: no finished run there")
@@ -163,7 +163,7 @@ def summarise(output: Path, wanted: int) -> dict[str, Any]:
             f"{output}: runs with different targets ({', '.join(map(str, targets))}); take another --output"
         )
     summary = {
-        "runs": results, "finished": len(results), "wanted": wanted,
+        "runs": results, "finished": len(results), "wanted": run_count,
         "reached": sum(math.isfinite(each) for each in seconds),
         "olympic_mean_s": None if mean is None else round(mean, 3), "target_loss": targets.pop(),
     }  # fmt: skip

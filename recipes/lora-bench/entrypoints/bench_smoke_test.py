@@ -74,25 +74,23 @@ def tiny(folder: Path, sample: Path, *, cpu: bool) -> Settings:
     The data are few examples, each several times, so that those of the evaluation are memorised. The target is what
     MLPerf's checker requires: less than 1, in nats per byte.
     """
-    from ekiben_tasks.models import tiny as models_made_here
+    from ekiben_tasks.models import tiny as tiny_models
 
     rows = dolly.read(sample)[:12] * 8
-    models_made_here.make_model(
-        folder / "base", [f"{row['instruction']}\n{row['response']}" for row in rows], "gpt_neox"
-    )
+    tiny_models.make_model(folder / "base", [f"{row['instruction']}\n{row['response']}" for row in rows], "gpt_neox")
     (folder / "processed").mkdir()
     preprocess.preprocess(
         preprocess.Settings(model=str(folder / "base"), validation_split=0.2), rows, folder / "processed"
     )
     check_dataset.check(folder / "processed", dolly.read_record(folder / "processed"))
-    about = dolly.read_record(folder / "processed")["test"]
+    record = dolly.read_record(folder / "processed")["test"]
     training = replace(
         Training(), model=str(folder / "base"), data=str(folder / "processed"), max_length=512, epochs=40, batch_size=16,
         learning_rate=2e-2, warmup_steps=2, eval_every=5, log_seconds=2.0, compile=False,
         lora=Lora(r=32, alpha=32, dropout=0.0, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
         device="cpu" if cpu else "auto",
     )  # fmt: skip
-    return Settings(target_loss=0.95 * about["bytes"] / about["num_target_tokens"], runs=2, train=training)
+    return Settings(target_loss=0.95 * record["bytes"] / record["num_target_tokens"], runs=2, train=training)
 
 
 def check_log(file: Path) -> None:

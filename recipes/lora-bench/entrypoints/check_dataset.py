@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, metavar="DIR", default=Path("processed"), help="default: processed")
     parser.add_argument("--row", type=int, metavar="N", default=2, help="of the training rows, from 0; default 2")
     args = parser.parse_args(arguments)
-    about = dolly.read_record(args.input)
+    record = dolly.read_record(args.input)
     print_once(*caches.prepare_caches(os.environ))
-    check(args.input, about)
+    check(args.input, record)
     rows = dolly.read_split(args.input, "train")
     if not 0 <= args.row < len(rows):
         raise TaskError(f"--row {args.row}: there are {len(rows):,} rows, from 0")
@@ -39,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ids, labels = rows[args.row]
     print(f"row {args.row}       {len(ids)} tokens, {labels.count(dolly.IGNORED)} of them ignored")
     print(f"input_ids   {ids}\nlabels      {labels}")
-    print(f"text        {load.load_tokenizer(locate_model(about['model'])).decode(ids)!r}")
+    print(f"text        {load.load_tokenizer(locate_model(record['model'])).decode(ids)!r}")
     return 0
 
 
-def check(folder: Path, about: dict[str, object]) -> None:
-    """Check every example in ``folder``. about: the record that preprocess wrote.
+def check(folder: Path, record: dict[str, object]) -> None:
+    """Check every example in ``folder``. record: the record that preprocess wrote.
 
     Raises:
         TaskError: an example's labels are not its own tokens, or the counts are not the record's.
@@ -56,7 +56,7 @@ def check(folder: Path, about: dict[str, object]) -> None:
             if not targets or any(token != label for token, label in targets) or labels[0] != dolly.IGNORED:
                 raise TaskError(f"{folder}/{name}.parquet row {number}: its labels are not the response's tokens")
         counted = {"rows": len(rows), "tokens": sum(len(ids) for ids, _ in rows)}
-        recorded = about[name]
+        recorded = record[name]
         assert isinstance(recorded, dict)
         if any(recorded[key] != value for key, value in counted.items()):
             raise TaskError(

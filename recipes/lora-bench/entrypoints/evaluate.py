@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)
     print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))
-    found = evaluate(settings, args.adapter)
-    print(f"test loss   {found['loss']:.4f} nats per token, {found['nats_per_byte']:.4f} per byte")
-    print(f"perplexity  {found['perplexity']:.2f}, of {found['tokens']:,} tokens in {found['rows']:,} rows")
+    result = evaluate(settings, args.adapter)
+    print(f"test loss   {result['loss']:.4f} nats per token, {result['nats_per_byte']:.4f} per byte")
+    print(f"perplexity  {result['perplexity']:.2f}, of {result['tokens']:,} tokens in {result['rows']:,} rows")
     return 0
 
 
@@ -65,12 +65,12 @@ def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
     from ekiben_tasks.models.device import choose_device
 
     folder = Path(settings.data)
-    about = dolly.read_record(folder)
+    record = dolly.read_record(folder)
     device = choose_device(settings.device)
     if adapter:
-        model, _ = load_adapter(adapter, device, base=about["model"])
+        model, _ = load_adapter(adapter, device, base=record["model"])
     else:
-        model = load.load_base(about["model"], device)
+        model = load.load_base(record["model"], device)
     model.eval()
     rows = sorted(dolly.read_split(folder, "test"), key=lambda row: len(row[0]))
     total, tokens = 0.0, 0
@@ -83,15 +83,15 @@ def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
         labels = torch.tensor([labels + [dolly.IGNORED] * (longest - len(labels)) for _, labels in batch])
         with torch.no_grad():
             logits = model(input_ids=ids.to(device.torch_device), attention_mask=mask.to(device.torch_device)).logits
-        wanted = labels[:, 1:].to(device.torch_device)
+        targets = labels[:, 1:].to(device.torch_device)
         loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].float().transpose(1, 2), wanted, ignore_index=dolly.IGNORED, reduction="sum"
+            logits[:, :-1].float().transpose(1, 2), targets, ignore_index=dolly.IGNORED, reduction="sum"
         )
-        total, tokens = total + float(loss), tokens + int((wanted != dolly.IGNORED).sum())
+        total, tokens = total + float(loss), tokens + int((targets != dolly.IGNORED).sum())
     mean = total / tokens
     return {
-        "loss": mean, "perplexity": math.exp(min(mean, 100)), "nats_per_byte": total / about["test"]["bytes"],
-        "tokens": tokens, "rows": about["test"]["rows"],
+        "loss": mean, "perplexity": math.exp(min(mean, 100)), "nats_per_byte": total / record["test"]["bytes"],
+        "tokens": tokens, "rows": record["test"]["rows"],
     }  # fmt: skip
 
 

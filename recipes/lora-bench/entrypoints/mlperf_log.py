@@ -35,9 +35,9 @@ class RunLog:
     """Write one run's log with MLPerf's own library, in the main process only. folder: None writes no log."""
 
     def __init__(
-        self, settings: Settings, tuned: Training, about: dict[str, Any], folder: Path | None, config: Path | None
+        self, settings: Settings, tuned: Training, record: dict[str, Any], folder: Path | None, config: Path | None
     ) -> None:
-        self.settings, self.tuned, self.about, self.folder, self.config = settings, tuned, about, folder, config
+        self.settings, self.tuned, self.record, self.folder, self.config = settings, tuned, record, folder, config
         self.is_main_process = os.environ.get("RANK", "0") == "0"
         self.reached, self.closed, self.started = False, False, 0.0
         self.seconds, self.loss, self.samples = 0.0, math.nan, 0
@@ -79,8 +79,8 @@ class RunLog:
         """Log who runs the benchmark on what, end the initialisation, and start the clock."""
         import torch
 
-        found = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        platform = found if self.settings.platform == "auto" else self.settings.platform
+        device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        platform = device_name if self.settings.platform == "auto" else self.settings.platform
         for key, value in {
             "submission_benchmark": self.settings.benchmark, "submission_division": "open",
             "submission_org": self.settings.organisation, "submission_status": "research",
@@ -109,7 +109,7 @@ class RunLog:
             "lowest_numerical_precision_in_linear": precision, "lowest_numerical_precision_in_attn": precision,
             "lowest_numerical_precision_in_comm": "fp32", "tensor_parallelism": 1, "pipeline_parallelism": 1,
             "context_parallelism": 1, "expert_parallelism": 1,
-            "model": tuned.model, "dataset": dolly.NAME, "dataset_sha256": self.about["data"],
+            "model": tuned.model, "dataset": dolly.NAME, "dataset_sha256": self.record["data"],
             "target_loss": self.settings.target_loss,
         }  # fmt: skip
         for key, value in values.items():
@@ -124,7 +124,7 @@ class RunLog:
         self.loss, self.samples = run.last_eval_loss, run.step * run.plan.batch_size
         num_target_tokens = sum(row.num_target_tokens for row in run.batches.test)
         self.event(
-            "eval_accuracy", self.loss * num_target_tokens / self.about["test"]["bytes"], samples_count=self.samples
+            "eval_accuracy", self.loss * num_target_tokens / self.record["test"]["bytes"], samples_count=self.samples
         )
         self.event("eval_loss", self.loss, samples_count=self.samples)
         self.event("eval_perplexity", math.exp(min(self.loss, 100)), samples_count=self.samples)
@@ -134,7 +134,7 @@ class RunLog:
         self.reached = isinstance(target, float) and self.loss <= target
         return self.reached
 
-    def target_for_others(self) -> float:
+    def target_for_runs(self) -> float:
         """Return the first loss evaluated in the second half of the run, rounded up to three decimals.
 
         Runs with other seeds reach that loss, too.
@@ -163,8 +163,8 @@ class RunLog:
         return {
             "run": number, "seed": seed, "reached": self.reached, "target_loss": self.settings.target_loss,
             "seconds": round(self.seconds, 3), "loss": self.loss, "perplexity": math.exp(min(self.loss, 100)),
-            "samples": self.samples, "log": LOG, "model": self.tuned.model, "data": self.about["data"],
-            **({"sets_target": self.target_for_others()} if number == REFERENCE else {}),
+            "samples": self.samples, "log": LOG, "model": self.tuned.model, "data": self.record["data"],
+            **({"sets_target": self.target_for_runs()} if number == REFERENCE else {}),
         }  # fmt: skip
 
     def callback(self) -> Any:

@@ -66,9 +66,11 @@ def preprocess(settings: Settings, rows: Sequence[dolly.Row], output: Path) -> N
             f"setting validation_split: must be above 0 and below 1, not {settings.validation_split}"
         )
     tokenizer = load.load_tokenizer(locate_model(settings.model))
-    about: dict[str, object] = {"model": settings.model, "vocabulary": len(tokenizer), "data": dolly.digest(rows)}
-    for name, part in zip(("train", "test"), dolly.split(rows, settings.validation_split, settings.seed), strict=True):
-        encoded = [dolly.encode(tokenizer, row, settings.max_length) for row in part]
+    record: dict[str, object] = {"model": settings.model, "vocabulary": len(tokenizer), "data": dolly.digest(rows)}
+    for name, examples in zip(
+        ("train", "test"), dolly.split(rows, settings.validation_split, settings.seed), strict=True
+    ):
+        encoded = [dolly.encode(tokenizer, row, settings.max_length) for row in examples]
         usable = [(ids, labels) for ids, labels in encoded if any(label >= 0 for label in labels)]
         if not usable:
             raise TaskError(
@@ -80,12 +82,12 @@ def preprocess(settings: Settings, rows: Sequence[dolly.Row], output: Path) -> N
             tokenizer.decode([label for label in labels if label >= 0], skip_special_tokens=True)
             for _, labels in usable
         ]
-        about[name] = {
+        record[name] = {
             "rows": len(usable), "tokens": sum(len(ids) for ids, _ in usable), "num_target_tokens": num_target_tokens,
             "bytes": sum(len(text.encode()) for text in responses), "without_response": len(encoded) - len(usable),
         }  # fmt: skip
         print(f"{name:<12}{len(usable):,} examples, {num_target_tokens:,} target tokens", flush=True)
-    files.write_json(output / dolly.RECORD, about)
+    files.write_json(output / dolly.RECORD, record)
     print(f"done        {output}; check-dataset --input {output}", flush=True)
 
 

@@ -20,14 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.plain_parser("sanity-check", __doc__).parse_args(arguments)
     import torch
 
-    found = torch.cuda.is_available()
-    device = torch.device("cuda" if found else "cpu")
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
     print(f"Python      {platform.python_version()}")
     print(f"torch       {torch.__version__}, CUDA {torch.version.cuda}")
     print(
-        f"GPUs        {torch.cuda.device_count() if found else 'none visible: start with --nv, or docker --gpus all'}"
+        f"GPUs        {torch.cuda.device_count() if has_gpu else 'none visible: start with --nv, or docker --gpus all'}"
     )
-    for index in range(torch.cuda.device_count() if found else 0):
+    for index in range(torch.cuda.device_count() if has_gpu else 0):
         print(
             f"  {index}         {torch.cuda.get_device_name(index)}, {torch.cuda.mem_get_info(index)[0] / 2**30:.0f} GiB free"
         )

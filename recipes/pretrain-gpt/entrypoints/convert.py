@@ -84,9 +84,9 @@ def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -
     import pieces
     from model_configs import Shape, hugging_face_config
 
-    about = _read(checkpoint / "about.json")
-    shape = Shape(**about["shape"])
-    trained = getattr(torch, about["fingerprint"]["dtype"].removeprefix("torch."))
+    metadata = _read(checkpoint / "about.json")
+    shape = Shape(**metadata["shape"])
+    trained = getattr(torch, metadata["fingerprint"]["dtype"].removeprefix("torch."))
     tokenizer = pieces.to_hugging_face(run / pieces.MODEL)
     check_tokenizer(pieces.load(run), tokenizer)
 
@@ -189,7 +189,7 @@ def rename_weights(state: dict[str, Any], shape: Shape) -> dict[str, Any]:
         "embedding.word_embeddings.weight": "wte.weight", "embedding.position_embeddings.weight": "wpe.weight",
         "decoder.final_layernorm.weight": "ln_f.weight", "decoder.final_layernorm.bias": "ln_f.bias",
     }  # fmt: skip
-    parts = {
+    modules = {
         "input_layernorm": "ln_1", "self_attention.linear_qkv": "attn.c_attn", "self_attention.linear_proj": "attn.c_proj",
         "pre_mlp_layernorm": "ln_2", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj",
     }  # fmt: skip
@@ -197,13 +197,13 @@ def rename_weights(state: dict[str, Any], shape: Shape) -> dict[str, Any]:
     for name, weight in state.items():
         if not isinstance(weight, torch.Tensor) or name.endswith("_extra_state") or name == "output_layer.weight":
             continue
-        if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name):
-            layer, part, kind = found.groups()
-            if part.endswith("linear_qkv"):
+        if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)", name):
+            layer, module, kind = match.groups()
+            if module.endswith("linear_qkv"):
                 # Megatron: head by head, its query, key and value; GPT-2: all queries, all keys, all values.
                 weight = weight.unflatten(0, (shape.heads, 3, -1)).transpose(0, 1).flatten(0, 2)
             weight = weight.T if weight.dim() == 2 else weight
-            renamed[f"transformer.h.{layer}.{parts.get(part, part)}.{kind}"] = weight.contiguous()
+            renamed[f"transformer.h.{layer}.{modules.get(module, module)}.{kind}"] = weight.contiguous()
         else:
             renamed[f"transformer.{plain.get(name, name)}"] = weight
     return renamed
@@ -241,10 +241,10 @@ def check_tokenizer(trained: Any, converted: Any) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TaskError(f"{file}: cannot be read: {error}") from error
-    return found
+    return content
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -38,12 +38,12 @@ def prepare(settings: Settings, files: Sequence[Path], output: Path, *, skip_bad
     """
     turns = []
     for where, text in texts.read_documents(files, settings.column, skip_bad=skip_bad):
-        found = split_turns(text, settings.instruction_template, settings.response_template)
-        if isinstance(found, str):
+        messages = split_turns(text, settings.instruction_template, settings.response_template)
+        if isinstance(messages, str):
             if skip_bad:
                 continue
-            raise TaskError(f"{where}: {found}; correct it, or leave such rows out with --skip-invalid")
-        turns.append(found)
+            raise TaskError(f"{where}: {messages}; correct it, or leave such rows out with --skip-invalid")
+        turns.append(messages)
     if not turns:
         raise TaskError(f"data {', '.join(map(str, files))}: holds no dialogue")
     lines = "".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in turns)

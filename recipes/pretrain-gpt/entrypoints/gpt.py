@@ -39,7 +39,7 @@ class FlashAttention(MegatronModule):  # type: ignore[misc]
     def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
         """Return ``[tokens, rows, heads * size]``. query, key, value: ``[tokens, rows, heads, size]``."""
         tokens, rows = query.shape[:2]
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        query, key, value = (states.permute(1, 2, 0, 3) for states in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         # Each process has other heads, so each drops out with random numbers of its own.
         apart = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
@@ -116,12 +116,12 @@ def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
     device = torch.device(torch.cuda.current_device())  # where without_gpu pretends, the CPU
     model.to(device)
     if device.type == "cuda":
-        compile_parts(model)
+        compile_layers(model)
     fill_weights(model, config, seed)
     return model
 
 
-def compile_parts(model: Any, backend: Any = "inductor") -> None:
+def compile_layers(model: Any, backend: Any = "inductor") -> None:
     """Compile the loss and, in place, each layer: equal layers share one compilation.
 
     Layers that communicate, draw random numbers or are computed twice stay uncompiled: a graph cannot hold that.
@@ -146,7 +146,7 @@ def fill_weights(model: Any, config: TransformerConfig, seed: int) -> None:
     narrow = config.init_method_std / math.sqrt(2 * config.num_layers)
     rank, size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size
     for name, weight in model.named_parameters():
-        name = _LAYER.sub(lambda found: f"layers.{_number(model, int(found[1]))}.", name)
+        name = _LAYER.sub(lambda match: f"layers.{_number(model, int(match[1]))}.", name)
         if name.endswith("bias"):
             torch.nn.init.zeros_(weight)
         elif "layernorm" in name:
@@ -156,9 +156,9 @@ def fill_weights(model: Any, config: TransformerConfig, seed: int) -> None:
                 name = "embedding.word_embeddings.weight"
             std = narrow if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else config.init_method_std
             split = getattr(weight, "partition_dim", -1) if getattr(weight, "tensor_model_parallel", False) else -1
-            whole = [length * (size if axis == split else 1) for axis, length in enumerate(weight.shape)]
+            full_size = [length * (size if axis == split else 1) for axis, length in enumerate(weight.shape)]
             generator = torch.Generator().manual_seed(_seed_of(name, seed))
-            numbers = torch.empty(whole).normal_(std=std, generator=generator)
+            numbers = torch.empty(full_size).normal_(std=std, generator=generator)
             with torch.no_grad():
                 weight.copy_(numbers if split < 0 else numbers.chunk(size, dim=split)[rank])
 

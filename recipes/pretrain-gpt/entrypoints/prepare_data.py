@@ -82,12 +82,12 @@ def prepare(
             raise TaskError(f"data {', '.join(data)}: holds no text")
         file = tokenizer / pieces.MODEL if tokenizer.is_dir() else tokenizer
         shutil.copyfile(file, output / pieces.MODEL)
-        about = {
+        record = {
             "documents": counted, "tokens": tokens, "vocab_size": processor.vocab_size(),
             "end_of_document": processor.piece_to_id(pieces.END), "tokenizer": pieces.fingerprint(file),
             "data": texts.digest(files),
         }  # fmt: skip
-        write_json(output / RECORD, about)
+        write_json(output / RECORD, record)
     except BaseException as error:
         for file in output.iterdir():
             file.unlink()
@@ -120,13 +120,13 @@ def _write(
         (output / f"{PREFIX}.bin").open("wb") as file,
         context.Pool(workers, _start_worker, (str(tokenizer), settings.append_eod)) as pool,
     ):
-        for found, ids in pool.imap(_encode, _chunks(documents, ahead)):
+        for chunk_lengths, ids in pool.imap(_encode, _chunks(documents, ahead)):
             ahead.release()
-            lengths.append(found)
+            lengths.append(chunk_lengths)
             file.write(ids.astype(kind).tobytes())
-    whole = numpy.concatenate(lengths)
-    write_index(output / f"{PREFIX}.idx", whole, kind)
-    return len(whole), int(whole.sum(dtype=numpy.int64))
+    all_lengths = numpy.concatenate(lengths)
+    write_index(output / f"{PREFIX}.idx", all_lengths, kind)
+    return len(all_lengths), int(all_lengths.sum(dtype=numpy.int64))
 
 
 def write_index(file: Path, lengths: Any, kind: Any) -> None:

@@ -43,28 +43,28 @@ def smoke_test(recipe: Path) -> int:
     started = time.monotonic()
     cpu = not torch.cuda.is_available()
     world = init_distributed("cpu" if cpu else "auto")
-    with shared_scratch(world, None) as place:
+    with shared_scratch(world, None) as scratch:
         if world.is_main_process:
-            make_data(recipe, place)
+            make_data(recipe, scratch)
         world.barrier()  # the others read it
-        if pretraining.pretrain(tiny(place / "prepared", cpu=cpu), place / "pretrained") != 0:
+        if pretraining.pretrain(tiny(scratch / "prepared", cpu=cpu), scratch / "pretrained") != 0:
             raise TaskError("smoke: interrupted")
         if not world.is_main_process:  # what is left of the run is checked once
             return 0
         continue_alone()
-        lines = [json.loads(line) for line in (place / "pretrained" / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (scratch / "pretrained" / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
         _passed("the loss falls", losses[-1] < 0.9 * losses[0], f"{losses[0]:.3f} to {losses[-1]:.3f}")
         words = [
             str(Path(__file__).with_name("convert.py")),
             "--input",
-            str(place / "pretrained"),
+            str(scratch / "pretrained"),
             "--output",
-            str(place / "converted"),
+            str(scratch / "converted"),
         ]
         _passed("a converted model is the same", subprocess.run([sys.executable, *words]).returncode == 0, "see above")
-        _passed("it generates", *generate(place / "converted", "富士山は"))
-        _passed("it is tuned on dialogues", *tune(recipe, place / "converted", place / "tuned", cpu=cpu))
+        _passed("it generates", *generate(scratch / "converted", "富士山は"))
+        _passed("it is tuned on dialogues", *tune(recipe, scratch / "converted", scratch / "tuned", cpu=cpu))
     print(f"smoke       all passed in {time.monotonic() - started:.0f} s on {'CPU' if cpu else 'GPU'}", flush=True)
     return 0
 

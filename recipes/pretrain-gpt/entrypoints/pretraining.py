@@ -105,7 +105,7 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
         without_gpu.pretend()
     device, name, memory, dtype = _device(settings, dry)
     lock = contextlib.nullcontext() if dry else output_lock.lock_output(output)
-    with lock, _together(settings, dry) as world:
+    with lock, _process_group(settings, dry) as world:
         return _pretrain(settings, output, data, world, device, name, memory, dtype, dry=dry is not None, fresh=fresh)
 
 
@@ -122,14 +122,14 @@ def _pretrain(
     stop = Stop()
     if not dry:
         stop.listen()
-    say = print if world.is_main_process else (lambda *_, **__: None)
+    log = print if world.is_main_process else (lambda *_, **__: None)
 
     # ---- what will be done
     # What fits the fullest GPU: processes that took different micro-batches would wait for each other for ever.
     memory = world.minimum(memory, device)
     plan = make_plan(settings, data, world.size, memory, dtype)
     for line in _announce(settings, plan, data, world.size, name, memory, output):
-        say(line, flush=True)
+        log(line, flush=True)
     if dry:
         return 0
 
@@ -167,8 +167,8 @@ def _pretrain(
         plot.draw(output / "loss.png", f"GPT {settings.size}: loss", series)
         if exit_code is None:
             mfu = f", MFU {result['mfu']:.0%}" if result["mfu"] else ""
-            say(f"done        {run.step:,} steps in {run.wall:,.0f} s, {result['tokens_per_s']:,.0f} tokens/s{mfu}")
-            say(f"try         convert --input {output} --output converted", flush=True)
+            log(f"done        {run.step:,} steps in {run.wall:,.0f} s, {result['tokens_per_s']:,.0f} tokens/s{mfu}")
+            log(f"try         convert --input {output} --output converted", flush=True)
     return exit_code or 0
 
 
@@ -196,13 +196,13 @@ def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, 
             f"{micro} at a time; make it a multiple of {micro * copies}"
         )
     tokens = settings.batch_size * settings.sequence
-    whole = math.ceil(settings.train_tokens / tokens)
+    total_steps = math.ceil(settings.train_tokens / tokens)
     rate = model_configs.LADDER[settings.size][3] if settings.learning_rate == "auto" else settings.learning_rate
     return steps.Plan(
         shape=shape, dtype=dtype, tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel,
         sequence_parallel=settings.sequence_parallel, distributed_optimizer=settings.distributed_optimizer,
         recompute=recompute, batch=settings.batch_size, micro_batch=micro,
-        steps=min(whole, settings.max_steps) if settings.max_steps > 0 else whole,
+        steps=min(total_steps, settings.max_steps) if settings.max_steps > 0 else total_steps,
         warmup=round(settings.warmup_tokens / tokens), decay=round(settings.decay_tokens / tokens), learning_rate=rate,
         min_learning_rate=min(settings.min_learning_rate, rate), weight_decay=settings.weight_decay,
         betas=(settings.adam_beta1, settings.adam_beta2), max_grad_norm=settings.max_grad_norm,
@@ -271,8 +271,8 @@ def _check(settings: Settings) -> None:
     ]  # fmt: skip
     if settings.size not in model_configs.LADDER:
         raise SettingError(f"setting size: no size '{settings.size}'.{nearest(settings.size, model_configs.LADDER)}")
-    parts = settings.split.split(",")
-    if len(parts) != 3 or not all(part.strip().replace(".", "", 1).isdigit() for part in parts):
+    shares = settings.split.split(",")
+    if len(shares) != 3 or not all(share.strip().replace(".", "", 1).isdigit() for share in shares):
         problems.append(f"setting split: three numbers like 949,50,1, not {settings.split}")
     if not 0 <= settings.dropout < 1:
         problems.append(f"setting dropout: must be at least 0 and below 1, not {settings.dropout}")
@@ -285,12 +285,12 @@ def _check(settings: Settings) -> None:
     shape = shape_of(settings, 1)
     if shape.width % shape.heads:
         problems.append(f"setting heads: {shape.width} cannot be divided by {shape.heads}")
-    for name, count, whole, what in [
+    for name, count, total, what in [
         ("tensor_parallel", settings.tensor_parallel, shape.heads, "heads"),
         ("pipeline_parallel", settings.pipeline_parallel, shape.layers, "layers"),
     ]:
-        if count > 0 and whole % count:
-            problems.append(f"setting {name}: {whole} {what} cannot be shared by {count}")
+        if count > 0 and total % count:
+            problems.append(f"setting {name}: {total} {what} cannot be shared by {count}")
     if settings.sequence_parallel and settings.tensor_parallel == 1:
         problems.append("setting sequence_parallel: needs tensor_parallel above 1")
     if problems:
@@ -299,18 +299,18 @@ def _check(settings: Settings) -> None:
 
 def _read_record(folder: Path) -> dict[str, Any]:
     try:
-        about: dict[str, Any] = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TaskError(
             f"data {folder.absolute()}: no prepared.json there; prepare-data writes such a folder"
         ) from None
     except (OSError, ValueError) as error:
         raise TaskError(f"data {folder / 'prepared.json'}: cannot be read: {error}") from None
-    return about
+    return record
 
 
 @contextlib.contextmanager
-def _together(settings: Settings, dry: DryRun | None) -> Iterator[DistributedContext]:
+def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[DistributedContext]:
     """This process's place among all. Megatron wants a process group even for one."""
     import torch
 

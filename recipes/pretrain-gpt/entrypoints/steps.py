@@ -92,14 +92,14 @@ class Run:
             sequence_parallel=plan.sequence_parallel, recompute=plan.recompute, on_gpu=self.on_gpu, init_std=plan.init_std,
         )  # fmt: skip
         config.finalize_model_grads_func = finalize_model_grads
-        part = gpt.build(plan.shape, config, seed=plan.seed)
+        model_chunk = gpt.build(plan.shape, config, seed=plan.seed)
         self.model = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True, use_distributed_optimizer=plan.distributed_optimizer,
                 overlap_grad_reduce=self.copies > 1, bucket_size=40_000_000,
             ),
-            Float16Module(config, part) if config.bf16 or config.fp16 else part,
+            Float16Module(config, model_chunk) if config.bf16 or config.fp16 else model_chunk,
         )  # fmt: skip
         config.no_sync_func = self.model.no_sync
         half = {"bf16": plan.dtype == torch.bfloat16, "fp16": plan.dtype == torch.float16}
@@ -158,7 +158,7 @@ class Run:
             saves = last or stopped or (self.plan.save_every > 0 and self.step % self.plan.save_every == 0)
             if first or evaluates or saves or time.monotonic() - reported > self.plan.log_seconds:
                 self.meter.lap() if first else self.meter.keep()
-                self._say()
+                self._report()
                 reported = time.monotonic()
             self.evaluation_due = evaluates and stopped  # saving comes first
             if evaluates and not stopped:
@@ -232,12 +232,12 @@ class Run:
     def _forward(self, data: Any, first: int, batches: int, *, forward_only: bool) -> list[Any]:
         """[(loss summed, tokens) of each micro-batch]: on the last pipeline stage only."""
         count = batches * self.plan.batch // (self.plan.micro_batch * self.copies)
-        found: list[Any] = self.schedule(
+        losses: list[Any] = self.schedule(
             forward_step_func=_forward_step, data_iterator=self._batches(data, first, count), model=[self.model],
             num_microbatches=count, seq_length=self.plan.shape.positions, micro_batch_size=self.plan.micro_batch,
             forward_only=forward_only,
         )  # fmt: skip
-        return found
+        return losses
 
     def _batches(self, data: Any, first: int, count: int) -> Iterator[tuple[Any, Any, Any]]:
         """This process's micro-batches: (tokens, labels, positions), each [micro_batch, positions]."""
@@ -430,24 +430,24 @@ class Run:
             inner.optimizer.step()
             inner.optimizer.zero_grad()
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         if not self.world.is_main_process:
             return
         speed, mfu = self.speed()
         left = (time.monotonic() - self.started) / (self.step - self.first_step) * (self.plan.steps - self.step)
-        parts = [
+        fields = [
             f"step {self.step}/{self.plan.steps}", f"loss {self.last_loss:.4f}", f"lr {self.plan.rate(self.step - 1):.2e}",
             f"{speed:,.0f} tokens/s" if speed else "", f"MFU {mfu:.0%}" if mfu else "", f"{left / 60:,.0f} min left",
         ]  # fmt: skip
-        print("  ".join(part for part in parts if part), flush=True)
+        print("  ".join(field for field in fields if field), flush=True)
 
 
-def _set_states(part: Any, weight: Any, tensors: dict[str, Any]) -> None:
+def _set_states(optimizer: Any, weight: Any, tensors: dict[str, Any]) -> None:
     """Megatron's distributed optimizer loads every state a weight has, and of torch's AdamW it has not saved one: the
     step, which it keeps once for all weights and has set already."""
-    group, place = part.model_param_group_index_map[weight]
-    step = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]["step"]
-    type(part)._set_main_param_and_optimizer_states(part, weight, {**tensors, "step": step})
+    group, index = optimizer.model_param_group_index_map[weight]
+    step = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][index]]["step"]
+    type(optimizer)._set_main_param_and_optimizer_states(optimizer, weight, {**tensors, "step": step})
 
 
 def _forward_step(batches: Iterator[tuple[Any, Any, Any]], model: Any) -> tuple[Any, Any]:

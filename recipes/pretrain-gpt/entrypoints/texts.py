@@ -14,15 +14,15 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 SAMPLE = "sample"
 
 
-def find_files(places: Sequence[str], recipe: Path) -> list[Path]:
-    """Return the files that ``places`` name, with those in folders; 'sample' is the recipe's own file.
+def find_files(sources: Sequence[str], recipe: Path) -> list[Path]:
+    """Return the files that ``sources`` name, with those in folders; 'sample' is the recipe's own file.
 
     Raises:
         TaskError: a file or folder does not exist, has another suffix, or holds no such file.
     """
     files: list[Path] = []
-    for place in places:
-        path = recipe / "data" / "sample.jsonl" if place == SAMPLE else Path(place).expanduser()
+    for source in sources:
+        path = recipe / "data" / "sample.jsonl" if source == SAMPLE else Path(source).expanduser()
         if path.is_dir():
             inside = sorted(file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
             if not inside:
@@ -62,11 +62,11 @@ def read_documents(files: Sequence[Path], column: str, *, skip_bad: bool = False
 
 def digest(files: Sequence[Path]) -> str:
     """Return one SHA-256 over the files' contents, in order."""
-    whole = hashlib.sha256()
+    combined = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
-            whole.update(hashlib.file_digest(stream, "sha256").digest())
-    return whole.hexdigest()
+            combined.update(hashlib.file_digest(stream, "sha256").digest())
+    return combined.hexdigest()
 
 
 def _read(file: Path, column: str) -> Iterator[tuple[str, Any]]:

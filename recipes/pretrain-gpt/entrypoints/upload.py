@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def generate(place: str, prompt: str) -> str:
-    """Return what the model generates greedily after ``prompt``. place: a folder or a hub id. At most 50 tokens.
+def generate(model_name: str, prompt: str) -> str:
+    """Return what the model generates greedily after ``prompt``. model_name: a folder or a hub id. At most 50 tokens.
 
     Raises:
         TaskError: the model cannot be loaded, or generates nothing.
@@ -67,17 +67,17 @@ def generate(place: str, prompt: str) -> str:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
-        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
     except Exception as error:
-        raise TaskError(format_hub_error(error, place, "model")) from error
+        raise TaskError(format_hub_error(error, model_name, "model")) from error
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     with torch.no_grad():
         longer = model.generate(ids, max_new_tokens=50, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
     if not text:
         raise TaskError(
-            f"model {place}: generates nothing after {prompt!r}; is it trained? nothing is uploaded like this"
+            f"model {model_name}: generates nothing after {prompt!r}; is it trained? nothing is uploaded like this"
         )
     return str(text)
 
