@@ -22,7 +22,7 @@ bind_folder() {
 }
 
 # Whether nobody else can write into a folder, or put another in its place.
-is_own_folder() {
+is_private_folder() {
     [ -d "$1" ] && [ ! -L "$1" ] && [ -O "$1" ] && [ -z "$(find "$1" -prune \( -perm -020 -o -perm -002 \))" ]
 }
 
@@ -34,13 +34,13 @@ protect_caches() {
     done
     for base in "$@" /tmp /var/tmp /dev/shm; do
         folder=$base/ekiben-$UID
-        if { [ -e "$folder" ] || [ -L "$folder" ]; } && ! is_own_folder "$folder"; then fresh=$folder; fi
+        if { [ -e "$folder" ] || [ -L "$folder" ]; } && ! is_private_folder "$folder"; then fresh=$folder; fi
     done
     mkdir -m 700 "${TMPDIR:-/tmp}/ekiben-$UID" 2>/dev/null # before a task makes it, as its umask has it
     for variable in "${cache_variables[@]}"; do
         folder=${!variable:-}
         if [ -n "$folder" ]; then
-            if { [ ! -e "$folder" ] && [ ! -L "$folder" ]; } || is_own_folder "$folder"; then continue; fi
+            if { [ ! -e "$folder" ] && [ ! -L "$folder" ]; } || is_private_folder "$folder"; then continue; fi
         elif [ -n "$fresh" ]; then
             folder=$fresh
         else
@@ -61,7 +61,7 @@ copy_image() {
     name=${image##*/}
     copy=$folder/${name%.sif}-${image_sha256:0:16}.sif
     mkdir -m 700 "$folder" 2>/dev/null
-    if ! is_own_folder "$folder" || ! chmod 700 "$folder"; then
+    if ! is_private_folder "$folder" || ! chmod 700 "$folder"; then
         echo "$folder is not a folder of $(id -un) alone: the image is read from $image"
         return
     fi
