@@ -20,6 +20,7 @@ import click
 
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, OutputFolder, PathType, json_option
+from ekiben.publish.catalog._types import SkippedFile
 from ekiben.publish.catalog.write import WrittenCatalog, make_catalog
 
 
@@ -40,15 +41,23 @@ class CatalogResult:
         """Return what --json prints."""
         (images, versions), runs = self.counts, self.written.runs
         return {"path": str(self.written.out), "images": images, "versions": versions,
-                "runs": {"new": runs.new, "known": runs.known, "unfinished": runs.unfinished, "unmatched": runs.unmatched},
-                "skipped": self.written.catalog["skipped"]}  # fmt: skip
+                "runs": {"new": runs.new, "known": runs.known, "unfinished": runs.unfinished, "unmatched": runs.unmatched,
+                         "jobs": runs.jobs, "without_image": len(runs.without_image), "unreadable": len(runs.broken)},
+                "skipped": self.skipped}  # fmt: skip
+
+    @property
+    def skipped(self) -> list[SkippedFile]:
+        """Return what was left out, of the published files and of the run records."""
+        runs = self.written.runs.skipped()
+        return [*self.written.catalog["skipped"], *({"file": file, "reason": reason} for file, reason in runs)]
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
         (images, versions), runs = self.counts, self.written.runs
         if self.with_runs:
             yield (f"runs     {len(runs.new)} new, {runs.known} known, {runs.unfinished} not finished, "
-                   f"{runs.unmatched} of other images")  # fmt: skip
+                   f"{runs.unmatched} of other images, {len(runs.without_image)} without an image, "
+                   f"{len(runs.broken)} unreadable{f', {runs.jobs} of jobs' if runs.jobs else ''}")  # fmt: skip
         yield f"written  {self.written.out}/index.html  {_counted(images, 'image')}, {_counted(versions, 'version')}"
 
 
@@ -64,12 +73,10 @@ def command(context: Context, /, folder: Path, output: Path | None, runs: tuple[
     folder = folder.absolute()
     out = output.absolute() if output else None
     written = make_catalog(folder, context.store_with(folder), out=out, runs=runs, log=context.log)
-    for item in (
-        *written.catalog["skipped"],
-        *({"file": file, "reason": reason} for file, reason in written.runs.broken),
-    ):
+    result = CatalogResult(written, bool(runs))
+    for item in result.skipped:
         context.log(f"skipped: {item['file']}: {item['reason']}")
-    context.print(CatalogResult(written, bool(runs)))
+    context.print(result)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -47,13 +47,23 @@ _STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 @dataclass(slots=True)
 class ImportedRuns:
-    """What became of the run.json that were found: ``unmatched`` used none of the images here; ``broken`` are (file, reason)."""
+    """What became of the run.json that were found, each of which counts once.
+
+    ``unmatched`` used none of the images here, ``jobs`` are those of submitted jobs, ``without_image`` files name no image;
+    ``broken`` are (file or folder, reason).
+    """
 
     new: list[str] = field(default_factory=list)
     known: int = 0
     unfinished: int = 0
     unmatched: int = 0
+    jobs: int = 0
+    without_image: list[str] = field(default_factory=list)
     broken: list[tuple[str, str]] = field(default_factory=list)
+
+    def skipped(self) -> list[tuple[str, str]]:
+        """Return (file, reason) of all that were left out and should perhaps not have been."""
+        return [*self.broken, *((file, "names no image, so it belongs to no version") for file in self.without_image)]
 
 
 def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
@@ -61,12 +71,17 @@ def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
     for folder in folders:
         if not folder.exists():
             raise UsageError(f"--runs {folder}: no such folder or file")
-    imported, versions = ImportedRuns(), list(_versions(shared))
+    imported = ImportedRuns()
+    versions = list(_versions(shared, imported.broken))
     shared.open_for_writing()
-    for path in (path for folder in folders for path in _find(folder)):
+    for path in (path for folder in folders for path in _find(folder, imported.broken)):
         try:
             run = _read(path.resolve())  # your own results may be links
-            if run is None or not isinstance(run.get("image"), dict):  # a submitted job's, or made outside an image
+            if not isinstance(run.get("image"), dict):
+                if "image" not in run and "scheduler" in run and isinstance(run.get("steps"), list):
+                    imported.jobs += 1
+                else:
+                    imported.without_image.append(str(path))
                 continue
             folder_of = _version_of(run, versions)
             if folder_of is None:
@@ -82,21 +97,28 @@ def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
     return imported
 
 
-def _find(folder: Path) -> Iterator[Path]:
-    """Yield the records below ``folder``, or that file alone."""
+def _find(folder: Path, unreadable: list[tuple[str, str]]) -> Iterator[Path]:
+    """Yield the records below ``folder``, or that file alone; add folders that cannot be read to ``unreadable``."""
     if not folder.is_dir():
         yield folder
-    for parent, folders, files in os.walk(folder):
+
+    def note(error: OSError) -> None:
+        unreadable.append((str(error.filename), f"cannot be read: {error.strerror}"))
+
+    for parent, folders, files in os.walk(folder, onerror=note):
         folders.sort()
         yield from (Path(parent, name) for name in sorted(files) if name == "run.json" or name.endswith(".run.json"))
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
+    """Return a record's fields. Raises ValueError when it is none."""
     try:
         data = parse_json(read_regular(path, max_size=_MOST), nan=True)  # of a loss that diverged
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
-    return data if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        raise ValueError("is no record of a run")
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +128,16 @@ class _Version:
     metadata: dict[str, Any]
 
 
-def _versions(shared: SharedStore) -> Iterator[_Version]:
+def _versions(shared: SharedStore, unreadable: list[tuple[str, str]]) -> Iterator[_Version]:
+    """Yield the published versions; add those whose last layer cannot be read, so that no run is theirs, to ``unreadable``."""
     for folder in image_folders(shared.shared_dir):
         for record in read_records(folder)[0]:
             try:
                 with shared.reader(record.layers[-1].digest) as reader:
                     metadata = image_metadata(reader)
-            except (OSError, ValueError, StoreError):
+            except (OSError, ValueError, StoreError) as error:
+                reason = f"its runs are not recognised: {' '.join(str(error).split())}"
+                unreadable.append((str(folder / record.file), reason))
                 continue
             yield _Version(folder / f"{record.stem}.runs", record.published, metadata)
 
@@ -220,7 +245,7 @@ def runs_of(folder: Path, stem: str) -> tuple[list[CatalogRun], list[tuple[str, 
     for path in sorted(runs.glob("*.json")) if not runs.is_symlink() else ():
         try:
             run = _read(path)
-            if run is None or run.get("format") != FORMAT:
+            if run.get("format") != FORMAT:
                 raise ValueError(f"is no record of format {FORMAT}")
             records.append({"id": path.stem, **reduced(_as_run(run))})
         except (ValueError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html.parser
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from test_publish import put, put_next, store
 
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import StoreError, UsageError
 from ekiben.doctor.image_requirements import LayerRequirements, _keep
 from ekiben.gpu.device_code import DeviceCode
 from ekiben.publish import catalog as module
@@ -410,6 +411,7 @@ def test_run_records_are_kept_without_private_fields(files_only: SampleRecipe, s
     made = make(shared_dir, runs=[results])
     assert len(made.runs.new) == 2
     assert (made.runs.known, made.runs.unfinished, made.runs.unmatched) == (0, 1, 1)
+    assert (made.runs.jobs, made.runs.without_image) == (1, [])
     assert sorted(Path(file).parent.name for file, _ in made.runs.broken) == ["e", "half"]
     kept = list((done.sif.parent / f"{done.sif.stem}.runs").iterdir())
     assert len(kept) == 2
@@ -444,6 +446,7 @@ def test_record_of_generate_is_imported_beside_its_output(
     (results / "other.run.json").write_text('{"vocab_size": 1500}')  # a record without an image, as train-tokenizer's
     catalog = make(shared_dir, runs=[results])
     assert (len(catalog.runs.new), catalog.runs.broken) == (2, [])
+    assert catalog.runs.without_image == [str(results / "other.run.json")]
     answered, training = catalog.catalog["images"][0]["versions"][0]["runs"]
     assert (answered["answers"], answered["seconds"], answered["tokens_per_s"]) == (4, 0.0, 517.0)
     assert (answered["model"]["name"], answered["seed"], answered["device"]["name"]) == ("base", 42, "CPU")
@@ -528,7 +531,7 @@ def test_edited_run_record_is_left_out(files_only: SampleRecipe, store: Store, t
         {"lora.r": 4},
     )
     assert made.catalog["skipped"] == [
-        {"file": f"images/own/{folder.name}/bad.json", "reason": "is no record of format 1"}
+        {"file": f"images/own/{folder.name}/bad.json", "reason": "is no record of a run"}
     ]
     assert "secret" not in page(made)
 
@@ -594,7 +597,10 @@ def test_catalog_by_command(run_cli: RunCli, files_only: SampleRecipe, store: St
     done.sif.with_name("own-0-0123456789ab.json").write_text("{")
     result = run_cli("--store", tmp_path / "mine", "catalog", shared_dir, "--runs", "results")
     assert f"written  {shared_dir}/catalog/index.html  1 image, 1 version\n" in result.stdout
-    assert "runs     1 new, 0 known, 0 not finished, 0 of other images" in result.stdout
+    assert (
+        "runs     1 new, 0 known, 0 not finished, 0 of other images, 0 without an image, 0 unreadable\n"
+        in result.stdout
+    )
     assert "skipped: images/own/own-0-0123456789ab.json: is not JSON" in result.stderr
     files_only.write("files/data.txt", "new\n")
     published = run_cli("--store", store.root, "publish", files_only.path, "--to", shared_dir, "--no-verify").stdout
@@ -603,6 +609,66 @@ def test_catalog_by_command(run_cli: RunCli, files_only: SampleRecipe, store: St
     assert (told["path"], told["images"], len(told["skipped"])) == (str(tmp_path / "pages"), 1, 1)
     assert "nothing was published there yet" in run_cli("catalog", tmp_path / "results", code=6).stderr
     assert "no such folder" in run_cli("catalog", shared_dir, "--runs", "nowhere", code=2).stderr
+
+
+# Records of runs that are none: each is counted, and named with the reason.
+HOSTILE_RUNS = {
+    "infinity": ('{"status": "finished", "final_loss": Infinity}', "names no image"),
+    "no-image": ('{"status": "finished", "started": "2026-01-01T00:00:00Z"}', "names no image"),
+    "image-is-text": ('{"image": "../../x", "scheduler": "slurm", "steps": []}', "names no image"),
+    "list": ("[Infinity]", "is no record of a run"),
+    "number": ("Infinity", "is no record of a run"),
+    "brackets": ("[" * 100_000, "is nested more than"),
+}
+
+
+def test_hostile_run_records_are_counted_and_named(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    shared_dir = tmp_path / "lab"
+    put(files_only, store, shared_dir)
+    for name, (text, _) in HOSTILE_RUNS.items():
+        (tmp_path / "results" / name).mkdir(parents=True)
+        (tmp_path / "results" / name / "run.json").write_text(text)
+    (tmp_path / "results" / "job").mkdir()
+    (tmp_path / "results" / "job" / "run.json").write_text('{"scheduler": "slurm", "steps": []}')
+    result = run_cli("catalog", shared_dir, "--runs", "results")
+    counts = "0 new, 0 known, 0 not finished, 0 of other images, 3 without an image, 3 unreadable, 1 of jobs"
+    assert f"runs     {counts}\n" in result.stdout
+    for name, (_, reason) in HOSTILE_RUNS.items():
+        assert re.search(rf"^skipped: \S*results/{name}/run.json: {reason}", result.stderr, re.MULTILINE), result.stderr
+    told = json.loads(run_cli("catalog", shared_dir, "--runs", "results", "--json").stdout)
+    assert [told["runs"][name] for name in ("jobs", "without_image", "unreadable")] == [1, 3, 3]
+    assert len(told["skipped"]) == len(HOSTILE_RUNS)
+
+
+def test_folders_of_runs_and_versions_that_cannot_be_read_are_named(
+    files_only: SampleRecipe, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_dir, results = tmp_path / "lab", tmp_path / "results"
+    done = put(files_only, store, shared_dir)
+    put_run(results / "a", about_image(shared_dir, done.record))
+    (results / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:  # root, who runs the tests, may read everything
+        if str(path).endswith("/closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert make(shared_dir, runs=[results]).runs.broken == [
+        (str(results / "closed"), "cannot be read: Permission denied")
+    ]
+    monkeypatch.undo()
+
+    def cannot_be_read(_: Any) -> Any:
+        raise StoreError("damaged:\nblob")
+
+    monkeypatch.setattr(runs, "image_metadata", cannot_be_read)
+    made = make(shared_dir, runs=[results / "a"])
+    assert made.runs.broken == [(str(done.sif), "its runs are not recognised: damaged: blob")]
+    assert made.runs.unmatched == 1
 
 
 def test_loss_has_four_decimals() -> None:
