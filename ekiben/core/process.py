@@ -17,6 +17,7 @@ from ekiben.core.errors import EkibenError
 
 Argv = Sequence[str | os.PathLike[str]]
 Trace = Callable[[str], None]
+TIMED_OUT = 124  # exit code of timeout(1)
 PIPE = 1 << 20  # bytes a pipe holds, where the system allows it: gigabytes go through one
 
 _trace: Trace = lambda line: None  # noqa: E731
@@ -57,16 +58,24 @@ def which(*names: str) -> str | None:
 
 
 def run(
-    argv: Argv, *, check: bool = True, env: Mapping[str, str] | None = None, input: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end and return its output. Raises ProcessError when it fails, unless ``check`` is off."""
+    argv: Argv, *, check: bool = True, env: Mapping[str, str] | None = None, input: str | None = None,
+    timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """Run a program to its end and return its output. Raises ProcessError when it fails, unless ``check`` is off.
+
+    timeout: seconds after which it is killed, and fails with exit code 124, as that of timeout(1).
+    """
     _trace(f"+ {quoted(argv)}")
     try:
         done = subprocess.run(
             [os.fspath(word) for word in argv],
             env=env, input=input, stdin=None if input is not None else subprocess.DEVNULL,
-            capture_output=True, encoding="utf-8", errors="replace",
+            capture_output=True, encoding="utf-8", errors="replace", timeout=timeout,
         )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        done = subprocess.CompletedProcess(
+            list(argv), TIMED_OUT, "", f"{os.fspath(argv[0])}: no answer within {timeout:.0f} s"
+        )
     except OSError as error:  # as a shell would tell it
         done = subprocess.CompletedProcess(list(argv), 127, "", f"{os.fspath(argv[0])}: {error.strerror}")
     if check and done.returncode:

@@ -11,6 +11,8 @@ whose name begins with an underscore is none.
 from __future__ import annotations
 
 import re
+import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Protocol, cast
 
 from ekiben.core import plugins
 from ekiben.core.errors import EngineError, UsageError
+from ekiben.core.process import TIMED_OUT, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +176,27 @@ def variables() -> tuple[str, ...]:
 def local_folders() -> tuple[str, ...]:
     """Return the variables that name a job's own folder on the node, best first; TMPDIR is the last."""
     return (*(one.LOCAL_FOLDER for one in by_preference().values() if one.LOCAL_FOLDER), "TMPDIR")
+
+
+ANSWER_SECONDS = 20.0  # for a small question: Slurm's own programs go on trying for minutes when its controller is down
+LIST_SECONDS = 120.0  # for lists and records of jobs, which may be long
+_SILENT_SECONDS = 300.0  # that a program which did not answer is not asked again
+_silent: dict[str, tuple[float, subprocess.CompletedProcess[str]]] = {}
+
+
+def ask(argv: Sequence[str], *, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a scheduler's program that asks and changes nothing, and return what it printed; exit code 124 where it does not answer.
+
+    timeout: seconds, ANSWER_SECONDS where none are given. That there was no answer holds for some minutes: a command asks
+    several times.
+    """
+    since, answer = _silent.get(argv[0], (0.0, None))
+    if answer and time.monotonic() - since < _SILENT_SECONDS:
+        return answer
+    done = run(argv, check=False, timeout=timeout or ANSWER_SECONDS)
+    if done.returncode == TIMED_OUT:
+        _silent[argv[0]] = time.monotonic(), done
+    return done
 
 
 def choose() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.process import run, which
-from ekiben.run.schedulers import Job, JobScriptHooks, Limits, Queue, Request, clock
+from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock
 
 TITLE = "OAR"
 PREFERENCE = 40
@@ -58,7 +58,7 @@ def unavailable() -> str | None:
     """Return why no job can be submitted to OAR from here, or None."""
     if not which("oarsub") or not which("oarstat"):
         return "oarsub and oarstat are not on PATH"
-    done = run(["oarstat", "-J"], check=False)
+    done = ask(["oarstat", "-J"])
     return f"OAR does not answer: {_reason(done.stderr, done.stdout)}" if done.returncode else None
 
 
@@ -182,7 +182,9 @@ def cancel(ids: Sequence[str]) -> None:
     """Cancel jobs with oardel. Raises SchedulerError when it refuses."""
     numbers = {f"{record['array_id']}[{record['array_index']}]": str(record["Job_Id"]) for record in _all()}
     for id in ids:
-        done = run(["oardel", *([numbers.get(id, id)] if "[" in id else ["--array", id])], check=False)
+        done = run(
+            ["oardel", *([numbers.get(id, id)] if "[" in id else ["--array", id])], check=False, timeout=LIST_SECONDS
+        )
         if done.returncode:
             raise SchedulerError(_reason(done.stderr, done.stdout))
 
@@ -193,7 +195,7 @@ def _all() -> list[dict[str, Any]]:
 
 
 def _asked(*options: str) -> list[dict[str, Any]]:
-    done = run(["oarstat", "-f", "-J", *options], check=False)
+    done = ask(["oarstat", "-f", "-J", *options], timeout=LIST_SECONDS)
     if done.returncode:
         raise SchedulerError(_reason(done.stderr, done.stdout))
     return _records(done.stdout)

@@ -11,7 +11,7 @@ from typing import Any
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import SchedulerError
 from ekiben.core.process import run, which
-from ekiben.run.schedulers import Job, JobScriptHooks, Limits, Queue, Request, clock
+from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock
 
 TITLE = "PBS"
 PREFERENCE = 30
@@ -50,7 +50,7 @@ def unavailable() -> str | None:
     """Return why no job can be submitted to PBS from here, or None."""
     if not which("qsub") or not which("pbsnodes"):
         return "qsub and pbsnodes are not on PATH"
-    done = run(["qstat", "-B"], check=False)
+    done = ask(["qstat", "-B"])
     return f"PBS does not answer: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -111,7 +111,7 @@ def limits(args: Sequence[str]) -> Limits:
     named = next((match for word in args if (match := re.match(r"-q ?(\S+)", word))), None)
     if not named or not which("qstat"):
         return Limits(where="the default queue")
-    done = run(["qstat", "-Q", "-f", named[1]], check=False).stdout
+    done = ask(["qstat", "-Q", "-f", named[1]]).stdout
     time = re.search(r"resources_max\.walltime = (\d+):(\d+):(\d+)", done)
     seconds = int(time[1]) * 3600 + int(time[2]) * 60 + int(time[3]) if time else None
     return Limits(where=f"queue {named[1]}", seconds=seconds)
@@ -130,7 +130,7 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return the jobs that qstat lists, by (id, index in the array or 0). Raises SchedulerError."""
     if not ids:
         return {}
-    done = run(["qstat", "-x", "-t", "-f", "-F", "json", *ids], check=False)
+    done = ask(["qstat", "-x", "-t", "-f", "-F", "json", *ids], timeout=LIST_SECONDS)
     statuses = {}
     for name, record in _records(done.stdout).items():
         array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
@@ -146,7 +146,7 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
 
 def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return how a job ended. The server keeps its history as long as configured (job_history_enable)."""
-    done = run(["qstat", "-x", "-t", "-f", "-F", "json", *ids], check=False) if ids else None
+    done = ask(["qstat", "-x", "-t", "-f", "-F", "json", *ids], timeout=LIST_SECONDS) if ids else None
     statuses = {}
     for name, record in _records(done.stdout if done else "").items():
         array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
@@ -190,6 +190,6 @@ def _detail(record: dict[str, Any]) -> str:
 
 def cancel(ids: Sequence[str]) -> None:
     """Cancel jobs with qdel. Raises SchedulerError when it refuses."""
-    done = run(["qdel", *ids], check=False)
+    done = run(["qdel", *ids], check=False, timeout=LIST_SECONDS)
     if done.returncode:
         raise SchedulerError(done.stderr.strip())

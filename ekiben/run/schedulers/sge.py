@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.process import run, which
-from ekiben.run.schedulers import Job, JobScriptHooks, Limits, Queue, Request, clock
+from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock
 
 TITLE = "Grid Engine"
 PREFERENCE = 20
@@ -45,7 +45,7 @@ def unavailable() -> str | None:
     """Return why no job can be submitted to Grid Engine from here, or None."""
     if not which("qsub") or not which("qconf"):
         return "qsub and qconf are not on PATH"
-    done = run(["qconf", "-sss"], check=False)
+    done = ask(["qconf", "-sss"])
     return f"Grid Engine does not answer: {(done.stderr or done.stdout).strip()}" if done.returncode else None
 
 
@@ -110,7 +110,7 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return the jobs that qstat lists, by (id, index in the array or 0). Raises SchedulerError."""
     if not ids:
         return {}
-    done = run(["qstat", "-xml", "-g", "d", "-u", "*"], check=False)
+    done = ask(["qstat", "-xml", "-g", "d", "-u", "*"], timeout=LIST_SECONDS)
     if done.returncode:
         raise SchedulerError((done.stderr or done.stdout).strip())
     statuses = {}
@@ -134,7 +134,7 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return what qacct says of jobs that have ended."""
     statuses = {}
     for id in ids:
-        for record in run(["qacct", "-j", id], check=False).stdout.split("=" * 62)[1:]:
+        for record in ask(["qacct", "-j", id], timeout=LIST_SECONDS).stdout.split("=" * 62)[1:]:
             accounting = {
                 name: value.strip() for name, _, value in (line.partition(" ") for line in record.splitlines())
             }
@@ -159,6 +159,8 @@ def cancel(ids: Sequence[str]) -> None:
     """Cancel jobs with qdel. Raises SchedulerError when it refuses."""
     # Of an array's job, 7.2, the option -t takes the index.
     commands = [["qdel", id, *(["-t", index] if index else [])] for id, _, index in (id.partition(".") for id in ids)]
-    done = next((done for command in commands if (done := run(command, check=False)).returncode), None)
+    done = next(
+        (done for command in commands if (done := run(command, check=False, timeout=LIST_SECONDS)).returncode), None
+    )
     if done is not None:
         raise SchedulerError((done.stderr or done.stdout).strip())

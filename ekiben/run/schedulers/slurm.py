@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ekiben.core.errors import SchedulerError
 from ekiben.core.process import run, which
-from ekiben.run.schedulers import Job, JobScriptHooks, Limits, Queue, Request, clock, seconds_of
+from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Queue, Request, ask, clock, seconds_of
 
 TITLE = "Slurm"
 PREFERENCE = 10
@@ -39,7 +39,7 @@ def unavailable() -> str | None:
     """Return why no job can be submitted to Slurm from here, or None."""
     if not which("sbatch"):
         return "sbatch is not on PATH"
-    done = run(["sinfo", "--noheader", "--format", "%P"], check=False)
+    done = ask(["sinfo", "--noheader", "--format", "%P"])
     return f"Slurm does not answer: {done.stderr.strip()}" if done.returncode else None
 
 
@@ -98,8 +98,8 @@ def _output(log: Path, *, array: bool) -> str:
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
     named = next((match for word in args if (match := re.match(r"(?:--partition[= ]|-p ?)(\S+)", word))), None)
-    lines = run(["sinfo", "--noheader", *(["--partition", named[1]] if named else []), "--format", "%P|%l|%D|%G|%c|%m"],
-                check=False).stdout.splitlines()  # fmt: skip
+    partition = ["--partition", named[1]] if named else []
+    lines = ask(["sinfo", "--noheader", *partition, "--format", "%P|%l|%D|%G|%c|%m"]).stdout.splitlines()
     cut = [line.split("|") for line in lines if named or line.split("|")[0].endswith("*")]
     if not cut:
         return Limits(where="the default partition")
@@ -125,7 +125,7 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return the jobs that squeue lists, by (id, index in the array or 0). Raises SchedulerError."""
     if not ids:
         return {}
-    done = run(["squeue", "--noheader", "--array", "--states=all", "--jobs", ",".join(ids), "--format", "%F|%K|%T|%N|%r|%M|%S"], check=False)  # fmt: skip
+    done = ask(["squeue", "--noheader", "--array", "--states=all", "--jobs", ",".join(ids), "--format", "%F|%K|%T|%N|%r|%M|%S"], timeout=LIST_SECONDS)  # fmt: skip
     if done.returncode and "Invalid job id" not in done.stderr:
         raise SchedulerError(done.stderr.strip())
     return _read_queue(done.stdout)
@@ -152,8 +152,8 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     if not ids:
         return {}
     named = ",".join(ids)
-    recent = run(["squeue", "--noheader", "--array", "--states=all", "--jobs", named, "--format", "%F_%K|%T|%N|%S|"], check=False)  # fmt: skip
-    kept = run(["sacct", "--noheader", "--allocations", "--parsable", "--array", "--jobs", named, "--format", "JobID,State,NodeList,Start,ExitCode"], check=False)  # fmt: skip
+    recent = ask(["squeue", "--noheader", "--array", "--states=all", "--jobs", named, "--format", "%F_%K|%T|%N|%S|"], timeout=LIST_SECONDS)  # fmt: skip
+    kept = ask(["sacct", "--noheader", "--allocations", "--parsable", "--array", "--jobs", named, "--format", "JobID,State,NodeList,Start,ExitCode"], timeout=LIST_SECONDS)  # fmt: skip
     return _read_ended(recent.stdout + kept.stdout)
 
 
@@ -183,6 +183,6 @@ def element_id(id: str, index: int) -> str:
 
 def cancel(ids: Sequence[str]) -> None:
     """Cancel jobs with scancel. Raises SchedulerError when it refuses."""
-    done = run(["scancel", *ids], check=False)
+    done = run(["scancel", *ids], check=False, timeout=LIST_SECONDS)
     if done.returncode:
         raise SchedulerError(done.stderr.strip())

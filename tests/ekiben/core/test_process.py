@@ -46,6 +46,13 @@ def test_a_missing_program_is_a_process_error(tmp_path: Path) -> None:
     assert run([tmp_path / "plain"], check=False).returncode == 127
 
 
+def test_program_that_takes_longer_than_the_timeout_is_killed() -> None:
+    done = run(["sh", "-c", "echo $$; exec sleep 60"], check=False, timeout=0.5)
+    assert (done.returncode, done.stderr) == (124, "sh: no answer within 0 s")
+    with pytest.raises(ProcessError, match=r"exit code 124: sleep 60\nsleep: no answer within"):
+        run(["sleep", "60"], timeout=0.5)
+
+
 def test_stream_calls_on_line_as_lines_arrive() -> None:
     lines: list[str] = []
     assert stream(["sh", "-c", r"echo a; echo b >&2; printf '1\r2\rend'; exit 4"], lines.append) == 4

@@ -8,13 +8,14 @@ import re
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.settings import JobDefaults
 from ekiben.run import schedulers
 from ekiben.run.jobs.plan import JobPlan, plan
@@ -394,6 +395,51 @@ def test_without_a_scheduler_the_reasons_are_listed(run_cli: RunCli) -> None:
     stderr = run_cli("submit", "lora-opencalm", "train", code=4, env={"PATH": "/nowhere"}).stderr
     if not Path("/usr/bin/sbatch").exists():
         assert "no scheduler can be used here:\n  slurm: sbatch is not on PATH" in stderr
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "programs"),
+    [
+        ("slurm", ("sbatch", "sinfo", "squeue", "sacct", "scancel")),
+        ("sge", ("qsub", "qconf", "qstat", "qacct", "qdel")),
+        ("pbs", ("qsub", "pbsnodes", "qstat", "qdel")),
+        ("oar", ("oarsub", "oarstat", "oardel")),
+    ],
+)
+def test_scheduler_that_does_not_answer_is_not_waited_for(
+    scheduler: str, programs: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller is down, and its programs go on trying."""
+    for name in programs:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/asked\nexec sleep 30\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(schedulers, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(load(scheduler), "LIST_SECONDS", 0.5)
+    monkeypatch.setattr(schedulers, "_silent", {})
+    began = time.monotonic()
+    for _ in range(3):
+        reason = load(scheduler).unavailable()
+        assert reason and re.search(r"does not answer: \w+: no answer within \d+ s", reason)
+    load(scheduler).limits(["--partition=gpu", "-q gpu"])
+    with pytest.raises(SchedulerError, match="no answer within"):
+        load(scheduler).jobs(["7"])
+    with pytest.raises(SchedulerError, match="no answer within"):
+        load(scheduler).cancel(["7"])
+    asked = (tmp_path / "asked").read_text().split()
+    assert sorted(asked) == sorted(set(asked))
+    assert time.monotonic() - began < 20  # one wait alone would take 30 s
+
+
+def test_submit_names_a_scheduler_that_does_not_answer(run_cli: RunCli, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("sbatch", "sinfo"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexec sleep 300\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "mine.sif").write_bytes(b"an image")
+    argv = ("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--force", "--sif", "mine.sif")
+    stderr = run_cli(*argv, code=4, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
+    assert "Slurm cannot be used here: Slurm does not answer: sinfo: no answer within 20 s" in stderr
 
 
 def test_unknown_run_is_an_error(run_cli: RunCli) -> None:
