@@ -48,8 +48,8 @@ class CatalogResult:
     @property
     def skipped(self) -> list[SkippedFile]:
         """Return what was left out, of the published files and of the run records."""
-        runs = self.written.runs.skipped()
-        return [*self.written.catalog["skipped"], *({"file": file, "reason": reason} for file, reason in runs)]
+        runs: list[SkippedFile] = [{"file": file, "reason": reason} for file, reason in self.written.runs.skipped()]
+        return [*self.written.catalog["skipped"], *runs]
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
