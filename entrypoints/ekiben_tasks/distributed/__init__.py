@@ -12,4 +12,5 @@ __all__ = [
     "saved_state",
     "strategies",
     "strategy",
+    "watch",
 ]

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from ekiben_tasks.distributed.heartbeat import longest_wait
+from ekiben_tasks.distributed.heartbeat import is_watched_by_launcher, longest_wait
+from ekiben_tasks.distributed.watch import Watch
 from ekiben_tasks.task.errors import TaskError
 
+LEAVE_SECONDS = 60.0  # that a process which has done its work waits for the others
 REQUEUE = 75  # EX_TEMPFAIL: saved, not finished; schedulers requeue on it
 
 
@@ -65,9 +68,8 @@ class DistributedContext:
         return int(shared)
 
     def destroy(self) -> None:
-        """Destroy the process group."""
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        """Destroy the process group, once all processes have come here."""
+        leave_group()
 
 
 def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0) -> DistributedContext:
@@ -115,7 +117,67 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
             "in use, choose another (MASTER_PORT; torchrun --master-port); where nothing answers, look at MASTER_ADDR and the "
             "firewall"
         ) from error
+    _watch_each_other(world)
     return world
+
+
+_watch: Watch | None = None
+_groups = 0  # that this process has joined: each has keys of its own in the store, which may outlive it
+_finished = 0  # the last of them that it has left
+
+
+def _watch_each_other(world: DistributedContext) -> None:
+    """Have the processes end a run that hangs, unless the launcher does."""
+    global _groups, _watch
+    _groups += 1
+    if world.size > 1 and not is_watched_by_launcher():
+        _watch = Watch(_store().clone(), world.rank, world.size)
+        _watch.start()
+
+
+def _store() -> Any:
+    """Return this group's part of the store through which the processes have met."""
+    return torch.distributed.PrefixStore(f"ekiben-{_groups}", distributed_c10d._get_default_store())
+
+
+def leave_group() -> None:
+    """Destroy the process group, if there is one, once all its processes have come here."""
+    if torch.distributed.is_initialized():
+        finish_together()
+        torch.distributed.destroy_process_group()
+
+
+def finish_together() -> None:
+    """Wait until all processes have done their last collective. A second call does nothing.
+
+    One that left right after a collective would close its connections, and perhaps the store, while another one is still in
+    it: "Connection closed by peer", and a run that has ended well fails.
+    """
+    global _finished, _watch
+    if not torch.distributed.is_initialized() or _finished == _groups:
+        return
+    if _watch:
+        _watch.stop()
+        _watch = None
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if size > 1:
+        with contextlib.suppress(RuntimeError):  # a process is gone: the others need not wait for it
+            store, deadline = _store(), time.monotonic() + LEAVE_SECONDS
+            store.set(f"done-{rank}", "1")
+            _wait_for(store, [f"done-{other}" for other in range(size)], deadline)
+            if rank:
+                store.set(f"left-{rank}", "1")
+            else:  # it may host the store, so it is the last one
+                _wait_for(store, [f"left-{other}" for other in range(1, size)], deadline)
+    _finished = _groups
+
+
+def _wait_for(store: Any, keys: list[str], deadline: float) -> None:
+    """Wait in short turns, so that a signal is answered."""
+    pause = 0.001
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
 
 
 def process_group_timeout(hang_minutes: float) -> timedelta:
@@ -150,8 +212,7 @@ def shared_scratch(world: DistributedContext, output: Path | None) -> Iterator[P
 
 def continue_alone() -> None:
     """Go on as a run of one process, here and in what is started from here: what has to be checked once after a run of several."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_group()
     # Not removed: where srun has started several, a task without WORLD_SIZE is refused.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -101,6 +101,7 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     if not world.minimum(int(finished), device.torch_device):
         record.write(stop.exit_code or REQUEUE)
         print_once("stopped     the same command continues from here")
+        world.destroy()
         return stop.exit_code or REQUEUE
     if world.is_main_process:
         heartbeat.beat(Phase.SAVE, len(batches), long=True)

@@ -345,12 +345,13 @@ def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[Distribut
 
 
 def _destroy() -> None:
-    import torch
     from megatron.core import parallel_state
 
+    from ekiben_tasks.distributed.context import finish_together, leave_group
+
+    finish_together()
     parallel_state.destroy_model_parallel()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_group()
 
 
 def _device(settings: Settings, dry: DryRun | None) -> tuple[torch.device, str, int, torch.dtype]:
