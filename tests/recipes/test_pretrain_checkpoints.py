@@ -154,7 +154,7 @@ def test_rank_that_runs_out_of_memory_ends_all_with_one_sentence(data: Path, tmp
     done = launch(2, FAILING, "--output", str(tmp_path / "out"), *options)
     failed = multiprocess.times_of("failing", done.stdout)
     assert done.returncode == 1 and failed, done.stdout + done.stderr
-    assert time.time() - failed[0] < 20
+    assert time.time() - failed[0] < 60  # the other one would wait for an hour
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "rank 1 on " in errors[0] and "out of GPU memory (CUDA error: CUBLAS" in errors[0]
     assert "Traceback" not in done.stderr

@@ -9,6 +9,8 @@ import os
 import re
 import socket
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,22 +59,28 @@ def start(
 
 
 def wait(processes: list[Any], seconds: float = 120) -> list[int]:
-    """Exit codes. A process that does not end is killed, and counts as None."""
+    """Exit codes. Processes that have not ended after ``seconds`` are killed, and count as None."""
     codes = []
+    deadline = time.monotonic() + seconds
     for process in processes:
-        process.join(seconds)
+        process.join(max(deadline - time.monotonic(), 0))
         codes.append(process.exitcode)
+    for process in processes:  # only now: the others would fail for its connection
         if process.exitcode is None:
             process.kill()
     return codes
 
 
+def read_logs(log: Path, size: int = 2) -> str:
+    """Return what all processes printed, for the message of a test that fails."""
+    return "\n----\n".join(Path(f"{log}-{rank}").read_text(encoding="utf-8") for rank in range(size))
+
+
 def run(size: int, log: Path, work: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """All of it; what the first process printed. Fails where one of them did."""
     codes = wait(start(size, log, work, *args, **kwargs))
-    outputs = [Path(f"{log}-{rank}").read_text(encoding="utf-8") for rank in range(size)]
-    assert codes == [0] * size, f"exit codes {codes}\n" + "\n----\n".join(outputs)
-    return outputs[0]
+    assert codes == [0] * size, f"exit codes {codes}\n{read_logs(log, size)}"
+    return Path(f"{log}-0").read_text(encoding="utf-8")
 
 
 def times_of(word: str, output: str) -> list[float]:
@@ -103,5 +111,10 @@ def _run(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-            code = work(*args, **kwargs)
+            try:
+                code = work(*args, **kwargs)
+            except Exception:  # into this process's log: a failed test shows which one failed first, and why
+                traceback.print_exc()
+                print(f"failed {time.time():f}", flush=True)
+                raise
     sys.exit(code or 0)

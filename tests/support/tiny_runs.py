@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ekiben_tasks.models import (
     load,
 )
 from ekiben_tasks.training import (
+    loop,
     smoke,
     train,
 )
@@ -73,3 +75,20 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("trained")
     assert fit(small(base, epochs=2), output) == 0
     return output
+
+
+def signalled(step: int, number: int, work: Callable[..., int], *, rank: int = 0) -> Callable[..., int]:
+    """``work`` in processes of which one gets the signal after ``step`` steps, however fast they are."""
+
+    def run(*args: Any, **kwargs: Any) -> int:
+        gradients = loop.Run._gradients
+
+        def get_signal(run: loop.Run, *words: Any) -> Any:
+            if run.step == step and os.environ["RANK"] == str(rank):
+                os.kill(os.getpid(), number)
+            return gradients(run, *words)
+
+        loop.Run._gradients = get_signal  # type: ignore[assignment, method-assign]
+        return work(*args, **kwargs)
+
+    return run

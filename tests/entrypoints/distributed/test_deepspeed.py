@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from ekiben_tasks.training import (
 )
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
+from support.tiny_runs import signalled
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 SAMPLE = RECIPE / "data" / "sample.jsonl"
@@ -108,16 +108,11 @@ def test_resumed_run_has_the_same_losses(stage: Any, offload: Any, bases: dict[s
         deepspeed=DeepSpeed(stage=stage, offload=offload),
     )  # fmt: skip
     multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / "whole")
-    processes = multiprocess.start(2, tmp_path / "half", fit, settings, tmp_path / "halves")
-    log_file, deadline = Path(f"{tmp_path / 'half'}-0"), time.monotonic() + 100
-    while time.monotonic() < deadline and all(process.is_alive() for process in processes):
-        if log_file.is_file() and "step 3/" in log_file.read_text():
-            os.kill(processes[1].pid, signal.SIGUSR1)
-            break
-        time.sleep(0.01)
-    assert multiprocess.wait(processes) == [REQUEUE] * 2, log_file.read_text()
+    work = signalled(3, signal.SIGUSR1, fit, rank=1)
+    processes = multiprocess.start(2, tmp_path / "half", work, settings, tmp_path / "halves")
+    assert multiprocess.wait(processes) == [REQUEUE] * 2, multiprocess.read_logs(tmp_path / "half")
     stopped_at = len(losses(tmp_path / "halves"))
-    assert 3 <= stopped_at < 7
+    assert stopped_at == 3
     multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / "halves")
     assert losses(tmp_path / "halves") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
 

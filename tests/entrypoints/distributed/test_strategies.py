@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ from ekiben_tasks.training import (
 from ekiben_tasks.training.settings import resolve_parallel
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
+from support.tiny_runs import signalled
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 SAMPLE = RECIPE / "data" / "sample.jsonl"
@@ -140,17 +140,11 @@ def test_resumed_sharded_run_has_the_same_losses(
         bases["llama"], method=method, parallel="fsdp", max_steps=9, epochs=2, lora=Lora(dropout=0.1)
     )
     multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / "whole")
-    processes = multiprocess.start(2, tmp_path / "half", fit, settings, tmp_path / "halves")
-    log_file = Path(f"{tmp_path / 'half'}-0")
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and all(process.is_alive() for process in processes):
-        if log_file.is_file() and "step 3/" in log_file.read_text():
-            os.kill(processes[1].pid, number)
-            break
-        time.sleep(0.01)
-    assert multiprocess.wait(processes) == [REQUEUE] * 2, log_file.read_text()
+    work = signalled(3, number, fit, rank=1)
+    processes = multiprocess.start(2, tmp_path / "half", work, settings, tmp_path / "halves")
+    assert multiprocess.wait(processes) == [REQUEUE] * 2, multiprocess.read_logs(tmp_path / "half")
     stopped_at = len(losses(tmp_path / "halves"))
-    assert 3 <= stopped_at < 9
+    assert stopped_at == 3
     assert f"step {stopped_at} of 9" in multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / "halves")
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
 

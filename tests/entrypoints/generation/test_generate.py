@@ -245,8 +245,8 @@ def test_signal_while_another_process_has_answered_all(model_dir: Path, tmp_path
             batch.answer_batch = get_signal
         return generate.generate(configured, Path("/nonexistent"))
 
-    codes = multiprocess.wait(multiprocess.start(2, tmp_path / "log", work), 60)
-    assert codes == [REQUEUE] * 2, Path(f"{tmp_path / 'log'}-1").read_text()
+    codes = multiprocess.wait(multiprocess.start(2, tmp_path / "log", work))
+    assert codes == [REQUEUE] * 2, multiprocess.read_logs(tmp_path / "log")
     assert run(configured) == run(settings(model_dir, tmp_path / "b.jsonl", batch_size=1))
 
 
@@ -268,7 +268,7 @@ def test_continued_run_shares_what_is_left(model_dir: Path, tmp_path: Path) -> N
         return generate.generate(chosen, Path("/nonexistent"))
 
     stopped = multiprocess.start(2, tmp_path / "stopped", work, env={"STOP": "1"})
-    assert multiprocess.wait(stopped, 60) == [REQUEUE] * 2
+    assert multiprocess.wait(stopped) == [REQUEUE] * 2, multiprocess.read_logs(tmp_path / "stopped")
     multiprocess.run(2, tmp_path / "log", work)
     counts = {name: [(tmp_path / f"{name}-{rank}").read_text().count("answers a batch") for rank in range(2)]
               for name in ("stopped", "log")}  # fmt: skip

@@ -129,7 +129,7 @@ def test_smoke_on_two_processes(parallel: str, tmp_path: Path) -> None:
     """As `train --smoke --gpus 2` runs it: one base model, one result, checked once."""
     work = [smoke.smoke_test, small(tmp_path, parallel=parallel), SAMPLE, None]
     processes = multiprocess.start(2, tmp_path / "log", *work)
-    codes = multiprocess.wait(processes, 100)
+    codes = multiprocess.wait(processes)
     printed = [Path(f"{tmp_path / 'log'}-{rank}").read_text() for rank in range(2)]
     assert codes == [0, 0], printed
     assert "2 x CPU" in printed[0]

@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -66,6 +65,7 @@ from support.tiny_runs import (  # noqa: F401
     device,
     fit,
     metrics,
+    signalled,
     small,
     tokenizer,
     trained,
@@ -160,12 +160,13 @@ def test_activation_checkpointing_keeps_the_losses(base: Path, tmp_path: Path) -
 def test_resumed_run_has_the_same_losses(base: Path, trained: Path, tmp_path: Path) -> None:
     """Stopped by SIGTERM in the middle of an epoch, and started again with the same command."""
     settings, log = small(base, epochs=2), tmp_path / "log"
-    code, output = stop_at(3, signal.SIGTERM, log, settings, tmp_path / "run")
-    assert code == REQUEUE == 75, output
+    stopped = multiprocess.start(1, log, signalled(3, signal.SIGTERM, fit), settings, tmp_path / "run")
+    codes, output = multiprocess.wait(stopped), multiprocess.read_logs(log, 1)
+    assert codes == [REQUEUE] == [75], output
     assert "SIGTERM: saving and stopping" in output
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
     stopped_at = max(line["step"] for line in metrics(tmp_path / "run"))
-    assert 3 <= stopped_at < 12
+    assert stopped_at == 3
 
     again = multiprocess.run(1, log, fit, settings, tmp_path / "run")
     assert f"step {stopped_at} of 12" in again
@@ -176,20 +177,6 @@ def test_resumed_run_has_the_same_losses(base: Path, trained: Path, tmp_path: Pa
     second = load_file(str(trained / "adapter" / "adapter_model.safetensors"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def stop_at(step: int, number: int, log: Path, *args: Any) -> tuple[int, str]:
-    """(exit code, output) of a run that gets the signal when it says that ``step`` is done."""
-    (process,) = multiprocess.start(1, log, fit, *args)
-    output = Path(f"{log}-0")
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and process.is_alive():
-        if output.is_file() and f"step {step}/" in output.read_text():
-            os.kill(process.pid, number)
-            break
-        time.sleep(0.01)
-    (code,) = multiprocess.wait([process])
-    return code, output.read_text()
 
 
 @pytest.mark.parametrize(
