@@ -83,10 +83,10 @@ def signalled(step: int, number: int, work: Callable[..., int], *, rank: int = 0
     def run(*args: Any, **kwargs: Any) -> int:
         gradients = loop.Run._gradients
 
-        def get_signal(run: loop.Run, *words: Any) -> Any:
+        def get_signal(run: loop.Run, *batch: Any) -> Any:
             if run.step == step and os.environ["RANK"] == str(rank):
                 os.kill(os.getpid(), number)
-            return gradients(run, *words)
+            return gradients(run, *batch)
 
         loop.Run._gradients = get_signal  # type: ignore[assignment, method-assign]
         return work(*args, **kwargs)

@@ -143,11 +143,11 @@ def _store() -> Any:
 def leave_group() -> None:
     """Destroy the process group, if there is one, once all its processes have come here."""
     if torch.distributed.is_initialized():
-        finish_together()
+        wait_for_peers()
         torch.distributed.destroy_process_group()
 
 
-def finish_together() -> None:
+def wait_for_peers() -> None:
     """Wait until all processes have done their last collective. A second call does nothing.
 
     One that left right after a collective would close its connections, and perhaps the store, while another one is still in
@@ -164,11 +164,11 @@ def finish_together() -> None:
         with contextlib.suppress(RuntimeError):  # a process is gone: the others need not wait for it
             store, deadline = _store(), time.monotonic() + LEAVE_SECONDS
             store.set(f"done-{rank}", "1")
-            _wait_for(store, [f"done-{other}" for other in range(size)], deadline)
+            _wait_for(store, [f"done-{peer}" for peer in range(size)], deadline)
             if rank:
                 store.set(f"left-{rank}", "1")
             else:  # it may host the store, so it is the last one
-                _wait_for(store, [f"left-{other}" for other in range(1, size)], deadline)
+                _wait_for(store, [f"left-{peer}" for peer in range(1, size)], deadline)
     _finished = _groups
 
 

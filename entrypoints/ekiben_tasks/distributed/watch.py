@@ -86,8 +86,8 @@ class Watch:
         Returns:
             the seconds that it took
         """
-        own = Sign(position, socket.gethostname(), False, pause, 0)
-        sentence = describe_hang({self.rank: own}, silent)
+        mine = Sign(position, socket.gethostname(), False, pause, 0)
+        sentence = describe_hang({self.rank: mine}, silent)
         with contextlib.suppress(RuntimeError):  # without the store, what this process knows of itself has to do
             if self.store.add(_REPORTER, 1) > 1 and silent < position["limit"] + TAKE_OVER:
                 return 0.0
@@ -127,8 +127,8 @@ def describe_hang(signs: Mapping[int, Sign], seconds: float) -> str:
     lowest = {rank: sign for rank, sign in signs.items() if keys[rank] == min(keys.values())}
     position = next(iter(lowest.values())).position
     duration = f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} s"
-    others = ", and the others wait" if position["lockstep"] else ""
-    return f"{_names(lowest)}: no progress for {duration} {position['where']}{others} (setting hang_minutes)"
+    ending = ", and the others wait" if position["lockstep"] else ""
+    return f"{_names(lowest)}: no progress for {duration} {position['where']}{ending} (setting hang_minutes)"
 
 
 def describe_dead(signs: Mapping[int, Sign]) -> str:

@@ -347,9 +347,9 @@ def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[Distribut
 def _destroy() -> None:
     from megatron.core import parallel_state
 
-    from ekiben_tasks.distributed.context import finish_together, leave_group
+    from ekiben_tasks.distributed.context import leave_group, wait_for_peers
 
-    finish_together()
+    wait_for_peers()
     parallel_state.destroy_model_parallel()
     leave_group()
 

@@ -250,7 +250,7 @@ POSITION: heartbeat.Position = {"limit": 9, "at": [3, 2, 1], "where": "at step 3
         ({0: (3, "a", False), 1: (3, "a", True), 2: (4, "b", True)}, "rank 1 on a"),
     ],
 )
-def test_hang_names_who_has_come_least_far(ranks: dict[int, tuple[int, str, bool]], who: str) -> None:
+def test_hang_names_the_slowest_ranks(ranks: dict[int, tuple[int, str, bool]], who: str) -> None:
     signs = {}
     for rank, (step, host, disk) in ranks.items():
         position = POSITION.copy()
