@@ -130,7 +130,8 @@ def _watch_each_other(world: DistributedContext) -> None:
     """Have the processes end a run that hangs, unless the launcher does."""
     global _groups, _watch
     _groups += 1
-    if world.size > 1 and not is_watched_by_launcher():
+    # Before torch 2.8 a store is one connection: another thread's wait would block the watch.
+    if world.size > 1 and not is_watched_by_launcher() and hasattr(torch.distributed.Store, "clone"):
         _watch = Watch(_store().clone(), world.rank, world.size)
         _watch.start()
 
