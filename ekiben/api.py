@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +81,7 @@ class Metadata:
 
 def plan(
     recipe: str | Path, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
-    store: Path | None = None,
+    store: Path | None = None, layers: Sequence[str] = (),
 ) -> list[PlannedLayer]:  # fmt: skip
     """Return each layer of a recipe, bottom first, and whether it would be built. Nothing is run or written.
 
@@ -91,6 +91,7 @@ def plan(
         arguments: values for arguments of the definition files.
         gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
         store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
+        layers: layers to put on the recipe's, in this order.
 
     Raises:
         UsageError: there is no such recipe.
@@ -98,7 +99,7 @@ def plan(
     """
     from ekiben.builder.build import plan as plan_layers
 
-    actions = plan_layers(_resolve(recipe, stack, arguments, gpu_arch), _open_store(store))
+    actions = plan_layers(_resolve(recipe, stack, arguments, gpu_arch, layers), _open_store(store))
     return [
         PlannedLayer(item.layer.name, item.layer.cache_key, item.stored is not None, item.reason) for item in actions
     ]
@@ -107,7 +108,7 @@ def plan(
 def build(
     recipe: str | Path, *, output: str | Path | None = None, stack: str | None = None,
     arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None, engine: str = "auto", locked: bool = False,
-    verify: bool = True, store: Path | None = None,
+    verify: bool = True, store: Path | None = None, layers: Sequence[str] = (),
 ) -> Image:  # fmt: skip
     """Build a recipe's missing layers, write its SIF, run every test in it, and open it.
 
@@ -121,6 +122,7 @@ def build(
         locked: refuse what cannot be had exactly as locked.
         verify: run the tests.
         store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
+        layers: layers to put on the recipe's, in this order.
 
     Raises:
         UsageError: there is no such recipe or engine.
@@ -138,7 +140,11 @@ def build(
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
-    resolved, layer_store, progress = _resolve(recipe, stack, arguments, gpu_arch), _open_store(store), Progress()
+    resolved, layer_store, progress = (
+        _resolve(recipe, stack, arguments, gpu_arch, layers),
+        _open_store(store),
+        Progress(),
+    )
     options = Options(
         engine=engine,
         locked=locked,
@@ -324,13 +330,18 @@ def _has_gpu() -> bool:
 
 
 def _resolve(
-    recipe: str | Path, stack: str | None, arguments: Mapping[str, str] | None, gpu_arch: str | None
+    recipe: str | Path,
+    stack: str | None,
+    arguments: Mapping[str, str] | None,
+    gpu_arch: str | None,
+    layers: Sequence[str],
 ) -> ResolvedRecipe:
     from ekiben.resolve.resolve import resolve
     from ekiben.spec.recipe import find_recipe
 
     name = f"{recipe}/" if isinstance(recipe, Path) else recipe  # a Path is a folder, also one of one word
-    return resolve(find_recipe(name), stack=stack, arguments=arguments, gpu_arch=gpu_arch)
+    with_layers = replace(find_recipe(name), layers=tuple(layers))
+    return resolve(with_layers, stack=stack, arguments=arguments, gpu_arch=gpu_arch)
 
 
 def _open_store(path: Path | None) -> Store:

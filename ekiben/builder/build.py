@@ -335,7 +335,7 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
     copies = (item for layer in resolved.layers for item in layer.copies)
     return Image(
         name=image_name(resolved), image_id=oci.digest_of(config), config=config, layers=tuple(layers),
-        recipe=recipe.name, stack=resolved.stack.name, description=recipe.file.description,
+        recipe=recipe.file.name, stack=resolved.stack.name, description=recipe.file.description,
         tasks={name: task.help for name, task in recipe.file.tasks.items()},
         environment=resolved.environment, labels=resolved.labels, deffile=resolved.deffile, epoch=epoch,
         arch=platform().split("/")[1], result_keys=tuple(stage.cache_key for stage in stages_of(copies)),

@@ -8,7 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -129,6 +129,19 @@ class RecipeType(TextType):
         return items or [CompletionItem(incomplete, type="file")]
 
 
+class LayerType(TextType):
+    """A layer; the shell completes those of this project."""
+
+    name = "layer"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Name the layers that begin so."""
+        from ekiben.core.paths import PROJECT_ROOT
+
+        names = sorted(path.stem for path in (PROJECT_ROOT / "images").glob("*.def"))
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
 class PathType(click.Path):
     """A path, which is not empty."""
 
@@ -245,11 +258,13 @@ def option(*names: str, former: str | None = None, **settings: Any) -> Callable[
 
 @dataclass(frozen=True, slots=True)
 class RecipeOptions:
-    """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files."""
+    """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files; ``layers`` are
+    put on the recipe's."""
 
     stack: str | None
     gpu_arch: str | None
     arguments: Mapping[str, str]
+    layers: tuple[str, ...] = ()
 
     @property
     def mirror(self) -> str | None:
@@ -261,25 +276,28 @@ class RecipeOptions:
         from ekiben.resolve.resolve import resolve
         from ekiben.spec.recipe import find_recipe
 
-        named = find_recipe(recipe) if isinstance(recipe, str) else recipe
+        named = replace(find_recipe(recipe), layers=self.layers) if isinstance(recipe, str) else recipe
         return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch)
 
 
-def stack_option(function: Function) -> Function:
-    """Add --stack."""
+def image_options(function: Function) -> Function:
+    """Add --stack and --layer, which also decide the image's name; the command gets ``stack`` and ``layers``."""
+    function = click.option("--layer", "layers", multiple=True, type=LayerType(), metavar="NAME",
+                            help="Put this layer on the recipe's, or in the place of one whose packages it has; may repeat.")(function)  # fmt: skip
     return click.option("--stack", type=TextType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's.")(function)  # fmt: skip
 
 
 def recipe_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add --stack, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
+    """Add --stack, --layer, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
 
     @functools.wraps(function)
     def with_options(
-        *args: Any, stack: str | None, gpu_arch: str | None, arguments: tuple[str, ...], **rest: Any
-    ) -> None:
-        function(*args, recipe_options=RecipeOptions(stack, gpu_arch, bind_arguments(arguments)), **rest)
+        *args: Any, stack: str | None, layers: tuple[str, ...], gpu_arch: str | None, arguments: tuple[str, ...], **rest: Any
+    ) -> None:  # fmt: skip
+        options = RecipeOptions(stack, gpu_arch, bind_arguments(arguments), layers)
+        function(*args, recipe_options=options, **rest)
 
-    return stack_option(definition_options(with_options))
+    return image_options(definition_options(with_options))
 
 
 def definition_options(function: Callable[..., None]) -> Callable[..., None]:

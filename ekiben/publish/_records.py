@@ -33,6 +33,7 @@ from typing import Any
 
 from ekiben.core.checked import Fields, is_basename, parse_json, read_regular, without_checksum
 from ekiben.signing.gpg import Key
+from ekiben.spec.recipe import LAYER_LABEL
 from ekiben.store import StoredLayer
 from ekiben.store.shared import IMAGES
 
@@ -81,6 +82,12 @@ class VersionRecord:
     def stem(self) -> str:
         """Return the name that the version's files begin with."""
         return self.file.removesuffix(".sif")
+
+    @property
+    def added_layers(self) -> tuple[str, ...]:
+        """Return the layers that were put on the recipe's."""
+        labels = self.data.get("labels")
+        return tuple(str(labels.get(LAYER_LABEL, "")).split()) if isinstance(labels, Mapping) else ()
 
 
 def read_record(path: Path) -> VersionRecord:

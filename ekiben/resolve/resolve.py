@@ -15,16 +15,22 @@ from ekiben.resolve.copies import copied_files, file_inputs
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy
 from ekiben.resolve.keys import KEY_FORMAT, copy_inputs, hash_inputs, make_layer
 from ekiben.resolve.recipe_layer import add_recipe_layer
-from ekiben.spec.definition import Definition, Stage, declared_arguments, expand, load_agent, read_definition
-from ekiben.spec.recipe import Recipe
+from ekiben.spec.definition import (
+    Definition,
+    Stage,
+    declared_arguments,
+    expand,
+    load_agent,
+    parent_argument,
+    read_definition,
+)
+from ekiben.spec.recipe import LAYER_LABEL, Recipe
 from ekiben.spec.stack import Stack, find_stack
 from ekiben.spec.sums import check_recipe_locks
 
 WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
 MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
 MINIMUM_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
-
-BASE = "base"  # the argument of a layer that goes on top of any other: the layer it stands on
 
 
 def resolve(
@@ -43,9 +49,10 @@ def resolve(
         bound = filter_archs(bound, gpu_arch, recipe.image_folders)
     images = _Images(recipe, bound, arguments or {})
     definitions = images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))
+    for layer in recipe.layers:
+        definitions = images.put_on(definitions, layer)
     if recipe.added_layer and recipe.added_layer not in [item.name for item in definitions]:
-        images = _Images(recipe, bound, {BASE: recipe.file.layer, **(arguments or {})})
-        definitions = images.definitions_of(recipe.added_layer, str(recipe.folder / "recipe.yaml"))
+        definitions = images.put_on(definitions, recipe.added_layer)
     layers, environment = images.layers_of(definitions)
     images.check_arguments()
     labels: dict[str, str] = {}
@@ -62,6 +69,7 @@ def resolve(
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.description": recipe.file.description,
         "org.ekiben.stack": bound.name,
+        **({LAYER_LABEL: " ".join(recipe.layers)} if recipe.layers else {}),
         **recipe.file.labels,
     }
     deffile = "\n\n".join(f"# {item.name}\n{item.text.strip()}" for item in definitions) + "\n"
@@ -81,6 +89,7 @@ class _Images:
             path.stem: path for folder in reversed(recipe.image_folders) for path in _definition_files(folder)
         }
         self.read: dict[str, Definition] = {}
+        self.parents: dict[str, dict[str, str]] = {}  # of an added layer: the argument that names its parent
         self.apt_lock = stack.apt_lock()
 
     def definition(self, name: str, asked_by: str) -> Definition:
@@ -91,9 +100,65 @@ class _Images:
             root = path.parent.parent
             own = {"stack": str(folder.relative_to(root) if folder.is_relative_to(root) else folder),
                    "capabilities": " ".join(self.stack.file.compute_capabilities)}  # fmt: skip
-            arguments = {**self.stack.file.arguments, **self.arguments, **own}
+            arguments = {**self.stack.file.arguments, **self.parents.get(name, {}), **self.arguments, **own}
             self.read[name] = read_definition(path, root=root, arguments=arguments)
         return self.read[name]
+
+    def put_on(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
+        """Put a layer on ``definitions``, bottom first; or in the place of the one whose packages it has, too.
+
+        Raises DefinitionError when there is no such layer, the stack lacks it, or it leaves out one of them.
+        """
+        asked_by = f"--layer {name}"
+        added = self.definition(name, asked_by)
+        if name in [item.name for item in definitions]:
+            raise DefinitionError(f"{asked_by}: '{self.recipe.file.name}' has it already; leave the option out")
+        self._check_has_locks(added, asked_by)
+        packages = _packages_of(added)
+        same = [number for number, item in enumerate(definitions) if packages & _packages_of(item)]
+        if less := [definitions[number].name for number in same if not packages >= _packages_of(definitions[number])]:
+            raise DefinitionError(
+                f"{asked_by}: '{self.recipe.file.name}' has '{less[0]}', with the same packages and more"
+            )
+        below = [item for number, item in enumerate(definitions) if number not in same]
+        above = below[same[0] :] if same else []
+        below = below[: len(below) - len(above)]
+        for step in (name, *(item.name for item in above)):
+            below = self._stand_on(below, step, asked_by)
+        return below
+
+    def _stand_on(self, below: Sequence[Definition], name: str, asked_by: str) -> list[Definition]:
+        """Return the layer ``name`` and all below it: on its usual parent where that has all of ``below``, else on ``below``.
+
+        Raises DefinitionError where it can stand on neither.
+        """
+        definitions = self.definitions_of(name, asked_by)
+        lost = _missing(below, definitions)
+        if lost and (argument := parent_argument(definitions[-1].text)):
+            self.parents[name] = {argument: below[-1].name}
+            del self.read[name]
+            definitions = self.definitions_of(name, asked_by)
+            lost = _missing(below, definitions)
+        compilers = [stage.parent for stage in definitions[-1].stages if WHEEL_LABEL in stage.labels and stage.parent]
+        if needed := [
+            layer for one in compilers for layer in _missing(self.definitions_of(one, asked_by)[:-1], definitions)
+        ]:
+            raise DefinitionError(
+                f"{asked_by}: '{name}' is compiled for {', '.join(needed)}, which '{self.recipe.file.name}' lacks"
+            )
+        if lost:
+            raise DefinitionError(f"{asked_by}: '{name}' stands on '{definitions[-2].name if definitions[1:] else 'nothing'}' (From: in {definitions[-1].path}), "
+                                  f"and '{self.recipe.file.name}' would be without {', '.join(lost)}")  # fmt: skip
+        return definitions
+
+    def _check_has_locks(self, definition: Definition, asked_by: str) -> None:
+        """Raise DefinitionError where the stack has no lock of a layer."""
+        folder = self.stack.folder
+        for stage in definition.stages:
+            for copy in stage.files:
+                lock = definition.root / copy.source
+                if lock.suffix == ".lock" and lock.is_relative_to(folder) and not lock.exists():
+                    raise DefinitionError(f"{asked_by}: stack '{self.stack.name}' lacks it: there is no {lock}")
 
     def definitions_of(self, name: str, asked_by: str) -> list[Definition]:
         """Return a layer's definition and all below it, bottom first."""
@@ -235,6 +300,18 @@ class _Images:
                     for where, name, names, who in unused
                 )
             )
+
+
+def _missing(required: Sequence[Definition], definitions: Sequence[Definition]) -> list[str]:
+    """Return the names of those of ``required`` that ``definitions`` lack."""
+    names = {item.name for item in definitions}
+    return [item.name for item in required if item.name not in names]
+
+
+def _packages_of(definition: Definition) -> set[str]:
+    """Return what a layer installs: the names of its lock files, and the packages whose wheels it compiles."""
+    locks = {Path(copy.source).name for copy in definition.final.files if copy.source.endswith(".lock")}
+    return locks.union(stage.labels[WHEEL_LABEL] for stage in definition.stages if WHEEL_LABEL in stage.labels)
 
 
 def _definition_files(folder: Path) -> list[Path]:

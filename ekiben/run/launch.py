@@ -92,20 +92,23 @@ class RunRequest:
     publish: str | None = None
 
 
-def choose_runtime(name: str, sif: Path, asked: str = "auto", containers: Containers = _NONE) -> str:
+def choose_runtime(
+    name: str, sif: Path, asked: str = "auto", containers: Containers = _NONE, build_args: str = ""
+) -> str:
     """Return the program that runs it here: apptainer or singularity for a SIF that exists, else docker.
 
-    ``asked`` is one of these, or of ``containers``. Raises UsageError when it is none, EngineError when nothing here can run it.
+    ``asked`` is one of these, or of ``containers``; ``build_args``: the arguments of a command that builds it (default: its name).
+    Raises UsageError when it is none of them, EngineError when nothing here can run it.
     """
     if asked != "auto":
-        return _asked_runtime(asked, name, sif, containers)
+        return _asked_runtime(asked, name, sif, containers, build_args or name)
     runtime = which("apptainer", "singularity")
     if runtime and sif.is_file():
         return runtime
     if docker := which("docker"):
         return docker
     missing = f"{sif} is not there" if runtime else "neither apptainer nor singularity nor docker is on PATH"
-    raise EngineError(f"{name} cannot be run here: {missing}", hint=f"{command_name()} image {name}")
+    raise EngineError(f"{name} cannot be run here: {missing}", hint=f"{command_name()} image {build_args or name}")
 
 
 def takes_sif(program: str) -> bool:
@@ -113,7 +116,7 @@ def takes_sif(program: str) -> bool:
     return Path(program).name in OF_SIF
 
 
-def _asked_runtime(asked: str, name: str, sif: Path, containers: Containers) -> str:
+def _asked_runtime(asked: str, name: str, sif: Path, containers: Containers, build_args: str) -> str:
     known = (*RUNTIMES, *containers)
     if asked not in known:
         raise UsageError(f"--runtime: no runtime '{asked}'." + nearest(asked, ["auto", *known]))
@@ -121,7 +124,7 @@ def _asked_runtime(asked: str, name: str, sif: Path, containers: Containers) -> 
     if program is None:
         raise EngineError(f"{name} cannot be run here: {asked} is not on PATH")
     if asked in OF_SIF and not sif.is_file():
-        raise EngineError(f"{name} cannot be run here: {sif} is not there", hint=f"{command_name()} image {name}")
+        raise EngineError(f"{name} cannot be run here: {sif} is not there", hint=f"{command_name()} image {build_args}")
     return program
 
 

@@ -137,6 +137,15 @@ def declared_arguments(text: str) -> set[str]:
     return {name for section in _split(text) if section.name == "arguments" for name in _assignments(section.body)}
 
 
+def parent_argument(text: str) -> str | None:
+    """Return the argument that names the layer below (``From: {{ base }}.sif``); None where the file itself names it."""
+    header = [section for section in _split(text) if not section.name][-1]
+    lines = [match for line in header.body if (match := _HEADER.fullmatch(line.split(" #")[0].strip()))]
+    values = [match[2].strip().removesuffix(".sif") for match in lines if match[1].lower() == "from"]
+    match = ARGUMENT.fullmatch(values[-1]) if values else None
+    return match[1] if match else None
+
+
 @dataclass(slots=True)
 class _Section:
     """A run of lines: a header (``name`` "") or a section; ``line`` is the number of its first body line."""

@@ -20,6 +20,7 @@ from ekiben.core.settings import read_settings
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
 LIBRARY = "ekiben_tasks"  # of the tasks, a package in entrypoints/
+LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers that were put on the recipe's, with blanks between them
 LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
 _TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -110,16 +111,26 @@ class ShippedTask:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe's folder and what its recipe.yaml holds. ``added_layer``: a layer on top of the recipe's own, in an image of another name."""
+    """A recipe's folder and what its recipe.yaml holds.
+
+    ``layers``: those that are put on the recipe's, in this order, in an image of another name. ``added_layer``: one more,
+    at the top, where the recipe does not stand on it anyway.
+    """
 
     folder: Path
     file: RecipeFile
     added_layer: str | None = None
+    layers: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Return the recipe's name; with an added layer, RECIPE-LAYER."""
-        return f"{self.file.name}-{self.added_layer}" if self.added_layer else self.file.name
+        """Return the recipe's name; with layers put on it, RECIPE-LAYER."""
+        return "-".join([self.file.name, *self.layers, *([self.added_layer] if self.added_layer else [])])
+
+    def cli_args(self, stack: str | None = None) -> str:
+        """Return how a command line names the recipe, with the layers that are put on it and another stack."""
+        other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
+        return " ".join([self.file.name, *(f"--layer {layer}" for layer in self.layers), *other])
 
     def image_name(self, stack: str | None = None) -> str:
         """Return the image's name in the store, as a file and as a Docker tag; another stack's name is appended."""

@@ -7,14 +7,14 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import PathType, TextType, option, refuse_ignored, stack_option
+from ekiben.cli.options import PathType, TextType, image_options, option, refuse_ignored
 from ekiben.core.errors import UsageError
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import has_gpu
@@ -31,6 +31,7 @@ class StartOptions:
     cpu: bool
     runtime: str
     stack: str | None
+    layers: tuple[str, ...]
     sif: Path | None
     binds: tuple[Path, ...]
     copy_local: bool
@@ -56,7 +57,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option("--cpu", is_flag=True, help="Use no GPU, even when there are some."),
     click.option("--runtime", default="auto", show_default=True, metavar="NAME", type=TextType(),
                  help="apptainer, singularity, docker, or an engine that keeps images: podman."),
-    stack_option,
+    image_options,
     click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: the recipe's, in this folder)."),
     click.option("--bind", "binds", multiple=True, type=PathType(), metavar="DIR",
                  help="Show this folder inside, at its own path; may repeat. This folder, caches and what ARGS name are shown anyway."),
@@ -79,12 +80,13 @@ def start_image(
         EngineError: nothing here runs the image.
         IncompatibleHostError: the image will not work here.
     """
-    name = recipe.image_name(start.stack)
+    layered = replace(recipe, layers=start.layers)
+    name = layered.image_name(start.stack)
     sif = start.sif or Path(f"{name}.sif")
     containers: launch.Containers = {}
     if start.runtime not in ("auto", *launch.RUNTIMES):
         containers = {executor: runtime.run_argv for executor, runtime in runtimes().items()}
-    program = _choose_program(name, sif, start, containers)
+    program = _choose_program(name, sif, start, containers, layered.cli_args(start.stack))
     live = live_files(recipe) if start.live else LiveFiles({}, "")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     request = launch.RunRequest(
@@ -110,13 +112,13 @@ def start_image(
         os.execvpe(ready.argv[0], ready.argv, ready.environment)
 
 
-def _choose_program(name: str, sif: Path, start: StartOptions, containers: launch.Containers) -> str:
+def _choose_program(name: str, sif: Path, start: StartOptions, containers: launch.Containers, build_args: str) -> str:
     """Return the runtime's program, once the options are seen to go together with it."""
     if start.sif is not None:
         if not sif.is_file():
             raise UsageError(f"--sif: {sif} is {'not a file' if sif.exists() else 'not there'}")
-        refuse_ignored("names another image than the file of --sif", "stack")
-    program = launch.choose_runtime(name, sif, start.runtime, containers)
+        refuse_ignored("names another image than the file of --sif", "stack", "layers")
+    program = launch.choose_runtime(name, sif, start.runtime, containers, build_args)
     if start.sif is not None and not launch.takes_sif(program):
         raise UsageError(f"--sif: {Path(program).name} runs no SIF; leave the option out, or choose another --runtime")
     if start.copy_local and not launch.takes_sif(program):

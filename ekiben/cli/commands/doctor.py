@@ -83,18 +83,20 @@ def command(
     if record:
         if image or site or context.json:
             raise UsageError("--record describes this machine; leave out the image, --site and --json")
-        refuse_ignored("is of no use to --record, which describes this machine", "stack", "gpu_arch", "arguments")
+        refuse_ignored(
+            "is of no use to --record, which describes this machine", "stack", "layers", "gpu_arch", "arguments"
+        )
         record_machine(context, output)
         return
     if image is None or image.endswith(".sif"):
-        refuse_ignored("is for a recipe's image; name the recipe", "stack", "gpu_arch", "arguments")
+        refuse_ignored("is for a recipe's image; name the recipe", "stack", "layers", "gpu_arch", "arguments")
     if site:
         refuse_ignored("is about building on this machine, and --site checks others", "output")
     if output and output.exists() and not output.is_dir():
         check_output_file(output, f"-o {output}")  # an image could not be written there
     site_file = find_site(site).file if site else None
     sections = consult(context.store, image, site_file, output or Path(), argv=argv, stack=recipe_options.stack,
-                       resolved=recipe_options.resolve, log=context.log)  # fmt: skip
+                       layers=recipe_options.layers, resolved=recipe_options.resolve, log=context.log)  # fmt: skip
     result = DoctorResult(sections)
     context.print(result)
     if result.will_fail:

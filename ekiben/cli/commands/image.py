@@ -66,7 +66,7 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageResult:
-    """``built`` names the layers that were built; ``data`` are the folders that came with a bundle; ``run`` are commands."""
+    """``recipe`` is as a command line names it; ``built`` names the layers that were built; ``data`` are the folders that came with a bundle; ``run`` are commands."""
 
     recipe: str
     image: Image
@@ -80,7 +80,7 @@ class ImageResult:
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
         return {
-            "recipe": self.recipe, "stack": self.image.stack, "name": self.image.name, "image": self.image.image_id,
+            "recipe": self.image.recipe, "stack": self.image.stack, "name": self.image.name, "image": self.image.image_id,
             "size": self.image.size,
             "layers": [{"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size} for layer in self.image.layers],
             "built": list(self.built),
@@ -183,7 +183,7 @@ def make_image(
     checks = verify_artifacts(image, artifacts, store, progress) if request.verify else []
     task = next(iter(resolved.recipe.file.tasks), "")
     run = [line for item in artifacts for line in exporters.run_commands(item, task)]
-    return ImageResult(recipe=resolved.recipe.name, image=image, built=missing, artifacts=artifacts, checks=checks,
+    return ImageResult(recipe=resolved.recipe.cli_args(resolved.stack.name), image=image, built=missing, artifacts=artifacts, checks=checks,
                        data=data, run=run, is_verified=request.verify)  # fmt: skip
 
 

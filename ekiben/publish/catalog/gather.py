@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -86,11 +86,11 @@ def _image(
     stems = [version["stem"] for version in versions]
     current = links.get(CURRENT, "").removesuffix(".sif")
     at = stems.index(current) if current in stems else -1
-    shown, recipe = versions[at], records[at].recipe
+    shown, recipe, layers = versions[at], records[at].recipe, records[at].added_layers
     return {
         "name": folder.name, "description": shown["description"], "recipe": recipe,
         "current": current if current in stems else None, "shown": shown["stem"],
-        "commands": commands(shared.shared_dir, folder, shown, recipe, current in stems),
+        "commands": commands(shared.shared_dir, folder, shown, recipe, current in stems, layers),
         "versions": versions[::-1],
     }  # fmt: skip
 
@@ -226,7 +226,7 @@ def _driver(cuda: str | None) -> DriverVersions | None:
 
 
 def commands(
-    shared_dir: Path, folder: Path, version: CatalogVersion, recipe: str, is_current: bool
+    shared_dir: Path, folder: Path, version: CatalogVersion, recipe: str, is_current: bool, layers: Sequence[str] = ()
 ) -> list[RunCommand]:
     """Return the ways to run a version: commands with a title and a description. Paths are quoted for a shell."""
     task = shlex.quote(next(iter(version["tasks"]), "TASK"))
@@ -235,6 +235,7 @@ def commands(
     gpu = version["cuda"] is not None or version["read_error"] is not None
     run = "singularity exec --nv"  # which only says so where there is no GPU
     stack = f" --stack {shlex.quote(version['stack'])}" if folder.name != recipe else ""
+    stack += "".join(f" --layer {shlex.quote(layer)}" for layer in layers)
     ways: list[RunCommand] = [{"title": "Singularity, Apptainer", "description": "Nothing else is needed.",
              "lines": [f"{run} {file} {task}", f"{run.replace('singularity', 'apptainer')} {file} {task}"]}]  # fmt: skip
     if (folder / f"{version['stem']}.module").exists():

@@ -212,6 +212,18 @@ def test_shown_shell_lines_are_quoted(tmp_path: Path) -> None:
     assert again.stdout.splitlines()[-2:] == [str(folder / version["file"]), "greet"]
 
 
+def test_line_of_an_image_with_added_layers_names_them(tmp_path: Path) -> None:
+    from ekiben.publish.catalog.gather import commands
+
+    folder = tmp_path / "lab/images/mine-deepspeed"
+    version = {**image("mine")["versions"][0], "file": "mine-deepspeed-1-000000000000.sif", "tasks": {"greet": "x"}}
+    ways = {
+        way["title"]: way["lines"]
+        for way in commands(folder.parent.parent, folder, version, "mine", False, ["deepspeed"])
+    }
+    assert "ekiben image mine --stack cu130 --layer deepspeed --format docker" in ways["Docker"][0]
+
+
 # ------------------------------------------------------------------------------------------------------------ what is wrong
 
 
