@@ -22,9 +22,8 @@ def load_loss_module(request: ModelRequest, shards_in: DistributedContext | None
     Raises:
         TaskError: the model cannot be loaded, holds NaN or infinite values, or computes its logits in another way.
     """
-    loss_module = LossModule(
-        apply_tuning_method(_load_causal(request, shards_in), request.tuning), request.device.dtype
-    )
+    model = apply_tuning_method(_load_causal(request, shards_in), request.tuning)
+    loss_module = LossModule(model, request.device.dtype, request.attention_kernel)
     if shards_in is None or shards_in.is_main_process:
         check_weights(loss_module.model, request.name)
         check_head(loss_module)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ekiben_tasks.data.packing import PackedBatch
     from ekiben_tasks.distributed.context import DistributedContext
     from ekiben_tasks.distributed.optimizer import OptimizerConfig
+    from ekiben_tasks.models.attention_kernel import AttentionKernel
     from ekiben_tasks.models.device import Device
     from ekiben_tasks.models.memory import Strategy as MemoryLayout
     from ekiben_tasks.models.tuning import LossModule, TuningMethod
@@ -79,6 +80,7 @@ class ModelRequest:
     bits: Literal[16, 8, 4] = 16  # of frozen weights
     checkpointed_blocks: int = 0  # their activations are computed again in the backward pass
     compile: bool = False
+    attention_kernel: AttentionKernel = "auto"
 
 
 class StrategyModule(Protocol):

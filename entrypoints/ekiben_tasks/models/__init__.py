@@ -5,6 +5,7 @@ __all__ = [
     "architecture",
     "architectures",
     "attention",
+    "attention_kernel",
     "compile_patches",
     "device",
     "flops",

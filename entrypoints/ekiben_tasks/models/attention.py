@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,19 @@ import torch.nn.functional as F
 
 from ekiben_tasks.data.packing import Layout, PackedBatch
 from ekiben_tasks.models.architecture import find_architecture, plain_attention
+from ekiben_tasks.models.attention_kernel import AMPERE_KERNELS, SDPA_KERNELS, AttentionKernel, missing_package
+from ekiben_tasks.models.device import Device
+from ekiben_tasks.task.errors import TaskError
 
 ATTENTION = "ekiben_packed"
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenKernels:
+    """Hold the kernel for examples of one length, and that for examples of mixed lengths."""
+
+    one_length: str
+    mixed: str
 
 
 def choose_layout(config: Any) -> Layout:
@@ -45,15 +57,19 @@ def attend(
     max_length_q: int = 0,
     row_lengths: tuple[int, ...] = (),
     uniform_rows: int = 0,
+    kernel: AttentionKernel = "auto",
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention inside each example. query, key, value: ``[1, heads, tokens, size]``.
 
     The result is ``[1, tokens, heads, size]``, with None for the weights (Vaswani et al. 2017, arXiv:1706.03762,
     equation 1). ``uniform_rows``: as a batch of so many examples; ``row_lengths``: one by one; ``cu_seq_lens_q`` alone:
-    by the variable-length flash kernel; none of them: as one example. No attention dropout: the kernels for packed
-    examples have none.
+    by the variable-length flash kernel; none of them: as one example. ``kernel`` "flash_attn_2": by flash-attn, whatever
+    the lengths. No attention dropout: the kernels for packed examples have none.
     """
+    if kernel == "flash_attn_2" and cu_seq_lens_q is not None:
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        return _flash_attn_2(q, k, v, cu_seq_lens_q, max_length_q, uniform_rows, scaling)[None], None
     # A branch: where sharded blocks are compiled, a comparison is no plain bool, which would break their graph.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if uniform_rows:
@@ -74,6 +90,23 @@ def attend(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
+def _flash_attn_2(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, longest: int, num_examples: int,
+    scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return causal attention by flash-attn 2 (Dao 2023, arXiv:2307.08691), ``[tokens, heads, size]`` as its arguments."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    if num_examples:
+        q, k, v = (tensor.unflatten(0, (num_examples, -1)) for tensor in (query, key, value))
+        return torch.as_tensor(flash_attn_func(q, k, v, softmax_scale=scaling, causal=True)).flatten(0, 1)
+    return torch.as_tensor(
+        flash_attn_varlen_func(
+            query, key, value, cu_seq_lens, cu_seq_lens, longest, longest, softmax_scale=scaling, causal=True
+        )
+    )
+
+
 def register() -> None:
     """Register ``attn_implementation=ATTENTION``. It has no mask function, so transformers builds no mask at all."""
     from transformers import AttentionInterface
@@ -81,7 +114,7 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, attend)
 
 
-def forward(body: Any, pack: PackedBatch, dtype: torch.dtype) -> torch.Tensor:
+def forward(body: Any, pack: PackedBatch, dtype: torch.dtype, kernel: AttentionKernel = "auto") -> torch.Tensor:
     """Return the hidden states after the last norm, ``[positions, width]``, positions counted over all of ``pack.ids``.
 
     body: a model without its head, computing in ``dtype``.
@@ -90,15 +123,20 @@ def forward(body: Any, pack: PackedBatch, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(body(input_ids=pack.ids, use_cache=False).last_hidden_state).flatten(0, 1)
     # A power of two: the longest example only sizes the kernel's grid, and each new value may cost a compilation.
     longest = 1 << (max(pack.seq_lens) - 1).bit_length()
-    even = len(pack.seq_lens) if pack.is_uniform else 0
+    by_lengths = kernel in ("varlen", "flash_attn_3")
+    even = len(pack.seq_lens) if pack.is_uniform and not by_lengths else 0
+    if kernel == "auto":
+        by_lengths = has_varlen(pack.ids.device, dtype)
     output = body(
         input_ids=pack.ids,
         position_ids=pack.position_ids,
         use_cache=False,
         cu_seq_lens_q=pack.cu_seqlens,
         max_length_q=longest,
-        row_lengths=() if even or has_varlen(pack.ids.device, dtype) else pack.seq_lens,
+        row_lengths=() if even or by_lengths else pack.seq_lens,
         uniform_rows=even,
+        # An argument only where it matters: blocks that are compiled guard on each.
+        **({"kernel": kernel} if kernel == "flash_attn_2" else {}),
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
@@ -118,14 +156,107 @@ def prefer_kernels(device: torch.device, dtype: torch.dtype) -> str:
     if torch.cuda.get_device_capability(device) == (9, 0):
         with contextlib.suppress(Exception):  # an interface without kernels, or kernels of another torch: then ours
             torch.nn.attention.activate_flash_attention_impl("FA3")
-            return "flash-attn 3"
-    return "flash 2"
+            return "flash_attn_3"
+    return "varlen"
+
+
+def choose_kernels(kernel: AttentionKernel, config: Any, device: Device, *, is_here: bool) -> ChosenKernels:
+    """Return the kernels that training takes, as the setting ``attention`` says, and prepare this process for them.
+
+    config: the model's. is_here: ``device`` is this machine's; else it is planned for, and kernels are chosen by its name.
+
+    Raises:
+        TaskError: the image, the model or the device has no such kernel.
+    """
+    if kernel == "auto":
+        if choose_layout(config) == "padded":
+            return ChosenKernels(str(plain_attention(config)), str(plain_attention(config)))
+        if is_here:
+            mixed = prefer_kernels(device.torch_device, device.dtype)
+            return ChosenKernels("cudnn" if _prefers_cudnn(device.torch_device) else "sdpa", mixed)
+        return ChosenKernels("sdpa", "varlen" if device.dtype == torch.bfloat16 else "sdpa")
+    if reason := missing_package(kernel) or _unsuited(kernel, config, device, is_here=is_here):
+        raise TaskError(reason)
+    if kernel == "flash_attn_3" and is_here:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    if is_here:
+        _try_kernel(kernel, config, device)
+    return ChosenKernels(kernel, kernel)
+
+
+def _unsuited(kernel: AttentionKernel, config: Any, device: Device, *, is_here: bool) -> str | None:
+    """Return why this model or GPU cannot take ``kernel``, or None."""
+    setting = f"setting attention={kernel}:"
+    is_padded = choose_layout(config) == "padded"
+    if is_padded and (kernel not in SDPA_KERNELS or plain_attention(config) != "sdpa"):
+        choices = (
+            f"one of {', '.join(SDPA_KERNELS)}, or auto" if plain_attention(config) == "sdpa" else "attention=auto"
+        )
+        return f"{setting} the attention of {config.model_type} cannot take it; take {choices}"
+    if not device.is_gpu:
+        gpu_only = kernel not in ("sdpa", "flash", "math")
+        return f"{setting} it runs on a GPU only; take attention=auto" if gpu_only and is_here else None
+    if kernel in AMPERE_KERNELS and not device.has_bf16:
+        return f"{setting} {device.name} is older than Ampere, and has no such kernel; take attention=auto"
+    if kernel == "flash_attn_3" and is_here and torch.cuda.get_device_capability(device.torch_device) != (9, 0):
+        return f"{setting} its kernels are for Hopper, and {device.name} is none; take attention=flash_attn_2 or auto"
+    return None
+
+
+def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
+    """Run ``kernel`` on two small examples, forward and backward, with the model's heads.
+
+    Raises:
+        TaskError: it does not run, with what torch says.
+    """
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    counts = (heads, *(int(getattr(config, "num_key_value_heads", None) or heads),) * 2)
+    query, key, value = (
+        torch.zeros(1, count, 256, size, device=device.torch_device, dtype=device.dtype, requires_grad=True)
+        for count in counts
+    )
+    ends = torch.tensor([0, 128, 256], device=device.torch_device, dtype=torch.int32)
+    seq_lens = () if kernel in ("varlen", "flash_attn_2", "flash_attn_3") else (128, 128)
+    try:
+        with kernels_in_use(kernel, device.torch_device):
+            mixed, _ = attend(torch.nn.Module(), query, key, value, None, None, 0.0, ends, 128, seq_lens, kernel=kernel)
+            mixed.sum().backward()
+    except (RuntimeError, ImportError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TaskError(
+            f"setting attention={kernel}: it does not run on {device.name} with heads of {size} in "
+            f"{str(device.dtype).removeprefix('torch.')} ({first}); take attention=auto"
+        ) from error
+
+
+@contextlib.contextmanager
+def kernels_in_use(kernel: AttentionKernel, device: torch.device) -> Iterator[None]:
+    """Let torch's attention take ``kernel`` alone in this context; for ``auto``, prefer the fastest."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    if kernel in backends:
+        with sdpa_kernel(backends[kernel]):
+            yield
+    else:
+        with uniform_kernels(device) if kernel == "auto" else contextlib.nullcontext():
+            yield
+
+
+def _prefers_cudnn(device: torch.device) -> bool:
+    return bool(device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 @contextlib.contextmanager
 def uniform_kernels(device: torch.device) -> Iterator[None]:
     """Prefer cuDNN's attention in this context, on Hopper and later: it is the fastest for examples of one length."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+    if not _prefers_cudnn(device):
         yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -49,6 +49,7 @@ class MemoryProfile:
     kept: float  # per token, in one block
     trains_head: bool = False
     compiled: bool = False
+    keeps_scores: bool = False  # attention as separate GEMMs (kernel ``math``), which keep the square of the scores
     longest: int = 0  # tokens of the longest example
     size: int = 2  # bytes of an element of weights and activations
     bits: Literal[16, 8, 4] = 16  # of frozen products; 16: as ``size`` says
@@ -126,6 +127,9 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     widths, inners, pairs = (family.kept_compiled if compiled else family.kept)[1 if trained_block else 0]
     kept = widths * config.hidden_size + inners * _inner_width(blocks[0], config)
     kept += pairs * config.num_attention_heads * int(choices.get("longest", 0))
+    if choices.get("keeps_scores", False) and family.attention == "interface":
+        # The softmax, in fp32 (aten's _scaled_dot_product_attention_math).
+        kept += config.num_attention_heads * int(choices.get("longest", 0)) * 4 / choices.get("size", 2)
     # Dropped-out inputs, and the mask: a byte each where it is compiled.
     inputs = sum(module.in_features for module in blocks[0].modules() if hasattr(module, "lora_A"))
     kept += inputs * (1 + (1 / choices.get("size", 2) if compiled else 1))

@@ -12,6 +12,7 @@ from ekiben_tasks.data import packing
 from ekiben_tasks.models import adapter, attention, compile_patches
 from ekiben_tasks.models import loss as losses
 from ekiben_tasks.models.architecture import find_architecture, last_layer
+from ekiben_tasks.models.attention_kernel import AttentionKernel
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task.errors import TaskError, nearest
 
@@ -39,10 +40,11 @@ class TuningMethod(Protocol):
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
     """Compute the summed loss of a packed batch. model: causal, with or without an adapter, computing in ``dtype``."""
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, attention_kernel: AttentionKernel = "auto") -> None:
         super().__init__()
         self.model = model
         self.dtype = dtype
+        self.attention_kernel = attention_kernel
         self.layout = attention.choose_layout(self.causal.config)
         self.chunk_loss: losses.ChunkLoss = losses.softmax_loss
 
@@ -58,7 +60,8 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
 
     def forward(self, pack: packing.PackedBatch) -> torch.Tensor:
         """Return the summed loss of the target tokens of ``pack``, a scalar in fp32."""
-        hidden = attention.forward(self.body, pack, self.dtype).index_select(0, pack.target_positions)
+        hidden = attention.forward(self.body, pack, self.dtype, self.attention_kernel)
+        hidden = hidden.index_select(0, pack.target_positions)
         # Looked up here: a sharded head is complete only while its model runs.
         return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, pack.labels, self.chunk_loss)
 

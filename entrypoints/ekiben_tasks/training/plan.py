@@ -125,6 +125,7 @@ def memory_choices(
         "offload": offload,
         "bits": settings.bits,
         "size": device.dtype.itemsize,
+        "keeps_scores": settings.attention == "math",
         "compiled": will_compile(strategy, settings, device, tokens),
     }
 

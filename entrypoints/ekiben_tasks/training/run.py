@@ -18,7 +18,7 @@ from ekiben_tasks.distributed import strategy as strategies
 from ekiben_tasks.distributed.context import DistributedContext, Stop, init_distributed
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.models import flops, load, memory
-from ekiben_tasks.models.attention import choose_attention, choose_layout, prefer_kernels, uniform_kernels
+from ekiben_tasks.models.attention import choose_attention, choose_kernels, choose_layout, kernels_in_use
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
 from ekiben_tasks.models.tuning import apply_tuning_method, describe
 from ekiben_tasks.task import plot, run_metadata
@@ -105,7 +105,8 @@ def run(job: Job) -> int:
     checkpoints = checkpoint.Checkpoints(job.output, same, job.settings.model, world,
                                          keep=job.settings.save_total_limit)  # fmt: skip
     training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback, heartbeat)
-    with peak_memory(summary.device) as peak, uniform_kernels(summary.device.torch_device):
+    in_use = kernels_in_use(job.settings.attention, summary.device.torch_device)
+    with peak_memory(summary.device) as peak, in_use:
         exit_code = training.fit()
     heartbeat.beat(Phase.SAVE, training.step, long=True)
     _record(job, summary, training, tokenizer, peak["bytes"], exit_code, started, checksum)
@@ -135,11 +136,12 @@ def _decide(
     profile = memory.profile_model(meta, longest=data.longest, **choices)
     expected = memory.expect_memory(profile)
     parameters, trainable = load.count_parameters(meta)
-    kernel = prefer_kernels(device.torch_device, device.dtype) if is_here else "flash" if device.has_bf16 else "sdpa"
+    kernels = choose_kernels(settings.attention, meta.config, device, is_here=is_here and no_device is None)
     summary = RunSummary(
         settings=settings, parallel=job.parallel, processes=world.size, spread=module.SUMMARY, device=device,
         no_device=no_device, plan=make_plan(settings, device, expected, profile, data),
-        attention=run_summary.name_attention(choose_layout(meta.config), choose_attention(meta.config), kernel),
+        attention=run_summary.name_attention(choose_layout(meta.config), choose_attention(meta.config), kernels.mixed),
+        kernels=kernels,
         data=data, memory=expected, layers=profile.layers, parameters=parameters - trainable * (settings.method == "lora"),
         form=form, trainable=trainable, trained=describe(meta, settings), output=job.output,
     )  # fmt: skip
@@ -149,7 +151,7 @@ def _decide(
 def _request(job: Job, summary: RunSummary) -> strategies.ModelRequest:
     return strategies.ModelRequest(
         path=job.path, name=job.settings.model, device=summary.device, tuning=job.settings, bits=job.settings.bits,
-        checkpointed_blocks=summary.plan.checkpointed, compile=summary.plan.compile,
+        checkpointed_blocks=summary.plan.checkpointed, compile=summary.plan.compile, attention_kernel=job.settings.attention,
     )  # fmt: skip
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben_tasks.data import packing
+from ekiben_tasks.models.attention_kernel import SDPA_KERNELS
 from ekiben_tasks.models.device import GIB, Device, compiler_missing
 from ekiben_tasks.models.memory import has_expandable_segments
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.training.settings import Settings
 
 if TYPE_CHECKING:
+    from ekiben_tasks.models.attention import ChosenKernels
     from ekiben_tasks.models.memory import Memory
     from ekiben_tasks.task.checksums import ModelChecksum
     from ekiben_tasks.training import loop
@@ -34,7 +36,8 @@ class RunSummary:
     spread: str  # what each process has, in words
     device: Device
     no_device: str | None  # why there is no GPU, in a dry run
-    attention: str
+    attention: str  # in words
+    kernels: ChosenKernels
     plan: plan_module.Plan
     data: Prepared
     memory: Memory
@@ -62,9 +65,9 @@ class RunSummary:
         return self.memory.reserved(tokens, checkpointing=checkpointing, expandable=has_expandable_segments(os.environ))
 
     def _at_peak(self, estimate: Callable[..., int]) -> int:
-        rows = min(self.plan.batch_size, self.plan.max_rows)
+        examples = min(self.plan.batch_size, self.plan.max_rows)
         packed = self.plan.sequence_length
-        most = self.plan.step_tokens(self.data.longest) if packed else self.data.batch_tokens(rows)
+        most = self.plan.step_tokens(self.data.longest) if packed else self.data.batch_tokens(examples)
         tokens = min(self.plan.max_tokens, most, self.data.tokens)
         plain, checkpointed = (estimate(tokens, checkpointing=which) for which in (False, True))
         return plain - (plain - checkpointed) * self.plan.checkpointed // self.layers
@@ -118,10 +121,10 @@ def format_header(summary: RunSummary) -> list[str]:
 
 
 def name_attention(layout: packing.Layout, implementation: str, kernel: str) -> str:
-    """Return a description of the attention. implementation: transformers' name; kernel: prefer_kernels()'s."""
+    """Return a description of the attention. implementation: transformers' name; kernel: for mixed lengths."""
     if layout == "padded":
         return f"{implementation} over rows side by side, filled up (this architecture's cannot take packed rows)"
-    return "sdpa row by row over packed rows" if kernel == "sdpa" else f"{kernel} over packed rows"
+    return f"{kernel} row by row over packed rows" if kernel in SDPA_KERNELS else f"{kernel} over packed rows"
 
 
 def result(
@@ -158,6 +161,7 @@ def result(
             "parallel": summary.parallel,
             "dtype": str(run.device.dtype).removeprefix("torch."),
             "attention": summary.attention,
+            "attention_kernels": dataclasses.asdict(summary.kernels),
             "compiled": run.plan.compile,
             "checkpointed_blocks": run.checkpointed,
             "tokens_at_a_time": run.batches.max_tokens,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ekiben_tasks.data.schema import DatasetFormat, check_format
 from ekiben_tasks.distributed import strategy
 from ekiben_tasks.distributed.options import DeepSpeed
+from ekiben_tasks.models.attention_kernel import AttentionKernel, missing_package
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task import errors
 from ekiben_tasks.task import settings as options
@@ -24,6 +25,7 @@ SAMPLE = "sample"
 _FREE = {
     "device",
     "compile",
+    "attention",
     "micro_batch",
     "gradient_checkpointing",
     "eval_every",
@@ -94,6 +96,10 @@ class Settings:
         "auto", "compute activations twice to save memory; auto: those of as many blocks as needed"
     )
     compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
+    attention: AttentionKernel = option(  # noqa: RUF009  it makes a field
+        "auto", "its kernel; auto: the fastest here; sdpa: torch's choice; flash, cudnn, efficient, math: that one of "
+        "torch's alone; varlen: torch's for mixed lengths; flash_attn_2: of the layer flash-attn",
+    )  # fmt: skip
     parallel: str = option(
         "auto", "several GPUs: ddp: each the whole model; fsdp, deepspeed: shared. auto: ddp where there are several"
     )
@@ -142,6 +148,8 @@ def check(settings: Settings) -> None:
             f"setting bits={settings.bits}: not together with parallel={settings.parallel}; "
             "take parallel=ddp, where each GPU holds the small weights whole, or bits=16"
         )
+    if reason := missing_package(settings.attention):
+        problems.append(reason)
     if settings.deepspeed.offload == "all" and settings.deepspeed.stage == 2:
         problems.append("setting deepspeed.offload=all: weights are shared only with --set deepspeed.stage=3")
     if problems:

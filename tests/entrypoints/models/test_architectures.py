@@ -221,6 +221,19 @@ def test_activation_bytes_equal_autograds(kind: str, method: str) -> None:
     assert 0.95 * measured < expected < 1.35 * measured
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+def test_activation_bytes_with_the_kernel_math(kind: str) -> None:
+    """It keeps the square of the scores."""
+    attention_module.register()
+    two, four = (model(kind, "full", attention_module.ATTENTION, layers=layers).train() for layers in (2, 4))
+    with attention_module.kernels_in_use("math", torch.device("cpu")):
+        measured = (kept_for_backward(four, 256) - kept_for_backward(two, 256)) / 2
+    profiles = [memory.profile_model(four, longest=256, size=4, keeps_scores=keeps) for keeps in (True, False)]
+    expected, without = (memory.expect_memory(profile).per_token * 256 / 4 for profile in profiles)
+    assert 0.9 * measured < expected < 1.35 * measured
+    assert without < 0.9 * measured
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_bytes_of_compiled_blocks_equal_autograds(

@@ -108,7 +108,8 @@ class PartitionedStrategy:
         # While this lives, from_pretrained() gives every weight away as soon as it is read.
         self.shares_while_loading = HfDeepSpeedConfig(config) if options.stage == 3 else None
         causal = load_base(request.path, request.device, choose_attention(read_config(request.path)))
-        self.loss_module = LossModule(apply_tuning_method(causal, request.tuning), request.device.dtype)
+        model = apply_tuning_method(causal, request.tuning)
+        self.loss_module = LossModule(model, request.device.dtype, request.attention_kernel)
         if request.checkpointed_blocks:
             self.loss_module.checkpoint_activations(request.checkpointed_blocks)
         self.world = world

@@ -1,0 +1,213 @@
+"""Kernels of attention by the setting ``attention``: their numbers against plain softmax, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for package in ("torch", "transformers", "peft", "tokenizers"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"))
+
+import torch
+
+import train as train_command
+from ekiben_tasks.data import packing
+from ekiben_tasks.models import attention, tiny
+from ekiben_tasks.models.attention import ChosenKernels, choose_kernels, kernels_in_use
+from ekiben_tasks.models.device import Device, dry_run_device, named_device
+from ekiben_tasks.models.tuning import LossModule
+from ekiben_tasks.task.errors import SettingError, TaskError
+from support.multiprocess import same_environment  # noqa: F401
+from support.tiny_runs import SAMPLE, base, fit, small  # noqa: F401
+
+pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
+LENGTHS = (128, 37, 64)
+CPU = Device(torch.device("cpu"), "CPU", torch.float32, 1 << 34)
+
+
+def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of ``[tokens, heads, size]`` in fp64, written out; keys of grouped heads are repeated."""
+    groups = query.size(1) // key.size(1)
+    q, k, v = (tensor.double().transpose(0, 1) for tensor in (query, key, value))
+    k, v = (tensor.repeat_interleave(groups, 0) for tensor in (k, v))
+    scores = q @ k.transpose(1, 2) / q.size(-1) ** 0.5
+    hidden = torch.ones(scores.size()[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.fixture
+def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A package with flash-attn 2's two functions, as its README has them, computed by plain(); the names that were called."""
+    calls: list[str] = []
+
+    def flash_attn_varlen_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append("varlen")
+        assert causal and dropout_p == 0 and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
+        assert softmax_scale is None or softmax_scale == pytest.approx(q.size(-1) ** -0.5)
+        ends = cu_seqlens_q.tolist()
+        assert max_seqlen_q == max_seqlen_k >= max(b - a for a, b in itertools.pairwise(ends))
+        outputs = [plain(q[a:b], k[a:b], v[a:b]) for a, b in itertools.pairwise(ends)]
+        return torch.cat(outputs).to(q.dtype)
+
+    def flash_attn_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append("one length")
+        assert causal and dropout_p == 0
+        return torch.stack([plain(*example) for example in zip(q, k, v, strict=True)]).to(q.dtype)
+
+    module = types.ModuleType("flash_attn")
+    module.__spec__ = types.SimpleNamespace(name="flash_attn")  # type: ignore[assignment]  # find_spec() looks for one
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return calls
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash", "math", "flash_attn_2"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=["mixed", "one length"])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_kernel_equals_plain_attention(
+    kernel: Any, lengths: tuple[int, ...], key_heads: int, flash_attn: list[str]
+) -> None:
+    """Forward and backward, on the CPU in fp32."""
+    torch.manual_seed(0)
+    tokens, size = sum(lengths), 16
+    tensors = [torch.randn(1, heads, tokens, size, requires_grad=True) for heads in (4, key_heads, key_heads)]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    uniform = len(lengths) if len(set(lengths)) == 1 else 0
+    with kernels_in_use(kernel, torch.device("cpu")):
+        mixed, _ = attention.attend(
+            torch.nn.Module(), *tensors, None, None, 0.0, ends, 128,
+            () if uniform else lengths, uniform, kernel=kernel,
+        )  # fmt: skip
+    weight = torch.randn_like(mixed)
+    gradients = torch.autograd.grad((mixed * weight).sum(), tensors)
+    examples = zip(*(tensor[0].transpose(0, 1).split(lengths) for tensor in tensors), strict=True)
+    expected = torch.cat([plain(*example) for example in examples])
+    torch.testing.assert_close(mixed[0].double(), expected, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad((expected * weight[0]).sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert flash_attn == (["one length" if uniform else "varlen"] if kernel == "flash_attn_2" else [])
+
+
+def batch_of(*lengths: int) -> packing.PackedBatch:
+    """Examples of these lengths, of 50 tokens; every next token is a target."""
+    count = sum(lengths)
+    ids = torch.randint(50, (1, count), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return packing.PackedBatch(ids, positions, torch.arange(count - 1), ids[0, 1:], ends, lengths)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=["mixed", "one length"])
+@pytest.mark.parametrize("kernel", ["sdpa", "flash", "math", "flash_attn_2"])
+def test_loss_is_that_of_auto(kind: str, kernel: Any, lengths: tuple[int, ...], flash_attn: list[str]) -> None:
+    """Each kernel reaches the blocks of a model, checkpointed ones too."""
+    batch, model = batch_of(*lengths), tiny.random_model(kind, 50).train()
+    attention.register()
+    model.set_attn_implementation(attention.ATTENTION)
+    expected = LossModule(model, torch.float32)(batch)
+    module = LossModule(model, torch.float32, kernel)
+    module.checkpoint_activations(1)
+    with kernels_in_use(kernel, torch.device("cpu")):
+        loss = module(batch)
+        loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert set(flash_attn) == (
+        {"varlen" if lengths is LENGTHS else "one length"} if kernel == "flash_attn_2" else set()
+    )
+
+
+# ------------------------------------------------------------------------------------------------- choice and refusals
+
+
+def config(kind: str = "llama") -> Any:
+    return tiny.random_model(kind, 50).config
+
+
+def gpu(name: str) -> Device:
+    return named_device(name)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "where", "is_here", "expected"),
+    [
+        ("auto", "llama", CPU, True, ChosenKernels("sdpa", "sdpa")),
+        ("auto", "mpt", CPU, True, ChosenKernels("eager", "eager")),
+        ("auto", "llama", gpu("H100"), False, ChosenKernels("sdpa", "varlen")),
+        ("auto", "llama", gpu("T4"), False, ChosenKernels("sdpa", "sdpa")),
+        ("math", "llama", CPU, True, ChosenKernels("math", "math")),
+        ("flash", "gpt2", CPU, True, ChosenKernels("flash", "flash")),
+        ("math", "falcon", CPU, True, ChosenKernels("math", "math")),
+        ("cudnn", "llama", gpu("H100"), False, ChosenKernels("cudnn", "cudnn")),
+        ("efficient", "llama", gpu("T4"), False, ChosenKernels("efficient", "efficient")),
+        ("varlen", "llama", dry_run_device(), False, ChosenKernels("varlen", "varlen")),
+    ],
+)
+def test_choice_of_kernels(kernel: Any, kind: str, where: Device, is_here: bool, expected: ChosenKernels) -> None:
+    assert choose_kernels(kernel, config(kind), where, is_here=is_here) == expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "where", "is_here", "message"),
+    [
+        ("cudnn", "llama", CPU, True, "attention=cudnn: it runs on a GPU only; take attention=auto"),
+        ("varlen", "llama", CPU, True, "attention=varlen: it runs on a GPU only"),
+        ("cudnn", "llama", gpu("T4"), False, "attention=cudnn: T4 is older than Ampere, and has no such kernel"),
+        ("math", "mpt", CPU, True, "attention=math: the attention of mpt cannot take it; take attention=auto"),
+        ("varlen", "falcon", gpu("H100"), False, "the attention of falcon cannot take it; take one of sdpa, flash"),
+        ("flash_attn_2", "llama", gpu("H100"), False, "no flash-attn; build it with --layer flash-attn"),
+    ],
+)
+def test_kernel_that_cannot_run(kernel: Any, kind: str, where: Device, is_here: bool, message: str) -> None:
+    if kernel == "flash_attn_2" and attention.missing_package(kernel) is None:
+        pytest.skip("flash-attn is installed here")
+    with pytest.raises(TaskError) as caught:
+        choose_kernels(kernel, config(kind), where, is_here=is_here)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_kernel_that_torch_refuses_is_named_with_torchs_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise RuntimeError("No available kernel. Aborting execution.\nmore")
+
+    monkeypatch.setattr(attention, "attend", refuse)
+    with pytest.raises(
+        TaskError, match=r"attention=flash: it does not run on CPU with heads of 16 in float32 \(No avail"
+    ):
+        choose_kernels("flash", config(), CPU, is_here=True)
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--dry-run", "--on", "H100"]], ids=" ".join)
+def test_train_refuses_a_kernel_whose_package_is_missing(options: list[str], base: Path, tmp_path: Path) -> None:
+    if attention.missing_package("flash_attn_2") is None:
+        pytest.skip("flash-attn is installed here")
+    argv = ["--data", str(SAMPLE), "--set", f"model={base}", "--output", str(tmp_path / "out"), "--set", "device=cpu"]
+    with pytest.raises(
+        SettingError, match="attention=flash_attn_2: this image has no flash-attn; build it with --layer"
+    ):
+        train_command.main([*argv, "--set", "attention=flash_attn_2", *options])
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_records_its_kernel(base: Path, tmp_path: Path) -> None:
+    fit(small(base, attention="math", max_steps=2), tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["settings"]["attention"] == "math"
+    assert record["device"]["attention"] == "math row by row over packed rows"
+    assert record["device"]["attention_kernels"] == {"one_length": "math", "mixed": "math"}
