@@ -338,6 +338,7 @@ def test_files_of_a_run(trained: Path, data: Path) -> None:
     result = json.loads((trained / "run.json").read_text())
     assert (result["status"], result["steps"], result["device"]["dtype"]) == ("finished", 6, "float32")
     assert result["tokens_per_s"] > 0
+    assert result["optimizer"].startswith("torch.optim.Adam")
     assert result["site"]["host"] == socket.gethostname()
     assert [path.name for path in background_save.list_checkpoints(trained / "checkpoints")] == [
         "step-0000003",

@@ -28,6 +28,13 @@ def make_optimizer(
     return torch.optim.AdamW(decay_groups(parameters, config), lr=config.learning_rate, fused=device.type == "cuda")
 
 
+def name_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return what implements ``optimizer``: "torch.optim.AdamW, fused" or "deepspeed.ops.adam.DeepSpeedCPUAdam"."""
+    kind = type(optimizer)
+    fused = ", fused" if optimizer.defaults.get("fused") else ""
+    return f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}{fused}"
+
+
 def decay_groups(parameters: list[torch.Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: tensors of one dimension, which are norms and biases, do not decay."""
     groups = [

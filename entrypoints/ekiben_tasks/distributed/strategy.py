@@ -31,6 +31,7 @@ class ParallelStrategy(Protocol):
     """Define a model in training as the training loop uses it. Every process calls every method in the same order."""
 
     loss_module: LossModule
+    optimizer: torch.optim.Optimizer
     collective: bool  # running the model talks to the other processes: all must run it equally often
 
     def loss(self, pack: PackedBatch) -> torch.Tensor:
@@ -92,8 +93,11 @@ class StrategyModule(Protocol):
     TAKES_QUANTIZED: bool  # frozen weights of 8 or 4 bits
     COMPILES: bool  # its blocks can be compiled
 
-    def unavailable(self) -> str | None:
-        """Return why this image cannot run it and what to do instead, or None."""
+    def unavailable(self, options: Any) -> str | None:
+        """Return why this image cannot run it and what to do instead, or None.
+
+        options: the group of settings that has the strategy's name, or None.
+        """
 
     def memory_layout(self, options: Any) -> tuple[MemoryLayout, Literal["none", "optimizer", "all"]]:
         """Return (how weights and optimizer are spread, what is in the host's memory), for the memory estimate.

@@ -219,10 +219,10 @@ def _loss_bytes(profile: MemoryProfile) -> int:
     return positions * profile.vocabulary * per_logit + head
 
 
-def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True) -> list[str]:
+def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True, offloads: bool = False) -> list[str]:
     """Return settings that would each alone make one example fit ``budget_bytes`` on each GPU, with checkpointing.
 
-    quantises: whether frozen weights in 4 bits are an option.
+    quantises: whether frozen weights in 4 bits are an option. offloads: whether the host's memory is one, by DeepSpeed.
     """
     suggestions = []
     longest = max(profile.longest, 1)
@@ -240,6 +240,9 @@ def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True
         if gpus > profile.gpus and expected(strategy="fsdp", gpus=gpus, offload="none") <= budget_bytes:
             suggestions.append(f"{gpus} GPUs like this one with sharded weights (--set parallel=fsdp)")
             break
+    can_offload = offloads and profile.offload == "none" and profile.bits == 16
+    if can_offload and expected(strategy="zero3", offload="all") <= budget_bytes:
+        suggestions.append("weights in the host's memory (--set parallel=deepspeed --set deepspeed.offload=all)")
     everything = profile.frozen + profile.trainable
     if profile.trainable > everything // 2:
         few = max(everything // 200, 1)

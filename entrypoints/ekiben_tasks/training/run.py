@@ -17,6 +17,7 @@ from ekiben_tasks.data.tokenize import apply_format
 from ekiben_tasks.distributed import strategy as strategies
 from ekiben_tasks.distributed.context import DistributedContext, Stop, init_distributed
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
+from ekiben_tasks.distributed.options import DeepSpeed
 from ekiben_tasks.models import flops, load, memory
 from ekiben_tasks.models.attention import choose_attention, choose_kernels, choose_layout, kernels_in_use
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
@@ -66,7 +67,7 @@ def run(job: Job) -> int:
         TaskError: the strategy, the device, the data, the model or the output cannot be used.
     """
     module = strategies.find(job.parallel)
-    if reason := module.unavailable():
+    if reason := module.unavailable(_options(job)):
         raise TaskError(f"setting parallel={job.parallel}: {reason}")
     heartbeat = Heartbeat(job.settings.hang_minutes)
     heartbeat.beat(Phase.LOAD, long=True)
@@ -195,7 +196,13 @@ def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, 
     expected = summary.needed_bytes
     if expected <= budget_bytes:
         return
-    ways = memory.suggest(profile, int(0.9 * budget_bytes), quantises=summary.device.is_gpu)
+    has_deepspeed = strategies.find("deepspeed").unavailable(DeepSpeed()) is None
+    ways = memory.suggest(
+        profile,
+        int(0.9 * budget_bytes),
+        quantises=summary.device.is_gpu,
+        offloads=has_deepspeed and summary.device.is_gpu,
+    )
     smaller = "; what would: " + ", or ".join(ways) if ways else "; take a smaller model"
     raise DoesNotFitError(
         f"{summary.settings.model}: about {expected / GIB:.0f} GiB would be needed, and {summary.device.name} "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben_tasks.data import packing
+from ekiben_tasks.distributed.optimizer import name_optimizer
 from ekiben_tasks.models.attention_kernel import SDPA_KERNELS
 from ekiben_tasks.models.device import GIB, Device, compiler_missing
 from ekiben_tasks.models.memory import has_expandable_segments
@@ -115,6 +116,15 @@ def format_header(summary: RunSummary) -> list[str]:
         lines.append(
             "note        parallel=fsdp shards as much and is faster: its blocks are compiled, DeepSpeed's are not"
         )
+    if (
+        summary.parallel == "deepspeed"
+        and settings.deepspeed.offload != "none"
+        and not settings.deepspeed.takes_adam_op()
+    ):
+        lines.append(
+            "note        the optimizer steps in the host's memory by torch's AdamW; DeepSpeed's CPUAdam is in images "
+            "built with --layer deepspeed"
+        )
     if settings.warmup_steps > steps // 10 and not settings.warmup_ratio:
         lines.append(f"note        warm-up is {steps // 10} steps, a tenth of all, not {settings.warmup_steps}")
     return lines
@@ -166,6 +176,7 @@ def result(
             "checkpointed_blocks": run.checkpointed,
             "tokens_at_a_time": run.batches.max_tokens,
         },
+        "optimizer": name_optimizer(run.strategy.optimizer),
         "steps": run.step,
         "schedule": {
             "name": run.plan.schedule,

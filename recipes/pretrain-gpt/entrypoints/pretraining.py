@@ -409,7 +409,9 @@ def _announce(
 def _result(
     settings: Settings, run: steps.Run, data: dict[str, Any], name: str, exit_code: int | None, started: float
 ) -> dict[str, Any]:
+    from ekiben_tasks.distributed.optimizer import name_optimizer
     from ekiben_tasks.task import run_metadata
+    from sharded_state import inner_optimizers
 
     speed, mfu = run.speed()
     plan = run.plan
@@ -421,6 +423,7 @@ def _result(
             "name": name, "count": run.world.size, "dtype": str(plan.dtype).removeprefix("torch."),
             "micro_batch": plan.micro_batch, "recompute": plan.recompute,
         },
+        "optimizer": name_optimizer(inner_optimizers(run.optimizer)[0].optimizer),
         "steps": run.step,
         "schedule": {"name": "cosine", "warmup_steps": plan.warmup, "lengths": run.lengths},
         "time_to_train_s": round(run.wall, 1),

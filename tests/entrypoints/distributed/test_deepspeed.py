@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 from ekiben_tasks.data import sources
 from ekiben_tasks.data.tokenize import full_text
+from ekiben_tasks.distributed import options
 from ekiben_tasks.distributed.context import REQUEUE
 from ekiben_tasks.distributed.options import DeepSpeed
 from ekiben_tasks.models import tiny
@@ -115,6 +116,36 @@ def test_resumed_run_has_the_same_losses(stage: Any, offload: Any, bases: dict[s
     assert stopped_at == 3
     multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / "halves")
     assert losses(tmp_path / "halves") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "all")])
+def test_optimizers_of_torch_and_of_deepspeed_go_on_from_each_other(
+    stage: Any, offload: Any, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """AdamW and CPUAdam give the same losses, their names are recorded, and each resumes the other's checkpoint."""
+    if "cpu_adam" not in options.compiled_ops():
+        pytest.skip("DeepSpeed's op cpu_adam is not compiled here")
+    ways = {
+        kind: settings_of(
+            bases["llama"], method="full", parallel="deepspeed", max_steps=4,
+            deepspeed=DeepSpeed(stage=stage, offload=offload, optimizer=kind),
+        )
+        for kind in ("torch", "deepspeed")
+    }  # fmt: skip
+    names = {"torch": "torch.optim.AdamW, fused", "deepspeed": "deepspeed.ops.adam.DeepSpeedCPUAdam"}
+    for kind, settings in ways.items():
+        multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / kind)
+        assert json.loads((tmp_path / kind / "run.json").read_text())["optimizer"] == names[kind]
+    assert losses(tmp_path / "deepspeed") == pytest.approx(losses(tmp_path / "torch"), rel=1e-4)
+    for first, second in (("torch", "deepspeed"), ("deepspeed", "torch")):
+        output = tmp_path / f"{first}-{second}"
+        multiprocess.run(2, tmp_path / "log", fit, replace(ways[first], max_steps=2, schedule="constant"), output)
+        multiprocess.run(2, tmp_path / "log", fit, replace(ways[second], schedule="constant"), output)
+        multiprocess.run(
+            2, tmp_path / "log", fit, replace(ways["torch"], schedule="constant"), tmp_path / f"whole-{first}"
+        )
+        assert json.loads((output / "run.json").read_text())["optimizer"] == names[second]
+        assert losses(output)[-1] == pytest.approx(losses(tmp_path / f"whole-{first}")[-1], rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -300,6 +300,15 @@ def test_memory_of_a_7b_model_by_hand() -> None:
     assert sharded.total(100, checkpointing=True) < sharded.total(100, checkpointing=False)
 
 
+def test_host_memory_is_suggested_with_deepspeed() -> None:
+    """7B with every weight: 112 GB of weights and optimizer, of which one GPU needs little more than the gathered weights."""
+    way = "weights in the host's memory (--set parallel=deepspeed --set deepspeed.offload=all)"
+    budget_bytes = 70 * memory.GIB
+    assert way in memory.suggest(profile(), budget_bytes, offloads=True)
+    assert way not in memory.suggest(profile(), budget_bytes)
+    assert way not in memory.suggest(profile(), memory.GIB, offloads=True)
+
+
 def test_bytes_of_the_loss_are_counted() -> None:
     """Of each tensor that softmax_loss has while it works, by torch's own dispatch; beside the logits it is given."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -92,6 +92,7 @@ def test_run_lowers_the_loss_and_writes_its_record(trained: Path) -> None:
     assert len(run["model"]["sha256"]) == 64 and run["model"]["trainable"] > 0 and run["model"]["commit"] is None
     assert run["tokens_per_s"] > 0
     assert run["site"]["host"] and run["device"]["attention"] == "sdpa row by row over packed rows"
+    assert run["optimizer"] == "torch.optim.AdamW"
     assert drawn_colours(trained / "loss.png") >= {(255, 255, 255), *plot.COLOURS[:2]}
     assert (trained / "adapter" / "adapter_model.safetensors").is_file()
     assert not list(trained.glob("**/*staged*"))

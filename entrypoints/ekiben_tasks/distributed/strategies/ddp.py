@@ -15,7 +15,7 @@ TAKES_QUANTIZED = True
 COMPILES = True
 
 
-def unavailable() -> None:
+def unavailable(options: None) -> None:
     """Return None: every image can run it."""
 
 

@@ -1,8 +1,8 @@
 """Shard the weights among the processes with DeepSpeed: ZeRO-2 and ZeRO-3, with offloading to the host's memory.
 
 ZeRO is described by Rajbhandari et al. 2020 (arXiv:1910.02054). Nothing is compiled while a job runs: PyTorch's fused
-AdamW steps on the GPU and, for what is kept in the host's memory, on the CPU. DeepSpeed's own AdamW for the CPU is used
-where it was compiled into the image.
+AdamW steps on the GPU and, for what is kept in the host's memory, on the CPU. DeepSpeed's CPUAdam is used for that where
+it was compiled into the image, and its FusedAdam on the GPU where the settings ask for it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,19 @@ TAKES_QUANTIZED = False
 COMPILES = False  # its hooks break a compiled block into pieces
 
 
-def unavailable() -> str | None:
-    """Return what to do in an image without DeepSpeed, None in one that has it."""
-    if importlib.util.find_spec("deepspeed") is not None:
-        return None
-    return (
-        "this image has no DeepSpeed; use the recipe finetune, build this one on a layer that has it "
-        "(layer: deepspeed-plain in recipe.yaml), or take parallel=fsdp, which shares the weights in the same way"
-    )
+def unavailable(options: DeepSpeed) -> str | None:
+    """Return what to do in an image without DeepSpeed, or without the op that ``options`` ask for, else None."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return (
+            "this image has no DeepSpeed; use the recipe finetune, build this one with --layer deepspeed-plain or "
+            "--layer deepspeed, or take parallel=fsdp, which shares the weights in the same way"
+        )
+    if options.optimizer == "deepspeed" and not options.takes_adam_op():
+        return (
+            f"deepspeed.optimizer=deepspeed needs DeepSpeed's op {options.adam_op}, which is not compiled in this image; "
+            "build it with --layer deepspeed, or take deepspeed.optimizer=auto"
+        )
+    return None
 
 
 def memory_layout(options: DeepSpeed) -> tuple[MemoryLayout, Literal["none", "optimizer", "all"]]:
@@ -113,15 +118,17 @@ class PartitionedStrategy:
         if request.checkpointed_blocks:
             self.loss_module.checkpoint_activations(request.checkpointed_blocks)
         self.world = world
-        self.spread = {"stage": options.stage, "offload": options.offload, "size": world.size}
+        kind = "deepspeed" if options.takes_adam_op() else "torch"  # whose states the other cannot load
+        self.spread = {"stage": options.stage, "offload": options.offload, "size": world.size, "optimizer": kind}
         self.trainable = {
             name: param for name, param in self.loss_module.model.named_parameters() if param.requires_grad
         }
         trained = list(self.trainable.values())
+        self.optimizer = _make_optimizer(trained, optimizer, options)
         self.engine, *_ = deepspeed.initialize(
             model=self.loss_module,
             model_parameters=trained,
-            optimizer=_make_optimizer(trained, optimizer, offloads=options.offload != "none"),
+            optimizer=self.optimizer,
             config=config,
             dist_init_required=False,
         )
@@ -187,7 +194,8 @@ class PartitionedStrategy:
         Raises:
             TaskError: it cannot be read, holds code, or is another model's.
         """
-        if _spread_of(folder, state) != self.spread:
+        before = _spread_of(folder, state)
+        if before is None or {"optimizer": self.spread["optimizer"], **before} != self.spread:
             self._load_other(folder, state)
             return
         try:
@@ -207,11 +215,12 @@ class PartitionedStrategy:
         sizes = {name: torch.Size(getattr(param, "ds_shape", param.size())) for name, param in self.trainable.items()}
         read, step = open_saved(folder, state, sizes), 0.0
         zero = self.engine.optimizer
+        counts_in_tensors = self.spread["optimizer"] == "torch"
         # Before its first step the optimizer has nothing to load into.
         for partition in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
             empty = {key: torch.zeros_like(partition) for key in ("exp_avg", "exp_avg_sq")}
             zero.optimizer.state[partition] = {
-                "step": torch.zeros((), device=partition.device),
+                "step": torch.zeros((), device=partition.device) if counts_in_tensors else 0,
                 **empty,
                 **zero.optimizer.state[partition],
             }
@@ -226,7 +235,7 @@ class PartitionedStrategy:
             with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0):
                 param.copy_(saved.weight)
         for kept in zero.optimizer.state.values():
-            kept["step"] = torch.as_tensor(kept["step"]).clone().fill_(step)
+            kept["step"] = torch.as_tensor(kept["step"]).clone().fill_(step) if counts_in_tensors else int(step)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameter name → tensor on the CPU, in the first process: an adapter's weights, else all.
@@ -256,12 +265,14 @@ def _spread_of(folder: Path, state: dict[str, Any]) -> dict[str, Any] | None:
     return spread
 
 
-def _make_optimizer(parameters: list[torch.Tensor], config: OptimizerConfig, *, offloads: bool) -> Any:
-    from deepspeed.git_version_info import installed_ops
-
+def _make_optimizer(
+    parameters: list[torch.Tensor], config: OptimizerConfig, options: DeepSpeed
+) -> torch.optim.Optimizer:
     groups = decay_groups(parameters, config)
-    if offloads and installed_ops.get("cpu_adam"):
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    if options.takes_adam_op():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+        if options.offload == "none":
+            return FusedAdam(groups, lr=config.learning_rate, adam_w_mode=True)
         return DeepSpeedCPUAdam(groups, lr=config.learning_rate, adamw_mode=True)
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=True)

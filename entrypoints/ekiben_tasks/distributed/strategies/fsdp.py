@@ -36,7 +36,7 @@ TAKES_QUANTIZED = False
 COMPILES = True
 
 
-def unavailable() -> None:
+def unavailable(options: None) -> None:
     """Return None: FSDP2 is a part of PyTorch."""
 
 
