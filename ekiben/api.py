@@ -81,7 +81,7 @@ class Metadata:
 
 def plan(
     recipe: str | Path, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
-    store: Path | None = None, layers: Sequence[str] = (),
+    arch: str | None = None, store: Path | None = None, layers: Sequence[str] = (),
 ) -> list[PlannedLayer]:  # fmt: skip
     """Return each layer of a recipe, bottom first, and whether it would be built. Nothing is run or written.
 
@@ -90,6 +90,7 @@ def plan(
         stack: another stack than the recipe's own.
         arguments: values for arguments of the definition files.
         gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
+        arch: "amd64" or "arm64" (default: this machine's).
         store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
         layers: layers to put on the recipe's, in this order.
 
@@ -99,7 +100,7 @@ def plan(
     """
     from ekiben.builder.build import plan as plan_layers
 
-    actions = plan_layers(_resolve(recipe, stack, arguments, gpu_arch, layers), _open_store(store))
+    actions = plan_layers(_resolve(recipe, stack, arguments, gpu_arch, arch, layers), _open_store(store))
     return [
         PlannedLayer(item.layer.name, item.layer.cache_key, item.stored is not None, item.reason) for item in actions
     ]
@@ -107,8 +108,8 @@ def plan(
 
 def build(
     recipe: str | Path, *, output: str | Path | None = None, stack: str | None = None,
-    arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None, engine: str = "auto", locked: bool = False,
-    verify: bool = True, store: Path | None = None, layers: Sequence[str] = (),
+    arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None, arch: str | None = None, engine: str = "auto",
+    locked: bool = False, verify: bool = True, store: Path | None = None, layers: Sequence[str] = (),
 ) -> Image:  # fmt: skip
     """Build a recipe's missing layers, write its SIF, run every test in it, and open it.
 
@@ -118,6 +119,7 @@ def build(
         stack: another stack than the recipe's own.
         arguments: values for arguments of the definition files; ``mirror`` is a Debian archive.
         gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
+        arch: "amd64" or "arm64" (default: this machine's).
         engine: what runs the layers' scripts; "auto" takes the first that can.
         locked: refuse what cannot be had exactly as locked.
         verify: run the tests.
@@ -140,11 +142,8 @@ def build(
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
-    resolved, layer_store, progress = (
-        _resolve(recipe, stack, arguments, gpu_arch, layers),
-        _open_store(store),
-        Progress(),
-    )
+    resolved, layer_store = _resolve(recipe, stack, arguments, gpu_arch, arch, layers), _open_store(store)
+    progress = Progress()
     options = Options(
         engine=engine,
         locked=locked,
@@ -334,6 +333,7 @@ def _resolve(
     stack: str | None,
     arguments: Mapping[str, str] | None,
     gpu_arch: str | None,
+    arch: str | None,
     layers: Sequence[str],
 ) -> ResolvedRecipe:
     from ekiben.resolve.resolve import resolve
@@ -341,7 +341,7 @@ def _resolve(
 
     name = f"{recipe}/" if isinstance(recipe, Path) else recipe  # a Path is a folder, also one of one word
     with_layers = replace(find_recipe(name), layers=tuple(layers))
-    return resolve(with_layers, stack=stack, arguments=arguments, gpu_arch=gpu_arch)
+    return resolve(with_layers, stack=stack, arguments=arguments, gpu_arch=gpu_arch, arch=arch)
 
 
 def _open_store(path: Path | None) -> Store:

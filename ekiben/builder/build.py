@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import Action, Options, StageAction, ask_registry, plan, plan_layers, plan_stages
 from ekiben.core.command_name import command_name
-from ekiben.core.environment import platform
-from ekiben.core.errors import CorruptBlob, DefinitionError, StoreError, VerifyError
+from ekiben.core.emulation import check_programs
+from ekiben.core.environment import host_arch
+from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
@@ -41,7 +42,7 @@ def build(
 ) -> Image:  # fmt: skip
     """Obey ``actions``, by default plan()'s: make every missing layer, bottom first, and name the image.
 
-    Raises LayerError, EngineError, StoreError, FetchError; LockMismatchError when ``options.locked`` refuses a layer;
+    Raises LayerError, EngineError (also for another architecture that does not run here), StoreError, FetchError; LockMismatchError when ``options.locked`` refuses a layer;
     DefinitionError when a lock file that is needed could not lock something.
     """
     if actions is None:
@@ -51,6 +52,7 @@ def build(
         refuse_drift([line for layer in layers for line in layer.drift])
     if len(layers) < len(actions):
         _refuse_unlocked(resolved, actions)
+        _refuse_emulation(resolved, actions)
         store.open_for_writing()
         is_large = any(action.stored is None and action.layer.kind != "files" for action in actions)
         with store.building((layer.cache_key for layer in _all_layers(resolved.layers)), background=is_large):
@@ -101,6 +103,7 @@ def import_wheel(
             return existing
         raise VerifyError(f"there is a wheel for {stage.name} already ({existing.origin}), with other bytes; two of one key "
                           "would make two images of one key", hint=f"{command_name()} prune --wheels removes one that no image needs")  # fmt: skip
+    check_programs(resolved.stack.arch)
     store.open_for_writing()
     with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
         imported = import_result(stage, wheel, record, store)
@@ -265,6 +268,21 @@ def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> Non
                               f"UV_EXTRA_INDEX_URL=<index> {command_name()} lock {stack.name} --keep")  # fmt: skip
 
 
+def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
+    """Before anything is built for another architecture. Raises EngineError when its programs do not run here, or are to be compiled."""
+    arch = resolved.stack.arch
+    missing = [action for action in actions if action.decision == "BUILD" and action.layer.kind != "files"]
+    if arch == host_arch() or not missing:
+        return
+    check_programs(arch)
+    for action in missing:
+        for dep in action.stage_deps:
+            if isinstance(dep.step, BuildStage) and dep.step.wheel and not (dep.is_stored or dep.in_registry):
+                raise EngineError(f"no package index has {dep.step.wheel} for {arch}, and to compile it here under emulation takes days",
+                                  hint=f"build on an {arch} machine, or bring its wheel from one: "
+                                  f"{command_name()} wheels import {resolved.recipe.name} WHEEL --arch {arch}")  # fmt: skip
+
+
 def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:
     """Before anything is built: fetch what stages take from git repositories once. Raises FetchError."""
     from ekiben.packages.git import mount_repositories
@@ -286,7 +304,7 @@ def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 def image_name(resolved: ResolvedRecipe) -> str:
     """Return what the image is called in the store."""
-    return resolved.recipe.image_name(resolved.stack.name)
+    return resolved.recipe.image_name(resolved.stack.name, resolved.stack.arch)
 
 
 def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
@@ -329,7 +347,7 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
         environment=resolved.environment,
         labels=resolved.labels,
         epoch=epoch,
-        platform=platform(),
+        platform=resolved.stack.platform,
         working_dir=oci.WORKING_DIR,
     )
     copies = (item for layer in resolved.layers for item in layer.copies)
@@ -338,5 +356,5 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
         recipe=recipe.file.name, stack=resolved.stack.name, description=recipe.file.description,
         tasks={name: task.help for name, task in recipe.file.tasks.items()},
         environment=resolved.environment, labels=resolved.labels, deffile=resolved.deffile, epoch=epoch,
-        arch=platform().split("/")[1], result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
+        arch=resolved.stack.arch, result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
     )  # fmt: skip

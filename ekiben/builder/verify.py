@@ -14,6 +14,7 @@ from ekiben.builder.build import stored_image
 from ekiben.builder.layer import prepare_job
 from ekiben.core.checked import Fields
 from ekiben.core.command_name import command_name
+from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError, UsageError, VerifyError
 from ekiben.core.process import stream
@@ -47,9 +48,15 @@ def verify(
 ) -> list[Check]:
     """Run the tests in each of ``sifs`` and in the image that each of ``loaded`` (docker, podman) keeps; where no runtime is, on the stored layers.
 
-    ``again`` repeats tests that passed before. Raises VerifyError when one fails.
+    ``again`` repeats tests that passed before. None are run where programs of the image's architecture do not run. Raises VerifyError
+    when one fails.
     """
     checks: list[Check | None] = []
+    if problem := emulation_problem(image.arch):
+        for sif in sifs:
+            check_sif(image, sif, store, again=again)
+        progress.log(f"{image.name} is for {image.arch} and not tested here: {problem[0]} ({problem[1]})")
+        return []
     with progress.step(f"verify {image.name}"):
         checks += [verify_sif(image, sif, store, progress.note, again=again) for sif in sifs]
         for name in loaded:
@@ -245,5 +252,6 @@ def verify_image(resolved: ResolvedRecipe, store: Store, sif: Path | None) -> tu
         image, store, progress, sifs=[sif] if sif.is_file() else [], loaded=["docker"] if in_daemon else [], again=True
     )
     if not checks:
-        raise VerifyError("every digest is right, but nothing here can run the tests: no Apptainer, Docker or buildah")
+        raise VerifyError("every digest is right, but nothing here can run the tests: no Apptainer, Docker or buildah"
+                          + (f" for {image.arch}" if emulation_problem(image.arch) else ""))  # fmt: skip
     return image, checks

@@ -27,7 +27,6 @@ from ekiben.bundle._index import (
 )
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.command_name import command_name
-from ekiben.core.environment import platform
 from ekiben.core.errors import FetchError, StoreError
 from ekiben.core.files import remove_tree
 from ekiben.core.paths import BUILD_MOUNT
@@ -144,8 +143,8 @@ def _is_plain(name: str, include: str) -> bool:
 
 def check_bundle(bundle: Bundle, resolved: ResolvedRecipe) -> None:
     """Raise FetchError unless the bundle is for this platform and the recipe's locks."""
-    if bundle.index.platform != platform():
-        raise FetchError(f"the bundle is for {bundle.index.platform}; this machine is {platform()}")
+    if bundle.index.platform != resolved.stack.platform:
+        raise FetchError(f"the bundle is for {bundle.index.platform}, the image for {resolved.stack.platform}")
     ours, theirs = lock_digests(resolved), bundle.index.locks
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         raise FetchError(f"the bundle of {bundle.index.recipe} ({bundle.index.stack}) has not what is asked for here: other "

@@ -31,7 +31,6 @@ from ekiben.builder.build import Options
 from ekiben.bundle._fetch import fetch_packages, fetch_sources, index_debs, make_folder
 from ekiben.bundle._index import INDEX, SECTIONS, BundleFile, BundleIndex, link_stays_inside, lock_digests, sha256_of
 from ekiben.core.command_name import command_name
-from ekiben.core.environment import platform
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.files import tree_paths
 from ekiben.core.progress import Progress
@@ -92,7 +91,7 @@ def write_bundle(
         files |= included_files
         with progress.step(f"write {out}"):
             index = BundleIndex(
-                recipe=resolved.recipe.name, stack=resolved.stack.name, platform=platform(), locks=lock_digests(resolved),
+                recipe=resolved.recipe.name, stack=resolved.stack.name, platform=resolved.stack.platform, locks=lock_digests(resolved),
                 layers={layer.name: layer.cache_key for layer in resolved.layers},
                 files={name: _describe(name, path) for name, path in files.items()},
             )  # fmt: skip

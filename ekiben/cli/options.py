@@ -19,6 +19,7 @@ from click.shell_completion import CompletionItem
 from ekiben.cli.context import Context
 from ekiben.core import plugins
 from ekiben.core.command_name import INSTALLED, command_name
+from ekiben.core.environment import ARCHITECTURES
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 
@@ -265,6 +266,7 @@ class RecipeOptions:
     gpu_arch: str | None
     arguments: Mapping[str, str]
     layers: tuple[str, ...] = ()
+    arch: str | None = None
 
     @property
     def mirror(self) -> str | None:
@@ -277,7 +279,8 @@ class RecipeOptions:
         from ekiben.spec.recipe import find_recipe
 
         named = replace(find_recipe(recipe), layers=self.layers) if isinstance(recipe, str) else recipe
-        return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch)
+        return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch,
+                       arch=self.arch)  # fmt: skip
 
 
 def image_options(function: Function) -> Function:
@@ -288,16 +291,23 @@ def image_options(function: Function) -> Function:
 
 
 def recipe_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add --stack, --layer, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
+    """Add --stack, --layer, --arch, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
 
     @functools.wraps(function)
     def with_options(
-        *args: Any, stack: str | None, layers: tuple[str, ...], gpu_arch: str | None, arguments: tuple[str, ...], **rest: Any
+        *args: Any, stack: str | None, layers: tuple[str, ...], arch: str | None, gpu_arch: str | None,
+        arguments: tuple[str, ...], **rest: Any,
     ) -> None:  # fmt: skip
-        options = RecipeOptions(stack, gpu_arch, bind_arguments(arguments), layers)
+        options = RecipeOptions(stack, gpu_arch, bind_arguments(arguments), layers, arch)
         function(*args, recipe_options=options, **rest)
 
-    return image_options(definition_options(with_options))
+    return image_options(arch_option("Build for this processor (default: this machine's); another one is emulated.")(
+        definition_options(with_options)))  # fmt: skip
+
+
+def arch_option(purpose: str) -> Callable[[Function], Function]:
+    """Add --arch, one of the architectures that stacks can be locked for; ``purpose`` is its help text."""
+    return click.option("--arch", type=NearestChoice(sorted(ARCHITECTURES.values())), help=purpose)
 
 
 def definition_options(function: Callable[..., None]) -> Callable[..., None]:

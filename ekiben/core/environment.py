@@ -9,10 +9,15 @@ DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
+def host_arch() -> str:
+    """Return this host's architecture as Debian and OCI name it: ``amd64``, ``arm64``."""
+    machine = os.uname().machine
+    return ARCHITECTURES.get(machine, machine)
+
+
 def platform() -> str:
     """Return the OCI platform of this host, as ``linux/amd64``."""
-    machine = os.uname().machine
-    return "linux/" + ARCHITECTURES.get(machine, machine)
+    return f"linux/{host_arch()}"
 
 
 _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/cert.pem")

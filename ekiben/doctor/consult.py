@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ekiben.core.environment import platform
+from ekiben.core.environment import host_arch
 from ekiben.core.errors import StoreError
 from ekiben.core.files import read_yaml
 from ekiben.core.paths import PROJECT_ROOT
@@ -124,7 +124,7 @@ def consult(
     sections = []
     needed = building.TORCH_BUILD
     if image is not None:
-        requirements, missing = _requirements_of(image, store, where.node.architecture, resolved, log)
+        requirements, missing = _requirements_of(image, store, resolved, log)
         title = f"{image} on {described(where)}"
         notes = [Finding("info", "image", f"not built yet: by what {requirements.name} declares")] if missing else []
         findings = [*notes, *check_image(where, requirements, known_stacks())]
@@ -151,7 +151,7 @@ _NOTHING = ImageRequirements(name="", size=0, partitions=1, arch="", cuda=None, 
 
 
 def _requirements_of(
-    image: str, store: Store, arch: str, resolved: Callable[[str], ResolvedRecipe], log: Callable[[str], None]
+    image: str, store: Store, resolved: Callable[[str], ResolvedRecipe], log: Callable[[str], None]
 ) -> tuple[ImageRequirements, bool]:
     """Return an image's requirements, and whether they are only declared because it is not built."""
     if image.endswith(".sif") or (Path(image).is_file() and Path(image).suffix != ".yaml"):
@@ -159,10 +159,10 @@ def _requirements_of(
     recipe = resolved(image)
     stored = [layer for step in recipe.layers if (layer := store.layer(step.cache_key))]
     if len(stored) == len(recipe.layers):
-        return requirements_of_layers(image, stored, store, platform().split("/")[1], log), False
+        return requirements_of_layers(image, stored, store, recipe.stack.arch, log), False
     # Only the layer of this name brings the stack's torch and CUDA.
     gpu = any(step.name == "pytorch" for step in recipe.layers)
-    return declared_requirements(recipe.stack.file, arch, len(recipe.layers), gpu=gpu), True
+    return declared_requirements(recipe.stack.file, recipe.stack.arch, len(recipe.layers), gpu=gpu), True
 
 
 def _requirements_in_store(name: str, store: Store, log: Callable[[str], None]) -> ImageRequirements | None:
@@ -170,7 +170,7 @@ def _requirements_in_store(name: str, store: Store, log: Callable[[str], None]) 
     layers = [layer for key in ref["keys"] if (layer := store.layer(key))] if ref else []
     if not ref or len(layers) < len(ref["keys"]):
         return None
-    return requirements_of_layers(name, layers, store, platform().split("/")[1], log)
+    return requirements_of_layers(name, layers, store, host_arch(), log)
 
 
 def known_stacks() -> list[StackFile]:

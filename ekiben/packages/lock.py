@@ -4,6 +4,7 @@ Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer
 Sources           NAME-source.in → NAME-source.lock: what a build stage compiles, one source distribution with its hash.
 Debian packages   a definition's Include: and its `apt-get install` lines → apt.lock, with versions, by apt; and the moment,
                   for the snapshot archive.
+NAME.arm64.lock   beside NAME.lock where it differs for that architecture; NAME.lock is amd64's, and all others' where it does not.
 SHA256SUMS        of all of them: a lock that was edited by hand is noticed.
 """
 
@@ -16,6 +17,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,7 +31,7 @@ from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
 from ekiben.spec.definition import Definition, Stage, read_definition
-from ekiben.spec.stack import UNLOCKED, AptLock, Stack, StackFile, find_stack
+from ekiben.spec.stack import UNLOCKED, AptLock, Stack, StackFile, find_stack, lock_for, own_lock, shared_lock
 from ekiben.spec.sums import SUMS, format_sums
 
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
@@ -37,15 +39,19 @@ _LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==
 _SOURCE = (
     "-source"  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
 )
+PYTHON_PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}  # as uv names them
 _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _INSTALL = re.compile(r"\bapt-get\b[^;&|\n]*?\binstall\b([^;&|<>\n]*)")
 _CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
 
 
-def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = None) -> Iterator[str]:
+def refresh(
+    name: str, *, check: bool, keep: bool = False, mirror: str | None = None, arch: str | None = None
+) -> Iterator[str]:
     """Lock every layer of a stack, lowest first; yields a line per change. With ``check`` nothing is written.
 
     ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it fits.
+    ``arch``: lock for this architecture only, not for all that stack.yaml names.
     Raises FetchError when an index or a mirror does not answer; LockMismatchError when ``check`` finds a lock out of date.
     """
     stack = open_stack(name)
@@ -54,30 +60,25 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
             f"stack '{stack.name}' is part of the installed Ekiben, and is not locked anew in place",
             hint=f"lock a copy of {stack.folder} in your recipe's images/stacks/, or a recipe's own packages: {command_name()} lock ./RECIPE",
         )
+    if arch and arch not in stack.file.architectures:
+        raise UsageError(f"--arch {arch}: {short_path(stack.folder / 'stack.yaml')} has architectures: [{', '.join(stack.file.architectures)}]",
+                         hint=f"add {arch} there, then lock")  # fmt: skip
     definitions = _definitions(stack)
     locked: dict[Path, str] = {}
     changes = 0
-    for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
-        target = source.with_suffix(".lock")
-        old = target.read_text(encoding="utf-8") if target.exists() else ""
-        under = [stack.folder / f"{layer}.lock" for layer in reversed(_below(definitions, source.stem))]
-        below = "".join(locked[lock] for lock in under if lock in locked)
-        locked[target] = _resolve(source, below, old if check or keep else "", stack)
-        for line in _differences(old, locked[target]):
+    for architecture in (
+        sorted(stack.file.architectures) if arch is None else [arch]
+    ):  # amd64, whose versions others keep, first
+        bound = replace(stack, arch=architecture)
+        for line in _lock_python(bound, definitions, locked, keep=check or keep):
             changes += 1
-            yield f"{short_path(target)}: {line}"
-    _check_versions(stack, "".join(locked.values()))
-    apt_lock = stack.folder / "apt.lock"
-    try:
-        before = stack.apt_lock()
-        now = _resolve_debian(stack, definitions, before if check or keep else AptLock(), mirror)
-        for line in _apt_differences(before, now):
-            changes += 1
-            yield f"{short_path(apt_lock)}: {line}"
-        if now.layers != before.layers:
-            locked[apt_lock] = _apt_text(stack, now)
-    except FileNotFoundError:
-        yield f"{short_path(apt_lock)}: left as it is: there is no apt-get here to ask"
+            yield line
+        try:
+            for line in _lock_debian(bound, definitions, locked, mirror, keep=check or keep):
+                changes += 1
+                yield line
+        except FileNotFoundError:
+            yield f"{short_path(stack.folder / 'apt.lock')}: left as it is: there is no apt-get here to ask"
     edited = list(_sum_problems(stack)) if check else []
     yield from edited
     if changes + len(edited) and check:
@@ -86,15 +87,24 @@ def refresh(name: str, *, check: bool, keep: bool = False, mirror: str | None = 
             hint=f"{command_name()} lock {name} --keep",
         )
     if not check:
-        for target, text in locked.items():
-            if not target.exists() or target.read_text(encoding="utf-8") != text:
-                atomic_write(target, text)
-        if (text := _sums(stack)) != (
-            (stack.folder / SUMS).read_text(encoding="utf-8") if (stack.folder / SUMS).exists() else ""
-        ):
-            atomic_write(stack.folder / SUMS, text)
+        _write_locks(stack, locked)
     if not changes:
         yield f"{stack.name}: up to date"
+
+
+def _write_locks(stack: Stack, locked: Mapping[Path, str]) -> None:
+    """Write what changed; the lock of an architecture that holds what amd64's does is not needed, and goes."""
+    for target, text in locked.items():
+        if target != (shared := shared_lock(target)) and text == locked.get(shared, _read(shared)):
+            target.unlink(missing_ok=True)
+        elif _read(target) != text:
+            atomic_write(target, text)
+    if (text := _sums(stack)) != _read(stack.folder / SUMS):
+        atomic_write(stack.folder / SUMS, text)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def open_stack(name: str) -> Stack:
@@ -133,6 +143,36 @@ def _below(definitions: Mapping[str, Definition], layer: str) -> list[str]:
 # -- Python packages ------------------------------------------------------------------------------------------------------
 
 
+def _lock_python(
+    stack: Stack, definitions: Mapping[str, Definition], locked: dict[Path, str], *, keep: bool
+) -> Iterator[str]:
+    """Lock each .in file for the stack's architecture, into ``locked``; yields a line per change.
+
+    What amd64 has in ``locked``, or else on the disk, is kept for another architecture: only what is not there may differ.
+    """
+    texts: dict[Path, str] = {}
+    for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
+        shared = source.with_suffix(".lock")
+        target = own_lock(shared, stack.arch)
+        old = _read(lock_for(shared, stack.arch))
+        kept = old if keep else ""
+        if target != shared:
+            kept = _blocks_beyond(kept, known := locked.get(shared, _read(shared))) + known
+        under = [stack.folder / f"{layer}.lock" for layer in reversed(_below(definitions, source.stem))]
+        below = "".join(texts[lock] for lock in under if lock in texts)
+        texts[shared] = locked[target] = _resolve(source, below, kept, stack)
+        if target == shared or texts[shared] != known or target.exists():
+            yield from (f"{short_path(target)}: {line}" for line in _differences(old, texts[shared]))
+    _check_versions(stack, "".join(texts.values()))
+
+
+def _blocks_beyond(text: str, known: str) -> str:
+    """Return the blocks of a lock for packages that ``known`` has not."""
+    names = {canonicalize_name(match[1]) for match in _PIN.finditer(known)}
+    return "".join(block for block in re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+                   if (match := _PIN.match(block)) and canonicalize_name(match[1]) not in names)  # fmt: skip
+
+
 def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
     """``source``'s lock. A requirement with a local version, when no index here has it, is named as not locked."""
     absent = [line.removeprefix(UNLOCKED) for line in below.splitlines() if line.startswith(UNLOCKED)]
@@ -161,7 +201,7 @@ def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[
         date = _DATE.search(source.read_text(encoding="utf-8"))
         try:
             run([uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
-                 "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28",
+                 "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
                  *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
                  *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
                  "--constraints", constraints, source, "--output-file", out],
@@ -183,6 +223,9 @@ def _check_versions(stack: Stack, text: str) -> None:
     if Version(torch).public != Version(stack.file.torch).public:
         raise DefinitionError(f"{where}: torch: {stack.file.torch}, but the .in files resolve to torch {torch}",
                               hint=f"ask for torch=={stack.file.torch} in an .in file, or say torch: {torch}")  # fmt: skip
+    if "torch" in pins and not any(name.startswith("nvidia-cuda-runtime") for name in pins):
+        raise DefinitionError(f"{where}: the index has torch {torch} for {stack.arch} without CUDA",
+                              hint=f"take {stack.arch} out of architectures: there, or ask for another torch")  # fmt: skip
     cuda = Version(stack.file.cuda).release
     for name, version in pins.items():
         if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name) and Version(version).release[: len(cuda)] != cuda:
@@ -227,6 +270,17 @@ def packages_of(stages: Iterable[Stage]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def _lock_debian(
+    stack: Stack, definitions: Mapping[str, Definition], locked: dict[Path, str], mirror: str | None, *, keep: bool
+) -> Iterator[str]:
+    """Lock the Debian packages for the stack's architecture, into ``locked``; yields a line per change."""
+    target, before = own_lock(stack.folder / "apt.lock", stack.arch), stack.apt_lock()
+    now = _resolve_debian(stack, definitions, before if keep else AptLock(), mirror)
+    yield from (f"{short_path(target)}: {line}" for line in _apt_differences(before, now))
+    if now.layers != before.layers:
+        locked[target] = _apt_text(stack, now)
+
+
 def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None) -> AptLock:
     """What apt would install today for each layer, beyond the layers below.
 
@@ -243,7 +297,7 @@ def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: A
     sources = apt_sources(stack.file.suite, mirror)
     packages: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory(prefix="ekiben-apt-") as folder:
-        settings = _apt_settings(Path(folder), sources, preferences(pins.packages))
+        settings = _apt_settings(Path(folder), sources, preferences(pins.packages), stack.arch)
         _apt(settings, "update")
         for name, layers in sorted(layers_of.items(), key=lambda item: (len(item[1]), item[0])):
             names = [word for layer in layers for word in asked_packages(definitions[layer])]
@@ -256,7 +310,7 @@ def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: A
     return AptLock(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}", packages)
 
 
-def _apt_settings(folder: Path, sources: str, pins: str) -> dict[str, str]:
+def _apt_settings(folder: Path, sources: str, pins: str, arch: str) -> dict[str, str]:
     """An apt of its own in ``folder``, on a system with nothing installed; its archive keys are the host's."""
     for path in ("lists/partial", "cache/archives/partial"):
         (folder / path).mkdir(parents=True)
@@ -267,7 +321,7 @@ def _apt_settings(folder: Path, sources: str, pins: str) -> dict[str, str]:
              f'Dir::Cache "{folder}/cache";', f'Dir::Etc::sourcelist "{folder}/sources.list";',
              f'Dir::Etc::sourceparts "{folder}/none";', f'Dir::Etc::preferences "{folder}/preferences";',
              f'Dir::Etc::preferencesparts "{folder}/none";', 'APT::Install-Recommends "false";', 'APT::Sandbox::User "root";',
-             'APT::Architecture "amd64";', 'APT::Architectures:: "amd64";', 'Acquire::Languages "none";',
+             f'APT::Architecture "{arch}";', f'APT::Architectures:: "{arch}";', 'Acquire::Languages "none";',
              'Acquire::Retries "3";', 'Dir::Log "/dev";', 'APT::Get::List-Cleanup "false";']  # fmt: skip
     (folder / "none").mkdir()
     (folder / "apt.conf").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -290,7 +344,7 @@ def _apt_differences(before: AptLock, now: AptLock) -> Iterator[str]:
 
 def _apt_text(stack: Stack, lock: AptLock) -> str:
     lines = [
-        f"# Debian {stack.file.suite}, what each layer adds; written by ekiben lock {stack.name}",
+        f"# Debian {stack.file.suite}{'' if stack.arch == 'amd64' else f' for {stack.arch}'}, what each layer adds; written by ekiben lock {stack.name}",
         f"snapshot: {lock.snapshot}",
     ]
     for layer, packages in lock.layers.items():

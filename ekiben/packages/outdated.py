@@ -23,7 +23,7 @@ from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import DefinitionError, FetchError, UsageError
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError, run
-from ekiben.spec.stack import read_pins
+from ekiben.spec.stack import read_pins, shared_lock
 
 _MAX_RECORD = 4 << 20  # bytes of one advisory; the longest of osv.dev have some 300 kB
 _MAX_RECORDS = 1_000_000
@@ -49,7 +49,7 @@ def read_locks(folder: Path) -> dict[Path, dict[str, str]]:
     """Return what the lock files of Python packages in ``folder`` pin: file → name → version. Raises UsageError, DefinitionError."""
     locks: dict[Path, dict[str, str]] = {}
     for path in sorted(folder.glob("*.lock")):
-        if path.name == "apt.lock":
+        if shared_lock(path).name == "apt.lock":
             continue
         pins = locks[path] = {}
         for name, version, _ in read_pins(read_source(path)):

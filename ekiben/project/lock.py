@@ -11,7 +11,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -22,9 +22,10 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
 from ekiben.core.files import atomic_write, read_yaml
 from ekiben.core.process import ProcessError, run
+from ekiben.packages.lock import PYTHON_PLATFORMS
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, RecipeFile
-from ekiben.spec.stack import UNLOCKED, Stack, find_stack, read_pins
+from ekiben.spec.stack import UNLOCKED, Stack, find_stack, lock_for, own_lock, read_pins
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
 _WHEEL = "org.ekiben.wheel"  # of a build stage: the package that it compiles for the layer
@@ -56,12 +57,13 @@ def find_local_recipe(name: str) -> Recipe | None:
     return Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))
 
 
-def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False) -> Iterator[str]:
+def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch: str | None = None) -> Iterator[str]:
     """Lock the packages of a recipe's own top layer; yields a line for each change.
 
     Args:
         check: write nothing, and fail when a change would be made.
         keep: keep each locked version that still fits, rather than take today's.
+        arch: lock for this architecture only (default: amd64, and those that have a lock of their own).
 
     Raises:
         UsageError: the recipe has no layer or no requirements of its own, or these ask for nothing new.
@@ -69,35 +71,64 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False) -> I
         FetchError: no index answers.
         LockMismatchError: ``check``, and the lock is out of date.
     """
-    layer, source = recipe.file.layer, _requirements_of(recipe)
+    source = _requirements_of(recipe)
     stack = find_stack(recipe.file.stack, recipe.image_folders, asked_by=str(recipe.folder / "recipe.yaml"))
-    target = recipe.folder / "images" / f"{layer}.lock"
-    old = target.read_text(encoding="utf-8") if target.exists() else ""
-    requirements = read_requirements(source)
+    if arch and arch not in stack.file.architectures:
+        raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only")
+    shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
+    others = [
+        name
+        for name in stack.file.architectures
+        if own_lock(shared, name) != shared and own_lock(shared, name).exists()
+    ]
+    locked: dict[Path, str] = {}
+    changes: list[str] = []
+    for name in [arch] if arch else ["amd64", *others]:
+        lines = list(_lock_for(recipe, source, replace(stack, arch=name), locked, keep=check or keep))
+        yield from lines
+        changes += lines
+    sums = recipe.folder / SUMS
+    if not check:
+        for target, text in locked.items():
+            if target != shared and text == locked.get(shared, _read(shared)):
+                target.unlink(missing_ok=True)
+            elif text != _read(target):
+                atomic_write(target, text)
+    locks = [path for path in (shared, *(own_lock(shared, name) for name in stack.file.architectures)) if path.exists()]
+    text = format_sums(recipe.folder, dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *locks)))
+    if not check:
+        atomic_write(sums, text)
+    elif changes or _read(sums) != text:
+        raise LockMismatchError(f"{shared} is not what {source.name} gives on the layers below",
+                                hint=f"{command_name()} lock {recipe.folder} --keep")  # fmt: skip
+    if not changes:
+        yield f"{recipe.name}: up to date"
+
+
+def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str], *, keep: bool) -> Iterator[str]:
+    """Lock for the stack's architecture, into ``locked``: file → text; yields a line for each change. Another than amd64 keeps its versions."""
+    shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
+    target, old = own_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
-    _check_compiled(source, requirements, below)
-    pins = _compile(source, below, old if check or keep else "", stack)
+    _check_compiled(source, read_requirements(source), below)
+    kept = old if keep else ""
+    pins = _compile(source, below, kept if target == shared else locked.get(shared, _read(shared)), stack)
     if not pins:
         raise UsageError(
             f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
-            hint=f"say `layer: {below.layers[-1]}` in {recipe.folder / 'recipe.yaml'}, and delete {recipe.folder / 'images' / layer}.def",
+            hint=f"say `layer: {below.layers[-1]}` in {recipe.folder / 'recipe.yaml'}, and delete {recipe.folder / 'images' / recipe.file.layer}.def",
         )
-    text = f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben lock`\n{pins}"
-    changes = list(_differences(old, text))
-    yield from (f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}" for line in changes)
-    names = [source.name, str(target.relative_to(recipe.folder))]
-    sums = recipe.folder / SUMS
-    if check:
-        is_stale = not sums.exists() or sums.read_text(encoding="utf-8") != format_sums(recipe.folder, names)
-        if changes or is_stale:
-            raise LockMismatchError(f"{target} is not what {source.name} gives on the layers below",
-                                    hint=f"{command_name()} lock {recipe.folder} --keep")  # fmt: skip
-    else:
-        if text != old:
-            atomic_write(target, text)
-        atomic_write(sums, format_sums(recipe.folder, names))
-    if not changes:
-        yield f"{recipe.name}: up to date"
+    locked[target] = (
+        f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben lock`\n{pins}"
+    )
+    yield from (
+        f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}"
+        for line in _differences(old, locked[target])
+    )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _requirements_of(recipe: Recipe) -> Path:
@@ -123,7 +154,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
     for definition in definitions:
         for stage in definition.stages:
             locks = [
-                definition.root / copy.source
+                lock_for(definition.root / copy.source, stack.arch)
                 for copy in stage.files
                 if copy.stage is None and copy.source.endswith(".lock")
             ]
@@ -219,7 +250,7 @@ def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
         date = _DATE.search(source.read_text(encoding="utf-8"))
         try:
             run([find_uv_bin(), "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header",
-                 "--no-annotate", "--python-version", stack.file.python, "--python-platform", "x86_64-manylinux_2_28",
+                 "--no-annotate", "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
                  "--only-binary", ":all:", "--no-sources", *(["--exclude-newer", date[1]] if date else []),
                  "--override", overrides, "--constraints", constraints, source, "--output-file", out],
                 env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip

@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 from ekiben.core.errors import DefinitionError, UsageError
 from ekiben.gpu.device_code import runs_on
 from ekiben.gpu.devices import nvidia_gpus
-from ekiben.spec.stack import Stack, stacks
+from ekiben.spec.stack import Stack, lock_for, stacks
 
 # `nvcc --list-gpu-code` of each release that changed it, and NVIDIA's table of toolkits and architectures:
 # https://docs.nvidia.com/datacenter/tesla/drivers/cuda-toolkit-driver-and-architecture-matrix.html
@@ -109,7 +109,7 @@ def check_torch(stack: Stack) -> None:
     """Raise DefinitionError when the locked torch, its CUDA or the locked compiler is not what stack.yaml says."""
     stack_file = stack.file
     for lock in ("pytorch.lock", "toolkit.lock"):
-        path = stack.folder / lock
+        path = lock_for(stack.folder / lock, stack.arch)
         for name, locked in _PIN.findall(path.read_text(encoding="utf-8")) if path.exists() else ():
             if name == "torch":
                 if Version(locked).public != Version(stack_file.torch).public:

@@ -6,6 +6,7 @@ import glob
 import os
 import posixpath
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from ekiben.formats.layer import File
 from ekiben.resolve.keys import mode_of
 from ekiben.spec.definition import Copy, Definition
 from ekiben.spec.name_confusion import find_confusion
+from ekiben.spec.stack import lock_for
 
 
-def copied_files(definition: Definition, copy: Copy) -> list[File]:
-    """Return the files that one line of %files stands for. Links are followed.
+def copied_files(definition: Definition, copy: Copy, arch: str = "amd64") -> list[File]:
+    """Return the files that one line of %files stands for; of a lock file, that of ``arch``. Links are followed.
 
     Raises DefinitionError for what is not there, is neither file nor folder, or is a lock file that confuses two packages.
     """
@@ -25,7 +27,9 @@ def copied_files(definition: Definition, copy: Copy) -> list[File]:
     files: list[File] = []
     sources = _matches(definition, copy, where)
     for source in sources:
-        files += _of_source(source, copy, where, several=len(sources) > 1)
+        for file in _of_source(source, copy, where, several=len(sources) > 1):
+            is_lock = file.source is not None and file.source.suffix == ".lock"
+            files.append(replace(file, source=lock_for(file.source, arch)) if is_lock and file.source else file)
     for file in files:
         if (
             file.source

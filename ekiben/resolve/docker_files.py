@@ -47,7 +47,7 @@ def write_devcontainer(resolved: ResolvedRecipe, folder: Path) -> Path:
 
 
 def _image(resolved: ResolvedRecipe) -> str:
-    return f"ekiben/{resolved.recipe.image_name(resolved.stack.name)}:latest"
+    return f"ekiben/{resolved.recipe.image_name(resolved.stack.name, resolved.stack.arch)}:latest"
 
 
 def _user() -> str:

@@ -8,7 +8,6 @@ import shlex
 from dataclasses import replace
 from typing import Any, Literal
 
-from ekiben.core.environment import platform
 from ekiben.core.paths import RECIPE_HOME, TESTS
 from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import runtime_files
@@ -40,7 +39,7 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         "kind": "files",
         "files": [[file.destination, file.mode, file.sha256()] for file in files],
         "epoch": epoch,
-        "platform": platform(),
+        "platform": resolved.stack.platform,
     }
     top = make_layer(recipe.name, "files", None, tuple(files), resolved.environment, epoch, inputs, resolved.layers)
     return replace(resolved, layers=(*resolved.layers, top))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ekiben.core.environment import DEFAULT_PATH, platform
-from ekiben.core.errors import DefinitionError, nearest
+from ekiben.core.command_name import command_name
+from ekiben.core.environment import ARCHITECTURES, DEFAULT_PATH, host_arch
+from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
@@ -25,24 +27,28 @@ from ekiben.spec.definition import (
     read_definition,
 )
 from ekiben.spec.recipe import LAYER_LABEL, Recipe
-from ekiben.spec.stack import Stack, find_stack
+from ekiben.spec.stack import Stack, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
 WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
 MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
 MINIMUM_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
+ARCH_LABEL = "org.ekiben.architectures"  # of a build stage: the only architectures that it compiles for
 
 
 def resolve(
-    recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None
-) -> ResolvedRecipe:
+    recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
+    arch: str | None = None,
+) -> ResolvedRecipe:  # fmt: skip
     """Resolve a recipe on its stack, or on ``stack``, with ``arguments`` bound over the stack's.
 
-    ``gpu_arch``: "8.0,9.0" or "native". Raises DefinitionError when something is wrong in the recipe, its stack or its definition
-    files, UsageError when ``gpu_arch`` is none or the CUDA of the stack does not know it.
+    ``gpu_arch``: "8.0,9.0" or "native"; ``arch``: "amd64" or "arm64", by default this host's. Raises DefinitionError when
+    something is wrong in the recipe, its stack or its definition files, UsageError when ``gpu_arch`` is none or the CUDA of the
+    stack does not know it, and when the stack is not locked for ``arch``.
     """
     asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
     bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by)
+    bound = _bind_arch(bound, arch or host_arch(), recipe.image_folders)
     bound.check_locks()
     check_recipe_locks(recipe.folder, recipe.file.layer)
     if gpu_arch:
@@ -78,6 +84,18 @@ def resolve(
         environment=environment, labels=labels, deffile=deffile, tests=tuple(tests),
     )  # fmt: skip
     return add_recipe_layer(resolved)
+
+
+def _bind_arch(stack: Stack, arch: str, folders: Sequence[Path]) -> Stack:
+    """Return the stack for ``arch``. Raises UsageError when it has no locks for that."""
+    if arch in stack.file.architectures:
+        return replace(stack, arch=arch)
+    others = [other.name for other in stacks(folders) if arch in other.file.architectures]
+    if arch not in ARCHITECTURES.values():
+        raise UsageError(f"--arch {arch}: no such architecture." + nearest(arch, ARCHITECTURES.values()))
+    raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only",
+                     hint=f"a stack that is locked for {arch}: {', '.join(others)}" if others else "no stack here is; "
+                     f"one is after `architectures: [amd64, {arch}]` in its stack.yaml and {command_name()} lock")  # fmt: skip
 
 
 class _Images:
@@ -197,11 +215,16 @@ class _Images:
         locked = {"packages": packages} if packages else {}
         if stage.parent is None:
             source = load_agent(stage.bootstrap).key_inputs(stage.header)
-            inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": platform()}
+            inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": self.stack.platform}
             layers.append(make_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
                                "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
         copies = self._stages(definition, [*below, *layers], environment, circle)
-        files = tuple(file for copy in stage.files if copy.stage is None for file in copied_files(definition, copy))
+        files = tuple(
+            file
+            for copy in stage.files
+            if copy.stage is None
+            for file in copied_files(definition, copy, self.stack.arch)
+        )
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {
@@ -212,7 +235,7 @@ class _Images:
                 **locked,
                 "environment": dict(environment),
                 "epoch": epoch,
-                "platform": platform(),
+                "platform": self.stack.platform,
             }
             layers.append(
                 make_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *layers], copies)
@@ -249,7 +272,12 @@ class _Images:
         runtime_environment: Mapping[str, str],
     ) -> BuildStage:  # fmt: skip
         stack_file, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
-        files = tuple(file for copy in stage.files if copy.stage is None for file in copied_files(definition, copy))
+        files = tuple(
+            file
+            for copy in stage.files
+            if copy.stage is None
+            for file in copied_files(definition, copy, self.stack.arch)
+        )
         inputs: dict[str, Any] = {
             "format": KEY_FORMAT,
             "kind": "wheel" if wheel else "stage",
@@ -258,8 +286,11 @@ class _Images:
             **copy_inputs(copies),
             "hands over": sorted(hands_over),
             "epoch": stack_file.epoch,
-            "platform": platform(),
+            "platform": self.stack.platform,
         }
+        if self.stack.arch not in (able := stage.labels.get(ARCH_LABEL, self.stack.arch).split()):
+            raise UsageError(f"--arch {self.stack.arch}: {definition.path} compiles {wheel or definition.name} for "
+                             f"{', '.join(able)} only")  # fmt: skip
         if wheel:
             # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
             # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.checked import NAME, Fields, check_variables
+from ekiben.core.environment import host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import parse_yaml, read_yaml, tree_paths
 from ekiben.core.paths import PROJECT_ROOT
@@ -132,9 +133,13 @@ class Recipe:
         other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
         return " ".join([self.file.name, *(f"--layer {layer}" for layer in self.layers), *other])
 
-    def image_name(self, stack: str | None = None) -> str:
-        """Return the image's name in the store, as a file and as a Docker tag; another stack's name is appended."""
-        return self.name if stack in (None, self.file.stack) else f"{self.name}-{stack}"
+    def image_name(self, stack: str | None = None, arch: str | None = None) -> str:
+        """Return the image's name in the store, as a file and as a Docker tag.
+
+        Another stack's name is appended, and an architecture (default: this host's) other than amd64.
+        """
+        name = self.name if stack in (None, self.file.stack) else f"{self.name}-{stack}"
+        return name if (arch or host_arch()) == "amd64" else f"{name}-{arch or host_arch()}"
 
     @property
     def image_folders(self) -> tuple[Path, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from ekiben.core.command_name import command_name
+from ekiben.core.environment import ARCHITECTURES, host_arch
 from ekiben.core.errors import DefinitionError, nearest
 from ekiben.core.files import read_source, read_yaml
 from ekiben.spec.sums import check_sums
@@ -33,11 +34,17 @@ class StackFile:
     driver: str
     compute_capabilities: tuple[str, ...]
     epoch: int
+    architectures: tuple[str, ...] = ("amd64",)
     arguments: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < self.epoch < 2**32:
             raise ValueError(f"epoch: should be seconds since 1970, from 1 to 2**32 - 1 (found: {self.epoch})")
+        known = sorted(ARCHITECTURES.values())
+        if not self.architectures or not set(self.architectures) <= set(known):
+            raise ValueError(
+                f"architectures: should be some of {', '.join(known)} (found: {', '.join(self.architectures) or 'none'})"
+            )
         versions = {"python": [self.python], "cuda": [self.cuda], "torch": [self.torch],
                     "compute_capabilities": self.compute_capabilities}  # fmt: skip
         for name, values in versions.items():
@@ -68,19 +75,25 @@ class AptLock:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack's folder and what its stack.yaml holds."""
+    """A stack's folder and what its stack.yaml holds; ``arch``: the architecture that is built for, ``amd64`` or ``arm64``."""
 
     folder: Path
     file: StackFile
+    arch: str = field(default_factory=host_arch)
 
     @property
     def name(self) -> str:
         """Return the stack's name."""
         return self.file.name
 
+    @property
+    def platform(self) -> str:
+        """Return the OCI platform that is built for, as ``linux/amd64``."""
+        return f"linux/{self.arch}"
+
     def apt_lock(self) -> AptLock:
         """Read apt.lock. Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
-        path = self.folder / "apt.lock"
+        path = lock_for(self.folder / "apt.lock", self.arch)
         snapshot, layers = "", dict[str, dict[str, str]]()
         layer = ""
         for number, line in enumerate(read_source(path, default="").splitlines(), 1):
@@ -109,6 +122,23 @@ class Stack:
             for line in lock.read_text(encoding="utf-8").splitlines()
             if line.startswith(UNLOCKED)
         ]
+
+
+def lock_for(lock: Path, arch: str) -> Path:
+    """Return the lock file of ``arch``: NAME.arm64.lock where it is beside ``lock``, else ``lock``, which is for all of them."""
+    own = own_lock(lock, arch)
+    return own if own.is_file() else lock
+
+
+def own_lock(lock: Path, arch: str) -> Path:
+    """Return where what differs from ``lock`` on ``arch`` is locked: NAME.arm64.lock. ``lock`` itself is amd64's."""
+    return lock if arch == "amd64" else lock.with_suffix(f".{arch}{lock.suffix}")
+
+
+def shared_lock(lock: Path) -> Path:
+    """Return amd64's lock file beside ``lock``, or ``lock`` itself where it is that: the inverse of own_lock()."""
+    name, _, arch = lock.stem.rpartition(".")
+    return lock.with_name(f"{name}{lock.suffix}") if name and arch in ARCHITECTURES.values() else lock
 
 
 def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ekiben.core.environment import platform
 from ekiben.core.errors import FetchError, LayerError
 from ekiben.formats.changeset import unordered_entries
 from ekiben.formats.squashfs.reader import merged_layer
@@ -65,7 +64,7 @@ def entries(
         log(f"{reference.repository}: {received / 1e6:.0f} MB")
 
     with contextlib.ExitStack() as stack:
-        environment, archives = image_layers(reference, staging, platform(), count)
+        environment, archives = image_layers(reference, staging, str(layer.inputs["platform"]), count)
         # Keys are known before anything is fetched, so an image's own environment cannot be inherited.
         notes["environment_left_out"] = environment
         for name, value in notes["environment_left_out"].items():

@@ -7,6 +7,7 @@ Examples:
   ekiben lock
   ekiben lock cu130 --check
   ekiben lock ./mine                        what mine/requirements.txt asks for, on the layers below
+  ekiben lock --arch arm64                  what differs for arm64, in NAME.arm64.lock
   ekiben lock cu130 --keep                  after a line was added to an .in file
   ekiben lock cu130 --outdated              what has a newer release; nothing is changed
   ekiben lock cu130 --advisories all.zip    what has a known advisory: osv.dev's PyPI/all.zip
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.options import Command, PathType, TextType, refuse_ignored
+from ekiben.cli.options import Command, PathType, TextType, arch_option, refuse_ignored
 from ekiben.core.errors import LockMismatchError
 from ekiben.packages.lock import open_stack, refresh, short_path
 from ekiben.packages.outdated import find_advisories, find_newer, read_locks
@@ -40,13 +41,16 @@ from ekiben.project.lock import find_local_recipe, lock_recipe
     help="Change nothing; print known advisories of the locked versions, from a database in the OSV format. "
     "Exit with 9 if there is one.",
 )
+@arch_option("Lock for this processor only (default: all that stack.yaml names).")
 @click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: as apt has it here).")
-def command(stack: str, check: bool, keep: bool, outdated: bool, advisories: Path | None, mirror: str | None) -> None:
+def command(
+    stack: str, check: bool, keep: bool, outdated: bool, advisories: Path | None, mirror: str | None, arch: str | None
+) -> None:
     """Update, check, or compare."""
     recipe = find_local_recipe(stack)
     if outdated or advisories:
         refuse_ignored(
-            "is for writing lock files; --outdated and --advisories only read them", "check", "keep", "mirror"
+            "is for writing lock files; --outdated and --advisories only read them", "check", "keep", "mirror", "arch"
         )
         locks = read_locks(recipe.folder / "images" if recipe else open_stack(stack).folder)
         _compare(locks, outdated=outdated, advisories=advisories)
@@ -55,9 +59,9 @@ def command(stack: str, check: bool, keep: bool, outdated: bool, advisories: Pat
         refuse_ignored("is for writing lock files; --check keeps what is locked anyway", "keep")
     if recipe:
         refuse_ignored("is for a stack's Debian packages; a recipe of your own locks Python packages", "mirror")
-        lines = lock_recipe(recipe, check=check, keep=keep)
+        lines = lock_recipe(recipe, check=check, keep=keep, arch=arch)
     else:
-        lines = refresh(stack, check=check, keep=keep, mirror=mirror)
+        lines = refresh(stack, check=check, keep=keep, mirror=mirror, arch=arch)
     for line in lines:
         click.echo(line)
 
