@@ -16,7 +16,7 @@ from typing import IO
 from ekiben.artifacts.exporters import Artifact
 from ekiben.artifacts.push import MEDIA_LAYER_CONFIG, MEDIA_SIF, MEDIA_SIF_CONFIG
 from ekiben.core.command_name import command_name
-from ekiben.core.environment import platform
+from ekiben.core.environment import host_arch, platform
 from ekiben.core.errors import FetchError, StoreError
 from ekiben.core.files import digest_of, free_bytes, reason_of
 from ekiben.core.output import check_output_file
@@ -174,6 +174,8 @@ def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path,
             deffile = readers[-1].read_file(_DEFFILE).decode("utf-8", "surrogateescape")
             users = users_partition(readers, epoch)
         with progress.step(f"write {out}", total=sum(item.size for item in partitions)):
-            header = sif_header([item.digest for item in partitions], deffile, platform().split("/")[1], epoch, users)
+            header = sif_header(
+                [item.digest for item in partitions], deffile, config.architecture or host_arch(), epoch, users
+            )
             write_sif(out, partitions, header, on_bytes=progress.count)
     return Artifact("sif", str(out), out.stat().st_size, True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import StoreError
 from ekiben.core.files import read_yaml
@@ -108,7 +109,17 @@ def check_here(
     if requirements is None:
         return []
     site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
+    if requirements.arch != site.node.architecture:  # whatever else there is to say, this comes first
+        return [_foreign(requirements.arch)]
     return [finding for finding in check_image(site, requirements, known_stacks(), gpu=gpu) if finding.level != "ok"]
+
+
+def _foreign(arch: str) -> Finding:
+    """Say how programs of another architecture run here, if they do."""
+    message = f"the image is for {arch}, this machine is {host_arch()}"
+    if problem := emulation_problem(arch):
+        return Finding("error", "machine", f"{message}: {problem[0]}", problem[1])
+    return Finding("warning", "machine", f"{message}: it is emulated, some ten times slower, and sees no GPU")
 
 
 def consult(

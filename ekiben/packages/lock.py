@@ -31,7 +31,17 @@ from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
 from ekiben.spec.definition import Definition, Stage, read_definition
-from ekiben.spec.stack import UNLOCKED, AptLock, Stack, StackFile, find_stack, lock_for, own_lock, shared_lock
+from ekiben.spec.stack import (
+    UNLOCKED,
+    AptLock,
+    Stack,
+    StackFile,
+    find_stack,
+    lock_for,
+    own_lock,
+    read_apt_lock,
+    shared_lock,
+)
 from ekiben.spec.sums import SUMS, format_sums
 
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
@@ -274,8 +284,17 @@ def _lock_debian(
     stack: Stack, definitions: Mapping[str, Definition], locked: dict[Path, str], mirror: str | None, *, keep: bool
 ) -> Iterator[str]:
     """Lock the Debian packages for the stack's architecture, into ``locked``; yields a line per change."""
-    target, before = own_lock(stack.folder / "apt.lock", stack.arch), stack.apt_lock()
+    shared = stack.folder / "apt.lock"
+    target, before = own_lock(shared, stack.arch), stack.apt_lock()
     now = _resolve_debian(stack, definitions, before if keep else AptLock(), mirror)
+    if target != shared:
+        common = locked.get(shared, _read(shared))
+        if now.layers == read_apt_lock(shared, common).layers:
+            if target.exists():
+                locked[target] = common
+            return
+        if not target.exists():
+            before = read_apt_lock(shared, common)
     yield from (f"{short_path(target)}: {line}" for line in _apt_differences(before, now))
     if now.layers != before.layers:
         locked[target] = _apt_text(stack, now)

@@ -54,12 +54,13 @@ def parse_index(data: bytes) -> list[Descriptor] | None:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The config of an image. ``created`` is "" where it does not say it."""
+    """The config of an image. ``created`` and ``architecture`` are "" where it does not say it."""
 
     created: str
     diff_ids: tuple[str, ...]
     environment: dict[str, str]
     labels: dict[str, str]
+    architecture: str = ""
 
     @classmethod
     def parse(cls, data: bytes) -> ImageConfig:
@@ -71,4 +72,5 @@ class ImageConfig:
         return cls(
             created=fields.text("created", ""), diff_ids=tuple(rootfs.strings("diff_ids")) if "diff_ids" in rootfs else (),
             environment=dict(line.split("=", 1) for line in env if "=" in line), labels=config.texts("Labels", {}),
+            architecture=fields.text("architecture", ""),
         )  # fmt: skip

@@ -94,21 +94,7 @@ class Stack:
     def apt_lock(self) -> AptLock:
         """Read apt.lock. Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
         path = lock_for(self.folder / "apt.lock", self.arch)
-        snapshot, layers = "", dict[str, dict[str, str]]()
-        layer = ""
-        for number, line in enumerate(read_source(path, default="").splitlines(), 1):
-            name, equals, version = line.partition("=")
-            if not line or line.startswith("#"):
-                continue
-            if line.startswith("[") and line.endswith("]"):
-                layer = line[1:-1]
-            elif line.startswith("snapshot: ") and _SNAPSHOT.fullmatch(line[10:]):
-                snapshot = line[10:]
-            elif equals:
-                layers.setdefault(layer, {})[name] = version
-            else:
-                raise DefinitionError(f"{path}:{number}: expected package=version, found: {line}")
-        return AptLock(snapshot, layers)
+        return read_apt_lock(path, read_source(path, default=""))
 
     def check_locks(self) -> None:
         """Raise DefinitionError when an .in or lock file is not as `ekiben lock` left it."""
@@ -122,6 +108,25 @@ class Stack:
             for line in lock.read_text(encoding="utf-8").splitlines()
             if line.startswith(UNLOCKED)
         ]
+
+
+def read_apt_lock(path: Path, text: str) -> AptLock:
+    """Read the text of ``path``, an apt.lock. Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
+    snapshot, layers = "", dict[str, dict[str, str]]()
+    layer = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        name, equals, version = line.partition("=")
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("[") and line.endswith("]"):
+            layer = line[1:-1]
+        elif line.startswith("snapshot: ") and _SNAPSHOT.fullmatch(line[10:]):
+            snapshot = line[10:]
+        elif equals:
+            layers.setdefault(layer, {})[name] = version
+        else:
+            raise DefinitionError(f"{path}:{number}: expected package=version, found: {line}")
+    return AptLock(snapshot, layers)
 
 
 def lock_for(lock: Path, arch: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,15 @@ def test_all_problems_of_a_recipes_files_are_reported_at_once(
     lines = run_cli("--store", tmp_path / "store", "plan", sample.path, code=3).stderr.splitlines()
     assert len(lines) == 2
     assert all(f"{sample.path}/images/walls.def:" in line for line in lines)
+
+
+def test_plan_for_another_processor_runs_anywhere(run_cli: RunCli, tmp_path: Path) -> None:
+    plans = {
+        arch: json.loads(run_cli("--store", tmp_path / "store", "plan", "hello", "--arch", arch, "--json").stdout)
+        for arch in ("amd64", "arm64")
+    }
+    assert [layer["layer"] for layer in plans["arm64"]] == ["base", "python", "hello"]
+    assert {layer["inputs"]["platform"] for layer in plans["arm64"]} == {"linux/arm64"}
+    assert not {layer["cache_key"] for layer in plans["arm64"]} & {layer["cache_key"] for layer in plans["amd64"]}
+    refused = run_cli("--store", tmp_path / "store", "plan", "hello", "--arch", "arm64", "--stack", "cu124", code=2)
+    assert "--arch arm64: stack cu124 is locked for amd64 only" in refused.stderr

@@ -72,10 +72,10 @@ def house(tmp_path: Path) -> Path:
     return house
 
 
-def lock(run_cli: RunCli, house: Path, *args: str, code: int = 0) -> Done:
+def lock(run_cli: RunCli, house: Path, *args: str, code: int = 0, archive: str = "./") -> Done:
     settings = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(house.parent / "wheels"), "UV_OFFLINE": "1",
                 "UV_CACHE_DIR": str(house.parent / "uv")}  # fmt: skip
-    mirror = f"deb [trusted=yes] file:{house.parent}/archive ./"
+    mirror = f"deb [trusted=yes] file:{house.parent}/archive {archive}"
     return run_cli("lock", "tiny", *args, "--mirror", mirror, code=code, env=settings, root=house)
 
 
@@ -124,6 +124,73 @@ def test_debian_packages_are_locked_by_layer(run_cli: RunCli, house: Path) -> No
 
 def stream_text(house: Path) -> str:
     return (house.parent / "archive/Packages").read_text()
+
+
+def for_both(house: Path) -> Path:
+    """The stack, for two architectures; their archive has an index for each."""
+    stack = house / "images/stacks/tiny"
+    (stack / "stack.yaml").write_text(json.dumps({**STACK, "arguments": {}, "architectures": ["amd64", "arm64"]}))
+    for arch in ("amd64", "arm64"):
+        index = index_of(house, arch)
+        index.parent.mkdir(parents=True)
+        index.write_text(stream_text(house).replace("Architecture: amd64", f"Architecture: {arch}"))
+    return stack
+
+
+def index_of(house: Path, arch: str) -> Path:
+    return house.parent / f"archive/dists/bookworm/main/binary-{arch}/Packages"
+
+
+def lock_both(run_cli: RunCli, house: Path, *args: str, code: int = 0) -> Done:
+    return lock(run_cli, house, *args, code=code, archive="bookworm main")
+
+
+@has_apt
+def test_only_what_differs_for_arm64_is_locked_beside(run_cli: RunCli, house: Path) -> None:
+    stack = for_both(house)
+    wheel(house.parent / "wheels", "two", "1.0", "one", "three; platform_machine == 'aarch64'")
+    wheel(house.parent / "wheels", "three", "1.0")
+    lines = lock_both(run_cli, house).stdout.splitlines()
+    assert "images/stacks/tiny/high.arm64.lock: three (new) → 1.0" in lines
+    assert sorted(path.name for path in stack.glob("*.lock")) == [
+        "apt.lock",
+        "high.arm64.lock",
+        "high.lock",
+        "low.lock",
+    ]
+    text, own = (stack / "high.lock").read_text(), (stack / "high.arm64.lock").read_text()
+    assert "three==" not in text
+    assert own.endswith(text)
+    assert "high.arm64.lock\n" in (stack / "SHA256SUMS").read_text()
+    assert lock_both(run_cli, house, "--check").stdout == "tiny: up to date\n"
+
+    # Another processor keeps amd64's versions, also where a newer one is there.
+    wheel(house.parent / "wheels", "one", "2.0")
+    assert lock_both(run_cli, house, "--arch", "arm64").stdout == "tiny: up to date\n"
+    (stack / "high.arm64.lock").write_text("three==0.9\n")
+    done = lock_both(run_cli, house, "--arch", "arm64", "--check", code=9)
+    assert "images/stacks/tiny/high.arm64.lock: three 0.9 → 1.0" in done.stdout
+
+    # What no longer differs goes.
+    wheel(house.parent / "wheels", "two", "1.0", "one")
+    lock_both(run_cli, house, "--keep")
+    assert not (stack / "high.arm64.lock").exists()
+
+
+@has_apt
+def test_debian_packages_are_locked_for_each_architecture(run_cli: RunCli, house: Path) -> None:
+    stack = for_both(house)
+    lock_both(run_cli, house)
+    assert not (stack / "apt.arm64.lock").exists()
+    index_of(house, "arm64").write_text(index_of(house, "arm64").read_text().replace("Version: 1.0", "Version: 1.0+b1"))
+    done = lock_both(run_cli, house, "--arch", "arm64")
+    assert "images/stacks/tiny/apt.arm64.lock: [low] libcore 1.0 → 1.0+b1\n" in done.stdout
+    assert "libcore=1.0\n" in (stack / "apt.lock").read_text()
+
+
+def test_architecture_that_the_stack_does_not_name_is_refused(run_cli: RunCli, house: Path) -> None:
+    done = lock_both(run_cli, house, "--arch", "arm64", code=2)
+    assert "--arch arm64: images/stacks/tiny/stack.yaml has architectures: [amd64]" in done.stderr
 
 
 def test_packages_requested_by_a_definition_file(tmp_path: Path) -> None:
