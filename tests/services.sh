@@ -2,7 +2,7 @@
 # The real programs the tests talk to: installed, started and listed. Debian, root; safe to run again at any time.
 #
 #   tests/services.sh install [NAME…]   docker apptainer singularity buildah podman registry slurm gridengine oar browser
-#                                       modules (these when none is named) peers
+#                                       modules emulation (these when none is named) peers
 #   tests/services.sh start [NAME…]     docker registry slurm gridengine oar (these when none is named)
 #   tests/services.sh env               what is there, one line each
 set -euo pipefail
@@ -47,7 +47,8 @@ packages() {
         modules) echo less tcl8.6 libtcl8.6 tcl lua5.3 lua-filesystem lua-json lua-posix lua-term ;;
         peers) echo charliecloud podman skopeo umoci ;;
         browser) echo chromium ;;
-        *) die "unknown group '$1'; known: docker apptainer singularity buildah podman registry slurm gridengine oar browser modules peers" 2 ;;
+        emulation) echo qemu-user-static binfmt-support ;;  # programs for arm64; see install_emulation
+        *) die "unknown group '$1'; known: docker apptainer singularity buildah podman registry slurm gridengine oar browser modules emulation peers" 2 ;;
     esac
 }
 
@@ -57,7 +58,7 @@ is_installed() { dpkg-query -W -f '${db:Status-Status}\n' "$1" 2>/dev/null | gre
 
 install() {
     local group wanted="" groups=("$@")
-    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer singularity buildah podman registry slurm gridengine oar browser modules)
+    [ ${#groups[@]} -gt 0 ] || groups=(docker apptainer singularity buildah podman registry slurm gridengine oar browser modules emulation)
     has apt-get || die "needs apt-get: this script knows Debian and its relatives only" 4
     [ "$(id -u)" = 0 ] || die "needs root: sudo tests/services.sh install ${groups[*]}" 4
     for group in base "${groups[@]}"; do
@@ -69,7 +70,7 @@ install() {
     make_user
     open_fuse
     for group in "${groups[@]}"; do
-        case $group in apptainer | singularity | modules) "install_$group" ;; esac
+        case $group in apptainer | singularity | modules | emulation) "install_$group" ;; esac
     done
 }
 
@@ -117,6 +118,13 @@ free_range() {
 open_fuse() {
     [ -e /dev/fuse ] || mknod /dev/fuse c 10 229 2>/dev/null || say "no /dev/fuse: rootless mounts will fail"
     [ ! -e /dev/fuse ] || chmod 666 /dev/fuse
+}
+
+# Where no init mounts the kernel's table of interpreters, the package found none to write itself into.
+install_emulation() {
+    local binfmt=/proc/sys/fs/binfmt_misc
+    [ -e $binfmt/status ] || mount -t binfmt_misc none $binfmt 2>/dev/null || { say "binfmt_misc cannot be mounted: no emulation"; return 0; }
+    [ -e $binfmt/qemu-aarch64 ] || quietly update-binfmts --enable qemu-aarch64
 }
 
 install_apptainer() {

@@ -178,16 +178,16 @@ def test_concurrent_jobs_copy_the_sif_once(looker: Looker, workspace: Workspace)
 
 
 def test_incompatible_image_is_refused_before_it_starts(looker: Looker, workspace: Workspace, cli: Cli) -> None:
-    """A SIF for another machine: the word of doctor, and with --force the runtime's own."""
+    """A SIF for a machine that is not emulated: the word of doctor, and with --force the runtime's own."""
     here = workspace.folder("job")
-    other = here / "arm.sif"
+    other = here / "power.sif"
     shutil.copy(looker.sif, other)
     with other.open("r+b") as file:
         file.seek(45)
-        file.write(b"04")
+        file.write(b"06")
     argv = ("--store", looker.store, "run", looker.recipe, "--cpu", "--sif", other)
     refused = cli.run(*argv, "look", cwd=here, code=10)
-    assert "error: will fail because the image is for arm64, the nodes are amd64" in refused.stderr
+    assert "error: will fail because the image is for ppc64le, this machine is amd64: " in refused.stderr
     assert "hint: --force" in refused.stderr
     forced = cli.run(*argv, "--force", "look", cwd=here, code=None)
     assert "apptainer run" in forced.stderr
