@@ -86,6 +86,7 @@ MEANINGS = {
         "torch": "Version of PyTorch",
         "driver": "Driver that CUDA needs, as `>=580.65.06`",
         "compute_capabilities": "GPUs that it serves",
+        "architectures": "Processors that it is locked for: `amd64`, `arm64`",
         "epoch": "Seconds since 1970: no file of the image has a later time",
         "arguments": "Arguments of the definition files: `{{ name }}`",
     },

@@ -36,9 +36,9 @@ from ekiben.spec.stack import (
     AptLock,
     Stack,
     StackFile,
+    arch_lock,
     find_stack,
     lock_for,
-    own_lock,
     read_apt_lock,
     shared_lock,
 )
@@ -163,7 +163,7 @@ def _lock_python(
     texts: dict[Path, str] = {}
     for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
         shared = source.with_suffix(".lock")
-        target = own_lock(shared, stack.arch)
+        target = arch_lock(shared, stack.arch)
         old = _read(lock_for(shared, stack.arch))
         kept = old if keep else ""
         if target != shared:
@@ -285,7 +285,7 @@ def _lock_debian(
 ) -> Iterator[str]:
     """Lock the Debian packages for the stack's architecture, into ``locked``; yields a line per change."""
     shared = stack.folder / "apt.lock"
-    target, before = own_lock(shared, stack.arch), stack.apt_lock()
+    target, before = arch_lock(shared, stack.arch), stack.apt_lock()
     now = _resolve_debian(stack, definitions, before if keep else AptLock(), mirror)
     if target != shared:
         common = locked.get(shared, _read(shared))

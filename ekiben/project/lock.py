@@ -25,7 +25,7 @@ from ekiben.core.process import ProcessError, run
 from ekiben.packages.lock import PYTHON_PLATFORMS
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, RecipeFile
-from ekiben.spec.stack import UNLOCKED, Stack, find_stack, lock_for, own_lock, read_pins
+from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
 _WHEEL = "org.ekiben.wheel"  # of a build stage: the package that it compiles for the layer
@@ -63,7 +63,7 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
     Args:
         check: write nothing, and fail when a change would be made.
         keep: keep each locked version that still fits, rather than take today's.
-        arch: lock for this architecture only (default: amd64, and those that have a lock of their own).
+        arch: lock for this architecture only (default: amd64, and those that have a lock already).
 
     Raises:
         UsageError: the recipe has no layer or no requirements of its own, or these ask for nothing new.
@@ -76,14 +76,14 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
     if arch and arch not in stack.file.architectures:
         raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only")
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
-    others = [
+    further = [
         name
         for name in stack.file.architectures
-        if own_lock(shared, name) != shared and own_lock(shared, name).exists()
+        if arch_lock(shared, name) != shared and arch_lock(shared, name).exists()
     ]
     locked: dict[Path, str] = {}
     changes: list[str] = []
-    for name in [arch] if arch else ["amd64", *others]:
+    for name in [arch] if arch else ["amd64", *further]:
         lines = list(_lock_for(recipe, source, replace(stack, arch=name), locked, keep=check or keep))
         yield from lines
         changes += lines
@@ -94,7 +94,9 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
                 target.unlink(missing_ok=True)
             elif text != _read(target):
                 atomic_write(target, text)
-    locks = [path for path in (shared, *(own_lock(shared, name) for name in stack.file.architectures)) if path.exists()]
+    locks = [
+        path for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures)) if path.exists()
+    ]
     text = format_sums(recipe.folder, dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *locks)))
     if not check:
         atomic_write(sums, text)
@@ -108,7 +110,7 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
 def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str], *, keep: bool) -> Iterator[str]:
     """Lock for the stack's architecture, into ``locked``: file → text; yields a line for each change. Another than amd64 keeps its versions."""
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
-    target, old = own_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
+    target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
     _check_compiled(source, read_requirements(source), below)
     kept = old if keep else ""

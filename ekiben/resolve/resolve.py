@@ -90,11 +90,11 @@ def _bind_arch(stack: Stack, arch: str, folders: Sequence[Path]) -> Stack:
     """Return the stack for ``arch``. Raises UsageError when it has no locks for that."""
     if arch in stack.file.architectures:
         return replace(stack, arch=arch)
-    others = [other.name for other in stacks(folders) if arch in other.file.architectures]
+    suitable = [other.name for other in stacks(folders) if arch in other.file.architectures]
     if arch not in ARCHITECTURES.values():
         raise UsageError(f"--arch {arch}: no such architecture." + nearest(arch, ARCHITECTURES.values()))
     raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only",
-                     hint=f"a stack that is locked for {arch}: {', '.join(others)}" if others else "no stack here is; "
+                     hint=f"a stack that is locked for {arch}: {', '.join(suitable)}" if suitable else "no stack here is; "
                      f"one is after `architectures: [amd64, {arch}]` in its stack.yaml and {command_name()} lock")  # fmt: skip
 
 

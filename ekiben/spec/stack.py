@@ -131,17 +131,17 @@ def read_apt_lock(path: Path, text: str) -> AptLock:
 
 def lock_for(lock: Path, arch: str) -> Path:
     """Return the lock file of ``arch``: NAME.arm64.lock where it is beside ``lock``, else ``lock``, which is for all of them."""
-    own = own_lock(lock, arch)
-    return own if own.is_file() else lock
+    path = arch_lock(lock, arch)
+    return path if path.is_file() else lock
 
 
-def own_lock(lock: Path, arch: str) -> Path:
+def arch_lock(lock: Path, arch: str) -> Path:
     """Return where what differs from ``lock`` on ``arch`` is locked: NAME.arm64.lock. ``lock`` itself is amd64's."""
     return lock if arch == "amd64" else lock.with_suffix(f".{arch}{lock.suffix}")
 
 
 def shared_lock(lock: Path) -> Path:
-    """Return amd64's lock file beside ``lock``, or ``lock`` itself where it is that: the inverse of own_lock()."""
+    """Return amd64's lock file beside ``lock``, or ``lock`` itself where it is that: the inverse of arch_lock()."""
     name, _, arch = lock.stem.rpartition(".")
     return lock.with_name(f"{name}{lock.suffix}") if name and arch in ARCHITECTURES.values() else lock
 

@@ -1,4 +1,4 @@
-"""Whether programs of another architecture run here: the kernel's table of interpreters, as files made here."""
+"""Whether programs of another architecture run here: the kernel's table of interpreters, as files of the test's."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def register(table: Path, *, flags: str = "PF", state: str = "enabled", magic: s
     (table / "qemu-aarch64").write_text(f"{state}\ninterpreter /usr/libexec/qemu\nflags: {flags}\noffset 0\nmagic {magic}\nmask ff\n")  # fmt: skip
 
 
-def test_own_programs_need_no_emulator(tmp_path: Path) -> None:
+def test_programs_of_this_machine_need_no_emulator(tmp_path: Path) -> None:
     assert emulation_problem("amd64", tmp_path / "none") is None
 
 
-def test_registered_emulator_is_found_by_what_programs_begin_with(table: Path) -> None:
+def test_registered_emulator_is_known_by_what_programs_begin_with(table: Path) -> None:
     register(table)
     assert emulation_problem("arm64", table) is None
     check_programs("arm64", table)

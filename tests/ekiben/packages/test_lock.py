@@ -158,9 +158,9 @@ def test_only_what_differs_for_arm64_is_locked_beside(run_cli: RunCli, house: Pa
         "high.lock",
         "low.lock",
     ]
-    text, own = (stack / "high.lock").read_text(), (stack / "high.arm64.lock").read_text()
+    text, arm64 = (stack / "high.lock").read_text(), (stack / "high.arm64.lock").read_text()
     assert "three==" not in text
-    assert own.endswith(text)
+    assert arm64.endswith(text)
     assert "high.arm64.lock\n" in (stack / "SHA256SUMS").read_text()
     assert lock_both(run_cli, house, "--check").stdout == "tiny: up to date\n"
 

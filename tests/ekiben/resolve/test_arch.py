@@ -24,12 +24,13 @@ def resolved(name: SampleRecipe | str, arch: str, stack: str | None = None) -> R
 
 
 def test_platform_is_in_every_key_and_in_the_name(files_only: SampleRecipe) -> None:
+    files_only.recipe(name="sample")
     files_only.stack(arguments={}, architectures=BOTH)
     amd64, arm64 = (resolved(files_only, arch) for arch in BOTH)
     assert {layer.inputs["platform"] for layer in arm64.layers} == {"linux/arm64"}
     assert not {layer.cache_key for layer in amd64.layers} & {layer.cache_key for layer in arm64.layers}
-    assert (image_name(amd64), image_name(arm64)) == ("own", "own-arm64")
-    assert arm64.recipe.image_name("other", "arm64") == "own-other-arm64"
+    assert (image_name(amd64), image_name(arm64)) == ("sample", "sample-arm64")
+    assert arm64.recipe.image_name("other", "arm64") == "sample-other-arm64"
 
 
 def test_lock_of_the_architecture_is_chosen_beside_the_common_one(sample: SampleRecipe) -> None:
@@ -67,7 +68,7 @@ def test_layer_that_compiles_for_other_processors_is_refused(sample: SampleRecip
     stage = "Bootstrap: localimage\nFrom: ground.sif\nStage: build\n\n%post\n    true\n\n%labels\n    org.ekiben.architectures amd64\n\n"
     sample.write(
         "images/walls.def",
-        f"{stage}Bootstrap: localimage\nFrom: ground.sif\nStage: last\n\n%files from build\n    /made /made\n",
+        f"{stage}Bootstrap: localimage\nFrom: ground.sif\nStage: last\n\n%files from build\n    /output /output\n",
     )
     resolved(sample, "amd64")
     with pytest.raises(UsageError, match=r"--arch arm64: \S+/images/walls.def compiles walls for amd64 only"):
@@ -100,11 +101,11 @@ def test_build_is_refused_before_it_starts_where_nothing_emulates(
 def test_compiling_under_emulation_is_refused(sample: SampleRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "check_programs", lambda arch: None)
     monkeypatch.setattr(building, "host_arch", lambda: "amd64")
-    sample.recipe(stack="cu130", layer="flash-attn", tasks={})
+    sample.recipe(name="sample", stack="cu130", layer="flash-attn", tasks={})
     store = Store(sample.path.parent / "store")
     with pytest.raises(EngineError, match="no package index has flash-attn for arm64") as caught:
         build(resolved(sample, "arm64"), store, Options(), quiet())
-    assert "wheels import own WHEEL --arch arm64" in str(caught.value.hint)
+    assert "wheels import sample WHEEL --arch arm64" in str(caught.value.hint)
     assert not store.root.exists()
 
 
