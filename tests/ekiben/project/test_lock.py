@@ -178,3 +178,29 @@ def test_a_recipe_without_a_layer_of_its_own_has_nothing_to_lock(tmp_path: Path,
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain/recipe.yaml").write_text("name: plain\ndescription: x\nstack: cu130\nlayer: python\ntasks: {}\n")
     assert "adds no layer of its own" in run_cli("lock", "plain", code=2).stderr
+
+
+def test_own_lock_for_arm64_keeps_the_versions_of_amd64(folder: Path) -> None:
+    """Asked for once, it is kept up to date; where it would say the same, there is none."""
+    lock(folder, "humanize==4.9.0\n")
+    text = (folder / "images/mine-packages.lock").read_text()
+    assert list(lock_recipe(recipe_in(folder), arch="arm64")) == ["mine: up to date"]
+    assert not (folder / "images/mine-packages.arm64.lock").exists()
+    assert resolve(recipe_in(folder), arch="arm64").stack.arch == "arm64"
+
+    only = "colorama==0.4.6; platform_machine == 'aarch64'\n"
+    lock(folder, f"humanize==4.9.0\n{only}")
+    assert list(lock_recipe(recipe_in(folder), arch="arm64")) == [
+        "mine/images/mine-packages.arm64.lock: colorama (new) → 0.4.6"
+    ]
+    assert (folder / "images/mine-packages.lock").read_text() == text
+    assert "mine-packages.arm64.lock" in (folder / "SHA256SUMS").read_text()
+    assert lock(folder, check=True) == ["mine: up to date"]
+    lock(folder, "humanize==4.9.0\n", keep=True)
+    assert not (folder / "images/mine-packages.arm64.lock").exists()
+
+
+def test_architecture_without_locks_below_is_refused(tmp_path: Path) -> None:
+    create_recipe(tmp_path / "mine", layer="huggingface", stack="cu124")
+    with pytest.raises(UsageError, match="--arch arm64: stack cu124 is locked for amd64 only"):
+        list(lock_recipe(recipe_in(tmp_path / "mine"), arch="arm64"))
