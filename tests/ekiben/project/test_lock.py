@@ -180,7 +180,7 @@ def test_a_recipe_without_a_layer_of_its_own_has_nothing_to_lock(tmp_path: Path,
     assert "adds no layer of its own" in run_cli("lock", "plain", code=2).stderr
 
 
-def test_own_lock_for_arm64_keeps_the_versions_of_amd64(folder: Path) -> None:
+def test_recipe_lock_for_arm64_keeps_the_versions_of_amd64(folder: Path) -> None:
     """Asked for once, it is kept up to date; where it would say the same, there is none."""
     lock(folder, "humanize==4.9.0\n")
     text = (folder / "images/mine-packages.lock").read_text()
