@@ -600,7 +600,7 @@ def registry_base(world: World) -> Case:
         header: dict[str, str] = {}  # noqa: RUF012
 
     class Layer:
-        stage, epoch = Stage, 1
+        stage, epoch, inputs = Stage, 1, {"platform": platform()}
 
     def read(data: bytes) -> object:
         Stage.header = {"from": answer_image(world, data)}
