@@ -163,7 +163,7 @@ def command(
     ]
     request = with_defaults(request, defaults)
     run = planning.plan(recipe_spec, argv, request, scheduler=scheduler or choose_scheduler(profile), site=profile,
-                    sif=sif or Path(f"{recipe_spec.name}.sif"), runs=runs)  # fmt: skip
+                    sif=sif or Path(f"{recipe_spec.image_name()}.sif"), runs=runs)  # fmt: skip
     _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
 
 
