@@ -280,7 +280,7 @@ def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> No
             if isinstance(dep.step, BuildStage) and dep.step.wheel and not (dep.is_stored or dep.in_registry):
                 raise EngineError(f"no package index has {dep.step.wheel} for {arch}, and to compile it here under emulation takes days",
                                   hint=f"build on an {arch} machine, or bring its wheel from one: "
-                                  f"{command_name()} wheels import {resolved.recipe.name} WHEEL --arch {arch}")  # fmt: skip
+                                  f"{command_name()} wheels import {resolved.recipe.cli_args(resolved.stack.name, arch)} WHEEL")  # fmt: skip
 
 
 def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:

@@ -128,9 +128,11 @@ class Recipe:
         """Return the recipe's name; with layers put on it, RECIPE-LAYER."""
         return "-".join([self.file.name, *self.layers, *([self.added_layer] if self.added_layer else [])])
 
-    def cli_args(self, stack: str | None = None) -> str:
-        """Return how a command line names the recipe, with the layers that are put on it and another stack."""
+    def cli_args(self, stack: str | None = None, arch: str | None = None) -> str:
+        """Return how a command line names the recipe, with the layers that are put on it, another stack, and another architecture than
+        this host's."""
         other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
+        other += [f"--arch {arch}"] if arch not in (None, host_arch()) else []
         return " ".join([self.file.name, *(f"--layer {layer}" for layer in self.layers), *other])
 
     def image_name(self, stack: str | None = None, arch: str | None = None) -> str:
