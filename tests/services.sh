@@ -124,7 +124,7 @@ open_fuse() {
 install_emulation() {
     local binfmt=/proc/sys/fs/binfmt_misc
     [ -e $binfmt/status ] || mount -t binfmt_misc none $binfmt 2>/dev/null || { say "binfmt_misc cannot be mounted: no emulation"; return 0; }
-    [ -e $binfmt/qemu-aarch64 ] || quietly update-binfmts --enable qemu-aarch64
+    [ -e $binfmt/qemu-aarch64 ] || [ "$(uname -m)" = aarch64 ] || quietly update-binfmts --enable qemu-aarch64
 }
 
 install_apptainer() {
