@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,20 +131,13 @@ def with_scripts(*folders: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
 
 
-def launch(size: int, code: str, *argv: str, patience: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in several processes of the launcher."""
-    launcher = [
-        sys.executable,
-        str(ROOT / "entrypoints" / "launch_node.py"),
-        "--processes",
-        str(size),
-        "--patience",
-        str(patience),
-        "--",
-    ]
+def launch(
+    size: int, code: str, *argv: str, patience: float = 60, by: str = "launch_node"
+) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in several processes. by: what starts them."""
     return subprocess.run(
-        [*launcher, sys.executable, "-c", code, *argv], env=with_scripts(*SCRIPTS, str(ROOT / "tests")),
-        capture_output=True, text=True, timeout=200, check=False,
+        [*multiprocess.launcher(by, size, patience), sys.executable, "-c", code, *argv],
+        env=with_scripts(*SCRIPTS, str(ROOT / "tests")), capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 
@@ -160,8 +154,9 @@ def test_rank_that_runs_out_of_memory_ends_all_with_one_sentence(data: Path, tmp
     assert "Traceback" not in done.stderr
 
 
-def test_rank_whose_data_do_not_come_ends_all_and_is_named(data: Path, tmp_path: Path) -> None:
-    """A file system that does not answer: the read neither fails nor ends."""
+@pytest.mark.parametrize(("by", "host"), [("launch_node", "localhost"), ("torchrun", socket.gethostname())])
+def test_rank_whose_data_do_not_come_ends_all_and_is_named(by: str, host: str, data: Path, tmp_path: Path) -> None:
+    """A file system that does not answer: the read neither fails nor ends. Under torchrun the processes watch each other."""
     hanging = FAILING.replace("step = steps.Run._step", "step = steps.Run._micro_batch").replace(
         "steps.Run._step = fail", "steps.Run._micro_batch = fail"
     )
@@ -171,10 +166,10 @@ def test_rank_whose_data_do_not_come_ends_all_and_is_named(data: Path, tmp_path:
     )
     settings = {**asdict(changed(data)), "hang_minutes": 0.1}
     options = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
-    done = launch(2, hanging, "--output", str(tmp_path / "out"), *options, patience=2)
+    done = launch(2, hanging, "--output", str(tmp_path / "out"), *options, patience=2, by=by)
     errors = [re.sub(r"\d+ s", "N s", line) for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and errors == [
-        "error: rank 1 on localhost: no progress for N s at step 3 (reading its data), and the others wait (setting hang_minutes)"
+        f"error: rank 1 on {host}: no progress for N s at step 3 (reading its data), and the others wait (setting hang_minutes)"
     ], done.stdout + done.stderr
 
 

@@ -33,6 +33,15 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def launcher(name: str, size: int, patience: float, *nodes: str) -> list[str]:
+    """Return the words before a program, of which ``size`` processes are started. nodes: more options of torchrun."""
+    if name == "torchrun":
+        where = nodes or ("--master-port", str(free_port()))
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *where, "--no-python"]
+    script = Path(__file__).resolve().parents[2] / "entrypoints" / "launch_node.py"
+    return [sys.executable, str(script), "--processes", str(size), "--patience", str(patience), "--"]
+
+
 def start(
     size: int, log: Path, work: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None, **kwargs: Any
 ) -> list[Any]:

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,26 +64,18 @@ def slow(function, times=9):
 """
 
 
-def launcher(name: str, patience: float) -> list[str]:
-    """The words before a program, of which two processes are started."""
-    if name == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                "--master-port", str(multiprocess.free_port()), "--no-python"]  # fmt: skip
-    return [sys.executable, str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--patience", str(patience), "--"]
-
-
 def launch(
     what: str, base: Path, output: Path, *more: str, rank: int = 1, patience: float = 60, setup: str = "",
-    by: str = "launch_node",
+    by: str = "launch_node", size: int = 2, nodes: Sequence[str] = (),
 ) -> tuple[subprocess.CompletedProcess[str], float]:  # fmt: skip
-    """(what two processes came to, seconds from the failure to the end). by: what starts them."""
+    """(what ``size`` processes came to, seconds from the failure to the end). by: what starts them; nodes: its options."""
     settings = {"model": base, "max_steps": 5, "batch_size": 8, "max_length": 512, "eval_every": 0, "device": "cpu"}
     arguments = ["--data", str(SAMPLE), "--output", str(output)]
     arguments += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     arguments += more
     setup = setup.replace("{output!r}", repr(str(output)))
     code = TRAIN.format(setup=setup, entrypoints=str(ENTRYPOINTS), what=what, rank=rank, arguments=arguments)
-    argv = [*launcher(by, patience), sys.executable, "-c", code]
+    argv = [*multiprocess.launcher(by, size, patience, *nodes), sys.executable, "-c", code]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -125,7 +119,7 @@ def launch_generate(
     # The image in which this runs may be of a recipe without `generate`: the checkout has it.
     folders = [str(ENTRYPOINTS), str(ROOT / "entrypoints")]
     code = GENERATE.format(entrypoints=folders, what=what, pause=pause, arguments=[*arguments, *more])
-    argv = launcher(by, 2)
+    argv = multiprocess.launcher(by, 2, 2)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(output.parent / "hub"), "PYTHONWARNINGS": "ignore"}  # fmt: skip
     done = subprocess.run([*argv, sys.executable, "-c", code], capture_output=True, text=True, env=environment,
                           timeout=120, check=False)  # fmt: skip
@@ -230,6 +224,25 @@ def test_rank_that_is_stopped_under_torchrun_is_named(base: Path, tmp_path: Path
     sign = r"no sign of life \(stopped, .*\), last seen .* step .*, and the others wait .*"
     assert re.fullmatch(rf"error: rank 1 on \S+: {sign}", line), line
     assert seconds < 100  # until torchrun's SIGKILL, 30 s after its SIGTERM
+
+
+def test_rank_of_another_node_that_hangs_under_torchrun_is_named(base: Path, tmp_path: Path) -> None:
+    """Two torchruns, as on two nodes, each with one process: one sentence, and both end."""
+    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(multiprocess.free_port()))
+
+    def run(node: int) -> subprocess.CompletedProcess[str]:
+        options = (*where, "--node-rank", str(node))
+        return launch("time.sleep(1000)", base, tmp_path / "out", "--set", "hang_minutes=0.1", by="torchrun", size=1,
+                      nodes=options)[0]  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(run, (0, 1)))
+    printed = "".join(done.stderr for done in ended)
+    assert [done.returncode for done in ended] == [1, 1], printed
+    assert [re.sub(r"\d+ s", "N s", line) for line in errors(printed)] == [
+        f"error: rank 1 on {socket.gethostname()}: no progress for N s at step 3 (reading its data), and the others wait "
+        "(setting hang_minutes)"
+    ], printed
 
 
 def test_undisturbed_run_under_torchrun_ends_well(base: Path, tmp_path: Path) -> None:
