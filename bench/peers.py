@@ -79,6 +79,7 @@ class Docker(Rendered):
         return Command(argv=argv, cwd=self.folder, env={"DOCKER_BUILDKIT": "1"})
 
     def remove(self) -> None:
+        """Remove the image; what BuildKit has cached of it stays."""
         subprocess.run([docker_client(), "rmi", "--force", TAG], capture_output=True, check=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TypedDict
+from typing import Any, Self, TypedDict
 
 from bench.clock import Timing
 
@@ -89,6 +89,14 @@ class Result:
     def as_json(self) -> dict[str, object]:
         """Return the content of results.json."""
         return {key.replace("load_", "load "): value for key, value in asdict(self).items()}
+
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """Return what ``as_json`` was made of."""
+        fields = {key.replace("load ", "load_"): value for key, value in content.items()}
+        timings = [Timing(**item) for item in content["timings"]]
+        return cls(**{**fields, "timings": timings, "goals": [Goal(**item) for item in content["goals"]]})
 
 
 def seconds(timing: Timing) -> float:

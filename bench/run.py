@@ -27,7 +27,7 @@ from bench.picture import draw
 from bench.report import Goal, Load, Machine, Result, goals, table
 from bench.session import HERE, NAME, PROJECT_ROOT, SECOND, Bench
 
-NEEDED_BYTES, NEEDED_BYTES_HELLO = 30e9, 8e9  # of disk
+NEEDED_BYTES, NEEDED_BYTES_HELLO = 60e9, 8e9  # of disk
 CASES: dict[str, Callable[[Bench], None]] = {
     "scratch": cases.scratch,
     "nothing": cases.nothing,
@@ -54,16 +54,31 @@ def machine() -> Machine:
             "memory bytes": memory, "python": platform.python_version()}  # fmt: skip
 
 
-def write(bench: Bench, began: str, load: Load, out: Path) -> list[Goal]:
-    """Write results.json, results.md and results.svg into ``out``."""
-    reached = goals(bench.timings, bench.facts)
+def write(bench: Bench, kept: Result | None, began: str, load: Load, out: Path) -> list[Goal]:
+    """Write results.json, results.md and results.svg into ``out``. kept: an earlier run's, of which what did not run now stays."""
+    timings, facts, failed = bench.timings, bench.facts, bench.failed
+    if kept:
+        new = {(timing.case, timing.who) for timing in timings}
+        timings = [*(timing for timing in kept.timings if (timing.case, timing.who) not in new), *timings]
+        facts = {**kept.facts, **facts}
+        failed = {**{name: why for name, why in kept.failed.items() if tuple(name.split(": ", 1)) not in new}, **failed}
+    reached = goals(timings, facts)
     result = Result(date=began, recipe=bench.original, machine=machine(), load_before=load, load_after=os.getloadavg(),
-                    versions=versions(), facts=bench.facts, goals=reached, failed=bench.failed, timings=bench.timings)  # fmt: skip
+                    versions=versions(), facts=facts, goals=reached, failed=failed, timings=timings)  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
     (out / "results.md").write_text(table(result))
     (out / "results.svg").write_text(draw(result))
     return reached
+
+
+def read_kept(out: Path, recipe: str) -> Result:
+    """Return the results in ``out``. Raises: SystemExit when they are of another machine, recipe or version of a peer."""
+    content = json.loads((out / "results.json").read_text())
+    here = {"recipe": recipe, "machine": machine(), "versions": versions()}
+    if other := [name for name, value in here.items() if content[name] != value]:
+        sys.exit(f"--keep: {out / 'results.json'} is of another {', '.join(other)}; run all cases")
+    return Result.from_json(content)
 
 
 def arguments() -> argparse.Namespace:
@@ -73,6 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help="runs of what is quick; the median counts")
     parser.add_argument("--skip-slow", action="store_true", help="without the gzip builds, minutes each")
     parser.add_argument("--scratch", type=Path, default=HERE / "scratch", help="a folder that is made and removed")
+    parser.add_argument("--keep", action="store_true", help="keep the last results of the cases that do not run now")
     parser.add_argument("--out", type=Path, default=HERE, help="where the results go")
     return parser.parse_args()
 
@@ -99,6 +115,7 @@ def main() -> int:
     options = arguments()
     wanted = options.cases.split(",")
     refuse_unusable(options, wanted)
+    kept = read_kept(options.out, options.recipe) if options.keep else None
     bench = Bench(options.scratch.resolve(), options.recipe, options.runs, not options.skip_slow)
     began, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), os.getloadavg()
     try:
@@ -108,8 +125,8 @@ def main() -> int:
         for case in (name for name in CASES if name in wanted and name not in slow):
             print(f"{case}: {(CASES[case].__doc__ or '').strip()}", flush=True)
             CASES[case](bench)
-            write(bench, began, load, options.out)
-        reached = write(bench, began, load, options.out)
+            write(bench, kept, began, load, options.out)
+        reached = write(bench, kept, began, load, options.out)
     except Failed as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
