@@ -90,7 +90,6 @@ class Result:
         """Return the content of results.json."""
         return {key.replace("load_", "load "): value for key, value in asdict(self).items()}
 
-
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
         """Return what ``as_json`` was made of."""
