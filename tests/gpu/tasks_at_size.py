@@ -1,16 +1,19 @@
 """Tasks at a real size on one GPU, as their user runs them: what each took, and whether the results agree.
 
-    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [offload]
+    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [offload] [attention] [attention/calm-3b/cudnn …]
 
-The weights are random, the sizes real. Each case prints what was expected of the GPU's memory and what was reserved.
-lora     OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; generate; merge
-full     Llama-3.2-1B, every weight
-offload  Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
+The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the checkout's.
+Each case prints what was expected of the GPU's memory and what was reserved; the exit code is 1 when one did not pass.
+lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; generate; merge
+full       Llama-3.2-1B, every weight
+offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
+attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -19,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,45 +32,119 @@ ENTRYPOINTS = ROOT / "entrypoints"
 SAMPLE = ROOT / "recipes" / "lora-opencalm" / "data" / "sample.jsonl"
 sys.path[:0] = [str(ENTRYPOINTS), str(Path(__file__).parent)]
 RESUMED = 75
+DOES_NOT_FIT = 3
+EXAMPLES = {"calm-3b": 400, "llama-1b": 200, "llama-7b": 60}  # of each kind, by model
+ONE_LENGTH = 1152  # tokens, a multiple of 128: such examples need no variable-length kernel
+KERNELS = ("auto", "sdpa", "cudnn", "flash", "varlen", "flash_attn_2")
+MAX_DIFFERENCE = 1e-2  # of losses, relative
+RECORDED = ("expected_memory_bytes", "peak_memory_bytes", "tokens_per_s", "mfu", "attention", "attention_kernels",
+            "compiled")  # fmt: skip
 
 
-def make_inputs(model_name: str, folder: Path, examples: int) -> tuple[Path, Path]:
-    """Save a model of bench_train.SHAPES with random weights, and ``examples`` examples of some 700 tokens each."""
+def exec_argv(sif: Path, *argv: object, nv: bool = True, binds: Sequence[Path] = ()) -> list[str]:
+    """Return the command that runs ``argv`` in ``sif``, offline, with nothing of this machine's environment or home."""
+    options = ["--cleanenv", "--no-home", "--pwd", "/tmp", "--env", "HF_HUB_OFFLINE=1", *(["--nv"] if nv else [])]
+    for path in binds:
+        options += ["--bind", str(path)]
+    return ["apptainer", "--silent", "exec", *options, str(sif), *map(str, argv)]
+
+
+# --------------------------------------------------------------------------------------------------- models and examples
+
+
+def make_inputs(model_name: str, folder: Path) -> None:
+    """Save a model of bench_train.SHAPES with random weights, and examples of some 700 tokens and of ONE_LENGTH ones."""
     import torch
     from bench_train import SHAPES, make_model
 
     from ekiben_tasks.models import tiny
 
     samples = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
-    answers = [sample["output"] for sample in samples]
     tokenizer = tiny.learn_tokenizer([" ".join(map(str, sample.values())) for sample in samples], 1000)
-    base = folder / model_name
     kind, sizes = SHAPES[model_name]
     model = make_model(kind, sizes, torch.device("cuda"), torch.bfloat16, "sdpa")
-    model.save_pretrained(base)
-    tokenizer.save_pretrained(base)
-    data = folder / "rows.jsonl"
-    with data.open("w") as out:
-        for number in range(examples):
-            text = str(number)
-            while len(tokenizer(text)["input_ids"]) < 600 + number % 7 * 30:
-                text += answers[(number * 7 + len(text)) % len(answers)]
-            out.write(json.dumps({**samples[number % len(samples)], "output": text}) + "\n")
-    return base, data
+    model.save_pretrained(folder / model_name)
+    tokenizer.save_pretrained(folder / model_name)
+    mixed = [make_example(tokenizer, samples, number) for number in range(EXAMPLES[model_name])]
+    uniform = [lengthen_example(tokenizer, example) for example in mixed]
+    for name, examples in {"mixed": mixed, "uniform": uniform}.items():
+        lines = [json.dumps(example) + "\n" for example in examples]
+        (folder / f"{model_name}-{name}.jsonl").write_text("".join(lines))
 
 
-def run_task(name: str, *options: object, stop_at: Path | None = None) -> tuple[int, str, float]:
-    """Run an entrypoint; return its exit code, output and seconds. SIGTERM is sent once ``stop_at`` holds four steps."""
-    command = [sys.executable, str(ENTRYPOINTS / f"{name}.py"), *map(str, options)]
-    started = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
-        while stop_at is not None and child.poll() is None:
-            if stop_at.exists() and len(losses(stop_at.parent)) >= 4:
-                child.send_signal(signal.SIGTERM)
-                break
-            time.sleep(0.05)
-        output = child.communicate()[0]
-    return child.returncode, output, time.monotonic() - started
+def make_example(tokenizer: Any, samples: Sequence[dict[str, str]], number: int) -> dict[str, str]:
+    """Return an example of 600 to 800 tokens: a sample's question, answered with the samples' answers."""
+    text = str(number)
+    while len(tokenizer(text)["input_ids"]) < 600 + number % 7 * 30:
+        text += samples[(number * 7 + len(text)) % len(samples)]["output"]
+    return {**samples[number % len(samples)], "output": text}
+
+
+def lengthen_example(tokenizer: Any, example: dict[str, str]) -> dict[str, str]:
+    """Return the example with an answer so long that ``train`` makes ONE_LENGTH tokens of all."""
+    from ekiben_tasks.data.schema import INSTRUCTION, parse_example
+    from ekiben_tasks.data.tokenize import encode_examples
+
+    while True:
+        parsed = parse_example(example, INSTRUCTION)
+        if isinstance(parsed, str):
+            raise ValueError(parsed)
+        missing = ONE_LENGTH - len(encode_examples(tokenizer, [parsed])[0].ids)
+        if missing < 0:
+            raise ValueError(f"an example has {-missing} tokens more than {ONE_LENGTH}")
+        if not missing:
+            return example
+        example = {**example, "output": example["output"] + "Z" * missing}  # at most one token each
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """Runs tasks for one case, in ``sif`` or with this Python. ``inputs`` is kept for the next case, ``folder`` is not."""
+
+    sif: Path | None
+    inputs: Path
+    folder: Path
+
+    def argv(self, task: str) -> list[str]:
+        """Return the command of a task."""
+        if self.sif is None:
+            return [sys.executable, str(ENTRYPOINTS / f"{task}.py")]
+        return exec_argv(self.sif, task, binds=(ROOT, self.inputs, self.folder))
+
+    def has_task(self, task: str) -> bool:
+        """Return whether the image has this task."""
+        if self.sif is None:
+            return True
+        argv = exec_argv(self.sif, "sh", "-c", 'command -v "$1"', "sh", task, nv=False)
+        return subprocess.run(argv, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+    def model(self, name: str) -> Path:
+        """Return the model's folder; the first time, make it and its examples, in the image where there is one."""
+        if not (self.inputs / f"{name}-uniform.jsonl").exists():
+            script = [Path(__file__).resolve(), "--make-inputs", name, "--inputs", self.inputs]
+            if self.sif is None:
+                argv = [sys.executable, *map(str, script)]
+            else:
+                argv = exec_argv(self.sif, "python", *script, binds=(ROOT, self.inputs))
+            subprocess.run(argv, check=True)
+        return self.inputs / name
+
+    def data(self, name: str, lengths: str = "mixed") -> Path:
+        """Return the examples for a model. ``lengths``: mixed or uniform."""
+        return self.inputs / f"{name}-{lengths}.jsonl"
+
+    def run(self, task: str, *options: object, stop_at: Path | None = None) -> tuple[int, str, float]:
+        """Run a task; return its exit code, output and seconds. SIGTERM is sent once ``stop_at`` holds four steps."""
+        command = [*self.argv(task), *map(str, options)]
+        started = time.monotonic()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+            while stop_at is not None and child.poll() is None:
+                if stop_at.exists() and len(losses(stop_at.parent)) >= 4:
+                    child.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.05)
+            output = child.communicate()[0]
+        return child.returncode, output, time.monotonic() - started
 
 
 def losses(folder: Path) -> list[float]:
@@ -79,94 +157,127 @@ def largest_difference(one: list[float], two: list[float]) -> float:
     """Return the largest relative difference; NaN where the numbers of steps differ."""
     if len(one) != len(two):
         return math.nan
-    return max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
+    return max((abs(a - b) / abs(a) for a, b in zip(one, two, strict=True)), default=math.nan)
 
 
-def train(base: Path, data: Path, output: Path, *options: str, stop: bool = False) -> dict[str, Any]:
-    """Train eight steps; return what run.json and the output say."""
+def train(
+    runner: Runner, model: str, output: str, *options: str, lengths: str = "mixed", stop: bool = False
+) -> dict[str, Any]:
+    """Train eight steps into the folder ``output``; return what run.json and the output say."""
+    base, folder = runner.model(model), runner.folder / output
     config = ROOT / "recipes" / "lora-opencalm" / "configs" / "train.yaml"
     settings = [f"model={base}", "max_steps=8", "warmup_steps=0", "eval_every=0", "log_seconds=0", "validation_split=0"]
     flags = [flag for setting in (*settings, *options) for flag in ("--set", setting)]
-    code, text, seconds = run_task(
-        "train", "--config", config, "--data", data, "--output", output, *flags,
-        stop_at=output / "metrics.jsonl" if stop else None,
+    code, text, seconds = runner.run(
+        "train", "--config", config, "--data", runner.data(model, lengths), "--output", folder, *flags,
+        stop_at=folder / "metrics.jsonl" if stop else None,
     )  # fmt: skip
-    record = json.loads((output / "run.json").read_text()) if (output / "run.json").exists() else {}
-    keys = ("expected_memory_bytes", "peak_memory_bytes", "tokens_per_s", "mfu", "attention")
+    record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+    record |= record.get("device", {})
     return {
         "exit_code": code,
         "seconds": round(seconds, 1),
-        "losses": losses(output) if (output / "metrics.jsonl").exists() else [],
-        **{key: record[key] for key in keys if key in record},
+        "losses": losses(folder) if (folder / "metrics.jsonl").exists() else [],
+        **{key: record[key] for key in RECORDED if key in record},
         "output": text.splitlines()[-30:],
     }
 
 
-def run_lora(folder: Path) -> dict[str, Any]:
-    base, data = make_inputs("calm-3b", folder, 400)
-    uninterrupted = train(base, data, folder / "uninterrupted")
-    stopped = train(base, data, folder / "stopped", stop=True)
-    resumed = train(base, data, folder / "stopped")
-    generated: dict[str, Any] = {}
-    for name, options in {"adapter": ["--adapter", folder / "uninterrupted" / "adapter"], "merged": []}.items():
-        if name == "merged":
-            code, text, seconds = run_task(
-                "merge",
-                "--adapter",
-                folder / "uninterrupted" / "adapter",
-                "--output",
-                folder / "merged",
-                "--set",
-                "device=cpu",
+# ----------------------------------------------------------------------------------------------------------------- cases
+
+
+def run_lora(runner: Runner) -> dict[str, Any]:
+    uninterrupted = train(runner, "calm-3b", "uninterrupted")
+    stopped = train(runner, "calm-3b", "stopped", stop=True)
+    resumed = train(runner, "calm-3b", "stopped")
+    difference = largest_difference(uninterrupted["losses"], resumed["losses"])
+    adapter, merged = runner.folder / "uninterrupted" / "adapter", runner.folder / "merged"
+    results = {"merge": finish(runner, "merge", "--adapter", adapter, "--output", merged, "--set", "device=cpu")}
+    if runner.has_task("generate"):
+        config = runner.folder / "generate.yaml"  # in place of the recipe's, whose data have other columns
+        config.write_text("max_new_tokens: 64\n")
+        for name, options in {"adapter": ("--adapter", adapter), "merged": ("--model", merged)}.items():
+            output = runner.folder / f"{name}.jsonl"
+            results[name] = finish(
+                runner, "generate", "--config", config, *options, "--greedy", "--data", SAMPLE, "--output", output
             )
-            generated["merge"] = {"exit_code": code, "seconds": round(seconds, 1), "output": text.splitlines()[-5:]}
-            options = ["--model", folder / "merged"]
-        out = folder / f"{name}.jsonl"
-        code, text, seconds = run_task(
-            "generate", *options, "--greedy", "--data", SAMPLE, "--output", out, "--set", "max_new_tokens=64"
-        )
-        generated[name] = {"exit_code": code, "seconds": round(seconds, 1), "output": text.splitlines()[-5:]}
+    codes = [uninterrupted["exit_code"], resumed["exit_code"], *(item["exit_code"] for item in results.values())]
     return {
+        "passed": not any(codes) and stopped["exit_code"] == RESUMED and difference <= MAX_DIFFERENCE,
         "train": uninterrupted,
         "stopped": stopped,
         "resumed": resumed,
         "was_stopped": stopped["exit_code"] == RESUMED,
-        "largest_difference_of_losses": largest_difference(uninterrupted["losses"], resumed["losses"]),
-        **generated,
+        "largest_difference_of_losses": difference,
+        **results,
     }
 
 
-def run_full(folder: Path) -> dict[str, Any]:
-    base, data = make_inputs("llama-1b", folder, 200)
-    return {"train": train(base, data, folder / "full", "method=full", "batch_size=16")}
+def finish(runner: Runner, task: str, *options: object) -> dict[str, Any]:
+    """Run a task that says nothing but how it ended."""
+    code, text, seconds = runner.run(task, *options)
+    return {"exit_code": code, "seconds": round(seconds, 1), "output": text.splitlines()[-5:]}
 
 
-def run_offload(folder: Path) -> dict[str, Any]:
-    base, data = make_inputs("llama-7b", folder, 60)
+def run_full(runner: Runner) -> dict[str, Any]:
+    result = train(runner, "llama-1b", "full", "method=full", "batch_size=16")
+    return {"passed": result["exit_code"] == 0, "train": result}
+
+
+def run_offload(runner: Runner) -> dict[str, Any]:
     common = ("method=full", "batch_size=4", "max_steps=2", "parallel=deepspeed")
-    return {
-        "without": train(base, data, folder / "without", *common),
-        "all": train(base, data, folder / "all", *common, "deepspeed.offload=all"),
-    }
+    without = train(runner, "llama-7b", "without", *common)
+    offloaded = train(runner, "llama-7b", "all", *common, "deepspeed.offload=all")
+    passed = without["exit_code"] in (0, DOES_NOT_FIT) and offloaded["exit_code"] == 0
+    return {"passed": passed, "without": without, "all": offloaded}
 
 
-CASES: dict[str, Callable[[Path], dict[str, Any]]] = {"lora": run_lora, "full": run_full, "offload": run_offload}
+def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
+    """A kernel whose package the image lacks is refused in one sentence, and that passes, too."""
+    options = (f"attention={kernel}", *(["lora.target_modules=auto", "batch_size=16"] if model != "calm-3b" else []))
+    results = {name: train(runner, model, name, *options, lengths=name) for name in ("uniform", "mixed")}
+    refused = [any("this image has no" in line for line in result["output"]) for result in results.values()]
+    passed = all(refused) or all(result["exit_code"] == 0 for result in results.values())
+    return {"passed": passed, "is_missing": all(refused), **results}
+
+
+CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
+    "lora": run_lora,
+    "full": run_full,
+    "offload": run_offload,
+    **{
+        f"attention/{model}/{kernel}": functools.partial(run_attention, model=model, kernel=kernel)
+        for model in ("calm-3b", "llama-1b")
+        for kernel in KERNELS
+    },
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="lora, full, offload, attention, or one of its cases")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--sif", type=Path, help="run the tasks of this image under Apptainer")
+    parser.add_argument("--inputs", type=Path, help="keep models and examples in this folder, for the next time")
+    parser.add_argument("--make-inputs", choices=EXAMPLES, help="make those of one model with this Python, and stop")
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if args.make_inputs:
+        make_inputs(args.make_inputs, args.inputs)
+        return 0
     results: dict[str, Any] = {}
-    for name in args.cases or CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            results[name] = CASES[name](Path(folder))
-        print(json.dumps({name: results[name]}, indent=1, ensure_ascii=False), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        inputs = (args.inputs or Path(scratch)).resolve()
+        inputs.mkdir(parents=True, exist_ok=True)
+        for name in CASES:
+            if args.cases and name not in args.cases and name.split("/")[0] not in args.cases:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                results[name] = CASES[name](Runner(args.sif, inputs, Path(folder)))
+            print(json.dumps({name: results[name]}, indent=1, ensure_ascii=False), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    return 0 if results and all(result["passed"] for result in results.values()) else 1
 
 
 if __name__ == "__main__":
