@@ -22,7 +22,7 @@ import pytest
 from ekiben.formats.layer import Entry, LayerEntry, read_chunks, sort_key, write_entries
 from ekiben.formats.partition import Partition
 from ekiben.formats.runtime_files import runtime_files
-from ekiben.formats.sif import sif_id, write_sif
+from ekiben.formats.sif import sif_header, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.tar import DigestWriter
 
@@ -129,8 +129,8 @@ def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
             f"layer {number}: {path.stat().st_size / 1e6:.0f} MB of {digest.size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s"
         )
     out_file, began = folder / "gpu.sif", time.monotonic()
-    write_sif(out_file, partitions, id=sif_id([p.digest for p in partitions], "gpu"), deffile="Bootstrap: scratch\n",
-              arch="amd64", epoch=EPOCH)  # fmt: skip
+    header = sif_header([item.digest for item in partitions], "Bootstrap: scratch\n", "amd64", EPOCH)
+    write_sif(out_file, partitions, header)
     print(f"SIF: {out_file.stat().st_size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s")
     return out_file
 
