@@ -53,6 +53,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         **LLAMA, "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 32, "intermediate_size": 11_008,
     }),
+    # Llama-2-7B's shape with 24 of its 32 blocks: too large for 80 GB with AdamW, and offloaded it fits 128 GiB of the host.
+    "llama-5b": ("llama", {
+        **LLAMA, "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 11_008,
+    }),
     "llama-70b": ("llama", {
         **LLAMA, "vocab_size": 32_000, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "intermediate_size": 28_672,

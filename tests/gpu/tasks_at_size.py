@@ -33,7 +33,7 @@ SAMPLE = ROOT / "recipes" / "lora-opencalm" / "data" / "sample.jsonl"
 sys.path[:0] = [str(ENTRYPOINTS), str(Path(__file__).parent)]
 RESUMED = 75
 DOES_NOT_FIT = 3
-EXAMPLES = {"calm-3b": 400, "llama-1b": 200, "llama-7b": 60}  # of each kind, by model
+EXAMPLES = {"calm-3b": 400, "llama-1b": 200, "llama-5b": 60}  # of each kind, by model
 ONE_LENGTH = 1152  # tokens, a multiple of 128: such examples need no variable-length kernel
 KERNELS = ("auto", "sdpa", "cudnn", "flash", "varlen", "flash_attn_2")
 MAX_DIFFERENCE = 1e-2  # of losses, relative
@@ -226,8 +226,8 @@ def run_full(runner: Runner) -> dict[str, Any]:
 
 def run_offload(runner: Runner) -> dict[str, Any]:
     common = ("method=full", "batch_size=4", "max_steps=2", "parallel=deepspeed")
-    without = train(runner, "llama-7b", "without", *common)
-    offloaded = train(runner, "llama-7b", "all", *common, "deepspeed.offload=all")
+    without = train(runner, "llama-5b", "without", *common)
+    offloaded = train(runner, "llama-5b", "all", *common, "deepspeed.offload=all")
     passed = without["exit_code"] in (0, DOES_NOT_FIT) and offloaded["exit_code"] == 0
     return {"passed": passed, "without": without, "all": offloaded}
 
