@@ -38,16 +38,19 @@ sys.path.insert(0, str(HERE))
 from tasks_at_size import CASES as SIZE_CASES
 from tasks_at_size import exec_argv
 
-KERNELS = {"apex": "apex_checks.py", "deepspeed": "deepspeed_checks.py", "flash-attn": "flash_attn_checks.py"}
+KERNELS = {"apex": "apex_checks.py", "deepspeed": "deepspeed_checks.py", "flash-attn": "flash_attn_checks.py",
+           "flash-attn-4": "flash_attn_4_checks.py"}  # fmt: skip
+AT_RUN_TIME = ("flash-attn-4",)  # compiled when they are first called: nothing in image.json says so
 TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it
 GRACE = 10  # seconds from SIGTERM to SIGKILL
 
 # Prints image.json with which packages there are, and a line for each task: its name, its script, whether it has --smoke.
 DESCRIBE = """
-python -c 'import importlib.util as u, json, sys
+python -c 'import importlib.metadata as m, json, sys
 image = json.load(open("/opt/ekiben/image.json"))
-print(json.dumps({**image, "packages": [name for name in sys.argv[1:] if u.find_spec(name)]}))' torch deepspeed
+print(json.dumps({**image, "packages": [name for name in sys.argv[1:] if any(m.distributions(name=name))]}))' \\
+    torch deepspeed flash-attn-4
 for task; do
     script="$(sed -n 's|.*/entrypoints/\\([^"]*\\)".*|\\1|p' "$(command -v "$task")")"
     if "$task" --help 2>&1 | grep -q -e --smoke; then smoke=smoke; else smoke=help; fi
@@ -195,10 +198,10 @@ def check_kernels(image: Image) -> Iterator[Check]:
     compiled = [item["package"] for item in image.metadata.get("compiled", [])]
     for package, script in KERNELS.items():
         path = HERE / "kernels" / script
-        if package in compiled:
+        if package in compiled or (package in AT_RUN_TIME and package in image.packages):
             yield Check(f"kernels/{package}", exec_argv(image.sif, "python", path, binds=[path.parent]), judge)
         else:
-            yield Check(f"kernels/{package}", reason="not run: it was not compiled for this image")
+            yield Check(f"kernels/{package}", reason="not run: it is not in this image, or not compiled")
 
 
 def check_attention(image: Image, work: Path) -> Iterator[Check]:
