@@ -33,6 +33,7 @@ from ekiben.spec.sums import check_recipe_locks
 WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
 MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
 MINIMUM_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
+ABOVE_LABEL = "org.ekiben.above"  # of a layer: those whose files it replaces, which lie below it in one image
 ARCH_LABEL = "org.ekiben.architectures"  # of a build stage: the only architectures that it compiles for
 
 
@@ -123,7 +124,8 @@ class _Images:
         return self.read[name]
 
     def put_on(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
-        """Put a layer on ``definitions``, bottom first; or in the place of the one whose packages it has, too.
+        """Put a layer on ``definitions``, bottom first; or in the place of the one whose packages it has, too, or below
+        the one that replaces its files.
 
         Raises DefinitionError when there is no such layer, the stack lacks it, or it leaves out one of them.
         """
@@ -138,9 +140,10 @@ class _Images:
             raise DefinitionError(
                 f"{asked_by}: '{self.recipe.file.name}' has '{less[0]}', with the same packages and more"
             )
-        below = [item for number, item in enumerate(definitions) if number not in same]
-        above = below[same[0] :] if same else []
-        below = below[: len(below) - len(above)]
+        over = [number for number, item in enumerate(definitions) if name in _covered(item)]
+        place = min([*same, *over], default=len(definitions))
+        above = [item for number, item in enumerate(definitions[place:], place) if number not in same]
+        below = list(definitions[:place])
         for step in (name, *(item.name for item in above)):
             below = self._stand_on(below, step, asked_by)
         return below
@@ -343,6 +346,11 @@ def _packages_of(definition: Definition) -> set[str]:
     """Return what a layer installs: the names of its lock files, and the packages whose wheels it compiles."""
     locks = {Path(copy.source).name for copy in definition.final.files if copy.source.endswith(".lock")}
     return locks.union(stage.labels[WHEEL_LABEL] for stage in definition.stages if WHEEL_LABEL in stage.labels)
+
+
+def _covered(definition: Definition) -> list[str]:
+    """Return the layers whose files a layer replaces where it lies above them."""
+    return definition.final.labels.get(ABOVE_LABEL, "").split()
 
 
 def _definition_files(folder: Path) -> list[Path]:

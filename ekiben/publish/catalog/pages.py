@@ -29,6 +29,7 @@ _MAIN = (
     "datasets",
     "deepspeed",
     "flash-attn",
+    "flash-attn-4",
     "apex",
     "megatron-core",
     "bitsandbytes",

@@ -38,6 +38,17 @@ def names(image: ResolvedRecipe) -> list[str]:
         ("pretrain-gpt", ["apex"], [*HUGGINGFACE, "megatron", "apex"]),
         ("lora-opencalm", ["megatron", "deepspeed"], [*HUGGINGFACE, "megatron", "deepspeed"]),
         ("hello", ["flash-attn"], [*HUGGINGFACE, "flash-attn"]),
+        ("hello", ["flash-attn-4"], [*HUGGINGFACE, "flash-attn-4"]),
+        ("finetune", ["flash-attn-4"], [*HUGGINGFACE, "deepspeed-plain", "flash-attn-4"]),
+        # Files of flash-attn's would take the place of flash-attn-4's, which therefore is above it.
+        ("hello", ["flash-attn", "flash-attn-4"], [*HUGGINGFACE, "flash-attn", "flash-attn-4"]),
+        ("hello", ["flash-attn-4", "flash-attn"], [*HUGGINGFACE, "flash-attn", "flash-attn-4"]),
+        ("finetune", ["flash-attn-4", "deepspeed"], [*HUGGINGFACE, "deepspeed", "flash-attn-4"]),
+        (
+            "finetune",
+            ["flash-attn-4", "apex", "deepspeed", "flash-attn"],
+            [*HUGGINGFACE, "deepspeed", "flash-attn", "flash-attn-4", "apex"],
+        ),
         ("hello", ["pytorch"], ["base", "python", "pytorch"]),
     ],
 )
@@ -110,6 +121,7 @@ def test_layers_whose_argument_has_one_name(tmp_path: Path) -> None:
             "--layer deepspeed-plain: 'lora-opencalm' has 'deepspeed', with the same packages and more",
         ),
         ("lora-opencalm", ["megatron"], "cu124", "--layer megatron: stack 'cu124' lacks it: there is no "),
+        ("lora-opencalm", ["flash-attn-4"], "cu124", "--layer flash-attn-4: stack 'cu124' lacks it: there is no "),
     ],
 )
 def test_layer_that_cannot_be_added(recipe: str, layers: list[str], stack: str | None, message: str) -> None:
