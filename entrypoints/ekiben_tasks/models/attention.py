@@ -12,7 +12,13 @@ import torch.nn.functional as F
 
 from ekiben_tasks.data.packing import Layout, PackedBatch
 from ekiben_tasks.models.architecture import find_architecture, plain_attention
-from ekiben_tasks.models.attention_kernel import AMPERE_KERNELS, SDPA_KERNELS, AttentionKernel, missing_package
+from ekiben_tasks.models.attention_kernel import (
+    AMPERE_KERNELS,
+    FLASH_ATTN_KERNELS,
+    SDPA_KERNELS,
+    AttentionKernel,
+    missing_package,
+)
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task.errors import TaskError
 
@@ -64,12 +70,13 @@ def attend(
 
     The result is ``[1, tokens, heads, size]``, with None for the weights (Vaswani et al. 2017, arXiv:1706.03762,
     equation 1). ``uniform_rows``: as a batch of so many examples; ``row_lengths``: one by one; ``cu_seq_lens_q`` alone:
-    by the variable-length flash kernel; none of them: as one example. ``kernel`` "flash_attn_2": by flash-attn, whatever
-    the lengths. No attention dropout: the kernels for packed examples have none.
+    by the variable-length flash kernel; none of them: as one example. ``kernel`` "flash_attn_2" or "flash_attn_4": by
+    that flash-attn, whatever the lengths. No attention dropout: the kernels for packed examples have none.
     """
-    if kernel == "flash_attn_2" and cu_seq_lens_q is not None:
+    if kernel in FLASH_ATTN_KERNELS and cu_seq_lens_q is not None:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        return _flash_attn_2(q, k, v, cu_seq_lens_q, max_length_q, uniform_rows, scaling)[None], None
+        flash_attn = _flash_attn_2 if kernel == "flash_attn_2" else _flash_attn_4
+        return flash_attn(q, k, v, cu_seq_lens_q, max_length_q, uniform_rows, scaling)[None], None
     # A branch: where sharded blocks are compiled, a comparison is no plain bool, which would break their graph.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if uniform_rows:
@@ -95,16 +102,42 @@ def _flash_attn_2(
     scaling: float | None,
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention by flash-attn 2 (Dao 2023, arXiv:2307.08691), ``[tokens, heads, size]`` as its arguments."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    import flash_attn
 
+    return _call_flash_attn(flash_attn, query, key, value, cu_seq_lens, longest, num_examples, scaling)
+
+
+# It is no operator of torch: torch.compile would follow its autograd function into the package's own compiler.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types here
+def _flash_attn_4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, longest: int, num_examples: int,
+    scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """Return what _flash_attn_2() does by flash-attn 4 (Zadouri et al. 2026, arXiv:2603.05451), compiled at the first call."""
+    from flash_attn import cute
+
+    return _call_flash_attn(cute, query, key, value, cu_seq_lens, longest, num_examples, scaling)
+
+
+def _call_flash_attn(
+    functions: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, longest: int,
+    num_examples: int, scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    options = {"softmax_scale": scaling, "causal": True}
     if num_examples:
         q, k, v = (tensor.unflatten(0, (num_examples, -1)) for tensor in (query, key, value))
-        return torch.as_tensor(flash_attn_func(q, k, v, softmax_scale=scaling, causal=True)).flatten(0, 1)
-    return torch.as_tensor(
-        flash_attn_varlen_func(
-            query, key, value, cu_seq_lens, cu_seq_lens, longest, longest, softmax_scale=scaling, causal=True
-        )
-    )
+        mixed = functions.flash_attn_func(q, k, v, **options)
+    else:
+        lengths = {
+            "cu_seqlens_q": cu_seq_lens,
+            "cu_seqlens_k": cu_seq_lens,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
+        mixed = functions.flash_attn_varlen_func(query, key, value, **lengths, **options)
+    # flash-attn 4 returns the logarithm of the sums beside it.
+    mixed = torch.as_tensor(mixed[0] if isinstance(mixed, tuple) else mixed)
+    return mixed.flatten(0, 1) if num_examples else mixed
 
 
 def register() -> None:
@@ -136,7 +169,7 @@ def forward(body: Any, pack: PackedBatch, dtype: torch.dtype, kernel: AttentionK
         row_lengths=() if even or by_lengths else pack.seq_lens,
         uniform_rows=even,
         # An argument only where it matters: blocks that are compiled guard on each.
-        **({"kernel": kernel} if kernel == "flash_attn_2" else {}),
+        **({"kernel": kernel} if kernel in FLASH_ATTN_KERNELS else {}),
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
     return hidden
@@ -198,6 +231,8 @@ def _unsuited(kernel: AttentionKernel, config: Any, device: Device, *, is_here: 
         return f"{setting} it runs on a GPU only; take attention=auto" if gpu_only and is_here else None
     if kernel in AMPERE_KERNELS and not device.has_bf16:
         return f"{setting} {device.name} is older than Ampere, and has no such kernel; take attention=auto"
+    if kernel == "flash_attn_4" and device.is_older_than_hopper(is_here=is_here):
+        return f"{setting} {device.name} is older than Hopper, and has no such kernel; take attention=auto"
     if kernel == "flash_attn_3" and is_here and torch.cuda.get_device_capability(device.torch_device) != (9, 0):
         return f"{setting} its kernels are for Hopper, and {device.name} is none; take attention=flash_attn_2 or auto"
     return None
@@ -207,7 +242,7 @@ def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
     """Run ``kernel`` on two small examples, forward and backward, with the model's heads.
 
     Raises:
-        TaskError: it does not run, with what torch says.
+        TaskError: it does not run, with what torch or the kernel's package says.
     """
     heads = int(config.num_attention_heads)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -217,12 +252,13 @@ def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
         for count in counts
     )
     ends = torch.tensor([0, 128, 256], device=device.torch_device, dtype=torch.int32)
-    seq_lens = () if kernel in ("varlen", "flash_attn_2", "flash_attn_3") else (128, 128)
+    seq_lens = () if kernel in ("varlen", "flash_attn_3", *FLASH_ATTN_KERNELS) else (128, 128)
     try:
         with kernels_in_use(kernel, device.torch_device):
             mixed, _ = attend(torch.nn.Module(), query, key, value, None, None, 0.0, ends, 128, seq_lens, kernel=kernel)
             mixed.sum().backward()
-    except (RuntimeError, ImportError) as error:
+    # Not those of torch alone: a kernel that is compiled at run time has its compiler's, and asserts what it can compute.
+    except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskError(
             f"setting attention={kernel}: it does not run on {device.name} with heads of {size} in "

@@ -15,6 +15,7 @@ from ekiben_tasks.models.memory import gpu_memory
 from ekiben_tasks.task.errors import TaskError
 
 GIB = 1 << 30
+_OLDER_THAN_HOPPER = re.compile(r"\b(V100S?|T4|[AL]\d+[GS]?|RTX 6000 Ada|RTX [2-4]0\d\d)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,12 @@ class Device:
     def has_bf16(self) -> bool:
         """Return whether it computes in bf16: Ampere and later, which have the variable-length flash kernel, too."""
         return bool(self.is_gpu and self.dtype == torch.bfloat16)
+
+    def is_older_than_hopper(self, *, is_here: bool) -> bool:
+        """Return whether it is a GPU of a compute capability below 9.0; by its name where it is not this machine's."""
+        if is_here:
+            return self.is_gpu and torch.cuda.get_device_capability(self.torch_device) < (9, 0)
+        return self.is_gpu and _OLDER_THAN_HOPPER.search(self.name) is not None
 
 
 def choose_device(requested: str, index: int = 0) -> Device:

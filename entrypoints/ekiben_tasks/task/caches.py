@@ -41,6 +41,10 @@ def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     env.setdefault("TRITON_CACHE_DIR", str(scratch / "triton"))
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     env.setdefault("CUDA_CACHE_PATH", str(scratch / "cuda"))  # the driver's own, else in ~/.nv
+    # flash-attn 4 keeps none unless told to, and it and its compiler would take a folder in /tmp that anybody can make.
+    env.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    env.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(scratch / "flash-attn-4"))
+    env.setdefault("CUTE_DSL_CACHE_DIR", str(scratch / "cute-dsl"))
     env.setdefault("XDG_CACHE_HOME", str(scratch / "cache"))
     # With --user 12345 there is no passwd entry, and getpass.getuser(), which torch calls, needs a name.
     env.setdefault("USER", f"uid{os.getuid()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import torch
 
 import train as train_command
 from ekiben_tasks.data import packing
-from ekiben_tasks.models import attention, tiny
+from ekiben_tasks.models import attention, memory, tiny
 from ekiben_tasks.models.attention import ChosenKernels, choose_kernels, kernels_in_use
 from ekiben_tasks.models.device import Device, dry_run_device, named_device
 from ekiben_tasks.models.tuning import LossModule
@@ -46,7 +47,10 @@ def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A package with flash-attn 2's two functions, as its README has them, computed by plain(); the names that were called."""
+    """A package with the two functions of flash-attn 2, as its README has them, and those of 4, as its source has them.
+
+    Both are computed by plain(). Returns the names that were called.
+    """
     calls: list[str] = []
 
     def flash_attn_varlen_func(
@@ -69,14 +73,44 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert causal and dropout_p == 0
         return torch.stack([plain(*example) for example in zip(q, k, v, strict=True)]).to(q.dtype)
 
-    module = types.ModuleType("flash_attn")
+    def flash_attn_4_varlen_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: None = None, cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+        softmax_scale: float | None = None, causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        assert qv is None and cu_seqlens_q is not None and cu_seqlens_k is not None
+        mixed = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal
+        )
+        calls[-1] += " of 4"
+        return mixed, None
+
+    def flash_attn_4_func(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: None = None, gather_kv_indices: None = None,
+        softmax_scale: float | None = None, causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        assert qv is gather_kv_indices is None
+        mixed = flash_attn_func(q, k, v, 0.0, softmax_scale, causal)
+        calls[-1] += " of 4"
+        return mixed, None
+
+    module, cute = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
     module.__spec__ = types.SimpleNamespace(name="flash_attn")  # type: ignore[assignment]  # find_spec() looks for one
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func  # type: ignore[attr-defined]
+    cute.flash_attn_func, cute.flash_attn_varlen_func = flash_attn_4_func, flash_attn_4_varlen_func  # type: ignore[attr-defined]
+    module.cute = cute  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
     return calls
 
 
-@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash", "math", "flash_attn_2"])
+def expected_call(kernel: str, *, is_uniform: bool) -> list[str]:
+    """What the fixture notes where attention is computed once by ``kernel``."""
+    call = "one length" if is_uniform else "varlen"
+    return {"flash_attn_2": [call], "flash_attn_4": [f"{call} of 4"]}.get(kernel, [])
+
+
+@pytest.mark.parametrize("kernel", ["auto", "sdpa", "flash", "math", "flash_attn_2", "flash_attn_4"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=["mixed", "one length"])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_kernel_equals_plain_attention(
@@ -100,7 +134,7 @@ def test_kernel_equals_plain_attention(
     torch.testing.assert_close(mixed[0].double(), expected, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(gradients, torch.autograd.grad((expected * weight[0]).sum(), tensors), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert flash_attn == (["one length" if uniform else "varlen"] if kernel == "flash_attn_2" else [])
+    assert flash_attn == expected_call(kernel, is_uniform=bool(uniform))
 
 
 def batch_of(*lengths: int) -> packing.PackedBatch:
@@ -114,7 +148,7 @@ def batch_of(*lengths: int) -> packing.PackedBatch:
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "llama"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=["mixed", "one length"])
-@pytest.mark.parametrize("kernel", ["sdpa", "flash", "math", "flash_attn_2"])
+@pytest.mark.parametrize("kernel", ["sdpa", "flash", "math", "flash_attn_2", "flash_attn_4"])
 def test_loss_is_that_of_auto(kind: str, kernel: Any, lengths: tuple[int, ...], flash_attn: list[str]) -> None:
     """Each kernel reaches the blocks of a model, checkpointed ones too."""
     batch, model = batch_of(*lengths), tiny.random_model(kind, 50).train()
@@ -127,9 +161,22 @@ def test_loss_is_that_of_auto(kind: str, kernel: Any, lengths: tuple[int, ...], 
         loss = module(batch)
         loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert set(flash_attn) == (
-        {"varlen" if lengths is LENGTHS else "one length"} if kernel == "flash_attn_2" else set()
-    )
+    assert set(flash_attn) == {*expected_call(kernel, is_uniform=lengths is not LENGTHS)}
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (128, 128)], ids=["mixed", "one length"])
+def test_flash_attn_4_is_called_from_compiled_blocks(lengths: tuple[int, ...], flash_attn: list[str]) -> None:
+    """torch.compile leaves it out of its graphs: it is no operator that torch knows."""
+    batch, model = batch_of(*lengths), tiny.random_model("llama", 50).train()
+    attention.register()
+    model.set_attn_implementation(attention.ATTENTION)
+    expected = LossModule(model, torch.float32)(batch)
+    module = LossModule(model, torch.float32, "flash_attn_4")
+    module.compile_blocks(backend="aot_eager")
+    loss = module(batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert set(flash_attn) == {*expected_call("flash_attn_4", is_uniform=lengths is not LENGTHS)}
 
 
 # ------------------------------------------------------------------------------------------------- choice and refusals
@@ -170,16 +217,73 @@ def test_choice_of_kernels(kernel: Any, kind: str, where: Device, is_here: bool,
         ("cudnn", "llama", gpu("T4"), False, "attention=cudnn: T4 is older than Ampere, and has no such kernel"),
         ("math", "mpt", CPU, True, "attention=math: the attention of mpt cannot take it; take attention=auto"),
         ("varlen", "falcon", gpu("H100"), False, "the attention of falcon cannot take it; take one of sdpa, flash"),
-        ("flash_attn_2", "llama", gpu("H100"), False, "no flash-attn; build it with --layer flash-attn"),
+        ("flash_attn_2", "llama", gpu("H100"), False, "no flash-attn; build it with --layer flash-attn, or"),
+        ("flash_attn_4", "llama", gpu("H100"), False, "no flash-attn-4; build it with --layer flash-attn-4, or"),
     ],
 )
 def test_kernel_that_cannot_run(kernel: Any, kind: str, where: Device, is_here: bool, message: str) -> None:
-    if kernel == "flash_attn_2" and attention.missing_package(kernel) is None:
-        pytest.skip("flash-attn is installed here")
+    if kernel in ("flash_attn_2", "flash_attn_4") and attention.missing_package(kernel) is None:
+        pytest.skip(f"{kernel} is installed here")
     with pytest.raises(TaskError) as caught:
         choose_kernels(kernel, config(kind), where, is_here=is_here)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def package_of_flash_attn_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's metadata alone, as if it was installed."""
+    (tmp_path / "flash_attn_4-4.0.dist-info").mkdir()
+    (tmp_path / "flash_attn_4-4.0.dist-info/METADATA").write_text("Name: flash-attn-4\nVersion: 4.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "is_here", "message"),
+    [
+        (CPU, True, "attention=flash_attn_4: it runs on a GPU only; take attention=auto"),
+        (gpu("A100"), False, "attention=flash_attn_4: A100 is older than Hopper, and has no such kernel; take attention=auto"),
+        (gpu("T4"), False, "attention=flash_attn_4: T4 is older than Hopper"),
+        (gpu("RTX 4090"), False, "attention=flash_attn_4: RTX 4090 is older than Hopper"),
+        (gpu("H100"), False, None),
+        (gpu("B200"), False, None),
+        (dry_run_device(), False, None),
+    ],
+    ids=lambda value: value.name if isinstance(value, Device) else "",
+)  # fmt: skip
+def test_gpus_of_flash_attn_4(where: Device, is_here: bool, message: str | None, package_of_flash_attn_4: None) -> None:
+    if message is None:
+        chosen = choose_kernels("flash_attn_4", config(), where, is_here=is_here)
+        assert chosen == ChosenKernels("flash_attn_4", "flash_attn_4")
+        return
+    with pytest.raises(TaskError) as caught:
+        choose_kernels("flash_attn_4", config(), where, is_here=is_here)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(package_of_flash_attn_4: None, flash_attn: list[str]) -> None:
+    """Both packages have the module flash_attn."""
+    assert attention.missing_package("flash_attn_4") is None
+    if not any(importlib.metadata.distributions(name="flash-attn")):
+        assert "--layer flash-attn," in str(attention.missing_package("flash_attn_2"))
+
+
+def test_gpus_older_than_hopper_by_name() -> None:
+    hopper_or_later = {"GB300", "B300", "GB200", "B200", "H200", "GH200", "H20", "RTX PRO 6000", "H100 NVL", "H100",
+                       "H800", "RTX 5090"}  # fmt: skip
+    assert {name for name in memory.SIZES if not gpu(name).is_older_than_hopper(is_here=False)} == hopper_or_later
+
+
+@pytest.mark.parametrize("error", [AssertionError("(head_dim, head_dim_v)=(300, 300) is not supported"), KeyError()])
+def test_kernel_that_its_package_refuses(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(attention, "attend", refuse)
+    reason = "head_dim" if error.args else "KeyError"
+    with pytest.raises(TaskError, match=rf"it does not run on CPU with heads of 16 in float32 \(.*{reason}"):
+        choose_kernels("flash", config(), CPU, is_here=True)
 
 
 def test_kernel_that_torch_refuses_is_named_with_torchs_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,14 +298,17 @@ def test_kernel_that_torch_refuses_is_named_with_torchs_reason(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"], ["--dry-run", "--on", "H100"]], ids=" ".join)
-def test_train_refuses_a_kernel_whose_package_is_missing(options: list[str], base: Path, tmp_path: Path) -> None:
-    if attention.missing_package("flash_attn_2") is None:
-        pytest.skip("flash-attn is installed here")
+@pytest.mark.parametrize(("kernel", "layer"), [("flash_attn_2", "flash-attn"), ("flash_attn_4", "flash-attn-4")])
+def test_train_refuses_a_kernel_whose_package_is_missing(
+    kernel: Any, layer: str, options: list[str], base: Path, tmp_path: Path
+) -> None:
+    if attention.missing_package(kernel) is None:
+        pytest.skip(f"{layer} is installed here")
     argv = ["--data", str(SAMPLE), "--set", f"model={base}", "--output", str(tmp_path / "out"), "--set", "device=cpu"]
     with pytest.raises(
-        SettingError, match="attention=flash_attn_2: this image has no flash-attn; build it with --layer"
+        SettingError, match=f"attention={kernel}: this image has no {layer}; build it with --layer {layer},"
     ):
-        train_command.main([*argv, "--set", "attention=flash_attn_2", *options])
+        train_command.main([*argv, "--set", f"attention={kernel}", *options])
     assert not (tmp_path / "out").exists()
 
 

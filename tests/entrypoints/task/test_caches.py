@@ -63,8 +63,15 @@ def test_home_with_cached_models_is_used(tmp_path: Path) -> None:
 def test_kernel_caches_are_on_this_node_under_this_user(tmp_path: Path) -> None:
     env = {"HOME": "/nonexistent", "TMPDIR": str(tmp_path), "HF_HOME": str(tmp_path)}
     caches.prepare_caches(env)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
+    for name in (
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "CUDA_CACHE_PATH",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+        "CUTE_DSL_CACHE_DIR",
+    ):
         assert env[name].startswith(f"{tmp_path}/ekiben-{os.getuid()}/")
+    assert env["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     assert env["USER"] == f"uid{os.getuid()}"
 
 
