@@ -2,17 +2,22 @@
 
     python3 tests/gpu/bench_attention.py [--json FILE] [--tokens 32768] [--heads 16]
 
-Examples of one length: torch's scaled_dot_product_attention with each of its kernels, and flash-attn 2 where it is installed.
-Examples of mixed length, packed: torch's varlen_attn, flash-attn 2's, and scaled_dot_product_attention one by one. Every case
-has the same number of tokens. A number is TFLOP/s of what attention needs: 3.5 × 4 × pairs × heads × size, backward 2.5 × forward.
+Examples of one length: torch's scaled_dot_product_attention with each of its kernels, and flash-attn 2 and 4 where they are installed.
+Examples of mixed length, packed: torch's varlen_attn, flash-attn's, and scaled_dot_product_attention one by one. Every case has
+the same number of tokens. A number is TFLOP/s of what attention needs: 3.5 × 4 × pairs × heads × size, backward 2.5 × forward.
+"first_call_s" has the seconds of each kernel's first call, which is none of those: flash-attn 4 compiles there what it did not
+compile for an earlier case, and keeps it on the disk only where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import json
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,11 +56,14 @@ def uniform_kernels(count: int) -> dict[str, Attend]:
         return attend
 
     kernels = {name: sdpa(backend) for name, backend in KERNELS.items()}
-    if flash_attn := _flash_attn():
-        kernels["flash-attn 2"] = lambda q, k, v: flash_attn.flash_attn_func(
-            *(item.unflatten(0, (count, -1)) for item in (q, k, v)), causal=True
-        )
-    return kernels
+
+    def flash_attn(package: Any) -> Attend:
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            return _output(package.flash_attn_func(*(item.unflatten(0, (count, -1)) for item in qkv), causal=True))
+
+        return attend
+
+    return kernels | {name: flash_attn(package) for name, package in _flash_attn().items()}
 
 
 def mixed_kernels(lengths: list[int]) -> dict[str, Attend]:
@@ -74,34 +82,51 @@ def mixed_kernels(lengths: list[int]) -> dict[str, Attend]:
         "varlen": lambda q, k, v: torch.as_tensor(varlen_attn(q, k, v, ends, ends, most, most, window_size=(-1, 0))),
         "one by one": one_by_one,
     }
-    if flash_attn := _flash_attn():
-        kernels["flash-attn 2"] = lambda q, k, v: flash_attn.flash_attn_varlen_func(
-            q, k, v, ends, ends, most, most, causal=True
-        )
-    return kernels
+    ranges = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": most, "max_seqlen_k": most}
+
+    def flash_attn(package: Any) -> Attend:
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            return _output(package.flash_attn_varlen_func(*qkv, **ranges, causal=True))
+
+        return attend
+
+    return kernels | {name: flash_attn(package) for name, package in _flash_attn().items()}
 
 
-def _flash_attn() -> Any:
-    try:
-        import flash_attn
-    except ImportError:
-        return None
-    return flash_attn
+def _flash_attn() -> dict[str, Any]:
+    """Return what is installed of flash-attn 2 and 4, by name. The package flash_attn is there with either."""
+    modules = {"flash-attn 2": ("flash-attn", "flash_attn"), "flash-attn 4": ("flash-attn-4", "flash_attn.cute")}
+    return {
+        name: importlib.import_module(module)
+        for name, (package, module) in modules.items()
+        if any(importlib.metadata.distributions(name=package))
+    }
 
 
-def seconds(attend: Attend, tensors: list[torch.Tensor], weight: torch.Tensor, repeats: int) -> float:
-    """Return the median of forward and backward, timed by events."""
+def _output(returned: Any) -> torch.Tensor:
+    """Return the output alone: flash-attn 4 returns the logarithm of the sums beside it."""
+    return torch.as_tensor(returned[0] if isinstance(returned, tuple) else returned)
+
+
+def seconds(attend: Attend, tensors: list[torch.Tensor], weight: torch.Tensor, repeats: int) -> tuple[float, float]:
+    """Return the median of forward and backward, timed by events, and the time of the first call, by the clock."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    output = attend(*tensors)
+    output.backward(weight.view_as(output))
+    torch.cuda.synchronize()
+    first = time.perf_counter() - began
     times: list[float] = []
-    for number in range(repeats + 3):
+    for number in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         output = attend(*tensors)
         output.backward(weight.view_as(output))
         end.record()
         end.synchronize()
-        if number >= 3:
+        if number >= 2:
             times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[len(times) // 2]
+    return sorted(times)[len(times) // 2], first
 
 
 def measure(tokens: int, heads: int, repeats: int) -> list[dict[str, Any]]:
@@ -115,6 +140,7 @@ def measure(tokens: int, heads: int, repeats: int) -> list[dict[str, Any]]:
                 kernels = mixed_kernels(lengths) if kind == "mixed" else uniform_kernels(len(lengths))
                 work = 3.5 * 4 * heads * size * sum(length * (length + 1) / 2 for length in lengths)
                 result: dict[str, Any] = {"size": size, "longest": longest, "lengths": kind, "count": len(lengths)}
+                first_calls: dict[str, float] = {}
                 for name, attend in kernels.items():
                     tensors = [
                         torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -122,12 +148,15 @@ def measure(tokens: int, heads: int, repeats: int) -> list[dict[str, Any]]:
                     ]
                     weight = torch.randn_like(tensors[0])
                     try:
-                        result[name] = round(work / seconds(attend, tensors, weight, repeats) / 1e12, 1)
-                    except RuntimeError as error:
+                        median, first = seconds(attend, tensors, weight, repeats)
+                    except Exception as error:  # of torch, or of a compiler at run time
                         result[name] = None
-                        print(f"{name}, {size}, {longest}: {str(error).splitlines()[0]}", file=sys.stderr)
-                results.append(result)
-                print(json.dumps(result), flush=True)
+                        reason = (str(error).splitlines() or [type(error).__name__])[0]
+                        print(f"{name}, {size}, {longest}: {reason}", file=sys.stderr)
+                    else:
+                        result[name], first_calls[name] = round(work / median / 1e12, 1), round(first, 3)
+                results.append({**result, "first_call_s": first_calls})
+                print(json.dumps(results[-1]), flush=True)
     return results
 
 
