@@ -35,7 +35,7 @@ RESUMED = 75
 DOES_NOT_FIT = 3
 EXAMPLES = {"calm-3b": 400, "llama-1b": 200, "llama-5b": 60}  # of each kind, by model
 ONE_LENGTH = 1152  # tokens, a multiple of 128: such examples need no variable-length kernel
-KERNELS = ("auto", "sdpa", "cudnn", "flash", "varlen", "flash_attn_2")
+KERNELS = ("auto", "sdpa", "cudnn", "flash", "varlen", "flash_attn_2", "flash_attn_4")
 MAX_DIFFERENCE = 1e-2  # of losses, relative
 RECORDED = ("expected_memory_bytes", "peak_memory_bytes", "tokens_per_s", "mfu", "attention", "attention_kernels",
             "compiled")  # fmt: skip
