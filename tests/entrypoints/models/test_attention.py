@@ -318,3 +318,36 @@ def test_run_records_its_kernel(base: Path, tmp_path: Path) -> None:
     assert record["settings"]["attention"] == "math"
     assert record["device"]["attention"] == "math row by row over packed rows"
     assert record["device"]["attention_kernels"] == {"one_length": "math", "mixed": "math"}
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "math", "flash_attn_2", "flash_attn_4"])
+@pytest.mark.parametrize(("heads", "kept", "size"), [(4, 4, 80), (8, 2, 64)])
+def test_kernels_agree_with_math(kernel: Any, heads: int, kept: int, size: int, flash_attn: list[str]) -> None:
+    assert attention.compare_kernel(kernel, heads, kept, size, CPU) < 1e-5
+
+
+class Halved(torch.autograd.Function):
+    """The value itself, with half its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] / 2
+
+
+def test_kernel_with_other_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flash-attn 4's with heads of 80 on an H100: the output is right, the gradient of the queries is not."""
+    original, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def wrong(query: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
+        calls.append(1)
+        return original(Halved.apply(query) if len(calls) <= 2 else query, *words, **named)  # two examples
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
+    with pytest.raises(
+        TaskError, match=r"attention=sdpa: its results on .* differ from torch's by \d+% of the largest"
+    ):
+        choose_kernels("sdpa", config(), CPU, is_here=True)
