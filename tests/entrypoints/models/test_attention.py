@@ -186,6 +186,12 @@ def config(kind: str = "llama") -> Any:
     return tiny.random_model(kind, 50).config
 
 
+def with_heads_of(size: int) -> Any:
+    model = config()
+    model.head_dim = size
+    return model
+
+
 def gpu(name: str) -> Device:
     return named_device(name)
 
@@ -253,13 +259,21 @@ def package_of_flash_attn_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 )  # fmt: skip
 def test_gpus_of_flash_attn_4(where: Device, is_here: bool, message: str | None, package_of_flash_attn_4: None) -> None:
     if message is None:
-        chosen = choose_kernels("flash_attn_4", config(), where, is_here=is_here)
+        chosen = choose_kernels("flash_attn_4", with_heads_of(64), where, is_here=is_here)
         assert chosen == ChosenKernels("flash_attn_4", "flash_attn_4")
         return
     with pytest.raises(TaskError) as caught:
-        choose_kernels("flash_attn_4", config(), where, is_here=is_here)
+        choose_kernels("flash_attn_4", with_heads_of(64), where, is_here=is_here)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [16, 80, 256])
+def test_flash_attn_4_is_refused_for_heads_it_was_not_compared_with(size: int, package_of_flash_attn_4: None) -> None:
+    with pytest.raises(
+        TaskError, match="attention=flash_attn_4: its results were compared with heads of 64 and 128 alone"
+    ):
+        choose_kernels("flash_attn_4", with_heads_of(size), gpu("H100"), is_here=False)
 
 
 def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(package_of_flash_attn_4: None, flash_attn: list[str]) -> None:
