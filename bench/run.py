@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 # Started as a file, Python has bench/ itself on its path, not the folder that holds it.
@@ -54,22 +55,27 @@ def machine() -> Machine:
             "memory bytes": memory, "python": platform.python_version()}  # fmt: skip
 
 
+def merge(kept: Result, new: Result) -> Result:
+    """Return ``new`` with what ``kept`` has that did not run again."""
+    again = {(timing.case, timing.who) for timing in new.timings}
+    earlier = [timing for timing in kept.timings if (timing.case, timing.who) not in again]
+    still_failed = {name: text for name, text in kept.failed.items() if tuple(name.split(": ", 1)) not in again}
+    return replace(
+        new, timings=[*earlier, *new.timings], facts={**kept.facts, **new.facts}, failed={**still_failed, **new.failed}
+    )
+
+
 def write(bench: Bench, kept: Result | None, began: str, load: Load, out: Path) -> list[Goal]:
     """Write results.json, results.md and results.svg into ``out``. kept: an earlier run's, of which what did not run now stays."""
-    timings, facts, failed = bench.timings, bench.facts, bench.failed
-    if kept:
-        new = {(timing.case, timing.who) for timing in timings}
-        timings = [*(timing for timing in kept.timings if (timing.case, timing.who) not in new), *timings]
-        facts = {**kept.facts, **facts}
-        failed = {**{name: why for name, why in kept.failed.items() if tuple(name.split(": ", 1)) not in new}, **failed}
-    reached = goals(timings, facts)
     result = Result(date=began, recipe=bench.original, machine=machine(), load_before=load, load_after=os.getloadavg(),
-                    versions=versions(), facts=facts, goals=reached, failed=failed, timings=timings)  # fmt: skip
+                    versions=versions(), facts=bench.facts, goals=[], failed=bench.failed, timings=bench.timings)  # fmt: skip
+    result = merge(kept, result) if kept else result
+    result = replace(result, goals=goals(result.timings, result.facts))
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(result.as_json(), indent=1) + "\n")
     (out / "results.md").write_text(table(result))
     (out / "results.svg").write_text(draw(result))
-    return reached
+    return result.goals
 
 
 def read_kept(out: Path, recipe: str) -> Result:

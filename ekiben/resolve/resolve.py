@@ -141,9 +141,9 @@ class _Images:
                 f"{asked_by}: '{self.recipe.file.name}' has '{less[0]}', with the same packages and more"
             )
         over = [number for number, item in enumerate(definitions) if name in _covered(item)]
-        place = min([*same, *over], default=len(definitions))
-        above = [item for number, item in enumerate(definitions[place:], place) if number not in same]
-        below = list(definitions[:place])
+        position = min([*same, *over], default=len(definitions))
+        above = [item for number, item in enumerate(definitions[position:], position) if number not in same]
+        below = list(definitions[:position])
         for step in (name, *(item.name for item in above)):
             below = self._stand_on(below, step, asked_by)
         return below

@@ -221,7 +221,7 @@ class Cargo:
 
 
 def compress(path: Path, original: Path | None, options: argparse.Namespace) -> Path:
-    """Return the file that takes the place of ``path``. With --cache, one that an earlier run made is taken."""
+    """Return the file that takes the place of ``path``. With --cache, one of an earlier run serves."""
     out = path.with_name(f"{path.name}.zst")
     key = [digest_of(path), original and digest_of(original), options.level]
     known = options.cache and options.cache / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.zst"

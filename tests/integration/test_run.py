@@ -250,7 +250,7 @@ def test_shell_reads_commands_and_has_the_tasks(user: str, runtime: str, looker:
 
 
 def test_doctor_on_this_machine(looker: Looker, workspace: Workspace, cli: Cli) -> None:
-    """Of the recipe in the store, and of the file under whatever name, the same facts; both users' words."""
+    """Of the recipe in the store, and of the file under whatever name, the same metadata; both users' words."""
     (looker.recipe / "current").symlink_to("look.sif")
     for user in (ME, USER):
         for image in (looker.recipe, looker.sif, looker.recipe / "current"):

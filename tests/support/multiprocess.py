@@ -34,7 +34,7 @@ def free_port() -> int:
 
 
 def launcher(name: str, size: int, patience: float, *nodes: str) -> list[str]:
-    """Return the words before a program, of which ``size`` processes are started. nodes: more options of torchrun."""
+    """Return the command line before a program, of which ``size`` processes are started. nodes: more options of torchrun."""
     if name == "torchrun":
         where = nodes or ("--master-port", str(free_port()))
         return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *where, "--no-python"]

@@ -110,13 +110,13 @@ def test_any_of_two_gpus_decides() -> None:
 
 
 def test_ptx_alone_is_compiled_at_the_first_start() -> None:
-    facts = image(libraries={TORCH: code("sm_80", "compute_80")})
-    assert found(site(), facts, "GPU code").level == "warning"
-    assert found(site(), facts, "driver").level == "ok"
-    older = found(site(driver="580.65.05"), image(libraries=facts.libraries, cuda="13.0"), "driver")
+    requirements = image(libraries={TORCH: code("sm_80", "compute_80")})
+    assert found(site(), requirements, "GPU code").level == "warning"
+    assert found(site(), requirements, "driver").level == "ok"
+    older = found(site(driver="580.65.05"), image(libraries=requirements.libraries, cuda="13.0"), "driver")
     assert older.level == "error"  # older than 13 at all
     # 12.8 on a driver of 12.4: minor version compatibility, and that has no PTX
-    minor = found(site(driver="550.54.14"), image(libraries=facts.libraries, cuda="12.8"), "driver")
+    minor = found(site(driver="550.54.14"), image(libraries=requirements.libraries, cuda="12.8"), "driver")
     assert minor.level == "error"
     assert "nothing else in libtorch_cuda.so" in minor.message
 

@@ -34,7 +34,7 @@ def test_shipped_profiles_are_consistent(name: str) -> None:
     """Its name is its file's, and each resource asks for no more than a node of it has."""
     site = find_site(name)
     assert site.name == name
-    assert site.path.read_text().startswith("# ")  # where the facts are from
+    assert site.path.read_text().startswith("# ")  # where the data are from
     assert site.file.node.gpus
     for resource in site.file.scheduler.resources.values() if site.file.scheduler else ():
         assert resource.gpus <= sum(gpu.count for gpu in site.file.node.gpus)

@@ -276,7 +276,9 @@ def test_flash_attn_4_is_refused_for_heads_it_was_not_compared_with(size: int, p
         choose_kernels("flash_attn_4", with_heads_of(size), gpu("H100"), is_here=False)
 
 
-def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(package_of_flash_attn_4: None, flash_attn: list[str]) -> None:
+def test_flash_attn_4_alone_is_not_mistaken_for_flash_attn_2(
+    package_of_flash_attn_4: None, flash_attn: list[str]
+) -> None:
     """Both packages have the module flash_attn."""
     assert attention.missing_package("flash_attn_4") is None
     if not any(importlib.metadata.distributions(name="flash-attn")):
@@ -356,9 +358,9 @@ def test_kernel_with_other_gradients_is_refused(monkeypatch: pytest.MonkeyPatch)
     """As flash-attn 4's with heads of 80 on an H100: the output is right, the gradient of the queries is not."""
     original, calls = torch.nn.functional.scaled_dot_product_attention, []
 
-    def wrong(query: torch.Tensor, *words: Any, **named: Any) -> torch.Tensor:
+    def wrong(query: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         calls.append(1)
-        return original(Halved.apply(query) if len(calls) <= 2 else query, *words, **named)  # two examples
+        return original(Halved.apply(query) if len(calls) <= 2 else query, *arguments, **named)  # two examples
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", wrong)
     with pytest.raises(
