@@ -234,8 +234,10 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
     fresh = {key: value for key, value in step.environment.items() if known.get(key) != value}
     lines += [f"ENV {key}={_quoted(value)}" for key, value in sorted(fresh.items())]
     if _is_copied_by_script(step, "dockerfile"):
-        mounted = "RUN --mount=type=bind,source=files,target=/run/files umask 022"
-        lines.append(" && \\\n    ".join([mounted, *_copy_commands(step, "/run/files")]))
+        # The folder of this step alone: BuildKit runs a step again when anything in what it mounts has changed.
+        folder = _folder_of(step)
+        mounts = [f"--mount=type=bind,source=files/{name},target=/run/{name}" for name in (folder, _COPY)]
+        lines.append(" && \\\n    ".join([f"RUN {' '.join(mounts)} umask 022", *_copy_commands(step, "/run")]))
     elif step.files:
         lines.append(f"COPY files/{_folder_of(step)}/ /")
     for item in step.copies:

@@ -255,9 +255,9 @@ def test_a_dockerfile_with_stages(tiny: SampleRecipe, tmp_path: Path) -> None:
     assert [line for line in text.splitlines() if line.startswith(("FROM", "COPY", "    sh "))] == [
         "FROM scratch AS layer-ground",
         "FROM layer-ground AS layer-walls",
-        "    sh /run/files/copy.sh /run/files/walls/0 /opt/tool.sh tool.sh",
+        "    sh /run/copy.sh /run/walls/0 /opt/tool.sh tool.sh",
         "FROM layer-walls AS stage-roof-build",
-        "    sh /run/files/copy.sh /run/files/roof.build/0 /opt/source source",
+        "    sh /run/copy.sh /run/roof.build/0 /opt/source source",
         "FROM layer-ground AS layer-roof",
         "COPY --from=stage-roof-build /opt/wheels/tiny /opt/wheels/tiny",
         "FROM layer-roof AS layer-own",

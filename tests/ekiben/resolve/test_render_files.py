@@ -28,9 +28,9 @@ def test_rendered_dockerfile_and_context(chain: ResolvedRecipe, tmp_path: Path) 
     assert [line for line in text.splitlines() if line.startswith(("FROM", "ADD", "COPY", "RUN", "CMD"))] == [
         "FROM scratch",
         "ADD root.tar /",
-        "RUN --mount=type=bind,source=files,target=/run/files umask 022 && \\",
+        "RUN --mount=type=bind,source=files/walls,target=/run/walls --mount=type=bind,source=files/copy.sh,target=/run/copy.sh umask 022 && \\",
         "RUN --mount=type=bind,source=post/walls.sh,target=/run/post.sh \\",
-        "RUN --mount=type=bind,source=files,target=/run/files umask 022 && \\",
+        "RUN --mount=type=bind,source=files/roof,target=/run/roof --mount=type=bind,source=files/copy.sh,target=/run/copy.sh umask 022 && \\",
         "COPY files/own/ /",
         'CMD ["/bin/sh", "/.singularity.d/runscript"]',
     ]
@@ -38,7 +38,7 @@ def test_rendered_dockerfile_and_context(chain: ResolvedRecipe, tmp_path: Path) 
     assert 'ENV GREETING="hello"' in text
     assert 'LABEL walls.label="one"' in text
     assert (tmp_path / "context/post/walls.sh").read_text() == "    echo hello > /word\n"
-    assert "    sh /run/files/copy.sh /run/files/walls/0 /opt/tool.sh tool.sh" in text.splitlines()
+    assert "    sh /run/copy.sh /run/walls/0 /opt/tool.sh tool.sh" in text.splitlines()
     tool = tmp_path / "context/files/walls/0"
     assert (tool.read_text(), tool.stat().st_mode & 0o777) == ("#!/bin/sh\necho tool\n", 0o755)
     assert (tmp_path / "context/files/own/usr/local/bin/greet").exists()
