@@ -79,12 +79,18 @@ def write(bench: Bench, kept: Result | None, began: str, load: Load, out: Path) 
 
 
 def read_kept(out: Path, recipe: str) -> Result:
-    """Return the results in ``out``. Raises: SystemExit when they are of another machine, recipe or version of a peer."""
-    content = json.loads((out / "results.json").read_text())
-    here = {"recipe": recipe, "machine": machine(), "versions": versions()}
-    if other := [name for name, value in here.items() if content[name] != value]:
-        sys.exit(f"--keep: {out / 'results.json'} is of another {', '.join(other)}; run all cases")
-    return Result.from_json(content)
+    """Return the results in ``out``. Raises: SystemExit when there are none, or of another machine, recipe or version of a peer."""
+    path = out / "results.json"
+    try:
+        content = json.loads(path.read_text())
+        here = {"recipe": recipe, "machine": machine(), "versions": versions()}
+        other = [name for name, value in here.items() if content[name] != value]
+        kept = Result.from_json(content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"--keep: {path} has no results to keep ({error!r}); run without --keep")
+    if other:
+        sys.exit(f"--keep: {path} is of another {', '.join(other)}; run without --keep")
+    return kept
 
 
 def arguments() -> argparse.Namespace:

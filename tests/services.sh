@@ -18,7 +18,6 @@ readonly MODULES=/opt/ekiben-modules             # Environment Modules and Lmod
 readonly SINGULARITY_DEB=pool/universe/s/singularity-container/singularity-container_4.1.1+ds2-1build1_amd64.deb
 readonly SINGULARITY_SHA256=cb2e67f0f6897a78dd201b86c06575ba3f49144011952754b8633c7b1ab6d4b4
 readonly LOGS=${EKIBEN_SERVICES_LOGS:-/var/log}
-readonly DOCKER_SETTINGS=/var/lib/ekiben-test-docker.json
 readonly REGISTRY=127.0.0.1:${EKIBEN_REGISTRY_PORT:-5000}
 readonly REGISTRY_HOME=/var/lib/ekiben-test-registry
 readonly SLURM_HOME=/var/lib/ekiben-test-slurm
@@ -268,12 +267,8 @@ start_docker() {
     has dockerd || die "dockerd is not installed: tests/services.sh install docker" 4
     if [ -d /run/systemd/system ]; then
         systemctl start docker
-    elif [ -e /etc/docker/daemon.json ]; then
-        daemon dockerd dockerd
     else
-        # BuildKit drops its cache where less than a fifth of the disk is free; the benchmarks compare with that cache.
-        echo '{"builder": {"gc": {"enabled": false}}}' >"$DOCKER_SETTINGS"
-        daemon dockerd dockerd --config-file "$DOCKER_SETTINGS"
+        daemon dockerd dockerd
     fi
     wait_for docker_answers dockerd
 }

@@ -81,8 +81,11 @@ def survey(folder: Path, out: Path) -> None:
 
 def pack(sifs: Sequence[Path], options: argparse.Namespace) -> None:
     """Write the files from which unpack() makes ``sifs``. Raises ValueError for a SIF that cannot be made again."""
-    with gzip.open(options.survey, "rt") as file:
-        existing = Survey(**json.load(file))
+    try:
+        with gzip.open(options.survey, "rt") as file:
+            existing = Survey(**json.load(file))
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        raise ValueError(f"{options.survey} is no survey: {error}") from error
     options.to.mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir=options.to) as name:
         cargo = Cargo(Path(name), existing, options.have)

@@ -325,6 +325,8 @@ def main() -> int:
     if not shutil.which("apptainer"):
         parser.error("apptainer is not on PATH")
     sif = args.sif.resolve()
+    if not sif.is_file():
+        parser.error(f"there is no file {sif}")
     record, outcomes = describe_machine(sif), list[Outcome]()
     try:
         image = read_image(sif)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -43,14 +44,31 @@ def context(workspace: Workspace, cli: Cli) -> Path:
     return folder
 
 
+def docker_build(context: Path, name: str) -> str:
+    """Build ``context`` with BuildKit, and return what it printed of its steps."""
+    argv = [
+        "/usr/bin/docker",
+        "build",
+        "--progress",
+        "plain",
+        "--network",
+        "host",
+        "--secret",
+        f"id=ca,src={CA_BUNDLE}",
+        "-t",
+        name,
+        ".",
+    ]
+    return subprocess.run(
+        argv, cwd=context, check=True, env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True, text=True
+    ).stderr
+
+
 def test_docker_builds_the_rendered_dockerfile(context: Path, ours: set[str]) -> None:
     if not Path("/usr/bin/docker").exists():
         pytest.skip("docker is not installed (tests/services.sh install docker)")
     name = "ekiben-test/rendered"
-    subprocess.run(
-        ["/usr/bin/docker", "build", "--quiet", "--network", "host", "--secret", f"id=ca,src={CA_BUNDLE}", "-t", name, "."],
-        cwd=context, check=True, env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True,
-    )  # fmt: skip
+    docker_build(context, name)
     try:
         assert listing("/usr/bin/docker", "run", "--rm", name) == ours
         hello = subprocess.run(
@@ -59,6 +77,24 @@ def test_docker_builds_the_rendered_dockerfile(context: Path, ours: set[str]) ->
         assert b'"cpus"' in hello.stdout
     finally:
         subprocess.run(["/usr/bin/docker", "rmi", "--force", name], check=False, capture_output=True)
+
+
+def test_an_edited_entrypoint_runs_no_step_again(context: Path) -> None:
+    """BuildKit runs a step again when anything that it mounts has changed."""
+    if not Path("/usr/bin/docker").exists():
+        pytest.skip("docker is not installed (tests/services.sh install docker)")
+    name = "ekiben-test/rendered"
+    (script,) = (context / "files").rglob("hello.py")
+    original = script.read_bytes()
+    try:
+        docker_build(context, name)
+        script.write_bytes(original + b"# edited\n")
+        output = docker_build(context, name)
+    finally:
+        script.write_bytes(original)
+        subprocess.run(["/usr/bin/docker", "rmi", "--force", name], check=False, capture_output=True)
+    steps = set(re.findall(r"^#(\d+) \[[^]]+\] RUN ", output, re.MULTILINE))
+    assert steps and steps <= set(re.findall(r"^#(\d+) CACHED$", output, re.MULTILINE)), output
 
 
 def test_buildah_builds_the_rendered_dockerfile(context: Path, ours: set[str]) -> None:
