@@ -35,7 +35,7 @@ def test_completion_of_an_unknown_shell(run_cli: RunCli) -> None:
         ("build.py image hello --format s", ["sif"]),
         ("build.py image hello --engine a", ["auto", "apptainer"]),
         ("build.py plan hello --arg", []),
-        ("build.py plan hello --layer flash", ["flash-attn"]),
+        ("build.py plan hello --layer flash", ["flash-attn", "flash-attn-4"]),
     ],
 )
 def test_bash_completes(run_cli: RunCli, tmp_path: Path, typed: str, offered: list[str]) -> None:
