@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_DEV = Path("/dev")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print who runs this container and what it may use, and return 0.
@@ -134,15 +136,16 @@ def memory() -> int:
 
 def gpus() -> dict[str, Any]:
     """Return {"found": [{"name", "memory_bytes"}], "reason": why there is none, else None}."""
-    for ask in (_gpus_by_smi, _gpus_by_driver):
-        visible = ask()
-        if visible:
-            return {"found": visible, "reason": None}
-    devices = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    if devices:
-        reason = f"{len(devices)} device files, but no driver library: was --nv or --gpus all given?"
-        return {"found": [{"name": device.name, "memory_bytes": None} for device in devices], "reason": reason}
-    return {"found": [], "reason": "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"}
+    visible = _gpus_by_smi()
+    if visible:
+        return {"found": visible, "reason": None}
+    visible, reason = _gpus_by_driver()
+    if visible:
+        return {"found": visible, "reason": None}
+    devices = sorted(_DEV.glob("nvidia[0-9]*"))
+    if not devices:
+        return {"found": [], "reason": "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"}
+    return {"found": [], "reason": f"{', '.join(device.name for device in devices)} in /dev, but {reason}"}
 
 
 def _gpus_by_smi() -> list[dict[str, Any]]:
@@ -160,15 +163,17 @@ def _gpus_by_smi() -> list[dict[str, Any]]:
         return []
 
 
-def _gpus_by_driver() -> list[dict[str, Any]]:
-    """Ask libcuda, which --nv and --gpus bring along even where nvidia-smi is missing."""
+def _gpus_by_driver() -> tuple[list[dict[str, Any]], str]:
+    """Ask libcuda, which --nv and --gpus bring along even where nvidia-smi is missing. Return (GPUs, why none)."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return []
-    count = ctypes.c_int()
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return []
+        return [], "no driver library: start it with --nv or --gpus all"
+    count, message = ctypes.c_int(), ctypes.c_char_p()
+    status = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        cuda.cuGetErrorString(status, ctypes.byref(message))
+        return [], f"the driver fails with error {status}: {(message.value or b'unknown').decode()}"
     devices = []
     for index in range(count.value):
         device, name, total = ctypes.c_int(), ctypes.create_string_buffer(100), ctypes.c_size_t()
@@ -176,7 +181,7 @@ def _gpus_by_driver() -> list[dict[str, Any]]:
             cuda.cuDeviceGetName(name, len(name), device)
             cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
             devices.append({"name": name.value.decode(), "memory_bytes": total.value or None})
-    return devices
+    return devices, "the driver shows none of them: is CUDA_VISIBLE_DEVICES empty?"
 
 
 def _quotas() -> list[tuple[float, float]]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,3 +56,37 @@ def test_cgroup_limits_are_read(tmp_path: Path) -> None:
     assert hello._number(tmp_path / "limit") == 1048576
     assert hello._number(tmp_path / "none") is None
     assert hello._number(tmp_path / "missing") is None
+
+
+def test_gpus_that_cannot_be_used_are_none_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some runtimes give a container the device files without the driver."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(hello, "_DEV", tmp_path)
+    monkeypatch.setattr(hello, "_gpus_by_smi", list)
+    monkeypatch.setattr(hello, "_gpus_by_driver", lambda: ([], "no driver library: start it with --nv"))
+    gpus = hello.gpus()
+    assert gpus == {"found": [], "reason": "nvidia0, nvidia1 in /dev, but no driver library: start it with --nv"}
+    line = hello.tell({**hello.gather(), "gpus": gpus})[-1]
+    assert line == "GPUs        none (nvidia0, nvidia1 in /dev, but no driver library: start it with --nv)"
+
+
+def test_the_drivers_own_error_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libcuda answers where the kernel's module has another version."""
+
+    class Library:
+        def __init__(self, _: str) -> None:
+            pass
+
+        def cuInit(self, _: int) -> int:
+            return 803
+
+        def cuGetErrorString(self, _: int, message: Any) -> int:
+            message._obj.value = b"system has unsupported display driver / cuda driver combination"
+            return 0
+
+    monkeypatch.setattr(hello.ctypes, "CDLL", Library)
+    assert hello._gpus_by_driver() == (
+        [],
+        "the driver fails with error 803: system has unsupported display driver / cuda driver combination",
+    )
