@@ -16,7 +16,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, Engine, NewStore, RecipeFolder, Workspace, home_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 
 
 def staged(store: Path) -> list[str]:
@@ -170,9 +170,9 @@ def test_a_terminated_build_leaves_nothing_running(
     assert processes_in(store) == []
 
 
-def bases_in_the_making() -> list[str]:
+def bases_in_the_making(store: Path) -> list[str]:
     found = subprocess.run(["pgrep", "-af", "perl.*mmdebstrap"], capture_output=True, text=True, check=False)
-    return found.stdout.splitlines()
+    return [line for line in found.stdout.splitlines() if f"{store}/" in line]
 
 
 @pytest.mark.parametrize("user", [ME, USER], ids=["root", "rootless"])
@@ -199,6 +199,6 @@ def test_killed_base_build_is_restarted(
     assert staged(store) == []
     assert processes_in(store) == []
     deadline = time.monotonic() + 60
-    while left := bases_in_the_making():
+    while left := bases_in_the_making(store):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
