@@ -136,16 +136,17 @@ def memory() -> int:
 
 def gpus() -> dict[str, Any]:
     """Return {"found": [{"name", "memory_bytes"}], "reason": why there is none, else None}."""
+    reason = None
     visible = _gpus_by_smi()
-    if visible:
-        return {"found": visible, "reason": None}
-    visible, reason = _gpus_by_driver()
-    if visible:
-        return {"found": visible, "reason": None}
-    devices = sorted(_DEV.glob("nvidia[0-9]*"))
-    if not devices:
-        return {"found": [], "reason": "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"}
-    return {"found": [], "reason": f"{', '.join(device.name for device in devices)} in /dev, but {reason}"}
+    if not visible:
+        visible, reason = _gpus_by_driver()
+    if not visible:
+        devices = sorted(_DEV.glob("nvidia[0-9]*"))
+        if devices:
+            reason = f"{', '.join(device.name for device in devices)} in /dev, but {reason}"
+        else:
+            reason = "no /dev/nvidia*: no GPU here, or started without --nv or --gpus all"
+    return {"found": visible, "reason": None if visible else reason}
 
 
 def _gpus_by_smi() -> list[dict[str, Any]]:
