@@ -490,6 +490,21 @@ def test_converted_model_loads_in_transformers(trained: Path, converted: Path) -
             convert.compare(1.01 * whole(ids, torch.arange(40)[None], None).detach(), model, ids)
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_model_in_half_precision_is_converted_without_rounding(
+    precision: str, dtype: torch.dtype, data: Path, tmp_path: Path
+) -> None:
+    """A checkpoint holds all weights in fp32, the norms', too; training uses them in the model's dtype."""
+    settings = small(data, precision=precision, eval_every=0, save_every=0)
+    assert pretraining.pretrain(settings, tmp_path / "out") == 0
+    (tmp_path / "model").mkdir()
+    checkpoint = convert.find_checkpoint(tmp_path / "out", None)
+    assert convert.convert(tmp_path / "out", checkpoint, tmp_path / "model") < convert.TOLERANCE
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+    assert not torch.equal(model.transformer.ln_f.weight.float(), torch.ones(64)), "the norm has not changed"
+
+
 def test_unconvertible_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="holds no checkpoint"):
         convert.find_checkpoint(tmp_path, None)

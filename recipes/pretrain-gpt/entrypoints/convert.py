@@ -164,7 +164,8 @@ def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:
         sizes, dtype=dtype, dropout=0.0, tensor=1, pipeline=1, sequence_parallel=False, recompute=False, on_gpu=False,
         init_std=0.02,
     )  # fmt: skip
-    model = gpt.build(sizes, config, seed=0)
+    # Megatron builds norms and positions in fp32, and casts them for training: what is read is rounded as it was there.
+    model = gpt.build(sizes, config, seed=0).to(dtype)
     try:
         if (checkpoint / SHARDS).is_dir():
             sharded_state.read(model, None, checkpoint / SHARDS, 0)
