@@ -32,17 +32,6 @@ from workspaces import (
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests in one process, where pytest-xdist uses several, and those of a named group, too.
-
-    engines: `prune --engines` removes layers that other builds use, and tests count an engine's containers. slurm: its
-    nodes are few.
-    """
-    for item in items:
-        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def workspace() -> Iterator[Workspace]:
     """Yield $EKIBEN_TEST_WORKSPACE, which stays with its caches and first layers; without it a temporary one."""

@@ -12,7 +12,7 @@ import pytest
 
 from workspaces import ENGINES, ME, USER, Cli, Engine, Workspace, give, share_layers
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 AWKWARD = "a:b,c d'e\"f\\g"
 TASK = """\

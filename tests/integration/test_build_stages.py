@@ -29,7 +29,7 @@ from support.compiled import extension
 
 REGISTRY = "127.0.0.1:5000"
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 TOOLS = """\
 Bootstrap: localimage

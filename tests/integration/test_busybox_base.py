@@ -16,7 +16,7 @@ from test_capture import read_image
 from test_definition_corpus import seed
 from workspaces import ME, USER, Cli, Engine, RecipeFolder, Workspace, as_user, give, home_of, path_without
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 SCRIPT = r"""
 test "$(readlink -f /bin/tar)" = /bin/busybox

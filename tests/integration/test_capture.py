@@ -24,7 +24,7 @@ from test_executor_parity import ATTRIBUTE
 from test_executor_parity import CAPABILITY as VALUE
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, path_without
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 Seen = dict[str, tuple[object, ...]]
 

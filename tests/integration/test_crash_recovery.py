@@ -16,7 +16,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, Engine, NewStore, RecipeFolder, Workspace, home_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 
 def staged(store: Path) -> list[str]:

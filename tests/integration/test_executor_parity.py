@@ -14,7 +14,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.tar import tar_stream
 from workspaces import Cli, Engine, NewStore, RecipeFolder, Workspace
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 Listing = dict[str, tuple[object, ...]]
 

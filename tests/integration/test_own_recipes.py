@@ -11,7 +11,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, copy_checkout
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 LAYER = """\
 Bootstrap: localimage

@@ -15,7 +15,7 @@ import pytest
 from ekiben.executors import podman
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, need
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 
 FAKE_GPU = """\
 cdiVersion: "0.5.0"

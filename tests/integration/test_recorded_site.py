@@ -12,7 +12,7 @@ import yaml
 
 from workspaces import USER, Cli, Workspace, as_user, need
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 
 def test_site_profile_recorded_in_a_slurm_job(workspace: Workspace) -> None:
