@@ -51,19 +51,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=asked)
 
 
-# Files of tests/integration that one process runs, one after the other. The first: `prune --engines` removes the layers that
+# Files of tests/integration that one process runs, in turn. The first: `prune --engines` removes the layers that
 # an engine keeps for other builds, and tests count an engine's containers. The second: Slurm's nodes are few.
-_TOGETHER = (
-    {"test_awkward_paths", "test_build_stages", "test_busybox_base", "test_capture", "test_crash_recovery",
-     "test_executor_parity", "test_host_limits", "test_own_recipes", "test_podman", "test_random_layers", "test_render",
-     "test_rootless_overlay"},
+_SERIAL = (
+    {"test_awkward_paths", "test_build_stages", "test_busybox_base", "test_crash_recovery", "test_executor_parity",
+     "test_host_limits", "test_layer_content", "test_podman", "test_random_layers", "test_render",
+     "test_rootless_overlay", "test_user_recipes"},
     {"test_lora_opencalm", "test_recorded_site", "test_slurm"},
 )  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run files that share a thing of the machine in one process, one after the other.
+    """Run files that share a thing of the machine in one process, in turn.
 
     A marker xdist_group would say the same, and does nothing under pytest 9.2: pytest-xdist 3.8 writes to an attribute that
     is no longer read.
@@ -73,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((str(sorted(files)) for files in _TOGETHER if Path(file).stem in files), file)
+            return next((str(sorted(files)) for files in _SERIAL if Path(file).stem in files), file)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 

@@ -76,3 +76,12 @@ def test_a_gpu_test_may_skip_in_ci_too(tmp_path: Path) -> None:
     code, output = inner(tmp_path, "-m", "gpu", "test_a.py", ci="true")
     assert code == 0
     assert "1 skipped" in output
+
+
+def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
+    for name in ("test_podman", "test_render", "test_crash_recovery"):
+        (tmp_path / f"{name}.py").write_text("import os\n\ndef test_process():\n    print(f'process {os.getpid()}')\n")
+    _, output = inner(tmp_path, "-rP", "-n", "2", "--dist", "loadfile", ci="")
+    processes = [line for line in output.splitlines() if line.startswith("process ")]
+    assert len(processes) == 3
+    assert len(set(processes)) == 1

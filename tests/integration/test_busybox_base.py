@@ -12,8 +12,8 @@ import pytest
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Store
-from test_capture import read_image
 from test_definition_corpus import seed
+from test_layer_content import read_image
 from workspaces import ME, USER, Cli, Engine, RecipeFolder, Workspace, as_user, give, home_of, path_without
 
 pytestmark = pytest.mark.slow

@@ -34,7 +34,7 @@ from ekiben.spec.definition import APPS, REFUSED, UNUSED
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredLayer
 from support.sample_recipe import RECIPE, SampleRecipe, quiet
-from test_capture import DIFFERENCES, Seen, is_same, read_folder, read_image
+from test_layer_content import DIFFERENCES, Seen, is_same, read_folder, read_image
 from workspaces import ROOT, USER, as_user, give, home_of, need
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from test_capture import Seen, is_known, read_folder, read_image
+from test_layer_content import Seen, is_known, read_folder, read_image
 from workspaces import USER, Cli, Workspace, as_user, give
 
 pytestmark = pytest.mark.slow

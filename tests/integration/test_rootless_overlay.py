@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from test_capture import read_image
+from test_layer_content import read_image
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace
 
 pytestmark = pytest.mark.slow
