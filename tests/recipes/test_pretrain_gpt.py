@@ -505,6 +505,30 @@ def test_model_in_half_precision_is_converted_without_rounding(
     assert not torch.equal(model.transformer.ln_f.weight.float(), torch.ones(64)), "the norm has not changed"
 
 
+RECORD = """{"shape": {"layers": 4, "width": 64, "heads": 4, "positions": 128, "vocabulary": 1536},
+"fingerprint": {"dtype": "torch.bfloat16"}}"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("torch.bfloat16", "torch.load", "its dtype is 'load', not float32, float16, bfloat16"),
+        ('{"dtype": "torch.bfloat16"}', "[]", "has no sizes or dtype that pretrain writes"),
+        ('"layers": 4', '"layers": -1', "its sizes are no numbers above 0"),
+        ('"width": 64', '"width": "64"', "its sizes are no numbers above 0"),
+        ('"heads": 4', '"heads": 4, "hands": 2', "has no sizes or dtype that pretrain writes"),
+        (RECORD, "[" * 100_000, "cannot be read"),
+    ],
+)
+def test_damaged_record_of_a_checkpoint_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "about.json"
+    file.write_text(RECORD)
+    assert convert._read_record(file)[1] == "bfloat16"
+    file.write_text(RECORD.replace(old, new))
+    with pytest.raises(TaskError, match=f"about.json: .*{message}"):
+        convert._read_record(file)
+
+
 def test_unconvertible_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="holds no checkpoint"):
         convert.find_checkpoint(tmp_path, None)

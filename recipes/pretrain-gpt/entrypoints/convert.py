@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from model_configs import Shape
 
 TOLERANCE = 1e-4  # how far logits may differ in fp32, as a share of the largest: the order of additions
+_DTYPES = ("float32", "float16", "bfloat16")
 _TRIALS = (
     "富士山は日本で一番高い山です。",
     "Once upon a time,\n  there were 123 dwarves.",
@@ -82,19 +83,18 @@ def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -
     import transformers
 
     import pieces
-    from model_configs import Shape, hugging_face_config
+    from model_configs import hugging_face_config
 
-    metadata = _read(checkpoint / "about.json")
-    shape = Shape(**metadata["shape"])
-    trained = getattr(torch, metadata["fingerprint"]["dtype"].removeprefix("torch."))
+    sizes, name = _read_record(checkpoint / "about.json")
+    model_dtype = getattr(torch, name)
     tokenizer = pieces.to_hugging_face(run / pieces.MODEL)
     check_tokenizer(pieces.load(run), tokenizer)
 
-    ids = torch.arange(100, 100 + min(64, shape.positions))[None] % shape.vocabulary
-    with load_megatron(checkpoint, shape, trained) as model, torch.no_grad():
+    ids = torch.arange(100, 100 + min(64, sizes.positions))[None] % sizes.vocabulary
+    with load_megatron(checkpoint, sizes, model_dtype) as model, torch.no_grad():
         before = model.float()(ids, torch.arange(ids.shape[1])[None], None)
-        weights = rename_weights(model.state_dict(), shape)
-    config = hugging_face_config(shape, end=tokenizer.eos_token_id, begin=tokenizer.bos_token_id)
+        weights = rename_weights(model.state_dict(), sizes)
+    config = hugging_face_config(sizes, end=tokenizer.eos_token_id, begin=tokenizer.bos_token_id)
     ours = transformers.GPT2LMHeadModel(config)
     missing, unexpected = ours.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
@@ -104,13 +104,13 @@ def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -
     ours.tie_weights()
     try:
         difference = compare(before, ours, ids)
-        stored = trained if dtype == "auto" else getattr(torch, dtype)
+        stored = model_dtype if dtype == "auto" else getattr(torch, dtype)
         ours.to(stored).save_pretrained(output)
-        tokenizer.model_max_length = shape.positions
+        tokenizer.model_max_length = sizes.positions
         tokenizer.save_pretrained(output)
         again = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
         rounded = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 5e-2}[stored]
-        compare(before, again, ids, rounded if stored != trained else TOLERANCE)
+        compare(before, again, ids, rounded if stored != model_dtype else TOLERANCE)
         check_tokenizer(pieces.load(run), transformers.AutoTokenizer.from_pretrained(output))
     except BaseException:
         for file in output.iterdir():
@@ -240,12 +240,23 @@ def check_tokenizer(trained: Any, converted: Any) -> None:
             raise TaskError(f"the converted tokenizer makes other tokens of {text!r}; nothing was written")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_record(file: Path) -> tuple[Shape, str]:
+    """Return the sizes of a checkpoint's model, and its dtype by torch's name. Raises TaskError when the file does not tell."""
+    import model_configs
+
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        sizes = model_configs.Shape(**content["shape"])
+        dtype = str(content["fingerprint"]["dtype"]).removeprefix("torch.")
+        if any(type(size) is not int or size < 1 for size in asdict(sizes).values()):
+            raise ValueError(f"its sizes are no numbers above 0: {asdict(sizes)}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"its dtype is '{dtype}', not {', '.join(_DTYPES)}")
+    except (OSError, ValueError, RecursionError) as error:
         raise TaskError(f"{file}: cannot be read: {error}") from error
-    return content
+    except (KeyError, TypeError) as error:
+        raise TaskError(f"{file}: has no sizes or dtype that pretrain writes: {error}") from error
+    return sizes, dtype
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
