@@ -78,6 +78,12 @@ def test_a_gpu_test_may_skip_in_ci_too(tmp_path: Path) -> None:
     assert "1 skipped" in output
 
 
+def test_the_files_that_share_an_engine_exist(request: pytest.FixtureRequest) -> None:
+    plugin = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    names = {name for files in plugin._SERIAL for name in files}
+    assert {path.stem for path in (ROOT / "tests" / "integration").glob("test_*.py")} >= names
+
+
 def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
     for name in ("test_podman", "test_render", "test_crash_recovery"):
         (tmp_path / f"{name}.py").write_text("import os\n\ndef test_process():\n    print(f'process {os.getpid()}')\n")

@@ -105,8 +105,8 @@ def find_advisories(versions: Mapping[str, str], database: Path) -> list[Advisor
                 raise UsageError(
                     f"{database}: {record_file}: {error}", hint="give an OSV database: PyPI/all.zip of osv.dev"
                 ) from error
-    # zipfile raises RuntimeError for a file with a password, NotImplementedError for a compression that it does not know.
-    except (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+    # zipfile raises RuntimeError for a file with a password, and a kind of it for a compression that it does not know.
+    except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError) as error:
         raise UsageError(
             f"{database}: cannot be read: {error}", hint="give an OSV database: PyPI/all.zip of osv.dev"
         ) from error

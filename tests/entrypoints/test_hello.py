@@ -66,7 +66,7 @@ def test_gpus_that_cannot_be_used_are_none_with_the_reason(tmp_path: Path, monke
     monkeypatch.setattr(hello, "_gpus_by_smi", list)
     monkeypatch.setattr(hello, "_gpus_by_driver", lambda: ([], "no driver library: start it with --nv"))
     gpus = hello.gpus()
-    assert gpus["reason"] == "nvidia0, nvidia1 in /dev, but no driver library: start it with --nv"
+    assert list(gpus.values()) == [[], "nvidia0, nvidia1 in /dev, but no driver library: start it with --nv"]
     line = hello.tell({**hello.gather(), "gpus": gpus})[-1]
     assert line == "GPUs        none (nvidia0, nvidia1 in /dev, but no driver library: start it with --nv)"
 
