@@ -529,6 +529,17 @@ def test_damaged_record_of_a_checkpoint_is_named(tmp_path: Path, old: str, new: 
         convert._read_record(file)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), (b"\x0a\xffnonsense", "is no SentencePiece model")]
+)
+def test_a_run_without_its_tokenizer_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    (tmp_path / "about.json").write_text(RECORD)
+    if content:
+        (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(TaskError, match=message):
+        convert.convert(tmp_path, tmp_path, tmp_path / "model")
+
+
 def test_unconvertible_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="holds no checkpoint"):
         convert.find_checkpoint(tmp_path, None)

@@ -87,8 +87,9 @@ def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -
 
     sizes, name = _read_record(checkpoint / "about.json")
     model_dtype = getattr(torch, name)
+    processor = pieces.load(run)
     tokenizer = pieces.to_hugging_face(run / pieces.MODEL)
-    check_tokenizer(pieces.load(run), tokenizer)
+    check_tokenizer(processor, tokenizer)
 
     ids = torch.arange(100, 100 + min(64, sizes.positions))[None] % sizes.vocabulary
     with load_megatron(checkpoint, sizes, model_dtype) as model, torch.no_grad():
@@ -111,7 +112,7 @@ def convert(run: Path, checkpoint: Path, output: Path, *, dtype: str = "auto") -
         again = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
         rounded = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 5e-2}[stored]
         compare(before, again, ids, rounded if stored != model_dtype else TOLERANCE)
-        check_tokenizer(pieces.load(run), transformers.AutoTokenizer.from_pretrained(output))
+        check_tokenizer(processor, transformers.AutoTokenizer.from_pretrained(output))
     except BaseException:
         for file in output.iterdir():
             file.unlink()
