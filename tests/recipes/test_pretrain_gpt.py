@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -458,6 +459,25 @@ def test_resumed_run_has_bitwise_equal_losses(data: Path, tmp_path: Path) -> Non
     (background_save.list_checkpoints(tmp_path / "checkpoints")[-1] / "about.json").unlink()
     assert pretraining.pretrain(settings, tmp_path) == 0
     assert losses(tmp_path) == whole
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b'{"step": 3', "cannot be read: Expecting"), (b"[]", "it is no JSON object"), (b"{}", "it has no valid step, fingerprint"),
+     (b'{"step": "3", "fingerprint": {}, "meter": {}, "wall": 1.0}', "it has no valid step;"), (b"\xff", "cannot be read")],
+    ids=["cut", "list", "empty", "text", "no text"],
+)  # fmt: skip
+def test_checkpoint_with_a_damaged_record_is_named(trained: Path, data: Path, content: bytes, message: str) -> None:
+    newest = background_save.list_checkpoints(trained / "checkpoints")[-1]
+    file = newest / "about.json"
+    before = file.read_bytes()
+    try:
+        file.write_bytes(content)
+        with pytest.raises(TaskError, match=re.escape(str(file)) + f": .*{message}.*remove {re.escape(str(newest))}"):
+            pretraining.pretrain(small(data), trained)
+        assert newest.is_dir()
+    finally:
+        file.write_bytes(before)
 
 
 def test_checkpoint_of_another_run_is_not_resumed(trained: Path, data: Path) -> None:

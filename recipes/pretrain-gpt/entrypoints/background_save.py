@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -16,11 +17,18 @@ from ekiben_tasks.distributed.context import DistributedContext, check_grace_per
 from ekiben_tasks.models.shards import SHARDS, write_shards
 from ekiben_tasks.task import files
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.training.checkpoint import current_names
 from sharded_state import Pieces
 
 KEEP = 2
 CHECKPOINTS = "checkpoints"
 METADATA_FILE = "about.json"
+_METADATA = {
+    "step": int,
+    "fingerprint": dict,
+    "meter": dict,
+    "wall": (int, float),
+}  # what every release wrote, and its types
 _STAGED = ".staged-"
 _SLAB = 1 << 27  # bytes of pinned memory at a time: CUDA's allocator takes the next power of two
 
@@ -150,6 +158,28 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in ``folder``, oldest first."""
     complete = (path for path in folder.glob("step-*") if (path / METADATA_FILE).is_file())
     return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def read_metadata(checkpoint: Path) -> dict[str, Any]:
+    """Return what was saved beside the shards of ``checkpoint``, under today's names.
+
+    Raises:
+        TaskError: the file cannot be read, or lacks what every release wrote.
+    """
+    file = checkpoint / METADATA_FILE
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is no JSON object")
+        metadata = current_names(content)
+        if damaged := [name for name, kind in _METADATA.items() if not isinstance(metadata.get(name), kind)]:
+            raise ValueError(f"it has no valid {', '.join(damaged)}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise TaskError(
+            f"{file}: cannot be read: {error}; remove {checkpoint}, and training goes on from the checkpoint before it, or "
+            "start again with --overwrite"
+        ) from error
+    return metadata
 
 
 def _sync(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -22,13 +21,12 @@ from megatron.core.transformer.module import Float16Module
 import gpt
 import sharded_state
 import training_data
-from background_save import CHECKPOINTS, METADATA_FILE, Saver, list_checkpoints
+from background_save import CHECKPOINTS, Saver, list_checkpoints, read_metadata
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.models.shards import SHARDS
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.task.errors import TaskError
-from ekiben_tasks.training import checkpoint
 from ekiben_tasks.training.progress import Meter, add_length
 from model_configs import Shape, training_flops
 
@@ -325,14 +323,14 @@ class Run:
         """Return the newest checkpoint and its metadata, as the main process sees it.
 
         Raises:
-            TaskError: it is another run's.
+            TaskError: it is another run's, or damaged.
         """
         # A shared file system shows a new or removed folder to some nodes earlier than to others.
         paths = self.world.broadcast(list(map(str, list_checkpoints(self.output / CHECKPOINTS))))
         if not paths:
             return None
         path = Path(paths[-1])
-        metadata = checkpoint.current_names(json.loads((path / METADATA_FILE).read_text(encoding="utf-8")))
+        metadata = read_metadata(path)
         changed = [
             f"{name} was {metadata['fingerprint'].get(name)!r} and is {value!r}"
             for name, value in self.fingerprint.items()
@@ -368,16 +366,16 @@ class Run:
                         scaler.load_state_dict({**scale, "scale": torch.tensor([scale["scale"]])})
             else:
                 self._read_former(path)
+            self.step, self.meter, self.wall_before = metadata["step"], Meter(**metadata["meter"]), metadata["wall"]
+            self.last_loss, self.last_eval_loss = metadata["last_loss"], metadata["last_eval_loss"]
+            self.evaluation_due = metadata.get("evaluation_due", False)
+            former = metadata.get("lengths") or [{"from_step": 0, "steps": metadata["fingerprint"]["steps"]}]
+            self.lengths = self._add_length(former, self.step)
         except TaskError:
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
             raise TaskError(f"{path}: cannot be read ({reason}); remove it, or start again with --overwrite") from error
-        self.step, self.meter, self.wall_before = metadata["step"], Meter(**metadata["meter"]), metadata["wall"]
-        self.last_loss, self.last_eval_loss = metadata["last_loss"], metadata["last_eval_loss"]
-        self.evaluation_due = metadata.get("evaluation_due", False)
-        former = metadata.get("lengths") or [{"from_step": 0, "steps": metadata["fingerprint"]["steps"]}]
-        self.lengths = self._add_length(former, self.step)
         if self.world.is_main_process:
             print(f"resumed     {path} (step {self.step} of {self.plan.steps})", flush=True)
             if self.lengths != former:
