@@ -218,11 +218,14 @@ def check_attention(image: Image, work: Path) -> Iterator[Check]:
     yield Check("attention", argv, judge)
 
 
-def check_size(image: Image, work: Path, inputs: Path) -> Iterator[Check]:
+def check_size(image: Image, work: Path, inputs: Path, gpus: int) -> Iterator[Check]:
     for case in SIZE_CASES:
-        reason = "" if image.tasks.get("train") == "train.py" else "not run: no task of this image is train.py"
+        task = "pretrain" if case == "pretrain" else "train"
+        reason = "" if image.tasks.get(task) == f"{task}.py" else f"not run: no task of this image is {task}.py"
         if case == "offload" and "deepspeed" not in image.packages:
             reason = reason or "not run: no deepspeed in this image"
+        if case == "two-gpus" and gpus < 2:
+            reason = reason or "not run: it takes two GPUs"
         out = work / f"{case.replace('/', '-')}.json"
         options = ["--sif", image.sif, "--inputs", inputs, "--json", out]
         argv = [sys.executable, *map(str, [HERE / "tasks_at_size.py", *options, case])]
@@ -239,10 +242,10 @@ def judge_with_file(path: Path) -> Callable[[int, str], Verdict]:
     return lambda code, _: (code == 0, json.loads(path.read_text()) if path.exists() else None)
 
 
-def all_checks(image: Image, user: str, work: Path, inputs: Path) -> list[Check]:
+def all_checks(image: Image, user: str, work: Path, inputs: Path, gpus: int) -> list[Check]:
     return [
         *check_without_nv(image), *check_doctor(image), *check_smoke(image), *check_rootless(image, user),
-        *check_kernels(image), *check_attention(image, work), *check_size(image, work, inputs),
+        *check_kernels(image), *check_attention(image, work), *check_size(image, work, inputs, gpus),
     ]  # fmt: skip
 
 
@@ -337,7 +340,8 @@ def main() -> int:
     record["image"] = image.metadata
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        checks = all_checks(image, args.user, work, (args.inputs or work / "inputs").resolve())
+        checks = all_checks(image, args.user, work, (args.inputs or work / "inputs").resolve(),
+                            len(record.get("gpus", [])))  # fmt: skip
         selected = [check for check in checks if not args.cases or any(
             check.case == case or check.case.startswith(f"{case}/") for case in args.cases)]  # fmt: skip
         if not selected:

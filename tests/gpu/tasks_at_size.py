@@ -1,11 +1,14 @@
-"""Tasks at a real size on one GPU, as their user runs them: what each took, and whether the results agree.
+"""Tasks at a real size, as their user runs them: what each took, and whether the results agree.
 
-    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [offload] [attention] [attention/calm-3b/cudnn …]
+    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [pretrain] [offload] [attention] [attention/calm-3b/cudnn …]
 
 The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the checkout's.
 Each case prints what was expected of the GPU's memory and what was reserved; the exit code is 1 when one did not pass.
 lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; generate; merge
 full       Llama-3.2-1B, every weight
+two-gpus   the same on two GPUs (DDP): train; stopped on two and resumed on one, and the reverse; generate on both
+pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert; on two GPUs, too,
+           where there are two: split by tensors, and resumed as copies on one
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
 attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths
 """
@@ -161,15 +164,15 @@ def largest_difference(one: list[float], two: list[float]) -> float:
 
 
 def train(
-    runner: Runner, model: str, output: str, *options: str, lengths: str = "mixed", stop: bool = False
+    runner: Runner, model: str, output: str, *options: str, lengths: str = "mixed", stop: bool = False, gpus: int = 1
 ) -> dict[str, Any]:
-    """Train eight steps into the folder ``output``; return what run.json and the output say."""
+    """Train eight steps on ``gpus`` into the folder ``output``; return what run.json and the output say."""
     base, folder = runner.model(model), runner.folder / output
     config = ROOT / "recipes" / "lora-opencalm" / "configs" / "train.yaml"
     settings = [f"model={base}", "max_steps=8", "warmup_steps=0", "eval_every=0", "log_seconds=0", "validation_split=0"]
     flags = [flag for setting in (*settings, *options) for flag in ("--set", setting)]
     code, text, seconds = runner.run(
-        "train", "--config", config, "--data", runner.data(model, lengths), "--output", folder, *flags,
+        "train", "--config", config, "--data", runner.data(model, lengths), "--output", folder, "--gpus", gpus, *flags,
         stop_at=folder / "metrics.jsonl" if stop else None,
     )  # fmt: skip
     record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
@@ -224,6 +227,90 @@ def run_full(runner: Runner) -> dict[str, Any]:
     return {"passed": result["exit_code"] == 0, "train": result}
 
 
+def run_two_gpus(runner: Runner) -> dict[str, Any]:
+    options = ("method=full", "batch_size=16", "parallel=ddp")
+    whole = train(runner, "llama-1b", "whole", *options, gpus=2)
+    results: dict[str, Any] = {"train": whole}
+    differences = {}
+    for first, then in ((2, 1), (1, 2)):
+        name = f"{first}-then-{then}"
+        stopped = train(runner, "llama-1b", name, *options, gpus=first, stop=True)
+        resumed = train(runner, "llama-1b", name, *options, gpus=then)
+        results[name] = {"stopped": stopped, "resumed": resumed}
+        differences[name] = largest_difference(whole["losses"], resumed["losses"])
+    answers = {}
+    if runner.has_task("generate"):
+        config = runner.folder / "generate.yaml"  # in place of the recipe's, whose data have other columns
+        config.write_text("max_new_tokens: 64\n")
+        for gpus in (1, 2):
+            output = runner.folder / f"answers-{gpus}.jsonl"
+            results[f"generate-{gpus}"] = finish(
+                runner, "generate", "--config", config, "--model", runner.folder / "whole" / "model", "--greedy",
+                "--data", SAMPLE, "--output", output, "--gpus", gpus,
+            )  # fmt: skip
+            answers[gpus] = output.read_text().splitlines() if output.exists() else []
+    pairs = list(zip(answers.get(1, []), answers.get(2, []), strict=False))
+    stops = [results[name]["stopped"]["exit_code"] for name in differences]
+    ends = [result["exit_code"] for name, result in results.items() if name not in differences]
+    ends += [results[name]["resumed"]["exit_code"] for name in differences]
+    return {
+        "passed": not any(ends) and stops == [RESUMED] * len(stops) and len(answers.get(1, [])) == len(answers.get(2, []))
+        and all(difference <= MAX_DIFFERENCE for difference in differences.values()),
+        "largest_difference_of_losses": differences,
+        "equal_answers": [sum(one == two for one, two in pairs), len(pairs)],
+        **results,
+    }  # fmt: skip
+
+
+def run_pretrain(runner: Runner) -> dict[str, Any]:
+    folder = runner.folder
+    texts = finish(
+        runner, "train-tokenizer", "--data", "sample", "--output", folder / "tokenizer", "--set", "vocab_size=1500"
+    )
+    data = finish(
+        runner, "prepare-data", "--data", "sample", "--tokenizer", folder / "tokenizer", "--output", folder / "data"
+    )
+    results: dict[str, Any] = {"train-tokenizer": texts, "prepare-data": data}
+    settings = [
+        "batch_size=64",
+        "eval_batches=1",
+        "split=9,1,0",
+        "save_every=4",
+        "warmup_tokens=262144",
+        "decay_tokens=1572864",
+    ]
+
+    def pretrain(name: str, steps: int, gpus: int, *options: str) -> float:
+        """Go on to ``steps``; return the last loss."""
+        flags = [flag for setting in (*settings, f"max_steps={steps}", *options) for flag in ("--set", setting)]
+        result = finish(
+            runner, "pretrain", "--data", folder / "data", "--output", folder / name, "--gpus", gpus, *flags
+        )
+        losses_so_far = losses(folder / name) if (folder / name / "metrics.jsonl").exists() else []
+        record = json.loads((folder / name / "run.json").read_text()) if not result["exit_code"] else {}
+        results[f"{name}, {gpus} GPU, {steps} steps"] = {
+            **result, "losses": losses_so_far, **{key: record[key] for key in RECORDED if key in record}
+        }  # fmt: skip
+        return losses_so_far[-1] if losses_so_far else math.nan
+
+    last = {"one": pretrain("one", 12, 1), "resumed": (pretrain("resumed", 8, 1), pretrain("resumed", 12, 1))[1]}
+    if count_gpus() > 1:
+        last["two"] = pretrain("two", 12, 2, "tensor_parallel=2")
+        last["two-then-one"] = (pretrain("two-then-one", 8, 2), pretrain("two-then-one", 12, 1))[1]
+    results["convert"] = finish(runner, "convert", "--input", folder / "one", "--output", folder / "converted")
+    results["upload"] = finish(
+        runner, "upload", "--input", folder / "converted", "--name", "someone/gpt", "--prompt", "a", "--dry-run"
+    )
+    agree = all(abs(loss - last["one"]) <= MAX_DIFFERENCE * last["one"] for loss in last.values())
+    passed = agree and not any(result["exit_code"] for result in results.values())
+    return {"passed": passed, "last_losses": last, **results}
+
+
+def count_gpus() -> int:
+    lines = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
+    return len(lines)
+
+
 def run_offload(runner: Runner) -> dict[str, Any]:
     common = ("method=full", "batch_size=4", "max_steps=2", "parallel=deepspeed")
     without = train(runner, "llama-5b", "without", *common)
@@ -244,6 +331,8 @@ def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
 CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "lora": run_lora,
     "full": run_full,
+    "two-gpus": run_two_gpus,
+    "pretrain": run_pretrain,
     "offload": run_offload,
     **{
         f"attention/{model}/{kernel}": functools.partial(run_attention, model=model, kernel=kernel)
@@ -255,7 +344,12 @@ CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="lora, full, offload, attention, or one of its cases")
+    parser.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help="lora, full, two-gpus, pretrain, offload, attention, or one of its cases",
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--sif", type=Path, help="run the tasks of this image under Apptainer")
     parser.add_argument("--inputs", type=Path, help="keep models and examples in this folder, for the next time")

@@ -1,4 +1,5 @@
-"""apex's kernels against torch's own arithmetic in fp64, in fp32, fp16 and bf16, forward and backward.
+"""apex's kernels against torch's own arithmetic in fp64, in fp32, fp16 and bf16, forward and backward; with the
+extensions of apex.contrib that were compiled.
 
 python3 tests/gpu/kernels/apex_checks.py
 """
@@ -15,23 +16,10 @@ from apex.mlp import MLP
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from common import DTYPES, assert_near, exact, randn, run
+from apex_contrib_checks import compiled_checks
+from common import DTYPES, assert_near, compare_module, exact, randn, run
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def compare_module(module: torch.nn.Module, reference: Any, x: torch.Tensor, name: str) -> None:
-    """Compare output and every gradient. reference: of the input and the parameters by name, all in fp64."""
-    parameters = {key: exact(value) for key, value in module.named_parameters()}
-    reference_inputs = exact(x)
-    actual, expected = module(x), reference(reference_inputs, parameters)
-    assert_near(actual, expected, f"{name}, output", x.dtype)
-    weight = torch.randn_like(actual)
-    actual.backward(weight)
-    expected.backward(weight.double())
-    assert_near(x.grad, reference_inputs.grad, f"{name}, gradient of the input", x.dtype)
-    for key, value in module.named_parameters():
-        assert_near(value.grad, parameters[key].grad, f"{name}, gradient of {key}", x.dtype)
 
 
 def check_layer_norm() -> None:
@@ -229,4 +217,4 @@ def check_lamb() -> None:
 
 
 if __name__ == "__main__":
-    run(globals())
+    run({**globals(), **compiled_checks()})

@@ -36,6 +36,20 @@ def assert_near(actual: torch.Tensor | None, expected: torch.Tensor | None, what
     assert error <= TOLERANCE[dtype], f"{what} in {dtype}: differs by {error:.1e} of the largest value"
 
 
+def compare_module(module: torch.nn.Module, reference: Any, x: torch.Tensor, name: str) -> None:
+    """Compare output and every gradient. reference: of the input and the parameters by name, all in fp64."""
+    parameters = {key: exact(value) for key, value in module.named_parameters()}
+    reference_inputs = exact(x)
+    actual, expected = module(x), reference(reference_inputs, parameters)
+    assert_near(actual, expected, f"{name}, output", x.dtype)
+    weight = torch.randn_like(actual)
+    actual.backward(weight)
+    expected.backward(weight.double())
+    assert_near(x.grad, reference_inputs.grad, f"{name}, gradient of the input", x.dtype)
+    for key, value in module.named_parameters():
+        assert_near(value.grad, parameters[key].grad, f"{name}, gradient of {key}", x.dtype)
+
+
 def run(names: Mapping[str, Any]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     checks: list[Callable[[], None]] = [item for name, item in names.items() if name.startswith("check_")]

@@ -5,13 +5,14 @@ Each case is computed in fp16 and bf16, forward and backward, with as many heads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn.functional as F
 from common import assert_near, exact, randn
 
 HALVES = (torch.float16, torch.bfloat16)
+SIZES = (64, 80, 128, 256)  # of a head
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
@@ -38,10 +39,11 @@ def compare(
         assert_near(one.grad, two.grad, f"{name}, gradient of {which}", one.dtype)
 
 
-def compare_one_length(attend: Callable[..., torch.Tensor]) -> None:
-    """Compare ``attend(q, k, v, causal=)`` of tensors [batch, tokens, heads, size]."""
+def compare_one_length(attend: Callable[..., torch.Tensor], sizes: Collection[int] = SIZES) -> None:
+    """Compare ``attend(q, k, v, causal=)`` of tensors [batch, tokens, heads, size], for those of ``sizes``."""
+    cases = ((8, 8, 64, True), (8, 2, 128, True), (4, 4, 80, True), (4, 4, 256, False), (4, 4, 64, False))
     for dtype in HALVES:
-        for heads, kept, size, causal in ((8, 8, 64, True), (8, 2, 128, True), (4, 4, 80, True), (4, 4, 256, False)):
+        for heads, kept, size, causal in (case for case in cases if case[2] in sizes):
             tensors = tuple(randn(2, 333, count, size, dtype=dtype, grad=True) for count in (heads, kept, kept))
             reference_inputs = [exact(item) for item in tensors]
             actual, expected = attend(*tensors, causal=causal), plain(*reference_inputs, causal=causal)
@@ -49,8 +51,8 @@ def compare_one_length(attend: Callable[..., torch.Tensor]) -> None:
             compare(actual, expected, tensors, reference_inputs, name)
 
 
-def compare_several_lengths(attend: Callable[..., torch.Tensor]) -> None:
-    """Compare ``attend(q, k, v, cu_seqlens_q=, …, causal=)`` of tensors [tokens, heads, size]."""
+def compare_several_lengths(attend: Callable[..., torch.Tensor], sizes: Collection[int] = SIZES) -> None:
+    """Compare ``attend(q, k, v, cu_seqlens_q=, …, causal=)`` of tensors [tokens, heads, size], for those of ``sizes``."""
     lengths = (1, 17, 128, 500, 1024)
     ends = torch.tensor((0, *lengths), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ranges = {
@@ -60,7 +62,7 @@ def compare_several_lengths(attend: Callable[..., torch.Tensor]) -> None:
         "max_seqlen_k": max(lengths),
     }
     for dtype in HALVES:
-        for heads, kept, size in ((8, 8, 64), (8, 2, 128), (4, 4, 80)):
+        for heads, kept, size in (case for case in ((8, 8, 64), (8, 2, 128), (4, 4, 80)) if case[2] in sizes):
             tensors = tuple(randn(sum(lengths), count, size, dtype=dtype, grad=True) for count in (heads, kept, kept))
             reference_inputs = [exact(item) for item in tensors]
             actual = attend(*tensors, **ranges, causal=True)
