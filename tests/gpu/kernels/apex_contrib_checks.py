@@ -19,13 +19,13 @@ from common import DTYPES, assert_near, compare_module, exact, randn
 
 def check_xentropy() -> None:
     loss_of = import_module("apex.contrib.xentropy").SoftmaxCrossEntropyLoss.apply
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.float16):  # its backward refuses bf16
         for smoothing in (0.0, 0.1):
             logits = randn(64, 1003, dtype=dtype, grad=True)
             labels = torch.randint(1, 1003, (64,), device="cuda")
             labels[::7] = 0  # the padding, which counts for nothing
             reference_inputs = exact(logits)
-            actual = loss_of(logits, labels, smoothing, 0, True)
+            actual = loss_of(logits, labels, smoothing, 0, dtype == torch.float16)  # fp32 losses of fp16 alone
             expected = F.cross_entropy(reference_inputs, labels, reduction="none", label_smoothing=smoothing)
             expected = expected.masked_fill(labels == 0, 0)
             name = f"xentropy, smoothing {smoothing}"
@@ -67,7 +67,7 @@ def check_focal_loss() -> None:
     """Labels: a class; -1, none of them; -2, an example that counts for nothing. The last classes are padding."""
     alpha, gamma, classes, padded = 0.24, 2.0, 80, 88
     loss_of = import_module("apex.contrib.focal_loss.focal_loss").focal_loss
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.float16):  # apex dispatches these
         x = randn(200, padded, dtype=dtype, grad=True)
         labels = torch.randint(-2, classes, (200,), device="cuda")
         positives = (labels >= 0).sum().float()
@@ -80,7 +80,7 @@ def check_focal_loss() -> None:
         share = alpha * wanted + (1 - alpha) * (1 - wanted)
         each = share * (1 - right) ** gamma * F.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
         expected = each[labels != -2].sum() / positives.double()
-        assert_near(actual, expected, "focal loss", torch.float32 if dtype == torch.float32 else dtype)
+        assert_near(actual, expected, "focal loss", dtype)
         actual.backward()
         expected.backward()
         assert_near(x.grad, reference_inputs.grad, "focal loss, gradient", dtype)
