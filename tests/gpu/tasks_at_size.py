@@ -229,15 +229,15 @@ def run_full(runner: Runner) -> dict[str, Any]:
 
 def run_two_gpus(runner: Runner) -> dict[str, Any]:
     options = ("method=full", "batch_size=16", "parallel=ddp")
-    whole = train(runner, "llama-1b", "whole", *options, gpus=2)
-    results: dict[str, Any] = {"train": whole}
+    uninterrupted = train(runner, "llama-1b", "uninterrupted", *options, gpus=2)
+    results: dict[str, Any] = {"train": uninterrupted}
     differences = {}
     for first, then in ((2, 1), (1, 2)):
         name = f"{first}-then-{then}"
         stopped = train(runner, "llama-1b", name, *options, gpus=first, stop=True)
         resumed = train(runner, "llama-1b", name, *options, gpus=then)
         results[name] = {"stopped": stopped, "resumed": resumed}
-        differences[name] = largest_difference(whole["losses"], resumed["losses"])
+        differences[name] = largest_difference(uninterrupted["losses"], resumed["losses"])
     answers = {}
     if runner.has_task("generate"):
         config = runner.folder / "generate.yaml"  # in place of the recipe's, whose data have other columns
@@ -245,7 +245,7 @@ def run_two_gpus(runner: Runner) -> dict[str, Any]:
         for gpus in (1, 2):
             output = runner.folder / f"answers-{gpus}.jsonl"
             results[f"generate-{gpus}"] = finish(
-                runner, "generate", "--config", config, "--model", runner.folder / "whole" / "model", "--greedy",
+                runner, "generate", "--config", config, "--model", runner.folder / "uninterrupted" / "model", "--greedy",
                 "--data", SAMPLE, "--output", output, "--gpus", gpus,
             )  # fmt: skip
             answers[gpus] = output.read_text().splitlines() if output.exists() else []

@@ -91,8 +91,8 @@ def losses(output: Path, key: str = "loss") -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("trained")
+def pretrained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("pretrained")
     assert pretraining.pretrain(small(data), output) == 0
     return output
 
@@ -329,28 +329,28 @@ def finish(ranks: subprocess.Popen[bytes]) -> int:
         raise
 
 
-def test_files_of_a_run(trained: Path, data: Path) -> None:
-    found = losses(trained)
+def test_files_of_a_run(pretrained: Path, data: Path) -> None:
+    found = losses(pretrained)
     assert len(found) == 6
     assert found[-1] < found[0]
-    assert losses(trained, "eval_loss")[-1] == pytest.approx(
-        json.loads((trained / "run.json").read_text())["final_eval_loss"], abs=1e-5
+    assert losses(pretrained, "eval_loss")[-1] == pytest.approx(
+        json.loads((pretrained / "run.json").read_text())["final_eval_loss"], abs=1e-5
     )
-    result = json.loads((trained / "run.json").read_text())
+    result = json.loads((pretrained / "run.json").read_text())
     assert (result["status"], result["steps"], result["device"]["dtype"]) == ("finished", 6, "float32")
     assert result["tokens_per_s"] > 0
     assert result["optimizer"].startswith("torch.optim.Adam")
     assert result["site"]["host"] == socket.gethostname()
-    assert [path.name for path in background_save.list_checkpoints(trained / "checkpoints")] == [
+    assert [path.name for path in background_save.list_checkpoints(pretrained / "checkpoints")] == [
         "step-0000003",
         "step-0000006",
     ]
-    assert (trained / pieces.MODEL).read_bytes() == (data / pieces.MODEL).read_bytes()
-    assert (trained / "loss.png").is_file()
+    assert (pretrained / pieces.MODEL).read_bytes() == (data / pieces.MODEL).read_bytes()
+    assert (pretrained / "loss.png").is_file()
 
 
 def test_compiled_layers_are_one_graph_with_the_same_losses(
-    trained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pretrained: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is traced, without generating code: one for all layers, one for the loss."""
     build, graphs = gpt.build, []
@@ -368,23 +368,23 @@ def test_compiled_layers_are_one_graph_with_the_same_losses(
     torch._dynamo.reset()
     assert pretraining.pretrain(small(data), tmp_path) == 0
     assert len(graphs) == 2
-    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-6)
-    assert losses(tmp_path, "eval_loss") == pytest.approx(losses(trained, "eval_loss"), rel=1e-6)
+    assert losses(tmp_path) == pytest.approx(losses(pretrained), rel=1e-6)
+    assert losses(tmp_path, "eval_loss") == pytest.approx(losses(pretrained, "eval_loss"), rel=1e-6)
 
 
-def test_four_processes_train_like_one_and_one_resumes(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_four_processes_train_like_one_and_one_resumes(pretrained: Path, data: Path, tmp_path: Path) -> None:
     """Tensor 2 x pipeline 2; then its checkpoint, made whole again, by one process."""
     assert finish(start_ranks(4, small(data, tensor_parallel=2, pipeline_parallel=2), tmp_path)) == 0
-    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-4)
-    assert losses(tmp_path, "eval_loss") == pytest.approx(losses(trained, "eval_loss"), rel=1e-4)
+    assert losses(tmp_path) == pytest.approx(losses(pretrained), rel=1e-4)
+    assert losses(tmp_path, "eval_loss") == pytest.approx(losses(pretrained, "eval_loss"), rel=1e-4)
     (
         background_save.list_checkpoints(tmp_path / "checkpoints")[-1] / "about.json"
     ).unlink()  # as if it had died in the middle
     assert pretraining.pretrain(small(data), tmp_path) == 0
-    assert losses(tmp_path) == pytest.approx(losses(trained), rel=1e-4)
+    assert losses(tmp_path) == pytest.approx(losses(pretrained), rel=1e-4)
 
 
-def test_two_gpus_with_all_memory_saving_options(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_two_gpus_with_all_memory_saving_options(pretrained: Path, data: Path, tmp_path: Path) -> None:
     """As a user starts it: the norms shared too, and activations computed twice."""
     changes = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": True}
     options = [
@@ -407,7 +407,7 @@ def test_two_gpus_with_all_memory_saving_options(trained: Path, data: Path, tmp_
     assert "activations computed twice" in done.stdout
     # The norm notices gradients that were not summed, where losses do not.
     for key in ("loss", "eval_loss", "grad_norm"):
-        assert losses(tmp_path, key) == pytest.approx(losses(trained, key), rel=1e-4), key
+        assert losses(tmp_path, key) == pytest.approx(losses(pretrained, key), rel=1e-4), key
 
 
 def test_recomputed_activations_use_the_same_dropout(data: Path, tmp_path: Path) -> None:
@@ -467,43 +467,43 @@ def test_resumed_run_has_bitwise_equal_losses(data: Path, tmp_path: Path) -> Non
      (b'{"step": "3", "fingerprint": {}, "meter": {}, "wall": 1.0}', "it has no valid step;"), (b"\xff", "cannot be read")],
     ids=["cut", "list", "empty", "text", "no text"],
 )  # fmt: skip
-def test_checkpoint_with_a_damaged_record_is_named(trained: Path, data: Path, content: bytes, message: str) -> None:
-    newest = background_save.list_checkpoints(trained / "checkpoints")[-1]
+def test_checkpoint_with_a_damaged_record_is_named(pretrained: Path, data: Path, content: bytes, message: str) -> None:
+    newest = background_save.list_checkpoints(pretrained / "checkpoints")[-1]
     file = newest / "about.json"
     before = file.read_bytes()
     try:
         file.write_bytes(content)
         with pytest.raises(TaskError, match=re.escape(str(file)) + f": .*{message}.*remove {re.escape(str(newest))}"):
-            pretraining.pretrain(small(data), trained)
+            pretraining.pretrain(small(data), pretrained)
         assert newest.is_dir()
     finally:
         file.write_bytes(before)
 
 
-def test_checkpoint_of_another_run_is_not_resumed(trained: Path, data: Path) -> None:
+def test_checkpoint_of_another_run_is_not_resumed(pretrained: Path, data: Path) -> None:
     with pytest.raises(TaskError, match=r"belongs to another run \(learning_rate was .*; give another --output"):
-        pretraining.pretrain(small(data, learning_rate=1e-3), trained)
+        pretraining.pretrain(small(data, learning_rate=1e-3), pretrained)
 
 
 # ---------------------------------------------------------------------- conversion
 
 
 @pytest.fixture(scope="module")
-def converted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def converted(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its logits are compared on the way."""
     folder = tmp_path_factory.mktemp("converted")
-    assert convert.convert(trained, convert.find_checkpoint(trained, None), folder) < convert.TOLERANCE
+    assert convert.convert(pretrained, convert.find_checkpoint(pretrained, None), folder) < convert.TOLERANCE
     return folder
 
 
-def test_converted_model_loads_in_transformers(trained: Path, converted: Path) -> None:
+def test_converted_model_loads_in_transformers(pretrained: Path, converted: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(converted)
     assert (model.config.eos_token_id, model.config.n_positions) == (6, 128)
     assert pretrain_smoke_test.generate(converted, "富士山は")[0]
     ids = torch.arange(50, 90)[None]
-    about = json.loads((convert.find_checkpoint(trained, None) / "about.json").read_text())
+    about = json.loads((convert.find_checkpoint(pretrained, None) / "about.json").read_text())
     with convert.load_megatron(
-        convert.find_checkpoint(trained, None), model_configs.Shape(**about["shape"]), torch.float32
+        convert.find_checkpoint(pretrained, None), model_configs.Shape(**about["shape"]), torch.float32
     ) as whole:
         convert.compare(whole(ids, torch.arange(40)[None], None).detach(), model, ids)
         with pytest.raises(TaskError, match="logits differ by"):
@@ -560,12 +560,12 @@ def test_a_run_without_its_tokenizer_is_refused(tmp_path: Path, content: bytes |
         convert.convert(tmp_path, tmp_path, tmp_path / "model")
 
 
-def test_unconvertible_checkpoints_are_refused(trained: Path, tmp_path: Path) -> None:
+def test_unconvertible_checkpoints_are_refused(pretrained: Path, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="holds no checkpoint"):
         convert.find_checkpoint(tmp_path, None)
     with pytest.raises(TaskError, match="no checkpoint of step 5; there is 3, 6"):
-        convert.find_checkpoint(trained, 5)
-    assert convert.find_checkpoint(trained, 3).name == "step-0000003"
+        convert.find_checkpoint(pretrained, 5)
+    assert convert.find_checkpoint(pretrained, 3).name == "step-0000003"
     for step in ("step-9999999", "step-10000000"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
         (tmp_path / "checkpoints" / step / "about.json").touch()

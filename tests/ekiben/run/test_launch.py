@@ -23,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def made(
+def launched(
     program: str, environment: Mapping[str, str], *args: str, gpu: bool = False, binds: tuple[Path, ...] = (), terminal: bool = False
 ) -> Launch:  # fmt: skip
     return launch(program, SIF, TAG, RunRequest(argv=args, gpu=gpu, binds=binds, terminal=terminal), environment)
@@ -54,7 +54,7 @@ HARMFUL = {
 @pytest.mark.parametrize("program", ["/usr/bin/apptainer", "/usr/bin/singularity", "/usr/bin/docker"])
 def test_passed_variables_and_hidden_secrets(program: str) -> None:
     """Values only in the environment of the runtime: a command line is read by everybody with `ps`."""
-    ready = made(program, {**NEEDED, **HARMFUL, "PATH": "/bin"}, "train")
+    ready = launched(program, {**NEEDED, **HARMFUL, "PATH": "/bin"}, "train")
     for value in (*NEEDED.values(), *HARMFUL.values()):
         assert not any(len(value) > 3 and value in word for word in ready.argv)
     if program.endswith("docker"):
@@ -74,62 +74,64 @@ def test_site_wide_container_variables_are_dropped_with_a_message() -> None:
         "APPTAINERENV_PYTHONPATH": "/x",
         "APPTAINERENV_MINE": "1",
     }
-    ready = made("apptainer", environment, "train")
+    ready = launched("apptainer", environment, "train")
     assert ready.kept_out == ("APPTAINERENV_PYTHONPATH", "SINGULARITYENV_LD_LIBRARY_PATH")
     assert inside(ready) == {"MINE": "1"}
     assert not inside(ready, "SINGULARITYENV_")
 
 
 def test_container_variables_of_the_user_win() -> None:
-    ready = made("apptainer", {"NCCL_DEBUG": "INFO", "APPTAINERENV_NCCL_DEBUG": "WARN"}, "train")
+    ready = launched("apptainer", {"NCCL_DEBUG": "INFO", "APPTAINERENV_NCCL_DEBUG": "WARN"}, "train")
     assert inside(ready) == {"NCCL_DEBUG": "WARN"}
 
 
 def test_gpu_options_of_each_runtime() -> None:
-    assert "--nv" in made("apptainer", {}, "train", gpu=True).argv
-    assert "--nv" not in made("apptainer", {}, "train").argv
-    argv = made("docker", {}, "train", gpu=True).argv
+    assert "--nv" in launched("apptainer", {}, "train", gpu=True).argv
+    assert "--nv" not in launched("apptainer", {}, "train").argv
+    argv = launched("docker", {}, "train", gpu=True).argv
     assert argv[argv.index("--gpus") + 1] == "all"
     assert "memlock=-1" in argv
-    assert "NVIDIA_VISIBLE_DEVICES=void" in made("docker", {}, "train").argv
+    assert "NVIDIA_VISIBLE_DEVICES=void" in launched("docker", {}, "train").argv
 
 
 def test_docker_options_for_shared_memory_user_and_terminal() -> None:
-    argv = made("docker", {}, "chat").argv
+    argv = launched("docker", {}, "chat").argv
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     assert int(argv[argv.index("--shm-size") + 1]) == max(half, 1 << 30)
     assert argv[argv.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
     assert "--tty" not in argv
-    assert "--tty" in made("docker", {}, "chat", terminal=True).argv
-    assert "--user" not in made("docker", {"DOCKER_HOST": "unix:///run/user/1001/docker.sock"}, "chat").argv
+    assert "--tty" in launched("docker", {}, "chat", terminal=True).argv
+    assert "--user" not in launched("docker", {"DOCKER_HOST": "unix:///run/user/1001/docker.sock"}, "chat").argv
 
 
 def test_model_caches_are_bind_mounted(tmp_path: Path, here: Path) -> None:
     models = tmp_path / "models"
-    ready = made("apptainer", {"HF_HOME": str(models), "HF_HUB_CACHE": str(tmp_path / "absent")}, "train")
+    ready = launched("apptainer", {"HF_HOME": str(models), "HF_HUB_CACHE": str(tmp_path / "absent")}, "train")
     assert models.is_dir()
     assert bound(ready) == [str(here), str(models)]
     kept = tmp_path / "home/.cache/huggingface"
     kept.mkdir(parents=True)
-    ready = made("docker", {}, "train")
+    ready = launched("docker", {}, "train")
     assert bound(ready) == [str(here), str(kept)]
     assert ready.environment["HF_HOME"] == str(kept)
     assert "HF_HOME" in ready.argv
-    assert bound(made("docker", {"EKIBEN_CACHE": str(models)}, "train")) == [str(here), str(models)]
+    assert bound(launched("docker", {"EKIBEN_CACHE": str(models)}, "train")) == [str(here), str(models)]
 
 
 def test_local_disk_and_certificates_are_passed(tmp_path: Path, here: Path) -> None:
     local, bundle = tmp_path / "local", tmp_path / "ca.pem"
     local.mkdir()
     bundle.touch()
-    ready = made("apptainer", {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}, "train")
+    ready = launched(
+        "apptainer", {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}, "train"
+    )
     assert bound(ready) == [str(here), str(local), str(bundle)]
     systems = {
         "SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt",
         "REQUESTS_CA_BUNDLE": "/etc/ssl/certs/ca-certificates.crt",
     }
-    assert bound(made("apptainer", systems, "train")) == [str(here), "/etc/ssl/certs/ca-certificates.crt"]
-    assert bound(made("apptainer", {"SSL_CERT_FILE": str(here)}, "train")) == [str(here)]
+    assert bound(launched("apptainer", systems, "train")) == [str(here), "/etc/ssl/certs/ca-certificates.crt"]
+    assert bound(launched("apptainer", {"SSL_CERT_FILE": str(here)}, "train")) == [str(here)]
     assert inside(ready) == {"TMPDIR": str(local), "SSL_CERT_FILE": str(bundle), "PBS_LOCALDIR": "/none"}
 
 
@@ -137,21 +139,21 @@ def test_paths_in_arguments_are_bind_mounted(tmp_path: Path, here: Path) -> None
     for name in ("data", "out", "more"):
         (tmp_path / name).mkdir()
     (tmp_path / "data/talk.jsonl").touch()
-    ready = made("apptainer", {}, "train", "--data=../data/talk.jsonl", "--output", f"{tmp_path}/out/run/1", "--model=cyberagent/open-calm-small",
+    ready = launched("apptainer", {}, "train", "--data=../data/talk.jsonl", "--output", f"{tmp_path}/out/run/1", "--model=cyberagent/open-calm-small",
                  "--endpoint=https://hub/x", "--config", "/opt/ekiben/recipe/x.yaml", "--lr=1e-4", "here/x", "/nowhere/at/all",
                  binds=(tmp_path / "more",))  # fmt: skip
     assert bound(ready) == [str(tmp_path / "data"), str(here), str(tmp_path / "more"), str(tmp_path / "out")]
-    assert bound(made("apptainer", {}, "train", "--data=..")) == [str(tmp_path)]  # and so this folder is, too
+    assert bound(launched("apptainer", {}, "train", "--data=..")) == [str(tmp_path)]  # and so this folder is, too
     for word in (f"model={tmp_path}/more", f"--set=model={tmp_path}/more", f"--data={tmp_path}/more/run=1/x.jsonl:2"):
-        assert bound(made("apptainer", {}, "train", "--set", word)) == [str(here), str(tmp_path / "more")]
+        assert bound(launched("apptainer", {}, "train", "--set", word)) == [str(here), str(tmp_path / "more")]
     with pytest.raises(UsageError, match="--bind nowhere: does not exist"):
-        made("apptainer", {}, "train", binds=(Path("nowhere"),))
+        launched("apptainer", {}, "train", binds=(Path("nowhere"),))
 
 
 def test_cache_folder_that_cannot_be_created_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"HF_HOME=.*file/x: Not a directory"):
-        made("apptainer", {"HF_HOME": str(tmp_path / "file/x")}, "train")
+        launched("apptainer", {"HF_HOME": str(tmp_path / "file/x")}, "train")
 
 
 def test_choose_runtime_order(tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +178,7 @@ def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
     (tmp_path / "deep/talk.jsonl").touch()
     (tmp_path / "data/talk.jsonl").symlink_to("../deep/talk.jsonl")
     (here / "link.jsonl").symlink_to(tmp_path / "data/talk.jsonl")
-    assert bound(made("apptainer", {}, "train", "--data", "./link.jsonl")) == [
+    assert bound(launched("apptainer", {}, "train", "--data", "./link.jsonl")) == [
         str(tmp_path / "data"), str(tmp_path / "deep"), str(here),
     ]  # fmt: skip
     for argument, count in {
@@ -187,8 +189,11 @@ def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
     }.items():
         assert len(folders_to_bind(RunRequest(argv=("train", argument), gpu=False), {})) == count, argument
     (here / "cache").symlink_to(tmp_path / "models")
-    assert bound(made("apptainer", {"HF_HOME": str(here / "cache")}, "train")) == [str(here), str(tmp_path / "models")]
-    assert bound(made("apptainer", {}, "train", "--output", "cache/run/1")) == [str(here), str(tmp_path / "models")]
+    assert bound(launched("apptainer", {"HF_HOME": str(here / "cache")}, "train")) == [
+        str(here),
+        str(tmp_path / "models"),
+    ]
+    assert bound(launched("apptainer", {}, "train", "--output", "cache/run/1")) == [str(here), str(tmp_path / "models")]
     (tmp_path / "models/weights").symlink_to(tmp_path / "deep/talk.jsonl")
     (here / "linked").mkdir()
     (here / "linked/talk.jsonl").symlink_to(tmp_path / "deep/talk.jsonl")
@@ -196,7 +201,7 @@ def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
         request = RunRequest(argv=("train", "--set", f"model={model}"), gpu=False)
         assert folders_to_bind(request, {}) == sorted([str(here), *(str(tmp_path / name) for name in folders)])
     (here / "loop").symlink_to("loop")
-    assert bound(made("apptainer", {}, "train", "--data", "./loop")) == [str(here)]
+    assert bound(launched("apptainer", {}, "train", "--data", "./loop")) == [str(here)]
 
 
 def test_argument_longer_than_a_path_is_not_bound(here: Path) -> None:
@@ -219,7 +224,7 @@ def test_compiled_code_is_never_in_a_folder_that_others_can_write(tmp_path: Path
         folder.chmod(mode)
     private = tmp_path / "own"
     private.mkdir(mode=0o755)
-    ready = made("apptainer", {**environment, "TRITON_CACHE_DIR": str(private)}, "train")
+    ready = launched("apptainer", {**environment, "TRITON_CACHE_DIR": str(private)}, "train")
     caches = {name: Path(inside(ready)[name]) for name in COMPILED_CODE}
     assert caches.pop("TRITON_CACHE_DIR") == private
     assert all(path.parent.parent == tmp_path / "local" and path.is_dir() for path in caches.values())

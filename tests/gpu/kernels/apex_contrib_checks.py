@@ -73,12 +73,12 @@ def check_focal_loss() -> None:
         positives = (labels >= 0).sum().float()
         reference_inputs = exact(x)
         actual = loss_of(x, labels, positives, classes, alpha, gamma)
-        wanted = F.one_hot(labels.clamp(min=0), classes).double() * (labels >= 0)[:, None]
+        targets = F.one_hot(labels.clamp(min=0), classes).double() * (labels >= 0)[:, None]
         scores = reference_inputs[:, :classes]
         probability = torch.sigmoid(scores)
-        right = probability * wanted + (1 - probability) * (1 - wanted)
-        share = alpha * wanted + (1 - alpha) * (1 - wanted)
-        each = share * (1 - right) ** gamma * F.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
+        right = probability * targets + (1 - probability) * (1 - targets)
+        share = alpha * targets + (1 - alpha) * (1 - targets)
+        each = share * (1 - right) ** gamma * F.binary_cross_entropy_with_logits(scores, targets, reduction="none")
         expected = each[labels != -2].sum() / positives.double()
         assert_near(actual, expected, "focal loss", dtype)
         actual.backward()
