@@ -23,7 +23,7 @@ from sharded_state import Pieces
 KEEP = 2
 CHECKPOINTS = "checkpoints"
 METADATA_FILE = "about.json"
-_METADATA = {
+_METADATA: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "fingerprint": dict,
     "meter": dict,
