@@ -41,17 +41,21 @@ class GitSource:
 
 
 def git_sources(arguments: Mapping[str, str]) -> list[GitSource]:
-    """Return the git sources among a stage's arguments."""
+    """Return the git sources among a stage's arguments. Raises FetchError where one has a repository alone, or a commit alone."""
     names = [name.removesuffix("_repository") for name in sorted(arguments) if name.endswith("_repository")]
-    sources = [
-        GitSource(
-            arguments[f"{name}_repository"],
-            arguments.get(f"{name}_commit", ""),
-            tuple(arguments.get(f"{name}_submodules", "").split()),
-        )
-        for name in names
-    ]
-    return [source for source in sources if source.repository and source.commit]
+    sources = []
+    for name in names:
+        values = {field: arguments.get(f"{name}_{field}", "") for field in ("repository", "commit", "submodules")}
+        missing = [f"{name}_{field}" for field in ("repository", "commit") if not values[field]]
+        if len(missing) == 2:  # a source that is not wanted
+            continue
+        if missing:
+            raise FetchError(
+                f"no value of {missing[0]} is set, so the source of {name} cannot be fetched",
+                hint=f"--build-arg {missing[0]}=…",
+            )
+        sources.append(GitSource(values["repository"], values["commit"], tuple(values["submodules"].split())))
+    return sources
 
 
 def mount_repositories(arguments: Mapping[str, str], mount: Path) -> dict[str, str]:

@@ -123,7 +123,18 @@ def test_mirror_without_the_commit_is_named(mirror: Path, tmp_path: Path, monkey
 
 
 def test_stage_without_git_sources_gets_no_git_settings(tmp_path: Path) -> None:
-    assert mount_repositories({"apex_commit": "x", "apex_repository": ""}, tmp_path) == {}
+    assert mount_repositories({"apex_extensions": "xentropy"}, tmp_path) == {}
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("missing", ["apex_repository", "apex_commit"])
+def test_source_without_a_repository_or_commit_is_refused_before_the_stage_starts(missing: str, tmp_path: Path) -> None:
+    arguments = {"apex_commit": "0" * 40, "apex_repository": REPOSITORY, missing: ""}
+    with pytest.raises(
+        FetchError, match=f"^no value of {missing} is set, so the source of apex cannot be fetched$"
+    ) as error:
+        mount_repositories(arguments, tmp_path)
+    assert error.value.hint == f"--build-arg {missing}=…"
     assert [*tmp_path.iterdir()] == []
 
 
@@ -187,7 +198,7 @@ def test_submodule_on_this_machine_of_a_repository_elsewhere_is_refused(
 
 def test_keeps_a_commit_and_its_submodules_for_offline_builds(outer: GitSource, mirror: Path, tmp_path: Path) -> None:
     arguments = {"outer_repository": outer.repository, "outer_commit": outer.commit, "outer_submodules": "inner",
-                 "none_repository": "", "none_commit": "x"}  # fmt: skip
+                 "none_repository": "", "none_commit": ""}  # fmt: skip
     assert git_sources(arguments) == [outer]
     folder = tmp_path / "sources"
     folder.mkdir()
