@@ -114,7 +114,7 @@ MEANINGS = {
         "runtimes.version": "Its version",
         "runtimes.module": "Loaded first, by `module load`",
         "runtimes.setuid": "Whether it is installed setuid",
-        "runtimes.gpus": "Whether Docker has NVIDIA's container toolkit",
+        "runtimes.gpus": "Whether Docker has NVIDIA's container toolkit, or a CDI file",
         "storage": "File systems: `home`, `group`, `scratch`, `local` (to the node), `tmp`",
         "storage.path": "May hold `$VARIABLES` of a job there",
         "storage.type": "Type of the file system: `lustre`, `nfs`, `xfs`, …",

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ekiben.core.process import run, which
+from ekiben.gpu import container_gpus
 from ekiben.gpu.devices import nvidia_gpus
-from ekiben.run.site import Gpu, Node, Runtime
+from ekiben.run.site import Gpu, Node, Runtime, version_of
 
 GIB = 1 << 30
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "ppc64le": "ppc64le"}
@@ -138,8 +139,8 @@ def runtime_of(program: str) -> Runtime | None:
         version = re.match(r"\d+(\.\d+)+", done.stdout)
         if done.returncode or not version:
             return None
-        toolkit = which("nvidia-container-runtime-hook", "nvidia-container-cli", "nvidia-ctk")
-        return Runtime(kind="docker", version=version[0], gpus=toolkit is not None)
+        by_cdi = container_gpus.has_cdi_file() and version_of(version[0]) >= container_gpus.DOCKER_WITH_CDI
+        return Runtime(kind="docker", version=version[0], gpus=by_cdi or container_gpus.has_toolkit())
     stdout = run([executable, "--version"], check=False).stdout.strip()
     match = re.fullmatch(r"(apptainer|singularity(?:-ce|-pro|pro)?) version (\d+(?:\.\d+)*).*", stdout, re.IGNORECASE)
     if not match:

@@ -29,12 +29,11 @@ from ekiben.executors import (
 )
 from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, kind_of_mount, pull
 from ekiben.formats import oci
+from ekiben.gpu import container_gpus
 
 PREFERENCE = 30
 LAYER_IMAGES = "localhost/ekiben/layer"
-GPUS = "nvidia.com/gpu"
 _MAKER = "org.ekiben.process"
-_CDI = (Path("/etc/cdi"), Path("/var/run/cdi"))
 _INITS = ("/usr/libexec/podman/catatonit", "/usr/lib/podman/catatonit", "/usr/bin/catatonit")
 _CAP_SYS_RESOURCE = 24
 _PROCESSES = 32768  # to which podman lowers its own limit, and so what a container may have
@@ -228,16 +227,12 @@ def run_argv(gpu: bool) -> list[str]:
         argv.append("--init")
     if not gpu:
         return argv
-    if not any(
-        GPUS in path.read_text(encoding="utf-8", errors="replace")
-        for folder in _CDI
-        for path in sorted(folder.glob("*.*"))
-    ):
+    if not container_gpus.has_cdi_file():
         raise EngineError("podman does not know this machine's GPUs: no file in /etc/cdi describes them",
                           hint="as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")  # fmt: skip
     # What NCCL pins, and its threads; only root may raise these, and a user's own are handed on.
     raised = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if os.geteuid() == 0 and _may_raise() else []
-    return [*argv, "--device", f"{GPUS}=all", *raised]
+    return [*argv, "--device", container_gpus.ALL_GPUS, *raised]
 
 
 def _pull(config: bytes, layers: Sequence[oci.LayerSource], name: str, present: Collection[str], scratch: Path) -> None:

@@ -20,6 +20,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
 from ekiben.core.process import which
+from ekiben.gpu import container_gpus
 from ekiben.run.schedulers import local_folders, variables
 
 OF_SIF = ("apptainer", "singularity")
@@ -170,7 +171,8 @@ def _sif(
 
 
 def _docker_argv(request: RunRequest, environment: Mapping[str, str]) -> list[str]:
-    gpus = ["--gpus", "all", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]  # what NCCL pins, and its threads
+    limits = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]  # what NCCL pins, and its threads
+    gpus = [*container_gpus.docker_args(), *limits]
     port = ["--publish", f"{request.publish}:{request.publish.rpartition(':')[2]}"] if request.publish else []
     return ["docker", "run", "--rm", "--init", *_identity(environment), *(gpus if request.gpu else []), *port]
 

@@ -9,12 +9,12 @@ _HERE = '-v "$PWD:$PWD" -w "$PWD"'
 _OWNER = '--user "$(id -u):$(id -g)"'
 
 
-def docker_line(tag: str, task: str, *, gpu: bool) -> str:
+def docker_line(tag: str, task: str, *, gpu_args: Sequence[str] = ()) -> str:
     """Return the line to paste into a shell; ``tag`` and ``task`` are quoted for one already.
 
-    gpu: with all GPUs, which a Docker without NVIDIA's container toolkit refuses.
+    gpu_args: the options for GPUs, as container_gpus.docker_args() of ekiben.gpu has them.
     """
-    return f"docker run --rm{' --gpus all' if gpu else ''} {_HERE} {_OWNER} {_target(tag, task)}"
+    return " ".join(["docker", "run", "--rm", *gpu_args, _HERE, _OWNER, _target(tag, task)])
 
 
 def podman_line(tag: str, task: str, *, gpu: bool, options: tuple[Sequence[str], Sequence[str]]) -> str:

@@ -99,7 +99,7 @@ class Node:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """What runs containers there. ``module`` is loaded first (`module load`); ``setuid``: installed so; ``gpus``: whether Docker
-    has NVIDIA's container toolkit."""
+    has NVIDIA's container toolkit, or a CDI file."""
 
     kind: str
     version: str | None = None

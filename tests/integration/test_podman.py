@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.executors import podman
+from ekiben.gpu import container_gpus
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, need
 
 pytestmark = pytest.mark.slow
@@ -97,7 +98,7 @@ def test_a_task_writes_as_this_user_and_gpus_come_by_cdi(
 
 
 def test_missing_cdi_description_is_an_error_with_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(podman, "_CDI", (tmp_path,))
+    monkeypatch.setattr(container_gpus, "_FOLDERS", (tmp_path,))
     with pytest.raises(podman.EngineError) as error:
         podman.run_argv(True)
     assert "nvidia-ctk cdi generate" in str(error.value.hint)

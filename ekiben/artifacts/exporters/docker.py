@@ -7,6 +7,7 @@ from pathlib import Path
 from ekiben.artifacts.exporters import Artifact, ExportOptions
 from ekiben.core.progress import Progress
 from ekiben.executors import docker as daemon
+from ekiben.gpu import container_gpus
 from ekiben.gpu.devices import has_gpu
 from ekiben.run.printed import docker_line
 from ekiben.store import Image, Store, bind_layers
@@ -34,7 +35,7 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
     """Return the command that runs it, with all GPUs where this machine has some."""
-    return [docker_line(artifact.ref, task, gpu=has_gpu())]
+    return [docker_line(artifact.ref, task, gpu_args=container_gpus.docker_args() if has_gpu() else ())]
 
 
 def load_docker(image: Image, store: Store) -> Artifact:

@@ -110,8 +110,15 @@ def _docker(runtime: Runtime, node: Node, image: ImageRequirements) -> list[Find
         message = f"docker {runtime.version} refuses clone3, with which glibc {image.glibc} starts threads"
         findings.append(Finding("error", "runtime", message, "Docker 20.10.10 or later"))
     if runtime.gpus is False and node.gpus and image.cuda:
-        message = f"docker {runtime.version} refuses --gpus: NVIDIA's container toolkit is not installed"
-        findings.append(Finding("error", "runtime", message, "ask for the package nvidia-container-toolkit"))
+        message = f"docker {runtime.version} cannot use the GPUs: NVIDIA's container toolkit is not installed"
+        findings.append(
+            Finding(
+                "error",
+                "runtime",
+                message,
+                "ask for the package nvidia-container-toolkit, or with Docker 25 or later for a CDI file",
+            )
+        )
     return findings or [Finding("ok", "runtime", _named(runtime))]
 
 

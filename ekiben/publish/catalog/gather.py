@@ -244,7 +244,7 @@ def commands(
                      "lines": [f"module use {shlex.quote(str(shared_dir / MODULES))}", f"module load {shlex.quote(module)}", task]})  # fmt: skip
     shared = f"EKIBEN_SHARED={shlex.quote(str(shared_dir))} ekiben image {shlex.quote(recipe)}{stack} --format docker"
     ways.append({"title": "Docker", "description": "With Ekiben, which reuses the layers in this folder and builds none.",
-                 "lines": [shared, docker_line(f"ekiben/{shlex.quote(folder.name)}", task, gpu=gpu)]})  # fmt: skip
+                 "lines": [shared, docker_line(f"ekiben/{shlex.quote(folder.name)}", task, gpu_args=("--gpus", "all") if gpu else ())]})  # fmt: skip
     line = f"{run} {fixed} {task}"
     for kind, scheduler in schedulers.by_preference().items():
         gpu_option = (

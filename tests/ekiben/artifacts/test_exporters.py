@@ -104,5 +104,6 @@ def test_printed_commands_quote_the_file(kind: str) -> None:
 
 def test_printed_lines_ask_for_gpus_only_on_a_machine_with_gpus() -> None:
     for gpu in (True, False):
-        assert ("--gpus all" in docker_line("ekiben/x:latest", "train", gpu=gpu)) == gpu
+        line = docker_line("ekiben/x:latest", "train", gpu_args=["--gpus", "all"] if gpu else [])
+        assert ("--gpus all" in line) == gpu
         assert ("--device" in podman_line("ekiben/x:latest", "train", gpu=gpu, options=([], []))) == gpu

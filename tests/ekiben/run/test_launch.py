@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.errors import EngineError, UsageError
+from ekiben.gpu import container_gpus
 from ekiben.run.launch import COMPILED_CODE, Launch, RunRequest, choose_runtime, folders_to_bind, launch, protect_caches
 
 SIF, TAG = Path("x.sif"), "ekiben/x:latest"
@@ -92,6 +94,26 @@ def test_gpu_options_of_each_runtime() -> None:
     assert argv[argv.index("--gpus") + 1] == "all"
     assert "memlock=-1" in argv
     assert "NVIDIA_VISIBLE_DEVICES=void" in launched("docker", {}, "train").argv
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "kind", "expected"),
+    [(False, "nvidia.com/gpu", "--device nvidia.com/gpu=all"), (True, "nvidia.com/gpu", "--gpus all"),
+     (False, "example.com/nic", "--gpus all"), (False, "", "--gpus all")],
+)  # fmt: skip
+def test_docker_gets_gpus_by_a_cdi_file_where_the_toolkit_is_missing(
+    toolkit: bool, kind: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, folder = tmp_path / "bin", tmp_path / "cdi"
+    programs.mkdir()
+    folder.mkdir()
+    if toolkit:
+        (programs / "nvidia-container-cli").touch(0o755)
+    if kind:
+        (folder / "gpu.json").write_text(json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": []}))
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setattr(container_gpus, "_FOLDERS", (tmp_path / "missing", folder))
+    assert expected in " ".join(launched("docker", {}, "train", gpu=True).argv)
 
 
 def test_docker_options_for_shared_memory_user_and_terminal() -> None:
