@@ -18,7 +18,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def seconds(attend: Attend, tensors: list[torch.Tensor], weight: torch.Tensor, r
     return sorted(times)[len(times) // 2], first
 
 
-def measure(tokens: int, heads: int, repeats: int) -> list[dict[str, Any]]:
+def measure(tokens: int, heads: int, repeats: int, without: Sequence[str] = ()) -> list[dict[str, Any]]:
     results = []
     for size in SIZES:
         for longest in LENGTHS:
@@ -142,6 +142,8 @@ def measure(tokens: int, heads: int, repeats: int) -> list[dict[str, Any]]:
                 result: dict[str, Any] = {"size": size, "longest": longest, "lengths": kind, "count": len(lengths)}
                 first_calls: dict[str, float] = {}
                 for name, attend in kernels.items():
+                    if name in without:
+                        continue
                     tensors = [
                         torch.randn(tokens, heads, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
                         for _ in range(3)
@@ -166,8 +168,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--without", action="append", default=[], metavar="KERNEL", help='leave one out: "one by one"')
     args = parser.parse_args()
-    results = measure(args.tokens, args.heads, args.repeats)
+    results = measure(args.tokens, args.heads, args.repeats, args.without)
     if args.json:
         record = {
             "gpu": torch.cuda.get_device_name(),
