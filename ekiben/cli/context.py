@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from ekiben.core.printable import printable
+
 if TYPE_CHECKING:
     from ekiben.core.progress import Progress
     from ekiben.core.settings import Settings
@@ -88,7 +90,7 @@ class Context:
 
     def log(self, line: str) -> None:
         """Print a line that is not part of the result."""
-        click.echo(line, err=True)
+        click.echo(printable(line), err=True)
 
     def print(self, result: Result) -> None:
         """Print a result, as JSON or as lines."""
@@ -97,7 +99,7 @@ class Context:
             click.echo(json.dumps(result.to_json(), indent=1))
             return
         for line in result.to_lines():
-            click.echo(line)
+            click.echo(printable(line))
 
 
 def format_size(count: float) -> str:

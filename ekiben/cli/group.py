@@ -23,6 +23,7 @@ from ekiben.cli.context import Context
 from ekiben.cli.options import COMPLETE_VAR, PathType, with_command_name
 from ekiben.core.command_name import command_name, set_command_name, typed_name
 from ekiben.core.errors import EkibenError, UsageError, nearest
+from ekiben.core.printable import printable
 
 SECTIONS = {
     "Build and run": ("init", "image", "plan", "run", "shell", "notebook", "doctor", "render", "bundle", "wheels"),
@@ -144,9 +145,9 @@ class Root(click.Group):
         """Print an expected error and end with its code."""
         self._print_json(ctx, error)
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        click.echo(str(error), err=True)
+        click.echo(printable(str(error)), err=True)
         if error.hint:
-            click.echo(f"hint: {error.hint}", err=True)
+            click.echo(printable(f"hint: {error.hint}"), err=True)
         ctx.exit(error.exit_code)
 
     def _interrupt(self, ctx: click.Context, error: KeyboardInterrupt) -> NoReturn:

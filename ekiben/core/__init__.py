@@ -12,6 +12,7 @@ __all__ = [
     "owner",
     "paths",
     "plugins",
+    "printable",
     "process",
     "progress",
     "settings",

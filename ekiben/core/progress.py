@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from ekiben.core.printable import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Display
 
@@ -24,6 +26,7 @@ class Progress:
 
     def log(self, line: str) -> None:
         """Print a line, above what is live."""
+        line = printable(line)
         if self._display is not None:
             self._display.console.print(line, markup=False, highlight=False, soft_wrap=True)
         elif not self._quiet:
@@ -39,7 +42,7 @@ class Progress:
         now = time.monotonic()
         if self._display is not None and now - self._noted > 0.1:
             self._noted = now
-            self._display.update(self._display.task_ids[0], detail=detail.strip()[:100])
+            self._display.update(self._display.task_ids[0], detail=printable(detail.strip())[:100])
 
     def count(self, size: int) -> None:
         """Advance the step's bar by ``size`` bytes."""

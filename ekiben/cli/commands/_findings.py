@@ -10,6 +10,7 @@ import click
 
 from ekiben.cli.context import Context
 from ekiben.core.errors import StoreError
+from ekiben.core.printable import printable
 from ekiben.doctor.consult import check_here, check_image, known_stacks
 from ekiben.doctor.findings import Finding, refuse
 from ekiben.doctor.image_requirements import requirements_of_sif
@@ -37,4 +38,7 @@ def _report(findings: Iterable[Finding]) -> None:
     refuse(findings)
     for finding in findings:
         if finding.level == "warning":
-            click.echo(f"{finding.topic}: {finding.message}" + (f" ({finding.fix})" if finding.fix else ""), err=True)
+            click.echo(
+                printable(f"{finding.topic}: {finding.message}" + (f" ({finding.fix})" if finding.fix else "")),
+                err=True,
+            )

@@ -22,6 +22,7 @@ import click
 
 from ekiben.cli.options import Command, PathType, TextType, arch_option, refuse_ignored
 from ekiben.core.errors import LockMismatchError
+from ekiben.core.printable import printable
 from ekiben.packages.lock import open_stack, refresh, short_path
 from ekiben.packages.outdated import find_advisories, find_newer, read_locks
 from ekiben.project.lock import find_local_recipe, lock_recipe
@@ -63,7 +64,7 @@ def command(
     else:
         lines = refresh(stack, check=check, keep=keep, mirror=mirror, arch=arch)
     for line in lines:
-        click.echo(line)
+        click.echo(printable(line))
 
 
 def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisories: Path | None) -> None:
@@ -73,13 +74,13 @@ def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisor
         newer = find_newer(pinned)
         for lock, versions in locks.items():
             for name in sorted(versions.keys() & newer.keys()):
-                click.echo(f"{short_path(lock)}: {name} {versions[name]} → {newer[name]}")
+                click.echo(printable(f"{short_path(lock)}: {name} {versions[name]} → {newer[name]}"))
         click.echo(f"{len(newer)} of {len(pinned)} locked packages have a newer release")
     if advisories:
         known = find_advisories(pinned, advisories)
         for advisory in known:
             where = next(lock for lock, versions in locks.items() if advisory.name in versions)
-            click.echo(f"{short_path(where)}: {advisory}")
+            click.echo(printable(f"{short_path(where)}: {advisory}"))
         if known:
             raise LockMismatchError(f"advisories of the locked versions are known: {len(known)}",
                                     hint="ask for a fixed version in the .in file, then lock with --keep")  # fmt: skip

@@ -20,6 +20,7 @@ from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import Command, PathType, TextType, refuse_ignored
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
+from ekiben.core.printable import printable
 from ekiben.publish.prune import prune as prune_published
 from ekiben.store import damaged_records, prune
 
@@ -63,8 +64,8 @@ def command(
             else f"`{command_name()} image RECIPE` with its layer"
         )
         forgets = f"`{command_name()} prune {name}`" if path.parent.name == "refs" else "removing the file"
-        click.echo(f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again, {forgets} "
-                   "lets go of what only it names", err=True)  # fmt: skip
+        click.echo(printable(f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again, {forgets} "
+                             "lets go of what only it names"), err=True)  # fmt: skip
     total = sum(count for _, count in removed)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} blobs, {format_size(total)}")
 
@@ -85,6 +86,8 @@ def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace:
     )
     would = "would be " if dry_run else ""
     for one in decisions:
-        click.echo(f"{'keep  ' if one.keep else 'remove'}  {one.file}  {format_size(one.size)}  {one.reason}")
+        click.echo(
+            printable(f"{'keep  ' if one.keep else 'remove'}  {one.file}  {format_size(one.size)}  {one.reason}")
+        )
     click.echo(f"{format_size(aside)} {would}quarantined, to be removed in {grace:g} days; "
                f"{format_size(removed)} of before {would}removed")  # fmt: skip

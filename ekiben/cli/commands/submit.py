@@ -202,7 +202,7 @@ def _submit(
 ) -> None:
     """Print what the jobs will lack, check the compute nodes and the image, and submit."""
     for warning in dict.fromkeys(step.warning for step in run.steps if step.warning):
-        click.echo(f"warning: {warning}", err=True)
+        context.log(f"warning: {warning}")
     if dry_run:
         scripts = {step.name: script(run, step) for step in run.steps}
         context.print(SubmitPreview(run.folder, scripts, JOB_PROGRAM.read_text(encoding="utf-8")))

@@ -36,6 +36,7 @@ from ekiben.cli.options import (
     refuse_ignored,
     signature_options,
 )
+from ekiben.core.printable import printable
 from ekiben.inspect.describe import drift_of
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.signing.check import check_image, is_image
@@ -127,7 +128,7 @@ def command(
     if is_signature_required:
         signed = SignedResult(*check_image(str(sif or f"{image_name(resolved)}.sif"), signer))
         for line in signed.to_lines():
-            click.echo(line, err=context.json)
+            click.echo(printable(line), err=context.json)
     if again:
         rebuild_and_compare(context, resolved, Options(engine=engine, mirror=recipe_options.mirror))
         return
