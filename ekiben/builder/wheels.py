@@ -14,6 +14,7 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,19 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
         a, b = theirs.get(field), ours.get(field)
         if a == b:
             continue
-        short = (not isinstance(a, (list, dict)) and field != "post") or field == "capabilities"
+        if field == "post" and isinstance(a, str) and isinstance(b, str):
+            lines.append(_script_difference(a, b))
+            continue
+        short = not isinstance(a, (list, dict)) or field == "capabilities"
         lines.append(f"{field}: {_short(a)} there, {_short(b)} here" if short else f"{field} differs")
     return lines
+
+
+def _script_difference(theirs: str, ours: str) -> str:
+    """Show the first line in which two scripts differ: most often an argument has another value in it."""
+    pairs = zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="")
+    theirs, ours = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    return f"post differs, first in this line:\n    there: {theirs.strip()[:200]}\n    here:  {ours.strip()[:200]}"
 
 
 def _short(value: Any) -> str:

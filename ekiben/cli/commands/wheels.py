@@ -49,9 +49,10 @@ class WheelsResult:
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
         for item in self.wheels:
+            origin = "" if item.origin == "compiled" else f"{item.origin}, "
+            seconds = f"compiled in {item.seconds:.0f} s" if item.seconds else "compiled elsewhere"
             yield (f"{item.wheel:<12}  {item.key[:12]}  torch {item.input_text('torch')}  CUDA {item.input_text('cuda')}  Python {item.input_text('python')}  "
-                   f"for {' '.join(item.capabilities)}  {format_size(item.size)}  {item.origin}"
-                   + (f" in {item.seconds:.0f} s" if item.seconds else ""))  # fmt: skip
+                   f"for {' '.join(item.capabilities)}  {format_size(item.size)}  {origin}{seconds}")  # fmt: skip
 
 
 @click.group("wheels", cls=CommandGroup, help=__doc__)

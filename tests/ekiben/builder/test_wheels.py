@@ -82,10 +82,19 @@ def test_linked_libraries_and_cxx_abi_are_checked() -> None:
 
 
 def test_wheel_differences_are_described() -> None:
-    theirs = {"torch": "2.6.0", "capabilities": ["8.0"], "post": "a", "files": [1], "python": "3.11"}
-    ours = {"torch": "2.11.0", "capabilities": ["8.0", "9.0"], "post": "b", "files": [2], "python": "3.11"}
+    theirs = {"torch": "2.6.0", "capabilities": ["8.0"], "post": "umask 022\n  build x", "files": [1], "python": "3.11"}
+    ours = {
+        "torch": "2.11.0",
+        "capabilities": ["8.0", "9.0"],
+        "post": "umask 022\n  build\nmore",
+        "files": [2],
+        "python": "3.11",
+    }
     assert differences(theirs, ours) == [
-        "capabilities: 8.0 there, 8.0 9.0 here", "files differs", "post differs", "torch: 2.6.0 there, 2.11.0 here",
+        "capabilities: 8.0 there, 8.0 9.0 here",
+        "files differs",
+        "post differs, first in this line:\n    there: build x\n    here:  build",
+        "torch: 2.6.0 there, 2.11.0 here",
     ]  # fmt: skip
 
 
