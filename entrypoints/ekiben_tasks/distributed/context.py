@@ -102,6 +102,9 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
     timeout = process_group_timeout(hang_minutes)
     # Groups that libraries make without one (DeepSpeed's, a checkpoint's): torch's own are 10 and 30 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    # Several meet through a server in the first one, which the launcher's variables name. A single one needs no network for that: where it
+    # has none, not even to itself, the server would be waited for as long as a collective.
+    single: dict[str, Any] = {} if size > 1 else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     try:
         # While the first process reads a large model from a slow disk, the others wait in a broadcast.
         # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
@@ -109,8 +112,14 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
             "nccl" if on_gpu else "gloo", timeout=timeout,
             # With the device given, NCCL does not guess one at the first barrier.
             device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
+            **single,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
+        if single:
+            raise TaskError(
+                f"no process group can be created, which this run wants of its one process: {' '.join(str(error).split())[:300]}; "
+                "gloo needs a network interface that is up, be it the loopback alone"
+            ) from error
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TaskError(
             f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where the port is "

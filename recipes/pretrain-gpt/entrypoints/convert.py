@@ -11,8 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,8 +140,7 @@ def load_megatron(checkpoint: Path, shape: Shape, dtype: Any) -> Iterator[Any]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    meeting = tempfile.mkdtemp(prefix="ekiben-convert-")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}/meeting", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
         model_parallel_cuda_manual_seed(0)
@@ -151,7 +148,6 @@ def load_megatron(checkpoint: Path, shape: Shape, dtype: Any) -> Iterator[Any]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
-        shutil.rmtree(meeting, ignore_errors=True)
 
 
 def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:

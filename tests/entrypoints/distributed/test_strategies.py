@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,31 @@ def test_rendezvous_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*MASTER_PORT"):
             init_distributed("cpu")
+
+
+LOOPBACK = """
+import fcntl, socket, struct
+with socket.socket() as control:
+    fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS: up
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "expected"), [(LOOPBACK, "1 processes: 2.0"), ("", "gloo needs a network interface")]
+)
+def test_group_of_one_process_uses_no_server(setup: str, expected: str) -> None:
+    """Where the machine has no network, torch waited for its own server, for more than an hour."""
+    work = (
+        "import torch\nfrom ekiben_tasks.distributed.context import init_distributed\n"
+        "world = init_distributed('cpu', alone=False)\nvalue = torch.tensor(2.0)\ntorch.distributed.all_reduce(value)\n"
+        "print(f'{world.size} processes: {value}')\nworld.destroy()\n"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", setup + work],
+        env={**os.environ, "PYTHONPATH": str(ENTRYPOINTS)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert expected in done.stdout + done.stderr
+    assert done.returncode == ("gloo" in expected)
 
 
 def test_too_large_model_is_refused_with_a_suggestion(
