@@ -70,7 +70,7 @@ def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
     actions = plan(resolved, store)
     if missing := ", ".join(action.layer.name for action in actions if not action.stored):
         name = resolved.recipe.name
-        raise VerifyError(f"{name} is not built: missing {missing}", hint=f"make image recipe={name}")
+        raise VerifyError(f"{name} is not built: missing {missing}", hint=f"{command_name()} image {resolved.cli_args}")
     return _image_of(resolved, [action.stored for action in actions if action.stored])
 
 
@@ -280,7 +280,7 @@ def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> No
             if isinstance(dep.step, BuildStage) and dep.step.wheel and not (dep.is_stored or dep.in_registry):
                 raise EngineError(f"no package index has {dep.step.wheel} for {arch}, and to compile it here under emulation takes days",
                                   hint=f"build on an {arch} machine, or bring its wheel from one: "
-                                  f"{command_name()} wheels import {resolved.recipe.cli_args(resolved.stack.name, arch)} WHEEL")  # fmt: skip
+                                  f"{command_name()} wheels import {resolved.cli_args} WHEEL")  # fmt: skip
 
 
 def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:
@@ -356,5 +356,5 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
         recipe=recipe.file.name, stack=resolved.stack.name, description=recipe.file.description,
         tasks={name: task.help for name, task in recipe.file.tasks.items()},
         environment=resolved.environment, labels=resolved.labels, deffile=resolved.deffile, epoch=epoch,
-        arch=resolved.stack.arch, result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
+        arch=resolved.stack.arch, cli_args=resolved.cli_args, result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
     )  # fmt: skip

@@ -22,7 +22,6 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 
 from ekiben.core import files as core_files
 from ekiben.core.checked import Fields, parse_json, read_regular
-from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
 from ekiben.gpu.device_code import DeviceCode, read_device_code
 from ekiben.gpu.elf import Library, read_library
@@ -202,7 +201,7 @@ def read_record(wheel: Path, stage: BuildStage) -> StoredResult | None:
     if record.key != stage.cache_key:
         raise VerifyError(f"{wheel.name} was compiled for something else than {stage.name} is here:\n  "
                           + "\n  ".join(differences(record.inputs, stage.inputs)),
-                          hint=f"import it where these are the same, or compile it here: {command_name()} image")  # fmt: skip
+                          hint="import it where these are the same, or build the image without it, which compiles the package here")  # fmt: skip
     digest = digest_of(wheel)
     if digest not in [item.digest for item in record.files]:
         raise VerifyError(f"{wheel} has the hash {digest[7:19]}…, its record says {record.files[0].digest[7:19]}…: it is "

@@ -148,7 +148,7 @@ def check_bundle(bundle: Bundle, resolved: ResolvedRecipe) -> None:
     ours, theirs = lock_digests(resolved), bundle.index.locks
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
         raise FetchError(f"the bundle of {bundle.index.recipe} ({bundle.index.stack}) has not what is asked for here: other "
-                         f"{', '.join(other)}", hint=f"create it again where there is a network: {command_name()} bundle {resolved.recipe.cli_args(resolved.stack.name, resolved.stack.arch)}")  # fmt: skip
+                         f"{', '.join(other)}", hint=f"create it again where there is a network: {command_name()} bundle {resolved.cli_args}")  # fmt: skip
 
 
 def import_compiled(bundle: Bundle, store: Store) -> None:

@@ -58,6 +58,7 @@ MEDIA_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 MEDIA_INDEX = "application/vnd.oci.image.index.v1+json"
 MEDIA_TAR = "application/vnd.oci.image.layer.v1.tar"
 WORKING_DIR = "/work"  # of a finished image: where `docker run -v "$PWD:/work"` puts what a task writes
+LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers that were put on the recipe's, with blanks between them
 
 
 def image_config(

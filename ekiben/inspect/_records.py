@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
-from ekiben.core.command_name import command_name
+from ekiben.core.environment import host_arch
 from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.formats.oci import LAYER_LABEL
 from ekiben.store import Store, StoredLayer
 
 
@@ -38,6 +39,19 @@ class StoredImage:
     tasks: Mapping[str, str]
     layers: tuple[LayerRecord, ...]
 
+    def cli_args(self, name: str) -> str:
+        """Return the recipe and the options that build the image, which is called ``name``: layers, stack, architecture.
+
+        --gpu-arch and --build-arg are not recorded of an image.
+        """
+        layers = self.labels.get(LAYER_LABEL, "").split()
+        options = [f"--layer {layer}" for layer in layers]
+        if f"-{self.stack}" in name.removeprefix("-".join([self.recipe, *layers])):  # without, it is the recipe's own
+            options.append(f"--stack {self.stack}")
+        if self.architecture != host_arch():
+            options.append(f"--arch {self.architecture}")
+        return " ".join([self.recipe, *options])
+
 
 def stored_image(name: str, store: Store, hint: str) -> StoredImage:
     """Return an image of the store by its name. Raises UsageError with ``hint`` when there is none, StoreError when its record is
@@ -63,7 +77,7 @@ def stored_image(name: str, store: Store, hint: str) -> StoredImage:
         )  # fmt: skip
     except ValueError as error:
         raise StoreError(f"the record of image '{name}' in {store.root} is damaged: it {error}",
-                         hint=f"{command_name()} image {name} writes it again") from error  # fmt: skip
+                         hint="build the image again, which writes its record") from error  # fmt: skip
 
 
 def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:

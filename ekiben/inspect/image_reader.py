@@ -72,9 +72,10 @@ def open_image(name: str, store: Store) -> Iterator[ImageReader]:
             yield _open_sif(Path(name), stack)
             return
         image = stored_image(name, store, f"{command_name()} image {name}, or a file: ./{name}.sif")
+        build = f"{command_name()} image {image.cli_args(name)}"
         layers = []
         for layer in image.layers:
-            reader = _open_blob(name, layer.digest, store, stack, f"{command_name()} image {image.recipe}")
+            reader = _open_blob(name, layer.digest, store, stack, build)
             known = store.layer(layer.cache_key)
             stored = known if known and known.digest == layer.digest else None
             layers.append(LayerReader(layer.name, layer.digest, layer.size, reader, stored))

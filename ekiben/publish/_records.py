@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core.checked import Fields, is_basename, parse_json, read_regular, without_checksum
+from ekiben.formats import oci
 from ekiben.signing.gpg import Key
-from ekiben.spec.recipe import LAYER_LABEL
 from ekiben.store import StoredLayer
 from ekiben.store.shared import IMAGES
 
@@ -87,7 +87,7 @@ class VersionRecord:
     def added_layers(self) -> tuple[str, ...]:
         """Return the layers that were put on the recipe's."""
         labels = self.data.get("labels")
-        return tuple(str(labels.get(LAYER_LABEL, "")).split()) if isinstance(labels, Mapping) else ()
+        return tuple(str(labels.get(oci.LAYER_LABEL, "")).split()) if isinstance(labels, Mapping) else ()
 
 
 def read_record(path: Path) -> VersionRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,7 +67,10 @@ class StageCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRecipe:
-    """A recipe resolved: its layers bottom first, and what its image says of itself."""
+    """A recipe resolved: its layers bottom first, and what its image says of itself.
+
+    ``gpu_arch`` and ``arguments`` are those that the command line gave, beside the stack's.
+    """
 
     recipe: Recipe
     stack: Stack
@@ -76,6 +80,15 @@ class ResolvedRecipe:
     labels: Mapping[str, str]
     deffile: str
     tests: tuple[tuple[str, str], ...] = field(default=())
+    gpu_arch: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cli_args(self) -> str:
+        """Return the recipe and the options that are resolved into this image, as a command line gives them."""
+        options = [f"--gpu-arch {','.join(self.stack.file.compute_capabilities)}"] if self.gpu_arch else []
+        options += [f"--build-arg {shlex.quote(f'{name}={value}')}" for name, value in self.arguments.items()]
+        return " ".join([self.recipe.cli_args(self.stack.name, self.stack.arch), *options])
 
     @property
     def top(self) -> Layer:

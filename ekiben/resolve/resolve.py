@@ -12,6 +12,7 @@ from ekiben.core.environment import ARCHITECTURES, DEFAULT_PATH, host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
+from ekiben.formats import oci
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
 from ekiben.resolve.copies import copied_files, file_inputs
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy
@@ -26,7 +27,7 @@ from ekiben.spec.definition import (
     parent_argument,
     read_definition,
 )
-from ekiben.spec.recipe import LAYER_LABEL, Recipe
+from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import Stack, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
@@ -76,13 +77,13 @@ def resolve(
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.description": recipe.file.description,
         "org.ekiben.stack": bound.name,
-        **({LAYER_LABEL: " ".join(recipe.layers)} if recipe.layers else {}),
+        **({oci.LAYER_LABEL: " ".join(recipe.layers)} if recipe.layers else {}),
         **recipe.file.labels,
     }
     deffile = "\n\n".join(f"# {item.name}\n{item.text.strip()}" for item in definitions) + "\n"
     resolved = ResolvedRecipe(
         recipe=recipe, stack=bound, definitions=tuple(definitions), layers=tuple(layers),
-        environment=environment, labels=labels, deffile=deffile, tests=tuple(tests),
+        environment=environment, labels=labels, deffile=deffile, tests=tuple(tests), gpu_arch=gpu_arch, arguments=arguments or {},
     )  # fmt: skip
     return add_recipe_layer(resolved)
 

@@ -6,6 +6,7 @@ import functools
 import os
 import posixpath
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from ekiben.core.settings import read_settings
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
 LIBRARY = "ekiben_tasks"  # of the tasks, a package in entrypoints/
-LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers that were put on the recipe's, with blanks between them
 LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
 _TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -129,11 +129,13 @@ class Recipe:
         return "-".join([self.file.name, *self.layers, *([self.added_layer] if self.added_layer else [])])
 
     def cli_args(self, stack: str | None = None, arch: str | None = None) -> str:
-        """Return how a command line names the recipe, with the layers that are put on it, another stack, and another architecture than
-        this host's."""
+        """Return how a command line names the recipe, by its folder where its name does not find it, with the layers that are put on
+        it, another stack, and another architecture than this host's."""
         other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
         other += [f"--arch {arch}"] if arch not in (None, host_arch()) else []
-        return " ".join([self.file.name, *(f"--layer {layer}" for layer in self.layers), *other])
+        folders = [folder.resolve() for folder in _folders_by_name().get(self.folder.name, [])]
+        name = self.folder.name if folders == [self.folder.resolve()] else shlex.quote(str(self.folder))
+        return " ".join([name, *(f"--layer {layer}" for layer in self.layers), *other])
 
     def image_name(self, stack: str | None = None, arch: str | None = None) -> str:
         """Return the image's name in the store, as a file and as a Docker tag.

@@ -19,7 +19,7 @@ class Image:
     """A finished image in the store.
 
     ``image_id`` is the digest of ``config``, by which a Docker daemon knows the image. ``tasks`` maps a task to its help.
-    ``epoch``: seconds since 1970, the time stamp of the image. ``result_keys`` are those of the build stages whose files it holds.
+    ``cli_args``: the recipe and the options that it is built from, as a command line gives them. ``epoch``: seconds since 1970, the time stamp of the image. ``result_keys`` are those of the build stages whose files it holds.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Image:
     deffile: str
     epoch: int
     arch: str
+    cli_args: str
     result_keys: tuple[str, ...] = ()
 
     @property

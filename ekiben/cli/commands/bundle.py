@@ -79,4 +79,4 @@ def command(
         resolved, image, context.store, file, options, context.progress, snapshots=included, compiler=compiler
     )
     counts = {section: sum(name.startswith(f"{section}/") for name in index.files) for section in SECTIONS}
-    context.print(BundleResult(recipe=recipe, file=file, size=file.stat().st_size, counts=counts))
+    context.print(BundleResult(recipe=resolved.cli_args, file=file, size=file.stat().st_size, counts=counts))

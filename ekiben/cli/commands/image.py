@@ -183,7 +183,7 @@ def make_image(
     checks = verify_artifacts(image, artifacts, store, progress) if request.verify else []
     task = next(iter(resolved.recipe.file.tasks), "")
     run = [line for item in artifacts for line in exporters.run_commands(item, task)]
-    return ImageResult(recipe=resolved.recipe.cli_args(resolved.stack.name, resolved.stack.arch), image=image, built=missing, artifacts=artifacts, checks=checks,
+    return ImageResult(recipe=resolved.cli_args, image=image, built=missing, artifacts=artifacts, checks=checks,
                        data=data, run=run, is_verified=request.verify)  # fmt: skip
 
 

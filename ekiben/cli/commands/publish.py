@@ -100,5 +100,7 @@ def command(
                         current=not no_current, check=not no_verify, key=key, module=modulefile)  # fmt: skip
     task = next(iter(resolved.recipe.file.tasks), "COMMAND")
     context.print(
-        PublishResult(recipe=recipe, task=task, folder=folder, published=published, is_current=not no_current)
+        PublishResult(
+            recipe=resolved.cli_args, task=task, folder=folder, published=published, is_current=not no_current
+        )
     )

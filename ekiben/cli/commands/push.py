@@ -87,5 +87,5 @@ def command(
     key = find_key(sign) if sign is not None else None
     pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
     use = {"docker": f"docker pull {target}", "sif": f"apptainer pull oras://{target}",
-           "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {recipe}"}[format_]  # fmt: skip
+           "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {resolved.cli_args}"}[format_]  # fmt: skip
     context.print(PushResult(pushed=pushed, key=key, use=use))

@@ -10,6 +10,7 @@ import pytest
 from test_diff import SITE, Files, image
 
 from ekiben.core.errors import VerifyError
+from ekiben.inspect._records import StoredImage
 from ekiben.inspect.image_reader import debian_packages, python_packages, read_file, tree_of
 from ekiben.packages.installed import installed_packages
 
@@ -121,3 +122,20 @@ def test_a_file_is_read_through_links(tmp_path: Path, stack: contextlib.ExitStac
     assert read_file(one, tree, "usr/share/doc/g++/copyright") == b"GPL"
     assert read_file(one, tree, "etc/release") == b"12"
     assert [read_file(one, tree, path) for path in ("round", "usr/share/doc/away/copyright", "usr")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "stack", "arch", "label", "expected"),
+    [
+        ("hello", "cu130", "amd64", "", "hello"),
+        ("hello-cu124", "cu124", "amd64", "", "hello --stack cu124"),
+        ("hello-apex-deepspeed", "cu130", "amd64", "apex deepspeed", "hello --layer apex --layer deepspeed"),
+        ("hello-apex-cu132-arm64", "cu132", "arm64", "apex", "hello --layer apex --stack cu132 --arch arm64"),
+    ],
+)
+def test_arguments_that_build_a_stored_image(name: str, stack: str, arch: str, label: str, expected: str) -> None:
+    labels = {"org.ekiben.layer": label} if label else {}
+    image = StoredImage(
+        recipe="hello", stack=stack, manifest="", config="", created="", architecture=arch, environment=(), labels=labels, tasks={}, layers=()
+    )  # fmt: skip
+    assert image.cli_args(name) == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,3 +191,32 @@ def test_run_takes_the_image_of_the_layers(run_cli: RunCli, tmp_path: Path) -> N
     assert " finetune-deepspeed-cu124.sif train\n" in run_cli(*argv, env=env).stdout
     message = run_cli("run", "finetune", "--layer", "deepspeed", "--sif", "x.sif", env=env, code=2).stderr
     assert "--sif: x.sif is not there" in message
+
+
+@pytest.mark.parametrize(
+    ("layers", "stack", "gpu_arch", "arguments"),
+    [
+        ((), None, None, {}),
+        (("deepspeed", "flash-attn"), None, "9.0,8.0", {}),
+        (("apex",), "cu124", None, {"apex_extensions": "xentropy focal_loss"}),
+        (("flash-attn-4",), "cu132", None, {"mirror": "http://mirror.example.org/debian?a=$b"}),
+    ],
+)
+def test_printed_arguments_resolve_to_the_same_image(
+    layers: tuple[str, ...], stack: str | None, gpu_arch: str | None, arguments: dict[str, str], run_cli: RunCli
+) -> None:
+    recipe = replace(find_recipe("finetune"), layers=layers)
+    image = resolve(recipe, stack=stack, gpu_arch=gpu_arch, arguments=arguments)
+    planned = json.loads(run_cli("plan", "--json", *shlex.split(image.cli_args)).stdout)
+    assert [layer["cache_key"] for layer in planned] == [layer.cache_key for layer in image.layers]
+
+
+def test_printed_arguments_name_a_recipe_elsewhere_by_its_folder(tmp_path: Path, run_cli: RunCli) -> None:
+    folder = tmp_path / "my lab/hello"
+    shutil.copytree(find_recipe("hello").folder, folder)
+    image = resolve(find_recipe(str(folder)))
+    assert shlex.split(image.cli_args) == [str(folder)]
+    assert "hello" in run_cli("plan", *shlex.split(image.cli_args)).stdout
+    store = tmp_path / "store"
+    refused = run_cli("--store", store, "bundle", folder, "--gpu-arch", "9.0", "--layer", "flash-attn", code=8)
+    assert f"image '{folder}' --layer flash-attn --gpu-arch 9.0" in refused.stderr

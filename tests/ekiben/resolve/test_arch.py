@@ -105,7 +105,7 @@ def test_compiling_under_emulation_is_refused(sample: SampleRecipe, monkeypatch:
     store = Store(sample.path.parent / "store")
     with pytest.raises(EngineError, match="no package index has flash-attn for arm64") as caught:
         build(resolved(sample, "arm64"), store, Options(), quiet())
-    assert "wheels import sample --arch arm64 WHEEL" in str(caught.value.hint)
+    assert f"wheels import {sample.path} --arch arm64 WHEEL" in str(caught.value.hint)
     assert not store.root.exists()
 
 
