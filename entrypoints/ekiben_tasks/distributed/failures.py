@@ -6,6 +6,7 @@ another one is gone reports nothing for a while: the launcher knows the cause.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -40,7 +41,10 @@ def run(main: Callable[[], int]) -> NoReturn:
         SystemExit: with main()'s code, unless it failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        command.run(main)
+        try:
+            command.run(main)
+        finally:
+            _destroy_single_group()
     try:
         code = main()
     except SystemExit:
@@ -54,6 +58,14 @@ def run(main: Callable[[], int]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _destroy_single_group() -> None:
+    """Destroy the process group of a run of one process: after an error NCCL's would warn that nobody has, below the message."""
+    distributed = sys.modules.get("torch.distributed")  # a task without one has not imported torch
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            distributed.destroy_process_group()
 
 
 def report(error: BaseException) -> int:

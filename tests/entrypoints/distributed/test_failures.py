@@ -24,7 +24,9 @@ sys.path.insert(0, str(ENTRYPOINTS))
 import torch
 
 from ekiben_tasks.distributed import context, failures, heartbeat, watch
+from ekiben_tasks.task.errors import TaskError
 from support import multiprocess
+from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import SAMPLE, base  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -293,6 +295,18 @@ def test_no_process_leaves_before_all_have_come(late: int, tmp_path: Path) -> No
     assert comes[late] - comes[1 - late] > 1
     assert min(leaves) >= max(comes)
     assert leaves[0] >= comes[1]
+
+
+def test_failed_run_of_one_process_destroys_its_group(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        context.init_distributed("cpu", alone=False)
+        raise TaskError("the model does not fit")
+
+    with pytest.raises(SystemExit) as caught:
+        failures.run(main)
+    assert caught.value.code == 1
+    assert not torch.distributed.is_initialized()
+    assert "the model does not fit" in capfd.readouterr().err
 
 
 def test_process_whose_peer_is_gone_leaves_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
