@@ -24,6 +24,7 @@ from ekiben_tasks.distributed.heartbeat import is_watched_by_launcher, longest_w
 from ekiben_tasks.distributed.watch import Watch
 from ekiben_tasks.task.errors import TaskError
 
+MEET_SECONDS = 900.0  # that a process waits until all of the run have started
 LEAVE_SECONDS = 60.0  # that a process which has done its work waits for the others
 REQUEUE = 75  # EX_TEMPFAIL: saved, not finished; schedulers requeue on it
 
@@ -102,20 +103,17 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
     timeout = process_group_timeout(hang_minutes)
     # Groups that libraries make without one (DeepSpeed's, a checkpoint's): torch's own are 10 and 30 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    # Several meet through a server in the first one, which the launcher's variables name. A single one needs no network for that: where it
-    # has none, not even to itself, the server would be waited for as long as a collective.
-    single: dict[str, Any] = {} if size > 1 else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
     try:
+        store = _meet(size, timeout)
         # While the first process reads a large model from a slow disk, the others wait in a broadcast.
         # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
         torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", timeout=timeout,
+            "nccl" if on_gpu else "gloo", timeout=timeout, store=store, rank=world.rank, world_size=size,
             # With the device given, NCCL does not guess one at the first barrier.
             device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
-            **single,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        if single:
+        if size == 1:
             raise TaskError(
                 f"no process group can be created, which this run wants of its one process: {' '.join(str(error).split())[:300]}; "
                 "gloo needs a network interface that is up, be it the loopback alone"
@@ -128,6 +126,22 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
         ) from error
     _watch_each_other(world)
     return world
+
+
+def _meet(size: int, timeout: timedelta) -> torch.distributed.Store:
+    """Return the store through which the ``size`` processes of the run create their groups; its operations wait for ``timeout``.
+
+    It is a server in the first process, which the launcher's variables name. One process needs no network for it, and may have none, not even
+    to itself. A server that nobody can reach is not waited for as long as a collective.
+
+    Raises:
+        RuntimeError, ValueError: the variables are wrong, or not all processes came within MEET_SECONDS.
+    """
+    if size == 1:
+        return torch.distributed.HashStore()
+    store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timedelta(seconds=MEET_SECONDS)))
+    store.set_timeout(timeout)
+    return store
 
 
 _watch: Watch | None = None

@@ -32,7 +32,7 @@ from ekiben_tasks.data import (
     sources,
 )
 from ekiben_tasks.data.tokenize import Example, full_text
-from ekiben_tasks.distributed import model_loading, replicated, strategy
+from ekiben_tasks.distributed import context, model_loading, replicated, strategy
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, init_distributed
 from ekiben_tasks.distributed.optimizer import OptimizerConfig
 from ekiben_tasks.distributed.options import DeepSpeed
@@ -297,6 +297,17 @@ def test_rendezvous_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*MASTER_PORT"):
+            init_distributed("cpu")
+
+
+def test_peers_that_do_not_come_are_not_waited_for_like_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "MEET_SECONDS", 2.0)
+    port = multiprocess.free_port()
+    for rank in (0, 1):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        with pytest.raises(TaskError, match=rf"2 processes of this run cannot meet at 127.0.0.1:{port}.*MASTER_ADDR"):
             init_distributed("cpu")
 
 
