@@ -8,6 +8,7 @@ drawing from the softmax (the Gumbel-max trick; Maddison et al. 2014, arXiv:1411
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,8 +84,16 @@ def _without_generation_defaults(model: Any) -> Iterator[None]:
             owner.generation_config = config
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and ends of lines
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` for a terminal: a model's control characters, which would move the cursor or rename the window, as ``\x1b``."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r", ""))
+
+
 class StrippingStreamer(transformers.TextStreamer):  # type: ignore[misc]  # untyped
-    """Print an answer while it is generated, without leading white space and special tokens."""
+    """Print an answer on a terminal while it is generated, without leading white space and special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -94,7 +103,7 @@ class StrippingStreamer(transformers.TextStreamer):  # type: ignore[misc]  # unt
         """Print ``text``, without white space before the answer's first character; transformers calls this."""
         text = text if self.began else text.lstrip()
         self.began = self.began or bool(text)
-        print(text, end="\n" if stream_end else "", flush=True)
+        print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
 class GumbelSampler(transformers.LogitsProcessor):  # type: ignore[misc]  # untyped

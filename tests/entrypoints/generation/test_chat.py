@@ -32,6 +32,7 @@ import merge_weights
 from ekiben_tasks.data import tokenize
 from ekiben_tasks.data.schema import Conversation, DatasetFormat, Message
 from ekiben_tasks.generation import chat as chat_library
+from ekiben_tasks.generation.sampling import StrippingStreamer, printable
 from ekiben_tasks.generation.settings import ChatSettings
 from ekiben_tasks.models import adapter, load, merge, sharded, tiny
 from ekiben_tasks.models.device import choose_device
@@ -106,8 +107,15 @@ def test_single_and_streamed_answers_are_equal(model_dir: Path, capsys: pytest.C
     answer = chat_library.answer(model, tokenizer, "三番は?", "", settings)
     assert capsys.readouterr().out == ""
     assert chat_library.answer(model, tokenizer, "三番は?", "", settings, stream=True) == answer
-    assert capsys.readouterr().out.rstrip() == answer
+    assert capsys.readouterr().out.rstrip() == printable(answer)
     assert answer
+
+
+def test_streamed_answer_shows_control_characters_as_text(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    streamer = StrippingStreamer(load.load_tokenizer(model_dir))
+    streamer.on_finalized_text(" \x1b[2J一\r\n\t\x9b二")
+    streamer.on_finalized_text("\x07\x00", stream_end=True)
+    assert capsys.readouterr().out == "\\x1b[2J一\n\t\\x9b二\\x07\\x00\n"
 
 
 def test_too_long_conversation_is_reset(
