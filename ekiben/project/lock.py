@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +103,7 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
         atomic_write(sums, text)
     elif changes or _read(sums) != text:
         raise LockMismatchError(f"{shared} is not what {source.name} gives on the layers below",
-                                hint=f"{command_name()} lock {recipe.folder} --keep")  # fmt: skip
+                                hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep")  # fmt: skip
     if not changes:
         yield f"{recipe.name}: up to date"
 

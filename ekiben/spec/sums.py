@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def check_recipe_locks(folder: Path, layer: str) -> None:
     """
     definition, lock = folder / "images" / f"{layer}.def", folder / "images" / f"{layer}.lock"
     requirements = next((folder / name for name in REQUIREMENTS if (folder / name).is_file()), None)
-    hint = f"{command_name()} lock {folder}"
+    hint = f"{command_name()} lock {shlex.quote(str(folder))}"
     if (
         requirements
         and not lock.exists()

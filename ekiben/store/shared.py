@@ -23,6 +23,7 @@ import grp
 import os
 import pwd
 import secrets
+import shlex
 import shutil
 import stat
 import time
@@ -161,7 +162,7 @@ class SharedAccess:
                 whose = f", of the group {group_name(self.policy.group)}" if error.errno == errno.EDQUOT else ""
                 raise StoreError(
                     f"no {what} left in {self.shared_dir}: {reason_of(error, self.shared_dir)}{whose}{free}; nothing there was changed",
-                    hint=f"free space with `{command_name()} prune --in {self.shared_dir}`",
+                    hint=f"free space with `{command_name()} prune --in {shlex.quote(str(self.shared_dir))}`",
                 ) from error
             if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
                 raise StoreError(

@@ -10,6 +10,7 @@ Examples:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class BundleResult:
         counts = self.counts
         yield (f"{self.file}  {format_size(self.size)}: {counts['debs'] - 2} Debian packages, "
                f"{counts['wheels']} Python packages, {counts['include']} files included")  # fmt: skip
-        yield f"use it  {command_name()} image {self.recipe} --offline --bundle {self.file}"
+        yield f"use it  {command_name()} image {self.recipe} --offline --bundle {shlex.quote(str(self.file))}"
 
 
 @click.command("bundle", cls=Command, help=__doc__)

@@ -58,11 +58,7 @@ def command(
     removed = prune(context.store, untag=images, wheels=wheels, dry_run=dry_run)
     for path in damaged_records(context.store, images):
         name = path.stem
-        heals = (
-            f"`{command_name()} image {name}`"
-            if path.parent.name == "refs"
-            else f"`{command_name()} image RECIPE` with its layer"
-        )
+        heals = "Building the image" if path.parent.name == "refs" else "Building an image with its layer"
         forgets = f"`{command_name()} prune {name}`" if path.parent.name == "refs" else "removing the file"
         click.echo(printable(f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again, {forgets} "
                              "lets go of what only it names"), err=True)  # fmt: skip

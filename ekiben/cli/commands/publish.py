@@ -65,9 +65,9 @@ class PublishResult:
         if done.module:
             module = done.module.rpartition("/")[0] if self.is_current else done.module
             yield f"module     module use {shlex.quote(f'{self.folder}/modulefiles')}; module load {shlex.quote(module)}"
-        yield f"build on   EKIBEN_SHARED={self.folder} {command_name()} image {self.recipe}"
+        yield f"build on   EKIBEN_SHARED={shlex.quote(str(self.folder))} {command_name()} image {self.recipe}"
         if done.created and (self.folder / "catalog").is_dir():
-            yield f"catalog    {command_name()} catalog {self.folder}   # adds this version to the pages"
+            yield f"catalog    {command_name()} catalog {shlex.quote(str(self.folder))}   # adds this version to the pages"
 
 
 @click.command("publish", cls=Command, help=__doc__)

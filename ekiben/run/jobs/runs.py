@@ -15,6 +15,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,10 @@ def submit(plan: JobPlan) -> dict[str, str]:
     Raises SchedulerError when the scheduler refuses one; then nothing is left in the queue.
     """
     if not plan.sif.is_file():
-        raise UsageError(f"{plan.sif} is not there", hint=f"{command_name()} image {plan.recipe}, or --sif PATH")
+        raise UsageError(
+            f"{plan.sif} is not there",
+            hint=f"{command_name()} image {shlex.quote(str(plan.recipe_folder))}, or --sif PATH",
+        )
     scheduler = load(plan.scheduler)
     if reason := scheduler.unavailable():
         raise EngineError(f"{scheduler.TITLE} cannot be used here: {reason}")

@@ -486,16 +486,17 @@ def test_prune_refuses_a_folder_that_is_not_shared(tmp_path: Path) -> None:
 
 
 def test_publish_and_prune_by_command(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    argv = ("--store", store.root, "publish", files_only.path, "--to", tmp_path / "lab", "--no-verify")
+    argv = ("--store", store.root, "publish", files_only.path, "--to", tmp_path / "my lab", "--no-verify")
     first = run_cli(*argv, "--version", "1")
-    assert f"singularity exec --nv {tmp_path}/lab/images/own/current greet" in first.stdout
+    assert f"singularity exec --nv '{tmp_path}/my lab/images/own/current' greet" in first.stdout
+    assert f"EKIBEN_SHARED='{tmp_path}/my lab' " in first.stdout
     assert "of layers copied" in first.stdout
     assert "(existing)" in run_cli(*argv, "--version", "1").stdout
     record = json.loads(run_cli(*argv, "--json").stdout)
     assert (record["version"], record["bytes_copied"]) == ("1", 0)
     files_only.write("files/data.txt", "new\n")
     run_cli(*argv)
-    done = run_cli("prune", "--in", tmp_path / "lab", "own", "--grace", "0")
+    done = run_cli("prune", "--in", tmp_path / "my lab", "own", "--grace", "0")
     assert [line.split()[0] for line in done.stdout.splitlines()[:2]] == ["remove", "keep"]
     assert "tagged current" in done.stdout
     run_cli("prune", "--in", tmp_path / "nowhere", code=6)
