@@ -41,7 +41,7 @@ from recipes.test_pretrain_gpt import (  # noqa: F401
     start_ranks,
     tokenizer,
 )  # fmt: skip
-from recipes.test_pretrain_gpt import trained as finished_run  # noqa: F401
+from recipes.test_pretrain_gpt import pretrained as finished_run  # noqa: F401
 
 # isort: split
 import sharded_state  # Megatron-Core, which is told first that there is no GPU

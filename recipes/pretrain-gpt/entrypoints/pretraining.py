@@ -312,6 +312,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[DistributedContext]:
     """This process's place among all. Megatron wants a process group even for one."""
+    import torch
+
     from ekiben_tasks.distributed.context import DistributedContext, init_distributed
     from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 
@@ -322,7 +324,16 @@ def _process_group(settings: Settings, dry: DryRun | None) -> Iterator[Distribut
         return
     cpu = settings.device == "cpu"
     Heartbeat(settings.hang_minutes).beat(Phase.LOAD, long=True)
-    world = init_distributed("cpu" if cpu else "auto", alone=False, hang_minutes=settings.hang_minutes)
+    world = init_distributed("cpu" if cpu else "auto", hang_minutes=settings.hang_minutes)
+    if not torch.distributed.is_initialized():
+        # Not through a file that is removed afterwards: with NCCL the program then hung at its very end.
+        torch.distributed.init_process_group(
+            "gloo" if cpu else "nccl",
+            store=torch.distributed.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=None if cpu else torch.device("cuda", 0),
+        )
     try:
         yield world
     except BaseException:
