@@ -216,7 +216,7 @@ class Run:
         """Halve the packs of the steps to come, in every process alike, before one of them runs out of memory."""
         batches = self.batches
         if batches.max_tokens > 2 * longest:
-            batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest)) // 2
+            batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest, self.world.size)) // 2
             if self.world.is_main_process:
                 print(
                     f"little GPU memory left: going on with packs of at most {batches.max_tokens:,} tokens", flush=True
@@ -228,7 +228,7 @@ class Run:
         layers = len(find_blocks(self.loss_module.body))
         batches = self.batches
         if not self.strategy.collective and batches.max_tokens > 2 * longest:
-            batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest)) // 2
+            batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest, self.world.size)) // 2
             print(f"out of GPU memory: going on with packs of at most {batches.max_tokens:,} tokens", flush=True)
         elif not self.strategy.collective and self.checkpointed < layers:
             self.checkpointed = layers

@@ -43,9 +43,11 @@ class Plan:
         """Return the optimizer's part of the plan."""
         return OptimizerConfig(self.learning_rate, self.weight_decay, self.max_grad_norm)
 
-    def step_tokens(self, longest: int) -> int:
-        """Return how many tokens a step has at most. longest: of an example."""
-        return self.batch_size * (self.sequence_length or longest)
+    def step_tokens(self, longest: int, processes: int) -> int:
+        """Return how many tokens of a step one of ``processes`` has at most. longest: of an example."""
+        if self.sequence_length:  # the examples of all sequences are dealt out one by one, the longest first
+            return math.ceil(self.batch_size * self.sequence_length / processes) + longest * (processes > 1)
+        return math.ceil(self.batch_size / processes) * longest
 
     def steps(self, rows: int) -> int:
         """Return how many steps the run takes with ``rows`` training examples, or packed sequences."""
@@ -149,7 +151,7 @@ def _fit_memory(
     if isinstance(settings.micro_batch, int):
         pack_tokens = most = unit * settings.micro_batch
     else:
-        pack_tokens = max(data.longest, min(enough, unit * settings.batch_size))
+        pack_tokens = max(data.longest, min(enough, unit * math.ceil(settings.batch_size / profile.gpus)))
     layers = profile.layers
     if settings.gradient_checkpointing == "auto":
         share = (pack_tokens * plain - room) / max(pack_tokens * (plain - twice), 1)

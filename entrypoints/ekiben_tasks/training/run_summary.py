@@ -66,9 +66,11 @@ class RunSummary:
         return self.memory.reserved(tokens, checkpointing=checkpointing, expandable=has_expandable_segments(os.environ))
 
     def _at_peak(self, estimate: Callable[..., int]) -> int:
-        examples = min(self.plan.batch_size, self.plan.max_rows)
-        packed = self.plan.sequence_length
-        most = self.plan.step_tokens(self.data.longest) if packed else self.data.batch_tokens(examples)
+        examples = min(math.ceil(self.plan.batch_size / self.processes), self.plan.max_rows)
+        if self.plan.sequence_length:
+            most = self.plan.step_tokens(self.data.longest, self.processes)
+        else:
+            most = self.data.batch_tokens(examples)
         tokens = min(self.plan.max_tokens, most, self.data.tokens)
         plain, checkpointed = (estimate(tokens, checkpointing=which) for which in (False, True))
         return plain - (plain - checkpointed) * self.plan.checkpointed // self.layers

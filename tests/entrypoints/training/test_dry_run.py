@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def test_plan_of_many_gpus_comes_from_one_process(gpus: int, way: str, llama: Pa
     assert f"device      {gpus} x H200 " in printed and "bfloat16" in printed
     assert "of 139.0 GiB free on each" in printed
     assert not (tmp_path / "out").exists()
+
+
+def test_memory_of_a_gpu_is_that_of_its_share_of_the_rows(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    """On an A100 with 40 GB, where so many rows on one GPU need checkpointing and half of them do not."""
+
+    def memory_line(gpus: int, way: str, *settings: str) -> str:
+        flags = [flag for setting in (*settings, f"parallel={way}") for flag in ("--set", setting)]
+        assert plan(llama, tmp_path / "out", "--gpus", str(gpus), "--on", "A100", *flags) == 0
+        line: str = re.findall(r"^memory +(.*)$", capsys.readouterr().out, re.MULTILINE)[0]
+        return line.replace(" on each", "")
+
+    all_rows, half, shared = (
+        memory_line(gpus, way, f"batch_size={rows}")
+        for gpus, way, rows in ((1, "none", 12), (1, "none", 6), (2, "ddp", 12))
+    )
+    assert shared == half != all_rows
+    assert "checkpointed" in all_rows and "checkpointed" not in shared
 
 
 def test_exit_code_tells_what_does_not_fit(llama: Path, tmp_path: Path) -> None:
