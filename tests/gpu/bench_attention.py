@@ -1,6 +1,6 @@
 """Speed of causal attention, forward and backward, by kernel: the table of docs/benchmarks.
 
-    python3 tests/gpu/bench_attention.py [--json FILE] [--tokens 32768] [--heads 16]
+    python3 tests/gpu/bench_attention.py [--json FILE] [--tokens 32768] [--heads 16] [--size 128]
 
 Examples of one length: torch's scaled_dot_product_attention with each of its kernels, and flash-attn 2 and 4 where they are installed.
 Examples of mixed length, packed: torch's varlen_attn, flash-attn's, and scaled_dot_product_attention one by one. Every case has
@@ -129,9 +129,11 @@ def seconds(attend: Attend, tensors: list[torch.Tensor], weight: torch.Tensor, r
     return sorted(times)[len(times) // 2], first
 
 
-def measure(tokens: int, heads: int, repeats: int, without: Sequence[str] = ()) -> list[dict[str, Any]]:
+def measure(
+    tokens: int, heads: int, repeats: int, sizes: Sequence[int] = SIZES, without: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     results = []
-    for size in SIZES:
+    for size in sizes:
         for longest in LENGTHS:
             for kind in ("one length", "mixed"):
                 if kind == "mixed" and longest == tokens:
@@ -168,9 +170,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--size", type=int, action="append", help="only heads of this size, in place of 64, 80 and 128")
     parser.add_argument("--without", action="append", default=[], metavar="KERNEL", help='leave one out: "one by one"')
     args = parser.parse_args()
-    results = measure(args.tokens, args.heads, args.repeats, args.without)
+    results = measure(args.tokens, args.heads, args.repeats, args.size or SIZES, args.without)
     if args.json:
         record = {
             "gpu": torch.cuda.get_device_name(),

@@ -41,6 +41,8 @@ from tasks_at_size import exec_argv
 KERNELS = {"apex": "apex_checks.py", "deepspeed": "deepspeed_checks.py", "flash-attn": "flash_attn_checks.py",
            "flash-attn-4": "flash_attn_4_checks.py"}  # fmt: skip
 AT_RUN_TIME = ("flash-attn-4",)  # compiled when they are first called: nothing in image.json says so
+NEED_DEEPSPEED = ("offload", "sharded/zero2", "sharded/zero3")  # of the cases size
+NEED_TWO_GPUS = ("two-gpus", "sharded")
 TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it
 GRACE = 10  # seconds from SIGTERM to SIGKILL
@@ -222,9 +224,9 @@ def check_size(image: Image, work: Path, inputs: Path, gpus: int) -> Iterator[Ch
     for case in SIZE_CASES:
         task = "pretrain" if case == "pretrain" else "train"
         reason = "" if image.tasks.get(task) == f"{task}.py" else f"not run: no task of this image is {task}.py"
-        if case == "offload" and "deepspeed" not in image.packages:
+        if case in NEED_DEEPSPEED and "deepspeed" not in image.packages:
             reason = reason or "not run: no deepspeed in this image"
-        if case == "two-gpus" and gpus < 2:
+        if case.split("/")[0] in NEED_TWO_GPUS and gpus < 2:
             reason = reason or "not run: it takes two GPUs"
         out = work / f"{case.replace('/', '-')}.json"
         options = ["--sif", image.sif, "--inputs", inputs, "--json", out]

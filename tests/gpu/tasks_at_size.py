@@ -1,12 +1,13 @@
 """Tasks at a real size, as their user runs them: what each took, and whether the results agree.
 
-    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [pretrain] [offload] [attention] [attention/calm-3b/cudnn …]
+    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [pretrain] [offload] [attention] [attention/calm-3b/cudnn …]
 
 The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the checkout's.
 Each case prints what was expected of the GPU's memory and what was reserved; the exit code is 1 when one did not pass.
 lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; generate; merge
 full       Llama-3.2-1B, every weight
 two-gpus   the same on two GPUs (DDP): train; stopped on two and resumed on one, and the reverse; generate on both
+sharded    fsdp, zero2 or zero3: the same model, shared out between two GPUs: train; stopped and resumed
 pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert; on two GPUs, too,
            where there are two: split by tensors, and resumed as copies on one
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
@@ -228,14 +229,16 @@ def run_full(runner: Runner) -> dict[str, Any]:
 
 
 def run_two_gpus(runner: Runner) -> dict[str, Any]:
-    options = ("method=full", "batch_size=16", "parallel=ddp")
-    uninterrupted = train(runner, "llama-1b", "uninterrupted", *options, gpus=2)
+    def options(gpus: int) -> tuple[str, ...]:
+        return ("method=full", "batch_size=16", f"parallel={'ddp' if gpus > 1 else 'none'}")
+
+    uninterrupted = train(runner, "llama-1b", "uninterrupted", *options(2), gpus=2)
     results: dict[str, Any] = {"train": uninterrupted}
     differences = {}
     for first, then in ((2, 1), (1, 2)):
         name = f"{first}-then-{then}"
-        stopped = train(runner, "llama-1b", name, *options, gpus=first, stop=True)
-        resumed = train(runner, "llama-1b", name, *options, gpus=then)
+        stopped = train(runner, "llama-1b", name, *options(first), gpus=first, stop=True)
+        resumed = train(runner, "llama-1b", name, *options(then), gpus=then)
         results[name] = {"stopped": stopped, "resumed": resumed}
         differences[name] = largest_difference(uninterrupted["losses"], resumed["losses"])
     answers = {}
@@ -260,6 +263,24 @@ def run_two_gpus(runner: Runner) -> dict[str, Any]:
         "equal_answers": [sum(one == two for one, two in pairs), len(pairs)],
         **results,
     }  # fmt: skip
+
+
+def run_sharded(runner: Runner, *, strategy: str) -> dict[str, Any]:
+    chosen = {"fsdp": ("parallel=fsdp",), "zero2": ("parallel=deepspeed", "deepspeed.stage=2"),
+              "zero3": ("parallel=deepspeed", "deepspeed.stage=3")}[strategy]  # fmt: skip
+    options = ("method=full", "batch_size=8", *chosen)
+    uninterrupted = train(runner, "llama-1b", "uninterrupted", *options, gpus=2)
+    stopped = train(runner, "llama-1b", "stopped", *options, gpus=2, stop=True)
+    resumed = train(runner, "llama-1b", "stopped", *options, gpus=2)
+    difference = largest_difference(uninterrupted["losses"], resumed["losses"])
+    ends = [item["exit_code"] for item in (uninterrupted, stopped, resumed)]
+    return {
+        "passed": ends == [0, RESUMED, 0] and difference <= MAX_DIFFERENCE,
+        "largest_difference_of_losses": difference,
+        "train": uninterrupted,
+        "stopped": stopped,
+        "resumed": resumed,
+    }
 
 
 def run_pretrain(runner: Runner) -> dict[str, Any]:
@@ -332,6 +353,7 @@ CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "lora": run_lora,
     "full": run_full,
     "two-gpus": run_two_gpus,
+    **{f"sharded/{name}": functools.partial(run_sharded, strategy=name) for name in ("fsdp", "zero2", "zero3")},
     "pretrain": run_pretrain,
     "offload": run_offload,
     **{
@@ -348,7 +370,7 @@ def main() -> int:
         "cases",
         nargs="*",
         metavar="CASE",
-        help="lora, full, two-gpus, pretrain, offload, attention, or one of its cases",
+        help="lora, full, two-gpus, sharded, pretrain, offload, attention, or one of its cases",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--sif", type=Path, help="run the tasks of this image under Apptainer")
