@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from ekiben_tasks.models.memory import gpu_memory
 from ekiben_tasks.task.errors import TaskError
 
 GIB = 1 << 30
+_DEV = Path("/dev")
 _OLDER_THAN_HOPPER = re.compile(r"\b(V100S?|T4|[AL]\d+[GS]?|RTX 6000 Ada|RTX [2-4]0\d\d)\b", re.IGNORECASE)
 
 
@@ -118,14 +120,29 @@ def _check_architecture(name: str, capability: tuple[int, int]) -> None:
 
 
 def _no_gpu() -> str:
-    advice = "; without one, slowly: --set device=cpu"
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return f"no GPU is visible here; start with singularity exec --nv, or docker run --gpus all{advice}"
+    start, advice = (
+        "start with singularity exec --nv, or docker run --gpus all",
+        "; without one, slowly: --set device=cpu",
+    )
+    if not any(_DEV.glob("nvidia[0-9]*")):
+        return f"no GPU is visible here; {start}{advice}"
     version = Path("/proc/driver/nvidia/version")
     words = version.read_text().split() if version.is_file() else []
     driver = next((word for word in words if word.count(".") in (1, 2) and word[0].isdigit()), "unknown")
+    if not _has_driver_library():  # Apptainer shows the node's /dev without --nv, too
+        return (
+            f"a GPU is there (driver {driver}), and its driver's libraries are not in this container; {start}{advice}"
+        )
     return (
         f"a GPU is there, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: driver {driver}, "
         f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}; CUDA 13 needs driver 580 or later, "
-        f"CUDA 12 needs 525; also check --nv (singularity) or --gpus all (docker){advice}"
+        f"CUDA 12 needs 525{advice}"
     )
+
+
+def _has_driver_library() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
