@@ -51,6 +51,7 @@ import train_tokenizer
 import upload
 from ekiben_tasks.distributed.context import REQUEUE
 from ekiben_tasks.task.errors import DoesNotFitError, TaskError
+from support.hub import HubServer
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 
@@ -653,3 +654,76 @@ def test_upload_runs_generation_first(
         upload.main([*options, "--name", "tiny", "--dry-run"])
     with pytest.raises(TaskError, match=r"no config\.json there"):
         upload.main(["--input", str(tmp_path), "--name", "you/tiny", "--dry-run"])
+
+
+@pytest.fixture
+def hub_server() -> Iterator[HubServer]:
+    with HubServer(owner="you", write_token="hf_write") as server:
+        yield server
+
+
+def upload_to(url: str, folder: Path, name: str, token: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run the task in a process of its own: the hub's library reads its address once."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
+    env["PYTHONPATH"] = os.pathsep.join(SCRIPTS)
+    argv = [sys.executable, f"{SCRIPTS[1]}/upload.py", "--input", str(folder), "--name", name, "--prompt", "富士山は"]
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_uploaded_model_is_downloaded_and_generates_the_same(
+    converted: Path, tmp_path: Path, hub_server: HubServer
+) -> None:
+    """The second time with shards, in place of the single file that loaders would take before them."""
+    sharded = tmp_path / "sharded"
+    transformers.AutoModelForCausalLM.from_pretrained(converted).save_pretrained(sharded, max_shard_size="200KB")
+    transformers.AutoTokenizer.from_pretrained(converted).save_pretrained(sharded)
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    for folder in (converted, sharded):
+        done = upload_to(hub_server.url, folder, "you/tiny", "hf_write", tmp_path / "home")
+        assert done.returncode == 0, done.stdout + done.stderr
+        before, after = re.search(r"goes on: (.*)", done.stdout), re.search(r"after +(.*)", done.stdout)
+        assert before and after and before[1] == after[1]
+        weights = {path.name for path in folder.glob("*.safetensors*")}
+        on_hub = hub_server.files["you/tiny"]
+        assert {name for name in on_hub if ".safetensors" in name} == weights
+        assert all(on_hub[path.name] == path.read_bytes() for path in folder.iterdir() if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "message"),
+    [
+        ("other/tiny", "hf_write", "may not write there; is other your account or organisation?"),
+        ("you/tiny", "hf_read", "may not write there"),
+        ("you/tiny", "hf_unknown", "does not know the token in HF_TOKEN"),
+    ],
+)
+def test_upload_that_the_hub_refuses_ends_with_one_sentence(
+    name: str, token: str, message: str, converted: Path, tmp_path: Path, hub_server: HubServer
+) -> None:
+    done = upload_to(hub_server.url, converted, name, token, tmp_path / "home")
+    assert done.returncode == 1
+    assert re.fullmatch(rf"error: model {name}: .*{re.escape(message)}.*", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr and token not in done.stdout + done.stderr
+    assert not hub_server.files.get(name)
+
+
+def test_upload_without_a_network_ends_with_one_sentence(converted: Path, tmp_path: Path) -> None:
+    done = upload_to("http://127.0.0.1:9", converted, "you/tiny", "hf_write", tmp_path / "home")
+    assert done.returncode == 1
+    assert "error: model you/tiny: the hub cannot be reached from here; upload it again where" in done.stderr
+
+
+def test_other_model_on_the_hub_than_was_uploaded_is_an_error(
+    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = transformers.AutoModelForCausalLM.from_pretrained(converted)
+    with torch.no_grad():
+        other.transformer.wte.weight.copy_(other.transformer.wte.weight.roll(7, 0))
+    other.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(converted).save_pretrained(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_write")
+    monkeypatch.setattr(upload, "upload", lambda *_, private: None)
+    monkeypatch.setattr(upload, "_download", lambda *_: str(tmp_path))
+    with pytest.raises(TaskError, match="what is on the hub now goes on in another way"):
+        upload.main(["--input", str(converted), "--name", "you/tiny", "--prompt", "富士山は"])

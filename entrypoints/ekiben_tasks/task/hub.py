@@ -12,8 +12,15 @@ from ekiben_tasks.task.errors import TaskError
 _TOKEN = "set HF_TOKEN (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
 
 
+_TOKENS = "https://huggingface.co/settings/tokens"
+_UNREACHABLE = {
+    "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "Timeout",
+    "gaierror", "ProxyError", "ConnectTimeoutError",
+}  # fmt: skip
+
+
 def format_hub_error(error: BaseException, name: str, kind: str) -> str:
-    """Return one sentence for what the hub's libraries raised. kind: "model" or "data set"."""
+    """Return one sentence for what the hub's libraries raised in a download. kind: "model" or "data set"."""
     names = {type(each).__name__ for each in _chain(error)}
     text = " ".join(str(each) for each in _chain(error))
     if "GatedRepoError" in names and _has_token():
@@ -30,8 +37,7 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
         return f"{kind} {name}: is on the hub, but has no such revision; give a branch, a tag or a commit"
     if names & {"EntryNotFoundError", "RemoteEntryNotFoundError"}:
         return f"{kind} {name}: is on the hub, but is no {kind} these libraries can load (a file is missing)"
-    offline = names & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
-    if offline or names & {"ConnectTimeout", "ReadTimeout", "Timeout", "gaierror", "ProxyError", "ConnectTimeoutError"}:
+    if names & _UNREACHABLE:
         return (
             f"{kind} {name}: not in the cache {os.environ.get('HF_HOME', '')}, and the hub cannot be reached from here; "
             f"download it once where there is a network, with the same HF_HOME (hf download {name}"
@@ -42,6 +48,25 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
             f"{kind} {name}: the disk of {os.environ.get('HF_HOME', '')} is full; set HF_HOME to a disk with free space"
         )
     return f"{kind} {name}: cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+def format_upload_error(error: BaseException, name: str) -> str:
+    """Return one sentence for what the hub's library raised in an upload of the model ``name``, OWNER/NAME."""
+    names = {type(each).__name__ for each in _chain(error)}
+    statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in _chain(error)}
+    if 401 in statuses:
+        return f"model {name}: the hub does not know the token in HF_TOKEN; copy it anew from {_TOKENS}"
+    if 403 in statuses:
+        return (
+            f"model {name}: the token in HF_TOKEN may not write there; is {name.split('/')[0]} your account or organisation? "
+            f"A token that may write is made at {_TOKENS}"
+        )
+    if names & _UNREACHABLE:
+        return (
+            f"model {name}: the hub cannot be reached from here; upload it again where there is a network, for example on the login "
+            "node, with HF_HUB_OFFLINE not set"
+        )
+    return f"model {name}: cannot be uploaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

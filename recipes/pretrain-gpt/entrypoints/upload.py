@@ -15,8 +15,10 @@ from pathlib import Path
 
 from ekiben_tasks.task import caches, command
 from ekiben_tasks.task.errors import SettingError, TaskError
-from ekiben_tasks.task.hub import format_hub_error
+from ekiben_tasks.task.hub import format_hub_error, format_upload_error
 
+# Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown.
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"]
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises:
         SettingError: --name is not OWNER/NAME.
-        TaskError: there is no model or no token, the model generates nothing, or the hub refuses it.
+        TaskError: there is no model or no token, the model generates nothing, or the hub refuses it or has another one.
     """
     args = _parse(arguments)
     if not _NAME.fullmatch(args.name):
@@ -42,17 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in caches.prepare_caches(os.environ):
         print(line, flush=True)
 
-    print(f"before      {args.prompt!r} goes on: {generate(str(args.input), args.prompt)!r}", flush=True)
-    files = sorted(path for path in args.input.iterdir() if path.is_file() and not path.name.startswith("."))
-    size = sum(path.stat().st_size for path in files)
+    before = generate(str(args.input), args.prompt)
+    print(f"before      {args.prompt!r} goes on: {before!r}", flush=True)
+    paths = sorted(path.relative_to(args.input) for path in args.input.rglob("*") if path.is_file())
+    files = [path for path in paths if not str(path).startswith(".")]
+    size = sum((args.input / path).stat().st_size for path in files)
     where = f"{args.name} ({'private' if args.private else 'public'})"
-    print(f"upload      {len(files)} files, {size / 1e6:,.1f} MB to {where}: {', '.join(path.name for path in files)}")
+    print(f"upload      {len(files)} files, {size / 1e6:,.1f} MB to {where}: {', '.join(map(str, files))}")
     if args.dry_run:
         print("dry run     nothing was sent", flush=True)
         return 0
     upload(args.input, args.name, str(token), private=args.private)
     with tempfile.TemporaryDirectory(prefix="ekiben-upload-") as folder:
-        print(f"after       {generate(_download(args.name, str(token), folder), args.prompt)!r}", flush=True)
+        after = generate(_download(args.name, str(token), folder), args.prompt)
+    print(f"after       {after!r}", flush=True)
+    if after != before:
+        raise TaskError(
+            f"model {args.name}: what is on the hub now goes on in another way than {args.input.absolute()}; look for files there that are "
+            "not in that folder, remove them, and upload again"
+        )
     print(f"done        {args.name}", flush=True)
     return 0
 
@@ -85,6 +95,8 @@ def generate(model_name: str, prompt: str) -> str:
 def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
     """Upload the model in ``folder`` as ``name``, OWNER/NAME, into a repository that is created where there is none.
 
+    Weights of an earlier upload are removed in the same commit.
+
     Raises:
         TaskError: the hub refuses it or cannot be reached.
     """
@@ -93,9 +105,10 @@ def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
     api = huggingface_hub.HfApi(token=token)
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"], commit_message="Upload by ekiben")
+        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"], delete_patterns=_WEIGHTS,
+                          commit_message="Upload by ekiben")  # fmt: skip
     except Exception as error:
-        raise TaskError(format_hub_error(error, name, "model")) from error
+        raise TaskError(format_upload_error(error, name)) from error
 
 
 def _download(name: str, token: str, folder: str) -> str:
