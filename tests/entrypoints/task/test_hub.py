@@ -1,8 +1,9 @@
-"""Tokens that are missing or may not: the hub is played by a local server that answers as it does."""
+"""Models of the hub, and tokens that are missing or may not: local servers answer as the hub does."""
 
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 
 for package in ("huggingface_hub", "datasets"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
+from support.hub import HubServer
+from support.tiny_runs import SAMPLE
+
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = [Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints", ROOT / "entrypoints"]
 
@@ -141,3 +145,32 @@ def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, str(FOLDERS[0]), str(tmp_path)]
     stdout = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout
     assert stdout == f"model {tmp_path}: is a folder, which has no revision v2; leave @v2 out\n"
+
+
+def test_model_of_the_hub_is_trained_and_used_offline_afterwards(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the recipe's packages are not installed here")
+    sys.path.insert(0, str(FOLDERS[0]))
+    from ekiben_tasks.models import tiny
+
+    tiny.make_model(tmp_path / "made", ["a text to make a tokenizer of"], "llama")
+    adapter = tmp_path / "out" / "adapter"
+
+    def run(task: str, *options: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        env |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": server.url, **variables}
+        argv = [sys.executable, str(FOLDERS[0] / f"{task}.py"), *map(str, options), "--set", "device=cpu"]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300)
+
+    with HubServer(owner="you", write_token="hf_write") as server:
+        server.files["you/tiny"] = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+        commit = server.commit_of("you/tiny")
+        settings = ["--set", f"model=you/tiny@{commit}", "--set", "max_steps=1", "--set", "lora.target_modules=auto"]
+        done = run("train", "--data", SAMPLE, "--output", adapter.parent, *settings)
+        assert done.returncode == 0, done.stdout + done.stderr
+        record = json.loads((adapter.parent / "run.json").read_text())
+        assert (record["model"]["name"], record["model"]["commit"]) == (f"you/tiny@{commit}", commit)
+        missing = run("chat", "--set", f"model=you/tiny@{'0' * 40}", "a")
+        assert "has no such revision" in missing.stderr.splitlines()[-1]
+    for source in ("--adapter", adapter), ("--set", f"model=you/tiny@{commit}"):
+        done = run("chat", *source, "a", HF_HUB_OFFLINE="1")
+        assert done.returncode == 0, done.stdout + done.stderr
