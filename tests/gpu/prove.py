@@ -42,7 +42,9 @@ KERNELS = {"apex": "apex_checks.py", "deepspeed": "deepspeed_checks.py", "flash-
            "flash-attn-4": "flash_attn_4_checks.py"}  # fmt: skip
 AT_RUN_TIME = ("flash-attn-4",)  # compiled when they are first called: nothing in image.json says so
 NEED_DEEPSPEED = ("offload", "sharded/zero2", "sharded/zero3")  # of the cases size
-NEED_TWO_GPUS = ("two-gpus", "sharded")
+NEED_TWO_GPUS = ("two-gpus", "sharded", "dialogues")
+SCRIPTS = {"pretrain": ("pretrain", "pretrain.py"), "dialogues": ("merge-weights", "merge_weights.py"),
+           "bench": ("train", "bench.py")}  # fmt: skip
 TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it
 GRACE = 10  # seconds from SIGTERM to SIGKILL
@@ -222,8 +224,8 @@ def check_attention(image: Image, work: Path) -> Iterator[Check]:
 
 def check_size(image: Image, work: Path, inputs: Path, gpus: int) -> Iterator[Check]:
     for case in SIZE_CASES:
-        task = "pretrain" if case == "pretrain" else "train"
-        reason = "" if image.tasks.get(task) == f"{task}.py" else f"not run: no task of this image is {task}.py"
+        task, script = SCRIPTS.get(case, ("train", "train.py"))
+        reason = "" if image.tasks.get(task) == script else f"not run: no task of this image is {script}"
         if case in NEED_DEEPSPEED and "deepspeed" not in image.packages:
             reason = reason or "not run: no deepspeed in this image"
         if case.split("/")[0] in NEED_TWO_GPUS and gpus < 2:

@@ -1,15 +1,19 @@
 """Tasks at a real size, as their user runs them: what each took, and whether the results agree.
 
-    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [pretrain] [offload] [attention] [attention/calm-3b/cudnn …]
+    python3 tests/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [dialogues] [bench] [pretrain] [offload] [attention]
+        [attention/calm-3b/cudnn …]
 
 The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the checkout's.
 Each case prints what was expected of the GPU's memory and what was reserved; the exit code is 1 when one did not pass.
-lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; generate; merge
+lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; on two GPUs where
+           there are two; generate, chat, merge
 full       Llama-3.2-1B, every weight
 two-gpus   the same on two GPUs (DDP): train; stopped on two and resumed on one, and the reverse; generate on both
 sharded    fsdp, zero2 or zero3: the same model, shared out between two GPUs: train; stopped and resumed
-pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert; on two GPUs, too,
-           where there are two: split by tensors, and resumed as copies on one
+dialogues  fsdp-llama's settings with Llama-3.2-1B on two GPUs: train, stopped and resumed; merge-weights, chat with either model
+bench      lora-bench's tasks with Llama-3.2-1B: preprocess, the reference run and one to its target, evaluate; on two GPUs, too
+pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert, sft, upload --dry-run; on
+           two GPUs, too, where there are two: split by tensors, and resumed as copies on one
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
 attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths
 """
@@ -21,6 +25,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +113,11 @@ class Runner:
     sif: Path | None
     inputs: Path
     folder: Path
+    device: str = "auto"
+
+    def on_device(self, group: str = "") -> list[str]:
+        """Return the option that chooses the device. group: of settings, where a task has its training's in one."""
+        return ["--set", f"{group}device={self.device}"]
 
     def argv(self, task: str) -> list[str]:
         """Return the command of a task."""
@@ -165,16 +175,20 @@ def largest_difference(one: list[float], two: list[float]) -> float:
 
 
 def train(
-    runner: Runner, model: str, output: str, *options: str, lengths: str = "mixed", stop: bool = False, gpus: int = 1
-) -> dict[str, Any]:
-    """Train eight steps on ``gpus`` into the folder ``output``; return what run.json and the output say."""
+    runner: Runner, model: str, output: str, *options: str, lengths: str = "mixed", stop: bool = False, gpus: int = 1,
+    data: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train eight steps on ``gpus`` into the folder ``output``; return what run.json and the output say.
+
+    data: for the settings of the image's own recipe; without, for those of lora-opencalm.
+    """
     base, folder = runner.model(model), runner.folder / output
-    config = ROOT / "recipes" / "lora-opencalm" / "configs" / "train.yaml"
+    config = [] if data else ["--config", ROOT / "recipes" / "lora-opencalm" / "configs" / "train.yaml"]
     settings = [f"model={base}", "max_steps=8", "warmup_steps=0", "eval_every=0", "log_seconds=0", "validation_split=0"]
     flags = [flag for setting in (*settings, *options) for flag in ("--set", setting)]
     code, text, seconds = runner.run(
-        "train", "--config", config, "--data", runner.data(model, lengths), "--output", folder, "--gpus", gpus, *flags,
-        stop_at=folder / "metrics.jsonl" if stop else None,
+        "train", *config, "--data", data or runner.data(model, lengths), "--output", folder, "--gpus", gpus, *flags,
+        *runner.on_device(), stop_at=folder / "metrics.jsonl" if stop else None,
     )  # fmt: skip
     record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
     record |= record.get("device", {})
@@ -197,24 +211,34 @@ def run_lora(runner: Runner) -> dict[str, Any]:
     difference = largest_difference(uninterrupted["losses"], resumed["losses"])
     adapter, merged = runner.folder / "uninterrupted" / "adapter", runner.folder / "merged"
     results = {"merge": finish(runner, "merge", "--adapter", adapter, "--output", merged, "--set", "device=cpu")}
+    differences = {"resumed": difference}
+    if count_gpus() > 1:
+        results["two GPUs"] = train(runner, "calm-3b", "two", gpus=2)
+        differences["two GPUs"] = largest_difference(uninterrupted["losses"], results["two GPUs"]["losses"])
+    if runner.has_task("chat"):
+        question = ("--greedy", *runner.on_device(), "一つ目?")
+        results["chat"] = finish(runner, "chat", "--adapter", adapter, *question)
+        results["chat, merged"] = finish(runner, "chat", "--model", merged, *question)
     if runner.has_task("generate"):
         config = runner.folder / "generate.yaml"  # in place of the recipe's, whose data have other columns
         config.write_text("max_new_tokens: 64\n")
         for name, options in {"adapter": ("--adapter", adapter), "merged": ("--model", merged)}.items():
             output = runner.folder / f"{name}.jsonl"
             results[name] = finish(
-                runner, "generate", "--config", config, *options, "--greedy", "--data", SAMPLE, "--output", output
-            )
+                runner, "generate", "--config", config, *options, "--greedy", "--data", SAMPLE, "--output", output,
+                *runner.on_device(),
+            )  # fmt: skip
     codes = [uninterrupted["exit_code"], resumed["exit_code"], *(item["exit_code"] for item in results.values())]
     return {
-        "passed": not any(codes) and stopped["exit_code"] == RESUMED and difference <= MAX_DIFFERENCE,
+        "passed": not any(codes) and stopped["exit_code"] == RESUMED
+        and all(difference <= MAX_DIFFERENCE for difference in differences.values()),
         "train": uninterrupted,
         "stopped": stopped,
         "resumed": resumed,
         "was_stopped": stopped["exit_code"] == RESUMED,
-        "largest_difference_of_losses": difference,
+        "largest_difference_of_losses": differences,
         **results,
-    }
+    }  # fmt: skip
 
 
 def finish(runner: Runner, task: str, *options: object) -> dict[str, Any]:
@@ -249,7 +273,7 @@ def run_two_gpus(runner: Runner) -> dict[str, Any]:
             output = runner.folder / f"answers-{gpus}.jsonl"
             results[f"generate-{gpus}"] = finish(
                 runner, "generate", "--config", config, "--model", runner.folder / "uninterrupted" / "model", "--greedy",
-                "--data", SAMPLE, "--output", output, "--gpus", gpus,
+                "--data", SAMPLE, "--output", output, "--gpus", gpus, *runner.on_device(),
             )  # fmt: skip
             answers[gpus] = output.read_text().splitlines() if output.exists() else []
     pairs = list(zip(answers.get(1, []), answers.get(2, []), strict=False))
@@ -281,6 +305,61 @@ def run_sharded(runner: Runner, *, strategy: str) -> dict[str, Any]:
         "stopped": stopped,
         "resumed": resumed,
     }
+
+
+def run_dialogues(runner: Runner) -> dict[str, Any]:
+    runner.model("llama-1b")
+    dialogues = runner.folder / "dialogues.jsonl"
+    rows = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
+    turns = [[("user", row["instruction"]), ("assistant", row["output"])] for row in rows]
+    lines = [json.dumps({"messages": [{"role": who, "content": what} for who, what in turn]}) for turn in turns]
+    dialogues.write_text("\n".join(lines) + "\n")
+    uninterrupted = train(runner, "llama-1b", "uninterrupted", data=dialogues, gpus=2)
+    stopped = train(runner, "llama-1b", "stopped", data=dialogues, gpus=2, stop=True)
+    resumed = train(runner, "llama-1b", "stopped", data=dialogues, gpus=2)
+    difference = largest_difference(uninterrupted["losses"], resumed["losses"])
+    merged, question = (
+        runner.folder / "merged",
+        ("--greedy", "--set", "max_new_tokens=32", *runner.on_device(), "一つ目?"),
+    )
+    results = {"merge-weights": finish(runner, "merge-weights", runner.folder / "uninterrupted", "--output", merged)}
+    for name, model in {"chat": runner.folder / "uninterrupted" / "model", "chat, merged": merged}.items():
+        results[name] = finish(runner, "chat", "--model", model, *question)
+    answers = [results[name]["output"][-1:] for name in ("chat", "chat, merged")]
+    ends = [item["exit_code"] for item in (uninterrupted, stopped, resumed, *results.values())]
+    return {
+        "passed": ends == [0, RESUMED, *[0] * (len(ends) - 2)] and difference <= MAX_DIFFERENCE and answers[0] == answers[1],
+        "largest_difference_of_losses": difference, "train": uninterrupted, "stopped": stopped, "resumed": resumed, **results,
+    }  # fmt: skip
+
+
+def run_bench(runner: Runner) -> dict[str, Any]:
+    base, folder = runner.model("llama-1b"), runner.folder
+    raw = folder / "raw.jsonl"
+    rows = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
+    asked = [
+        {"instruction": row["instruction"], "context": "", "response": row["output"], "category": "open_qa"}
+        for row in rows
+    ]
+    raw.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    data = folder / "processed"
+    results = {
+        "sanity-check": finish(runner, "sanity-check"),
+        "check-raw": finish(runner, "check-raw", "--input", raw),
+        "preprocess": finish(runner, "preprocess", "--input", raw, "--output", data, "--set", f"model={base}"),
+        "check-dataset": finish(runner, "check-dataset", "--input", data),
+    }
+    settings = (f"train.model={base}", f"train.data={data}", "runs=1", "train.eval_every=32", "train.batch_size=8")
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    for gpus in range(1, max(1, min(count_gpus(), 2)) + 1):
+        output = folder / f"bench-{gpus}"
+        options = ("--output", output, "--gpus", gpus, *flags, *runner.on_device("train."))
+        results[f"train, {gpus} GPU"] = finish(runner, "train", *options)
+        adapters = sorted(output.rglob("adapter_config.json"))
+        adapter = ["--adapter", adapters[0].parent] if adapters else []
+        options = (*adapter, "--set", f"data={data}", *runner.on_device())
+        results[f"evaluate, {gpus} GPU"] = finish(runner, "evaluate", *options)
+    return {"passed": not any(result["exit_code"] for result in results.values()), **results}
 
 
 def run_pretrain(runner: Runner) -> dict[str, Any]:
@@ -319,6 +398,18 @@ def run_pretrain(runner: Runner) -> dict[str, Any]:
         last["two"] = pretrain("two", 12, 2, "tensor_parallel=2")
         last["two-then-one"] = (pretrain("two-then-one", 8, 2), pretrain("two-then-one", 12, 1))[1]
     results["convert"] = finish(runner, "convert", "--input", folder / "one", "--output", folder / "converted")
+    for gpus in range(1, max(1, min(count_gpus(), 2)) + 1):
+        options = (
+            "--set",
+            f"train.model={folder / 'converted'}",
+            "--set",
+            "train.batch_size=2",
+            "--set",
+            "train.warmup_steps=0",
+        )
+        results[f"sft, {gpus} GPU"] = finish(
+            runner, "sft", "--output", folder / f"sft-{gpus}", "--gpus", gpus, *options
+        )
     results["upload"] = finish(
         runner, "upload", "--input", folder / "converted", "--name", "someone/gpt", "--prompt", "a", "--dry-run"
     )
@@ -328,6 +419,8 @@ def run_pretrain(runner: Runner) -> dict[str, Any]:
 
 
 def count_gpus() -> int:
+    if not shutil.which("nvidia-smi"):
+        return 0
     lines = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
     return len(lines)
 
@@ -354,6 +447,8 @@ CASES: dict[str, Callable[[Runner], dict[str, Any]]] = {
     "full": run_full,
     "two-gpus": run_two_gpus,
     **{f"sharded/{name}": functools.partial(run_sharded, strategy=name) for name in ("fsdp", "zero2", "zero3")},
+    "dialogues": run_dialogues,
+    "bench": run_bench,
     "pretrain": run_pretrain,
     "offload": run_offload,
     **{
@@ -370,10 +465,11 @@ def main() -> int:
         "cases",
         nargs="*",
         metavar="CASE",
-        help="lora, full, two-gpus, sharded, pretrain, offload, attention, or one of its cases",
+        help="lora, full, two-gpus, sharded, dialogues, bench, pretrain, offload, attention, or one of its cases",
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--sif", type=Path, help="run the tasks of this image under Apptainer")
+    parser.add_argument("--device", default="auto", help="auto, or cpu to try the cases with small models in --inputs")
     parser.add_argument("--inputs", type=Path, help="keep models and examples in this folder, for the next time")
     parser.add_argument("--make-inputs", choices=EXAMPLES, help="make those of one model with this Python, and stop")
     args = parser.parse_args()
@@ -389,7 +485,7 @@ def main() -> int:
             if args.cases and name not in args.cases and name.split("/")[0] not in args.cases:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                results[name] = CASES[name](Runner(args.sif, inputs, Path(folder)))
+                results[name] = CASES[name](Runner(args.sif, inputs, Path(folder), args.device))
             print(json.dumps({name: results[name]}, indent=1, ensure_ascii=False), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
