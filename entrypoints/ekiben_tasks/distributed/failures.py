@@ -45,6 +45,7 @@ def run(main: Callable[[], int]) -> NoReturn:
             command.run(main)
         finally:
             _destroy_single_group()
+    command.silence_libraries()
     try:
         code = main()
     except SystemExit:

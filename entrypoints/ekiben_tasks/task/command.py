@@ -185,6 +185,12 @@ def refuse_copies(environment: Mapping[str, str]) -> None:
     raise SystemExit(2)
 
 
+def silence_libraries() -> None:
+    """Leave out what libraries warn of that no user of a task can mend."""
+    # PEFT imports it, and without a GPU it warns of missing CPU kernels that nobody needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a task's main() and exit: a TaskError becomes one message and an exit code, ^C becomes 130.
 
@@ -192,8 +198,7 @@ def run(main: Callable[[], int]) -> NoReturn:
         SystemExit: always.
     """
     refuse_copies(os.environ)
-    # PEFT imports it, and without a GPU it warns of missing CPU kernels that nobody needs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    silence_libraries()
     try:
         raise SystemExit(main())
     except TaskError as error:

@@ -354,6 +354,18 @@ def test_no_gpu_is_printed_once_and_not_by_nccl(base: Path, tmp_path: Path) -> N
     assert done.returncode == 1 and "cannot meet" not in line and "GPU" in line
 
 
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_what_libraries_warn_of_without_a_gpu_is_left_out(size: str) -> None:
+    script = (
+        f"import logging, sys; sys.path.insert(0, {str(ENTRYPOINTS)!r})\n"
+        "from ekiben_tasks.distributed import failures\n"
+        "failures.run(lambda: logging.getLogger('bitsandbytes.backends.cpu.ops').warning('no CPU kernels') or 0)"
+    )
+    env = {**os.environ, "WORLD_SIZE": size, "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("error", "found"),
     [
