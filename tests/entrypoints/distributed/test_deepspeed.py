@@ -21,7 +21,7 @@ RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"
 sys.path[:0] = [str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"), str(ROOT / "entrypoints")]
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import deepspeed  # noqa: F401  # imported once here, and not in every fork
+import deepspeed  # imported once here, and not in every fork
 import torch
 from safetensors.torch import load_file
 
@@ -252,3 +252,15 @@ def test_groups_of_the_library_have_the_timeout_of_the_run(bases: dict[str, Path
         return fit(settings_of(bases["gpt2"], parallel="deepspeed", max_steps=1, hang_minutes=90), tmp_path / "out")
 
     assert "\ntimeouts 1:35:00\n" in multiprocess.run(2, tmp_path / "log", work)
+
+
+def test_ops_are_not_probed(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Probing runs compilers and, beside a GPU, prints a warning of each op that has to be compiled first."""
+
+    def work() -> int:
+        deepspeed.ops.__dict__.pop("__compatible_ops__", None)
+        deepspeed.ops._probe_compatible_ops = lambda: os._exit(9)
+        return fit(settings_of(bases["gpt2"], parallel="deepspeed", max_steps=1), tmp_path / "out")
+
+    processes = multiprocess.start(2, tmp_path / "log", work)
+    assert multiprocess.wait(processes) == [0, 0], multiprocess.read_logs(tmp_path / "log")

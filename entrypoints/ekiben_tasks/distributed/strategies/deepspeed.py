@@ -106,8 +106,9 @@ class PartitionedStrategy:
         from deepspeed.git_version_info import installed_ops
         from transformers.integrations import HfDeepSpeedConfig
 
-        # On the CPU DeepSpeed would begin with a compiler; gloo does without that op.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = installed_ops.get("deepspeed_shm_comm", False)
+        # Asked for the first time, it would probe every op and warn of each that needs a compiler, which an image has not. On the CPU
+        # it would begin to compile one; gloo does without.
+        deepspeed.ops.__compatible_ops__ = dict(installed_ops)
         deepspeed.init_distributed()  # takes up torch's group
         config = make_config(options, optimizer.max_grad_norm, request.device)
         # While this lives, from_pretrained() gives every weight away as soon as it is read.
