@@ -310,8 +310,8 @@ def run_sharded(runner: Runner, *, strategy: str) -> dict[str, Any]:
 def run_dialogues(runner: Runner) -> dict[str, Any]:
     runner.model("llama-1b")
     dialogues = runner.folder / "dialogues.jsonl"
-    rows = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
-    turns = [[("user", row["instruction"]), ("assistant", row["output"])] for row in rows]
+    examples = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
+    turns = [[("user", example["instruction"]), ("assistant", example["output"])] for example in examples]
     lines = [json.dumps({"messages": [{"role": who, "content": what} for who, what in turn]}) for turn in turns]
     dialogues.write_text("\n".join(lines) + "\n")
     uninterrupted = train(runner, "llama-1b", "uninterrupted", data=dialogues, gpus=2)
@@ -336,12 +336,12 @@ def run_dialogues(runner: Runner) -> dict[str, Any]:
 def run_bench(runner: Runner) -> dict[str, Any]:
     base, folder = runner.model("llama-1b"), runner.folder
     raw = folder / "raw.jsonl"
-    rows = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
+    examples = [json.loads(line) for line in runner.data("llama-1b").read_text().splitlines()]
     asked = [
-        {"instruction": row["instruction"], "context": "", "response": row["output"], "category": "open_qa"}
-        for row in rows
+        {"instruction": example["instruction"], "context": "", "response": example["output"], "category": "open_qa"}
+        for example in examples
     ]
-    raw.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    raw.write_text("".join(json.dumps(example) + "\n" for example in asked))
     data = folder / "processed"
     results = {
         "sanity-check": finish(runner, "sanity-check"),

@@ -68,7 +68,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             status = 409 if name in hub.files else 200
             hub.files.setdefault(name, {})
             self._json({"url": f"{hub.url}/{name}", "id": name}, status)
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", self.path):
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", self.path):
             modes = [
                 {"path": item["path"], "uploadMode": "lfs" if item["path"].endswith(LARGE) else "regular",
                  "shouldIgnore": False} for item in json.loads(body)["files"]
@@ -78,10 +78,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json(
                 {"transfer": "basic", "objects": [self._lfs_object(item) for item in json.loads(body)["objects"]]}
             )
-        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", self.path):
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", self.path):
             for line in body.splitlines():
-                self._take(hub.files[found[1]], json.loads(line))
-            self._json({"commitUrl": f"{hub.url}/{found[1]}/commit/main", "commitOid": hub.commit_of(found[1])})
+                self._take(hub.files[match[1]], json.loads(line))
+            self._json({"commitUrl": f"{hub.url}/{match[1]}/commit/main", "commitOid": hub.commit_of(match[1])})
         else:
             self._fail(404, "")
 

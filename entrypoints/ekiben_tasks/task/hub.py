@@ -21,8 +21,8 @@ _UNREACHABLE = {
 
 def format_hub_error(error: BaseException, name: str, kind: str) -> str:
     """Return one sentence for what the hub's libraries raised in a download. kind: "model" or "data set"."""
-    names = {type(each).__name__ for each in _chain(error)}
-    text = " ".join(str(each) for each in _chain(error))
+    names = {type(each).__name__ for each in _causes(error)}
+    text = " ".join(str(each) for each in _causes(error))
     if "GatedRepoError" in names and _has_token():
         return (
             f"{kind} {name}: the token you gave has no access; accept the owner's terms on its page with the same account, "
@@ -52,8 +52,8 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
 
 def format_upload_error(error: BaseException, name: str) -> str:
     """Return one sentence for what the hub's library raised in an upload of the model ``name``, OWNER/NAME."""
-    names = {type(each).__name__ for each in _chain(error)}
-    statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in _chain(error)}
+    names = {type(each).__name__ for each in _causes(error)}
+    statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in _causes(error)}
     if 401 in statuses:
         return f"model {name}: the hub does not know the token in HF_TOKEN; copy it anew from {_TOKENS}"
     if 403 in statuses:
@@ -132,7 +132,7 @@ def _has_token() -> bool:
     return bool(huggingface_hub.get_token())
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
         yield seen

@@ -367,7 +367,7 @@ def test_what_libraries_warn_of_without_a_gpu_is_left_out(size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
@@ -376,7 +376,7 @@ def test_what_libraries_warn_of_without_a_gpu_is_left_out(size: str) -> None:
         (MemoryError(), False),
     ],
 )
-def test_out_of_memory_of_every_library_is_recognised(error: BaseException, found: bool) -> None:
-    assert failures.is_out_of_memory(error) is found
+def test_out_of_memory_of_every_library_is_recognised(error: BaseException, expected: bool) -> None:
+    assert failures.is_out_of_memory(error) is expected
     if isinstance(error, torch.distributed.DistBackendError):
         assert not failures.is_retryable(error)

@@ -58,8 +58,8 @@ def test_plan_of_many_gpus_comes_from_one_process(gpus: int, way: str, llama: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_memory_of_a_gpu_is_that_of_its_share_of_the_rows(llama: Path, tmp_path: Path, capsys: Any) -> None:
-    """On an A100 with 40 GB, where so many rows on one GPU need checkpointing and half of them do not."""
+def test_memory_of_a_gpu_is_that_of_its_share_of_the_examples(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    """On an A100 with 40 GB, where so many examples on one GPU need checkpointing and half of them do not."""
 
     def memory_line(gpus: int, way: str, *settings: str) -> str:
         flags = [flag for setting in (*settings, f"parallel={way}") for flag in ("--set", setting)]
@@ -67,12 +67,12 @@ def test_memory_of_a_gpu_is_that_of_its_share_of_the_rows(llama: Path, tmp_path:
         line: str = re.findall(r"^memory +(.*)$", capsys.readouterr().out, re.MULTILINE)[0]
         return line.replace(" on each", "")
 
-    all_rows, half, shared = (
-        memory_line(gpus, way, f"batch_size={rows}")
-        for gpus, way, rows in ((1, "none", 12), (1, "none", 6), (2, "ddp", 12))
+    on_one_gpu, half, shared = (
+        memory_line(gpus, way, f"batch_size={size}")
+        for gpus, way, size in ((1, "none", 12), (1, "none", 6), (2, "ddp", 12))
     )
-    assert shared == half != all_rows
-    assert "checkpointed" in all_rows and "checkpointed" not in shared
+    assert shared == half != on_one_gpu
+    assert "checkpointed" in on_one_gpu and "checkpointed" not in shared
 
 
 def test_exit_code_tells_what_does_not_fit(llama: Path, tmp_path: Path) -> None:
