@@ -15,7 +15,8 @@ bench      lora-bench's tasks with Llama-3.2-1B: preprocess, the reference run a
 pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert, sft, upload --dry-run; on
            two GPUs, too, where there are two: split by tensors, and resumed as copies on one
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
-attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths
+attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths;
+           Llama on examples of 4,000 to 7,600 tokens, too
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ sys.path[:0] = [str(ENTRYPOINTS), str(Path(__file__).parent)]
 RESUMED = 75
 DOES_NOT_FIT = 3
 EXAMPLES = {"calm-3b": 400, "llama-1b": 200, "llama-5b": 60}  # of each kind, by model
+LONG_EXAMPLES = {"llama-1b": 40}
 ONE_LENGTH = 1152  # tokens, a multiple of 128: such examples need no variable-length kernel
 KERNELS = ("auto", "sdpa", "cudnn", "flash", "varlen", "flash_attn_2", "flash_attn_4")
 MAX_DIFFERENCE = 1e-2  # of losses, relative
@@ -62,7 +64,7 @@ def exec_argv(sif: Path, *argv: object, nv: bool = True, binds: Sequence[Path] =
 
 
 def make_inputs(model_name: str, folder: Path) -> None:
-    """Save a model of bench_train.SHAPES with random weights, and examples of some 700 tokens and of ONE_LENGTH ones."""
+    """Save a model of bench_train.SHAPES with random weights, and examples: of some 700 tokens, of ONE_LENGTH, and long ones."""
     import torch
     from bench_train import SHAPES, make_model
 
@@ -74,18 +76,21 @@ def make_inputs(model_name: str, folder: Path) -> None:
     model = make_model(kind, sizes, torch.device("cuda"), torch.bfloat16, "sdpa")
     model.save_pretrained(folder / model_name)
     tokenizer.save_pretrained(folder / model_name)
-    mixed = [make_example(tokenizer, samples, number) for number in range(EXAMPLES[model_name])]
+    mixed = [make_example(tokenizer, samples, number, 600 + number % 7 * 30) for number in range(EXAMPLES[model_name])]
     uniform = [lengthen_example(tokenizer, example) for example in mixed]
-    for name, examples in {"mixed": mixed, "uniform": uniform}.items():
+    count = LONG_EXAMPLES.get(model_name, 0)
+    long = [make_example(tokenizer, samples, number, 4000 + number % 7 * 600) for number in range(count)]
+    for name, examples in {"mixed": mixed, "uniform": uniform, "long": long}.items():
         lines = [json.dumps(example) + "\n" for example in examples]
         (folder / f"{model_name}-{name}.jsonl").write_text("".join(lines))
 
 
-def make_example(tokenizer: Any, samples: Sequence[dict[str, str]], number: int) -> dict[str, str]:
-    """Return an example of 600 to 800 tokens: a sample's question, answered with the samples' answers."""
-    text = str(number)
-    while len(tokenizer(text)["input_ids"]) < 600 + number % 7 * 30:
-        text += samples[(number * 7 + len(text)) % len(samples)]["output"]
+def make_example(tokenizer: Any, samples: Sequence[dict[str, str]], number: int, least: int) -> dict[str, str]:
+    """Return an example of ``least`` tokens and a few more: a sample's question, answered with the samples' answers."""
+    text, tokens = str(number), 0
+    while tokens < least:
+        answer = samples[(number * 7 + len(text)) % len(samples)]["output"]
+        text, tokens = text + answer, tokens + len(tokenizer(answer)["input_ids"])
     return {**samples[number % len(samples)], "output": text}
 
 
@@ -134,7 +139,7 @@ class Runner:
 
     def model(self, name: str) -> Path:
         """Return the model's folder; the first time, make it and its examples, in the image where there is one."""
-        if not (self.inputs / f"{name}-uniform.jsonl").exists():
+        if not (self.inputs / f"{name}-long.jsonl").exists():
             script = [Path(__file__).resolve(), "--make-inputs", name, "--inputs", self.inputs]
             if self.sif is None:
                 argv = [sys.executable, *map(str, script)]
@@ -144,7 +149,7 @@ class Runner:
         return self.inputs / name
 
     def data(self, name: str, lengths: str = "mixed") -> Path:
-        """Return the examples for a model. ``lengths``: mixed or uniform."""
+        """Return the examples for a model. ``lengths``: mixed, uniform or long."""
         return self.inputs / f"{name}-{lengths}.jsonl"
 
     def run(self, task: str, *options: object, stop_at: Path | None = None) -> tuple[int, str, float]:
@@ -437,6 +442,9 @@ def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
     """A kernel that the image lacks, or that is not for this model, is refused in one sentence, and that passes, too."""
     options = (f"attention={kernel}", *(["lora.target_modules=auto", "batch_size=16"] if model != "calm-3b" else []))
     results = {name: train(runner, model, name, *options, lengths=name) for name in ("uniform", "mixed")}
+    if model in LONG_EXAMPLES:
+        longer = (*options, "max_length=8192", "batch_size=4")
+        results["long"] = train(runner, model, "long", *longer, lengths="long")
     refused = [any("take attention=auto" in line for line in result["output"]) for result in results.values()]
     passed = all(refused) or all(result["exit_code"] == 0 for result in results.values())
     return {"passed": passed, "is_missing": all(refused), **results}
