@@ -85,10 +85,10 @@ def make_inputs(model_name: str, folder: Path) -> None:
         (folder / f"{model_name}-{name}.jsonl").write_text("".join(lines))
 
 
-def make_example(tokenizer: Any, samples: Sequence[dict[str, str]], number: int, least: int) -> dict[str, str]:
-    """Return an example of ``least`` tokens and a few more: a sample's question, answered with the samples' answers."""
+def make_example(tokenizer: Any, samples: Sequence[dict[str, str]], number: int, min_tokens: int) -> dict[str, str]:
+    """Return an example of ``min_tokens`` tokens and a few more: a sample's question, answered with the samples' answers."""
     text, tokens = str(number), 0
-    while tokens < least:
+    while tokens < min_tokens:
         answer = samples[(number * 7 + len(text)) % len(samples)]["output"]
         text, tokens = text + answer, tokens + len(tokenizer(answer)["input_ids"])
     return {**samples[number % len(samples)], "output": text}
