@@ -17,8 +17,9 @@ from ekiben_tasks.task import caches, command
 from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.hub import format_hub_error, format_upload_error
 
-# Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown.
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json"]
+# Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown. Other files of the repository stay.
+_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
+            "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"]  # fmt: skip
 _NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
