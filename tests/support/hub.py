@@ -20,10 +20,14 @@ LARGE = (".safetensors", ".bin")
 
 @dataclass
 class HubServer:
-    """Serves the models of one owner at ``url``. ``files``: by model, OWNER/NAME, and path."""
+    """Serves the models of one owner at ``url``. ``files``: by model, OWNER/NAME, and path.
+
+    refused: by model or data set, the status and the hub's own code of the error that every download gets.
+    """
 
     owner: str
-    write_token: str
+    write_token: str = ""
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     blobs: dict[str, bytes] = field(default_factory=dict)
 
@@ -95,6 +99,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.server_hub, self.path.split("?")[0]
+        for name, (status, code) in hub.refused.items():
+            if f"/{name}/" in f"{path}/":
+                self._fail(status, code)
+                return
         model = next((name for name in hub.files if f"/{name}/" in f"{path}/"), None)
         if model is None:
             self._fail(404, "RepoNotFound")

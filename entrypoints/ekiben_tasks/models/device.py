@@ -120,10 +120,8 @@ def _check_architecture(name: str, capability: tuple[int, int]) -> None:
 
 
 def _no_gpu() -> str:
-    start, advice = (
-        "start with singularity exec --nv, or docker run --gpus all",
-        "; without one, slowly: --set device=cpu",
-    )
+    start = "start with singularity exec --nv, or docker run --gpus all"
+    advice = "; without one, slowly: --set device=cpu"
     if not any(_DEV.glob("nvidia[0-9]*")):
         return f"no GPU is visible here; {start}{advice}"
     version = Path("/proc/driver/nvidia/version")

@@ -10,9 +10,7 @@ from pathlib import Path
 from ekiben_tasks.task.errors import TaskError
 
 _TOKEN = "set HF_TOKEN (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
-
-
-_TOKENS = "https://huggingface.co/settings/tokens"
+_TOKEN_PAGE = "https://huggingface.co/settings/tokens"
 _UNREACHABLE = {
     "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "Timeout",
     "gaierror", "ProxyError", "ConnectTimeoutError",
@@ -55,11 +53,11 @@ def format_upload_error(error: BaseException, name: str) -> str:
     names = {type(each).__name__ for each in _causes(error)}
     statuses = {getattr(getattr(each, "response", None), "status_code", None) for each in _causes(error)}
     if 401 in statuses:
-        return f"model {name}: the hub does not know the token in HF_TOKEN; copy it anew from {_TOKENS}"
+        return f"model {name}: the hub does not know the token in HF_TOKEN; copy it anew from {_TOKEN_PAGE}"
     if 403 in statuses:
         return (
             f"model {name}: the token in HF_TOKEN may not write there; is {name.split('/')[0]} your account or organisation? "
-            f"A token that may write is made at {_TOKENS}"
+            f"A token that may write is made at {_TOKEN_PAGE}"
         )
     if names & _UNREACHABLE:
         return (

@@ -45,9 +45,7 @@ class Plan:
 
     def step_tokens(self, longest: int, processes: int) -> int:
         """Return how many tokens of a step one of ``processes`` has at most. longest: of an example."""
-        if self.sequence_length:  # the examples of all sequences are dealt out one by one, the longest first
-            return math.ceil(self.batch_size * self.sequence_length / processes) + longest * (processes > 1)
-        return math.ceil(self.batch_size / processes) * longest
+        return _step_tokens(self.batch_size, self.sequence_length, longest, processes)
 
     def steps(self, rows: int) -> int:
         """Return how many steps the run takes with ``rows`` training examples, or packed sequences."""
@@ -147,11 +145,13 @@ def _fit_memory(
     # Processes that gather weights from each other cannot take smaller packs once the memory is full.
     spread = 1 + SPREAD if profile.strategy in ("fsdp", "zero2", "zero3") else 1
     plain, twice = int(memory.per_token * spread), int(memory.per_token_checkpointed * spread)
-    unit = data.longest if data.sequences is None else data.limit
+    sequence = 0 if data.sequences is None else data.limit
     if isinstance(settings.micro_batch, int):
-        pack_tokens = most = unit * settings.micro_batch
+        pack_tokens = most = (sequence or data.longest) * settings.micro_batch
     else:
-        pack_tokens = max(data.longest, min(enough, unit * math.ceil(settings.batch_size / profile.gpus)))
+        pack_tokens = max(
+            data.longest, min(enough, _step_tokens(settings.batch_size, sequence, data.longest, profile.gpus))
+        )
     layers = profile.layers
     if settings.gradient_checkpointing == "auto":
         share = (pack_tokens * plain - room) / max(pack_tokens * (plain - twice), 1)
@@ -160,3 +160,13 @@ def _fit_memory(
         checkpointed = layers if settings.gradient_checkpointing else 0
     per_token = plain - (plain - twice) * checkpointed // layers
     return checkpointed, max(min(room // max(per_token, 1), most), data.longest)
+
+
+def _step_tokens(batch_size: int, sequence_length: int, longest: int, processes: int) -> int:
+    """Return how many tokens of a step one process has at most. sequence_length: 0 where ``batch_size`` counts examples."""
+    if not sequence_length:
+        return math.ceil(batch_size / processes) * longest
+    if processes == 1:
+        return batch_size * sequence_length
+    # The examples of all sequences are dealt out one by one, the longest first.
+    return math.ceil(batch_size * sequence_length / processes) + longest

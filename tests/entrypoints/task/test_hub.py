@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,54 +20,42 @@ from support.tiny_runs import SAMPLE
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = [Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints", ROOT / "entrypoints"]
 
-ANSWERS = {
-    "gated": (403, "GatedRepo"),
-    "private": (401, "RepoNotFound"),
-    "unknown": (404, "RepoNotFound"),
-    "old": (404, "RevisionNotFound"),
+REFUSED = {
+    "owner/gated": (403, "GatedRepo"),
+    "owner/private": (401, "RepoNotFound"),
+    "owner/unknown": (404, "RepoNotFound"),
+    "owner/old": (404, "RevisionNotFound"),
+    "owner/incomplete": (404, "EntryNotFound"),
 }
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    """OWNER/gated, OWNER/private and OWNER/unknown, as models and as data sets."""
-
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            status, code = next(answer for name, answer in ANSWERS.items() if f"/{name}" in self.path)
-            self.send_response(status)
-            self.send_header("X-Error-Code", code)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_GET = do_HEAD
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """Return the address of a hub that refuses REFUSED, as models and as data sets."""
+    with HubServer(owner="owner", refused=REFUSED) as server:
+        yield server.url
 
 
-def ask(hub: str, folder: Path, script: str, token: str) -> list[str]:
-    """The errors ``script`` prints, in a process of its own: the hub's library reads its address once."""
+def run_script(hub: str, folder: Path, script: str, token: str) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` in a process of its own: the hub's library reads its address once, when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "HF_HUB_OFFLINE")}
     environment |= {"HF_HOME": str(folder), "HF_ENDPOINT": hub, "PYTHONPATH": os.pathsep.join(map(str, FOLDERS))}
     if token:
         environment["HF_TOKEN"] = token
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False, cwd=folder
-    )
+    argv = [sys.executable, "-c", script]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False, cwd=folder)
+
+
+def ask(hub: str, folder: Path, script: str, token: str) -> list[str]:
+    """Return the errors that ``script`` prints."""
+    done = run_script(hub, folder, script, token)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 MODELS = """
 from ekiben_tasks.task import errors, hub
-for name in ("gated", "private", "unknown"):
+for name in ("gated", "private", "unknown", "incomplete"):
     try:
         hub.locate_model(f"owner/{name}")
     except errors.TaskError as error:
@@ -119,7 +104,8 @@ def test_revision_of_a_model(hub: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "script"), [("model", MODELS), ("data set", DATA)], ids=["model", "data set"])
 @pytest.mark.parametrize("token", ["", "hf_read"], ids=["no token", "a token"])
 def test_errors_about_tokens_have_hints(hub: str, tmp_path: Path, kind: str, script: str, token: str) -> None:
-    gated, private, unknown = ask(hub, tmp_path, script, token)
+    gated, private, unknown, *incomplete = ask(hub, tmp_path, script, token)
+    assert all("a file is missing" in text for text in incomplete) and len(incomplete) == (kind == "model")
     for name, text in (("gated", gated), ("private", private), ("unknown", unknown)):
         assert text.startswith(f"{kind} owner/{name}: "), text
     if token:
@@ -130,6 +116,25 @@ def test_errors_about_tokens_have_hints(hub: str, tmp_path: Path, kind: str, scr
         assert re.search("not on the hub, or private; .*HF_TOKEN", private)
     assert "not on the hub" in unknown
     assert "hf_read" not in gated + private + unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gated", "accept terms.*HF_TOKEN"),
+        ("private", "not on the hub, or private.*HF_TOKEN"),
+        ("unknown", "not on the hub, or private"),
+        ("incomplete", "a file is missing"),
+    ],
+)
+def test_refused_model_ends_a_task_with_one_sentence(hub: str, tmp_path: Path, name: str, message: str) -> None:
+    script = (
+        f"from ekiben_tasks.task import command, hub\ncommand.run(lambda: print(hub.locate_model('owner/{name}')) or 0)"
+    )
+    done = run_script(hub, tmp_path, script, "")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(f"error: model owner/{name}: .*{message}", done.stderr)
+    assert "Traceback" not in done.stderr
 
 
 def test_revision_of_a_folder_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ekiben_tasks.data import packing
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.distributed.context import DistributedContext
 from ekiben_tasks.distributed.optimizer import OptimizerConfig, decay_groups, set_learning_rate
-from ekiben_tasks.distributed.options import DeepSpeed
+from ekiben_tasks.distributed.options import DeepSpeed, compiled_ops
 from ekiben_tasks.distributed.saved_state import ZERO, load_zero_file, open_saved, zero_rank
 from ekiben_tasks.distributed.strategy import ModelRequest
 from ekiben_tasks.models.attention import choose_attention
@@ -103,12 +103,11 @@ class PartitionedStrategy:
         self, request: ModelRequest, optimizer: OptimizerConfig, world: DistributedContext, options: DeepSpeed
     ) -> None:
         import deepspeed  # seconds, and only in some images
-        from deepspeed.git_version_info import installed_ops
         from transformers.integrations import HfDeepSpeedConfig
 
-        # Asked for the first time, it would probe every op and warn of each that needs a compiler, which an image has not. On the CPU
-        # it would begin to compile one; gloo does without.
-        deepspeed.ops.__compatible_ops__ = dict(installed_ops)
+        # DeepSpeed probes every op where this is not set, and warns of each that would have to be compiled first. An image has no
+        # compiler, so what is not compiled cannot be had.
+        deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_ops(), True)
         deepspeed.init_distributed()  # takes up torch's group
         config = make_config(options, optimizer.max_grad_norm, request.device)
         # While this lives, from_pretrained() gives every weight away as soon as it is read.
