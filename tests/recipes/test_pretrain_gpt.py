@@ -679,8 +679,8 @@ def test_uploaded_model_is_downloaded_and_generates_the_same(
     transformers.AutoModelForCausalLM.from_pretrained(converted).save_pretrained(sharded, max_shard_size="200KB")
     transformers.AutoTokenizer.from_pretrained(converted).save_pretrained(sharded)
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    others = {"training_args.bin": b"1", "epoch-1/model.safetensors": b"2", "README.md": b"3"}
-    hub_server.files["you/tiny"] = dict(others)
+    kept = {"training_args.bin": b"1", "epoch-1/model.safetensors": b"2", "README.md": b"3"}
+    hub_server.files["you/tiny"] = dict(kept)
     for folder in (converted, sharded):
         done = upload_to(hub_server.url, folder, "you/tiny", "hf_write", tmp_path / "home")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -689,7 +689,7 @@ def test_uploaded_model_is_downloaded_and_generates_the_same(
         weights = {path.name for path in folder.glob("*.safetensors*")}
         on_hub = hub_server.files["you/tiny"]
         assert {name for name in on_hub if ".safetensors" in name} == {*weights, "epoch-1/model.safetensors"}
-        assert others.items() <= on_hub.items()
+        assert kept.items() <= on_hub.items()
         assert all(on_hub[path.name] == path.read_bytes() for path in folder.iterdir() if not path.name.startswith("."))
 
 
