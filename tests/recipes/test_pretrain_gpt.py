@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,7 +52,7 @@ import texts
 import train_tokenizer
 import upload
 from ekiben_tasks.distributed.context import REQUEUE
-from ekiben_tasks.task.errors import DoesNotFitError, TaskError
+from ekiben_tasks.task.errors import DoesNotFitError, SettingError, TaskError
 from support.hub import HubServer
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -730,3 +732,45 @@ def test_other_model_on_the_hub_than_was_uploaded_is_an_error(
     monkeypatch.setattr(upload, "_download", lambda *_: str(tmp_path))
     with pytest.raises(TaskError, match="what is on the hub now goes on in another way"):
         upload.main(["--input", str(converted), "--name", "you/tiny", "--prompt", "富士山は"])
+
+
+def test_upload_refuses_a_link_that_leads_out_of_the_folder(converted: Path, tmp_path: Path) -> None:
+    folder, private = tmp_path / "model", tmp_path / "id_ed25519"
+    shutil.copytree(converted, folder)
+    private.write_text("secret")
+    (folder / "notes.txt").symlink_to(private)
+    with pytest.raises(TaskError, match=r"notes\.txt: is a link that leads out of"):
+        upload.main(["--input", str(folder), "--name", "you/tiny", "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--name", "you/.."], "write it as OWNER/NAME"), (["--prompt", ""], "has no tokens")]
+)
+def test_upload_refuses_wrong_options(options: list[str], message: str, converted: Path) -> None:
+    with pytest.raises(SettingError, match=message):
+        upload.main(["--input", str(converted), "--name", "you/tiny", "--dry-run", *options])
+
+
+def test_upload_runs_no_code_of_a_model(
+    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own modules, of which transformers would ask on the terminal, nor a pickle."""
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    modules, pickled, cut = (shutil.copytree(converted, tmp_path / name) for name in ("modules", "pickled", "cut"))
+    config = json.loads((modules / "config.json").read_text())
+    (modules / "config.json").write_text(json.dumps({**config, "model_type": "x", "auto_map": {"AutoConfig": "x.X"}}))
+    (modules / "x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (pickled / "model.safetensors").unlink()
+    (pickled / "pytorch_model.bin").write_bytes(pickle.dumps(Code()))
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    for folder, message in ((modules, "custom code"), (pickled, "which could run code"), (cut, "is cut or damaged")):
+        with pytest.raises(TaskError, match=message):
+            upload.main(["--input", str(folder), "--name", "you/tiny", "--dry-run"])
+        assert not (tmp_path / "ran").exists()
+    assert "[y/N]" not in capsys.readouterr().out

@@ -45,6 +45,10 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
         return (
             f"{kind} {name}: the disk of {os.environ.get('HF_HOME', '')} is full; set HF_HOME to a disk with free space"
         )
+    if "UnpicklingError" in names:
+        return f"{kind} {name}: its weights are a pickle that holds more than tensors, which could run code; take one with safetensors"
+    if "SafetensorError" in names:
+        return f"{kind} {name}: a file of its weights is cut or damaged ({error}); copy or download it again"
     return f"{kind} {name}: cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 

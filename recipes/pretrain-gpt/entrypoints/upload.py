@@ -20,7 +20,7 @@ from ekiben_tasks.task.hub import format_hub_error, format_upload_error
 # Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown. Other files of the repository stay.
 _WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
             "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"]  # fmt: skip
-_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SettingError(f"--name {args.name}: write it as OWNER/NAME, for example you/gpt-0.125B")
     if not (args.input / "config.json").is_file():
         raise TaskError(f"{args.input.absolute()}: no config.json there; convert and sft write such a folder")
-    token = os.environ.get("HF_TOKEN")
+    if outside := _leads_outside(args.input):
+        raise TaskError(
+            f"{outside}: is a link that leads out of {args.input.absolute()}; what it leads to would be uploaded. Remove it"
+        )
+    token = os.environ.get("HF_TOKEN", "").strip()
     if not token and not args.dry_run:
         raise TaskError(
             "set HF_TOKEN to a token that may write (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
@@ -78,11 +82,15 @@ def generate(model_name: str, prompt: str) -> str:
     import transformers
 
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=torch.float32, trust_remote_code=False
+        )
     except Exception as error:
         raise TaskError(format_hub_error(error, model_name, "model")) from error
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if not ids.numel():
+        raise SettingError(f"--prompt {prompt!r}: has no tokens; give a text to go on with")
     with torch.no_grad():
         longer = model.generate(ids, max_new_tokens=50, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
@@ -91,6 +99,12 @@ def generate(model_name: str, prompt: str) -> str:
             f"model {model_name}: generates nothing after {prompt!r}; is it trained? nothing is uploaded like this"
         )
     return str(text)
+
+
+def _leads_outside(folder: Path) -> Path | None:
+    """Return a file of ``folder`` that is a link to somewhere else, or None."""
+    top = folder.resolve()
+    return next((path for path in folder.rglob("*") if not path.resolve().is_relative_to(top)), None)
 
 
 def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
