@@ -28,10 +28,11 @@ def silence_warnings() -> None:
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
 
 
-def pretrained(name: str) -> dict[str, str | None]:
-    """Return the arguments of from_pretrained() for ``name@revision``."""
+def pretrained(name: str) -> dict[str, Any]:
+    """Return the arguments of from_pretrained() for ``name@revision``. A model's own code is not run, and nobody is asked to."""
     repository, revision = split_revision(name)
-    return {"pretrained_model_name_or_path": repository, **({"revision": revision} if revision else {})}
+    arguments = {"pretrained_model_name_or_path": repository, "trust_remote_code": False}
+    return arguments | ({"revision": revision} if revision else {})
 
 
 def load_tokenizer(name: str) -> Any:

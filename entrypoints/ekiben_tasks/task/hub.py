@@ -45,6 +45,8 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
         return (
             f"{kind} {name}: the disk of {os.environ.get('HF_HOME', '')} is full; set HF_HOME to a disk with free space"
         )
+    if "trust_remote_code" in text:
+        return f"{kind} {name}: comes with custom code, which Ekiben's tasks do not run; take a model that transformers itself has"
     if "UnpicklingError" in names:
         return f"{kind} {name}: its weights are a pickle that holds more than tensors, which could run code; take one with safetensors"
     if "SafetensorError" in names:
