@@ -36,7 +36,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from tasks_at_size import CASES as SIZE_CASES
-from tasks_at_size import exec_argv
+from tasks_at_size import count_gpus, exec_argv
 
 KERNELS = {"apex": "apex_checks.py", "deepspeed": "deepspeed_checks.py", "flash-attn": "flash_attn_checks.py",
            "flash-attn-4": "flash_attn_4_checks.py"}  # fmt: skip
@@ -345,7 +345,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         checks = all_checks(image, args.user, work, (args.inputs or work / "inputs").resolve(),
-                            len(record.get("gpus", [])))  # fmt: skip
+                            count_gpus())  # fmt: skip
         selected = [check for check in checks if not args.cases or any(
             check.case == case or check.case.startswith(f"{case}/") for case in args.cases)]  # fmt: skip
         if not selected:

@@ -9,14 +9,14 @@ lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losse
            there are two; generate, chat, merge
 full       Llama-3.2-1B, every weight
 two-gpus   the same on two GPUs (DDP): train; stopped on two and resumed on one, and the reverse; generate on both
-sharded    fsdp, zero2 or zero3: the same model, shared out between two GPUs: train; stopped and resumed
+sharded    fsdp, zero2 or zero3: the same model, shared out between two GPUs, or four: train; stopped and resumed
 dialogues  fsdp-llama's settings with Llama-3.2-1B on two GPUs: train, stopped and resumed; merge-weights, chat with either model
 bench      lora-bench's tasks with Llama-3.2-1B: preprocess, the reference run and one to its target, evaluate; on two GPUs, too
 pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert, sft, upload --dry-run; on
-           two GPUs, too, where there are two: split by tensors, and resumed as copies on one
+           two GPUs, too, where there are two: split by tensors, and resumed as copies on one; on four, by tensors and blocks
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
 attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths;
-           Llama on examples of 4,000 to 7,600 tokens, too
+           Llama on examples of 4,000 to 7,600 tokens, too, and 24 compiled steps of these
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def run_two_gpus(runner: Runner) -> dict[str, Any]:
 def run_sharded(runner: Runner, *, strategy: str) -> dict[str, Any]:
     chosen = {"fsdp": ("parallel=fsdp",), "zero2": ("parallel=deepspeed", "deepspeed.stage=2"),
               "zero3": ("parallel=deepspeed", "deepspeed.stage=3")}[strategy]  # fmt: skip
-    return train_and_resume(runner, "llama-1b", "method=full", "batch_size=8", *chosen, gpus=2)
+    return train_and_resume(runner, "llama-1b", "method=full", "batch_size=8", *chosen, gpus=4 if count_gpus() > 3 else 2)
 
 
 def run_dialogues(runner: Runner) -> dict[str, Any]:
@@ -384,6 +384,8 @@ def run_pretrain(runner: Runner) -> dict[str, Any]:
     if count_gpus() > 1:
         last["two"] = pretrain("two", 12, 2, "tensor_parallel=2")
         last["two-then-one"] = (pretrain("two-then-one", 8, 2), pretrain("two-then-one", 12, 1))[1]
+    if count_gpus() > 3:
+        last["four"] = pretrain("four", 12, 4, "tensor_parallel=2", "pipeline_parallel=2")
     results["convert"] = finish(runner, "convert", "--input", folder / "one", "--output", folder / "converted")
     for gpus in range(1, max(1, min(count_gpus(), 2)) + 1):
         options = (
@@ -406,6 +408,9 @@ def run_pretrain(runner: Runner) -> dict[str, Any]:
 
 
 def count_gpus() -> int:
+    """Return how many GPUs a task sees here: nvidia-smi itself does not read CUDA_VISIBLE_DEVICES."""
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(chosen.split(","))
     if not shutil.which("nvidia-smi"):
         return 0
     lines = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()
@@ -427,6 +432,8 @@ def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
     if model in LONG_EXAMPLES:
         longer = (*options, "max_length=8192", "batch_size=4")
         results["long"] = train(runner, model, "long", *longer, lengths="long")
+        compiled = (*longer, "compile=true", "epochs=3", "max_steps=24")  # the first steps compile, and again for other sizes
+        results["long, compiled"] = train(runner, model, "long-compiled", *compiled, lengths="long")
     refused = [any("take attention=auto" in line for line in result["output"]) for result in results.values()]
     passed = all(refused) or all(result["exit_code"] == 0 for result in results.values())
     return {"passed": passed, "is_missing": all(refused), **results}
