@@ -18,6 +18,7 @@ from ekiben_tasks.task.errors import TaskError
 GIB = 1 << 30
 _DEV = Path("/dev")
 _OLDER_THAN_HOPPER = re.compile(r"\b(V100S?|T4|[AL]\d+[GS]?|RTX 6000 Ada|RTX [2-4]0\d\d)\b", re.IGNORECASE)
+_HOPPER = re.compile(r"\b(G?H[12]00|H800|H20)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,12 @@ class Device:
         if is_here:
             return self.is_gpu and torch.cuda.get_device_capability(self.torch_device) < (9, 0)
         return self.is_gpu and _OLDER_THAN_HOPPER.search(self.name) is not None
+
+    def is_hopper(self, *, is_here: bool) -> bool:
+        """Return whether it is a GPU of compute capability 9.0; by its name where it is not this machine's."""
+        if is_here:
+            return self.is_gpu and torch.cuda.get_device_capability(self.torch_device) == (9, 0)
+        return self.is_gpu and _HOPPER.search(self.name) is not None
 
 
 def choose_device(requested: str, index: int = 0) -> Device:

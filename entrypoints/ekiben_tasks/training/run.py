@@ -106,7 +106,7 @@ def run(job: Job) -> int:
     checkpoints = checkpoint.Checkpoints(job.output, same, job.settings.model, world,
                                          keep=job.settings.save_total_limit)  # fmt: skip
     training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback, heartbeat)
-    in_use = kernels_in_use(job.settings.attention, summary.device.torch_device)
+    in_use = kernels_in_use(summary.kernels.setting, summary.device.torch_device)
     with peak_memory(summary.device) as peak, in_use:
         exit_code = training.fit()
     heartbeat.beat(Phase.SAVE, training.step, long=True)
@@ -137,7 +137,8 @@ def _decide(
     profile = memory.profile_model(meta, longest=data.longest, **choices)
     expected = memory.expect_memory(profile)
     parameters, trainable = load.count_parameters(meta)
-    kernels = choose_kernels(settings.attention, meta.config, device, is_here=is_here and no_device is None)
+    kernels = choose_kernels(settings.attention, meta.config, device, is_here=is_here and no_device is None,
+                             longest=data.longest)  # fmt: skip
     summary = RunSummary(
         settings=settings, parallel=job.parallel, processes=world.size, spread=module.SUMMARY, device=device,
         no_device=no_device, plan=make_plan(settings, device, expected, profile, data),
@@ -152,7 +153,7 @@ def _decide(
 def _request(job: Job, summary: RunSummary) -> strategies.ModelRequest:
     return strategies.ModelRequest(
         path=job.path, name=job.settings.model, device=summary.device, tuning=job.settings, bits=job.settings.bits,
-        checkpointed_blocks=summary.plan.checkpointed, compile=summary.plan.compile, attention_kernel=job.settings.attention,
+        checkpointed_blocks=summary.plan.checkpointed, compile=summary.plan.compile, attention_kernel=summary.kernels.setting,
     )  # fmt: skip
 
 

@@ -127,6 +127,8 @@ def format_header(summary: RunSummary) -> list[str]:
             "note        the optimizer steps in the host's memory by torch's AdamW; DeepSpeed's CPUAdam is in images "
             "built with --layer deepspeed"
         )
+    if summary.kernels.note:
+        lines.append(f"note        {summary.kernels.note}")
     if settings.warmup_steps > steps // 10 and not settings.warmup_ratio:
         lines.append(f"note        warm-up is {steps // 10} steps, a tenth of all, not {settings.warmup_steps}")
     return lines
@@ -173,7 +175,7 @@ def result(
             "parallel": summary.parallel,
             "dtype": str(run.device.dtype).removeprefix("torch."),
             "attention": summary.attention,
-            "attention_kernels": dataclasses.asdict(summary.kernels),
+            "attention_kernels": {"one_length": summary.kernels.one_length, "mixed": summary.kernels.mixed},
             "compiled": run.plan.compile,
             "checkpointed_blocks": run.checkpointed,
             "tokens_at_a_time": run.batches.max_tokens,

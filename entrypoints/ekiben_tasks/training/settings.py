@@ -97,7 +97,8 @@ class Settings:
     )
     compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
     attention: AttentionKernel = option(  # noqa: RUF009  it makes a field
-        "auto", "its kernel; auto: the fastest here; sdpa: torch's choice; flash, cudnn, efficient, math: that one of "
+        "auto", "its kernel; auto: the fastest here, for examples of 4,096 tokens and more flash_attn_4 where the image and a Hopper "
+        "GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of "
         "torch's alone; varlen: torch's for mixed lengths; flash_attn_2 and flash_attn_4: of the "
         "layers flash-attn and flash-attn-4",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
@@ -203,12 +204,12 @@ def gpu(name: str) -> Device:
         ("auto", "mpt", CPU, True, ChosenKernels("eager", "eager")),
         ("auto", "llama", gpu("H100"), False, ChosenKernels("sdpa", "varlen")),
         ("auto", "llama", gpu("T4"), False, ChosenKernels("sdpa", "sdpa")),
-        ("math", "llama", CPU, True, ChosenKernels("math", "math")),
-        ("flash", "gpt2", CPU, True, ChosenKernels("flash", "flash")),
-        ("math", "falcon", CPU, True, ChosenKernels("math", "math")),
-        ("cudnn", "llama", gpu("H100"), False, ChosenKernels("cudnn", "cudnn")),
-        ("efficient", "llama", gpu("T4"), False, ChosenKernels("efficient", "efficient")),
-        ("varlen", "llama", dry_run_device(), False, ChosenKernels("varlen", "varlen")),
+        ("math", "llama", CPU, True, ChosenKernels("math", "math", "math")),
+        ("flash", "gpt2", CPU, True, ChosenKernels("flash", "flash", "flash")),
+        ("math", "falcon", CPU, True, ChosenKernels("math", "math", "math")),
+        ("cudnn", "llama", gpu("H100"), False, ChosenKernels("cudnn", "cudnn", "cudnn")),
+        ("efficient", "llama", gpu("T4"), False, ChosenKernels("efficient", "efficient", "efficient")),
+        ("varlen", "llama", dry_run_device(), False, ChosenKernels("varlen", "varlen", "varlen")),
     ],
 )
 def test_choice_of_kernels(kernel: Any, kind: str, where: Device, is_here: bool, expected: ChosenKernels) -> None:
@@ -260,7 +261,7 @@ def package_of_flash_attn_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_gpus_of_flash_attn_4(where: Device, is_here: bool, message: str | None, package_of_flash_attn_4: None) -> None:
     if message is None:
         chosen = choose_kernels("flash_attn_4", with_heads_of(64), where, is_here=is_here)
-        assert chosen == ChosenKernels("flash_attn_4", "flash_attn_4")
+        assert chosen == ChosenKernels("flash_attn_4", "flash_attn_4", "flash_attn_4")
         return
     with pytest.raises(TaskError) as caught:
         choose_kernels("flash_attn_4", with_heads_of(64), where, is_here=is_here)
@@ -274,6 +275,64 @@ def test_flash_attn_4_is_refused_for_heads_it_was_not_compared_with(size: int, p
         TaskError, match="attention=flash_attn_4: its results were compared with heads of 64 and 128 alone"
     ):
         choose_kernels("flash_attn_4", with_heads_of(size), gpu("H100"), is_here=False)
+
+
+FLASH_ATTN_4 = ChosenKernels("flash_attn_4", "flash_attn_4", "flash_attn_4")
+TORCH = ChosenKernels("sdpa", "varlen")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "longest", "expected"),
+    [
+        ("H100", 64, 4096, FLASH_ATTN_4),
+        ("NVIDIA GH200 480GB", 128, 8000, FLASH_ATTN_4),
+        ("H100", 64, 4095, TORCH),
+        ("A100", 64, 8000, TORCH),
+        ("B200", 64, 8000, TORCH),  # nobody measured it there
+        ("H100", 80, 8000, dataclasses.replace(TORCH, note="attention=auto leaves flash-attn 4: its results were "
+            "compared with heads of 64 and 128 alone, and are wrong with 80")),
+    ],
+)  # fmt: skip
+def test_auto_takes_flash_attn_4_for_long_examples(
+    name: str, size: int, longest: int, expected: ChosenKernels, package_of_flash_attn_4: None
+) -> None:
+    assert choose_kernels("auto", with_heads_of(size), gpu(name), is_here=False, longest=longest) == expected
+
+
+def test_auto_takes_no_flash_attn_4_that_is_not_there() -> None:
+    if attention.missing_package("flash_attn_4") is None:
+        pytest.skip("flash_attn_4 is installed here")
+    assert choose_kernels("auto", with_heads_of(64), gpu("H100"), is_here=False, longest=8000) == TORCH
+
+
+@pytest.mark.parametrize(
+    ("results", "note"),
+    [
+        (0.01, ""),
+        (0.5, "attention=auto leaves flash-attn 4: its results on H100 with heads of 64 in bfloat16 differ from torch's by "
+            "50% of the largest"),
+        (RuntimeError("no compiler"), "attention=auto leaves flash-attn 4: it does not run on H100 with heads of 64 in "
+            "bfloat16 (no compiler)"),
+    ],
+)  # fmt: skip
+def test_auto_compares_flash_attn_4_before_it_takes_it(
+    results: float | Exception, note: str, package_of_flash_attn_4: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compare(*_: Any) -> float:
+        if isinstance(results, Exception):
+            raise results
+        return results
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(attention, "compare_kernel", compare)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda _: 1 / 0)
+    chosen = choose_kernels("auto", with_heads_of(64), gpu("H100"), is_here=True, longest=8000)
+    assert chosen == (ChosenKernels("cudnn", "varlen", note=note) if note else FLASH_ATTN_4)
+
+
+def test_hopper_by_name() -> None:
+    hopper = {"H200", "GH200", "H20", "H100 NVL", "H100", "H800"}
+    assert {name for name in memory.SIZES if gpu(name).is_hopper(is_here=False)} == hopper
 
 
 def test_flash_attn_4_alone_is_not_mistaken_for_flash_attn_2(
