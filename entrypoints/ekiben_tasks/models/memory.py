@@ -72,6 +72,8 @@ class Memory:
     per_token_checkpointed: int
     buffers: int = 0  # of communication
     host: int = 0  # of the host's memory instead, for this GPU
+    loss_positions: int = 0  # of the chunk that ``loss`` counts
+    loss_per_position: int = 0
 
     @property
     def fixed(self) -> int:
@@ -80,15 +82,16 @@ class Memory:
 
     def total(self, tokens: int, *, checkpointing: bool) -> int:
         """Return the bytes in use at the peak, with micro-batches of ``tokens`` tokens."""
-        return self.fixed + tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
+        missing = max(self.loss_positions - tokens, 0) * self.loss_per_position
+        return self.fixed - missing + tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
 
     def reserved(self, tokens: int, *, checkpointing: bool, expandable: bool) -> int:
         """Return the bytes that the allocator is expected to hold at the peak, with micro-batches of ``tokens``.
 
         expandable: whether its segments are, as ``has_expandable_segments`` says.
         """
-        total = self.total(tokens, checkpointing=checkpointing)
-        return total if expandable else total + int(SPREAD * (total - self.fixed))
+        kept = tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
+        return self.total(tokens, checkpointing=checkpointing) + (0 if expandable else int(SPREAD * kept))
 
 
 def gpu_memory(name: str) -> int:
@@ -176,15 +179,18 @@ def expect_memory(profile: MemoryProfile) -> Memory:
         if profile.offload == "all":
             host, shard = host + shard, 0
         gathered, weights = _gathered(profile) * profile.size, shard
+    positions = CHUNK if profile.trains_head else CHUNK // 2
     return Memory(
         weights,
         gradients,
         optimizer,
-        loss=_loss_bytes(profile),
+        loss=_head_bytes(profile) + positions * _logit_bytes(profile),
         buffers=gathered + _buffer_bytes(profile),
         per_token=int(profile.kept * profile.layers * profile.size),
         per_token_checkpointed=int((profile.width * profile.layers + 2 * profile.kept) * profile.size),
         host=host,
+        loss_positions=positions,
+        loss_per_position=_logit_bytes(profile),
     )
 
 
@@ -209,14 +215,17 @@ def _buffer_bytes(profile: MemoryProfile) -> int:
     return 0
 
 
-def _loss_bytes(profile: MemoryProfile) -> int:
-    """Return the peak of the loss (loss.py): a chunk's logits and what is computed of them, and the head's gradient."""
+def _head_bytes(profile: MemoryProfile) -> int:
+    """Return the gradient of a trained head, which the loss makes (loss.py)."""
+    return profile.vocabulary * profile.width * profile.size if profile.trains_head else 0
+
+
+def _logit_bytes(profile: MemoryProfile) -> int:
+    """Return what the loss holds at its peak for one position: its logits and what is computed of them (loss.py)."""
     # Compiled: the logits, their gradient, and rows of fp32 numbers that Triton keeps in registers or in 8 bytes. Otherwise:
     # three fp32 tensors, a mask of a byte, the logits and their gradient, of which a test counts the bytes.
     per_logit = 2 * profile.size + 8 if profile.compiled else profile.size + 13 + (4 if profile.size < 4 else 0)
-    positions = CHUNK if profile.trains_head else CHUNK // 2
-    head = profile.vocabulary * profile.width * profile.size if profile.trains_head else 0
-    return positions * profile.vocabulary * per_logit + head
+    return profile.vocabulary * per_logit
 
 
 def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True, offloads: bool = False) -> list[str]:
