@@ -429,8 +429,8 @@ def run_offload(runner: Runner) -> dict[str, Any]:
 
 def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
     """A kernel that the image lacks, or that is not for this model, is refused in one sentence, and that passes, too."""
-    others = () if model == "calm-3b" else ("lora.target_modules=auto", "batch_size=16", "epochs=3")
-    options = (f"attention={kernel}", *others)
+    settings = () if model == "calm-3b" else ("lora.target_modules=auto", "batch_size=16", "epochs=3")
+    options = (f"attention={kernel}", *settings)
     results = {name: train(runner, model, name, *options, lengths=name) for name in ("uniform", "mixed")}
     if model in LONG_EXAMPLES:
         longer = (*options, "max_length=8192", "batch_size=4")

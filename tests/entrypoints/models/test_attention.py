@@ -299,7 +299,7 @@ def test_auto_takes_flash_attn_4_for_long_examples(
     assert choose_kernels("auto", with_heads_of(size), gpu(name), is_here=False, longest=longest) == expected
 
 
-def test_auto_takes_no_flash_attn_4_that_is_not_there() -> None:
+def test_auto_without_flash_attn_4() -> None:
     if attention.missing_package("flash_attn_4") is None:
         pytest.skip("flash_attn_4 is installed here")
     assert choose_kernels("auto", with_heads_of(64), gpu("H100"), is_here=False, longest=8000) == TORCH
