@@ -490,6 +490,63 @@ def benchmarks_page() -> str:
     return f"{NOTE}\n" + text.replace("{timings}", "\n".join(rows)).replace("{missed}", table)
 
 
+# ------------------------------------------------------------------------------------------------------ results on GPUs
+
+GPU_RESULTS = """# Results on GPUs
+
+What `tests/gpu/prove.py SIF CASE… --json FILE` found in images on GPU machines, from the files in `tests/gpu/results`. `prove.py --help` says
+what each case does; sizes and steps are in `tests/gpu/tasks_at_size.py`. Memory is what one GPU reserved, beside what was expected before the run. Earlier
+results, without such a file, are in the [support matrix](support-matrix.md).
+"""
+
+
+def gpu_results_page() -> str:
+    """Return the page of what ran in images on GPUs: a table for each file of tests/gpu/results."""
+    parts = [NOTE, GPU_RESULTS.rstrip()]
+    for path in sorted((ROOT / "tests/gpu/results").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names = [line.partition(",")[0] for line in record["gpus"]]
+        driver = record["gpus"][0].rpartition(", ")[2]
+        states = {None: "not run", True: "passed", False: "**failed**"}
+        rows = [f"| {check['case']} | {states[check['passed']]} | {check['seconds']:,.0f} | {_numbers_of(check)} |"
+                for check in record["checks"]]  # fmt: skip
+        parts.append(
+            f"\n## {path.stem.removeprefix(record['date'] + '-')}, {record['date']}\n\n"
+            f"Image `{record['image']['recipe']}`, stack `{record['image']['stack']}`, SIF `{record['sha256'][:12]}`, {record['apptainer'][0]}, a machine with {len(names)} × {names[0]}, "
+            f"driver {driver}.\n"
+        )
+        parts += ["| case | result | s | |", "|---|---|---|---|", *rows]
+    return "\n".join(parts) + "\n"
+
+
+def _numbers_of(check: dict[str, Any]) -> str:
+    """Return what a check measured, in words; of one that failed, the end of its output."""
+    results = check["results"]
+    if check["passed"] is False and check["output"]:
+        return str(check["output"][-1]).replace("|", "\\|")
+    if not isinstance(results, dict):
+        return str(results or "").removeprefix("error: ")
+    if not check["case"].startswith("size/"):
+        return ", ".join(f"{name}: {value}" for name, value in results.items() if isinstance(value, str | int))
+    words = []
+    (measured,) = results.values()
+    for name, value in measured.items():
+        if name == "resumed" and isinstance(value, dict):
+            words.append("resumed")
+        elif isinstance(value, dict) and "tokens_per_s" in value:
+            memory = f", {value['peak_memory_bytes'] / 2**30:.1f} GiB" if "peak_memory_bytes" in value else ""
+            memory += (
+                f" ({value['expected_memory_bytes'] / 2**30:.1f} expected)" if "expected_memory_bytes" in value else ""
+            )
+            kernel = value.get("attention_kernels", {}).get("mixed")
+            words.append(f"{name}: {value['tokens_per_s']:,.0f} tokens/s{memory}{f', {kernel}' if kernel else ''}")
+        elif isinstance(value, dict) and "seconds" in value:
+            words.append(f"{name}: {value['seconds']:.0f} s")
+        elif isinstance(value, float):
+            words.append(f"{name.replace('_', ' ')}: {value:.1g}")
+    return "; ".join(words)
+
+
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
@@ -501,6 +558,7 @@ def generated() -> dict[str, Callable[[], str]]:
         "docs/reference/tasks.md": tasks_page,
         "docs/reference/json.md": json_page,
         "docs/benchmarks.md": benchmarks_page,
+        "docs/gpu-results.md": gpu_results_page,
         TEMPLATE: lambda: json_schema("recipe"),
     }
     for name in FILES:

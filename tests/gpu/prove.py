@@ -2,6 +2,8 @@
 
 Needs Apptainer, an NVIDIA GPU, this checkout, and Python's own library; root, for the case rootless. Cases, all by default; a part of
 one is named as it is printed: kernels/apex, size/attention/calm-3b/cudnn.
+A copy of that file in tests/gpu/results is shown in docs/gpu-results.md: python docs/generate.py.
+
 without-nv  a task that needs the GPU ends without --nv with one sentence that says so
 doctor      the image's torch sees the GPU and computes on it; an image without torch lists it
 smoke       every task: TASK --smoke on the GPU; TASK --help where it has none
@@ -281,8 +283,17 @@ def run(check: Check, limit: float) -> Outcome:
         passed, results = check.judge(code, output)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         passed, results = False, f"the output cannot be read: {error!r}"
+    if passed and code != TIMED_OUT:
+        return Outcome(check.case, True, shlex.join(check.argv), code, seconds, without_output(results))
     tail = tuple(output.splitlines()[-TAIL:])
-    return Outcome(check.case, passed and code != TIMED_OUT, shlex.join(check.argv), code, seconds, results, tail)
+    return Outcome(check.case, False, shlex.join(check.argv), code, seconds, results, tail)
+
+
+def without_output(results: Any) -> Any:
+    """Return the results of a check that passed, without what its commands printed: they are kept in tests/gpu/results."""
+    if isinstance(results, dict):
+        return {name: without_output(value) for name, value in results.items() if name != "output"}
+    return results
 
 
 def stop(child: subprocess.Popen[Any]) -> None:
@@ -303,14 +314,19 @@ def write_json(path: Path, record: dict[str, Any], outcomes: Sequence[Outcome]) 
 
 
 def describe_machine(sif: Path) -> dict[str, Any]:
-    """Return what the results belong to: the SIF, the GPUs, the driver, Apptainer."""
+    """Return what the results belong to: the day, the SIF, the GPUs, the driver, Apptainer."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     answers = {}
     for name, argv in {"gpus": query, "apptainer": ["apptainer", "--version"]}.items():
         if shutil.which(argv[0]):
             answers[name] = subprocess.run(argv, capture_output=True, text=True, check=False).stdout.splitlines()
     with sif.open("rb") as file:
-        return {"sif": sif.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest(), **answers}
+        return {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "sif": sif.name,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+            **answers,
+        }
 
 
 def line_of(outcome: Outcome) -> str:

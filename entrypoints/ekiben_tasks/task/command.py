@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,8 @@ def silence_libraries() -> None:
     """Leave out what libraries warn of that no user of a task can mend."""
     # PEFT imports it, and without a GPU it warns of missing CPU kernels that nobody needs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # flash-attn 4's compiler, of an argument that flash-attn itself passes.
+    warnings.filterwarnings("ignore", message=r"Argument \w+ \(position \d+\) cannot be converted to a JitArgument")
 
 
 def run(main: Callable[[], int]) -> NoReturn:

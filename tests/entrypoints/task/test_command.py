@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+ENTRYPOINTS = Path(__file__).resolve().parents[3] / "entrypoints"
+sys.path.insert(0, str(Path(os.environ.get("EKIBEN_RECIPE", ENTRYPOINTS.parent)) / "entrypoints"))
+
 from ekiben_tasks.task import command
 
-ENTRYPOINTS = Path(__file__).resolve().parents[3] / "entrypoints"
 TASK = """
 from ekiben_tasks.task.command import run
 def main():
@@ -48,6 +50,18 @@ def test_copies_started_by_srun_or_mpirun_are_refused(tmp_path: Path, size: str,
         {"SLURM_NTASKS": "2"},
     ):
         assert start(tmp_path, **allowed).stdout == "ran\n"
+
+
+def test_warnings_that_no_user_can_mend_are_left_out(tmp_path: Path) -> None:
+    messages = [
+        "Argument aux_data (position 17) cannot be converted to a JitArgument for function 'forward'",
+        "mend this",
+    ]
+    warn = f"import warnings\n    [warnings.warn(text, stacklevel=2) for text in {messages}]\n    print"
+    done = start(tmp_path, TASK.replace("print", warn))
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert "UserWarning: mend this" in done.stderr
+    assert done.stderr.count("UserWarning") == 1
 
 
 def test_full_disk_is_one_sentence(tmp_path: Path) -> None:

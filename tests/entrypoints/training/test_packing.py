@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 
 for package in ("torch", "transformers", "peft", "tokenizers"):
     pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"))
 
 import torch
 
