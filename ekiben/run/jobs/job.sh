@@ -118,8 +118,10 @@ run_node() {
     trap "kill -USR1 $container" USR1 USR2 XCPU
     # shellcheck disable=SC2064
     trap "kill -TERM $container" TERM
-    code=129
-    while [ "$code" -gt 128 ] && kill -0 "$container" 2>/dev/null; do wait "$container"; code=$?; done
+    # A signal ends `wait`, not the container. Once that is gone, however early, `wait` still has its exit code.
+    while kill -0 "$container" 2>/dev/null; do wait "$container"; done
+    wait "$container"
+    code=$?
     [ -z "$caches" ] || rm -rf "$caches"
     exit "$code"
 }

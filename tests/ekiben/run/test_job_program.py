@@ -394,6 +394,14 @@ def runtime_that_ends_with(node: Node, code: int) -> None:
     (node.folder / "bin/apptainer").write_text(f"#!/bin/bash\nexit {code}\n")
 
 
+@pytest.mark.parametrize("code", [0, 1, 75, 137, 255])
+def test_exit_code_of_a_container_that_ends_at_once(node: Node, code: int) -> None:
+    """It is gone before the job waits for it, which is made certain here: the job is held up after it started it."""
+    runtime_that_ends_with(node, code)
+    (node.folder / "slow.sh").write_text('trap() { builtin trap "$@"; sleep 0.2; }\n')
+    node.run(node.plan("train"), code=code, BASH_ENV=str(node.folder / "slow.sh"))
+
+
 @pytest.mark.parametrize(("codes", "is_kept"), [([0], True), ([0, 0], False), ([1], False), ([0, 75], True)])
 def test_variables_are_removed_when_no_job_can_start_any_more(node: Node, codes: list[int], is_kept: bool) -> None:
     job = node.write(node.plan("prepare", "+", "train"))
