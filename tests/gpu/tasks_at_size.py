@@ -411,8 +411,8 @@ def run_pretrain(runner: Runner) -> dict[str, Any]:
 
 def count_gpus() -> int:
     """Return how many GPUs a task sees here: nvidia-smi itself does not read CUDA_VISIBLE_DEVICES."""
-    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return len(chosen.split(","))
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([number for number in chosen.split(",") if number])
     if not shutil.which("nvidia-smi"):
         return 0
     lines = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, check=False).stdout.splitlines()

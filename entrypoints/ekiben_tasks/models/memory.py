@@ -83,15 +83,18 @@ class Memory:
     def total(self, tokens: int, *, checkpointing: bool) -> int:
         """Return the bytes in use at the peak, with micro-batches of ``tokens`` tokens."""
         missing = max(self.loss_positions - tokens, 0) * self.loss_per_position
-        return self.fixed - missing + tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
+        return self.fixed - missing + self._activations(tokens, checkpointing=checkpointing)
 
     def reserved(self, tokens: int, *, checkpointing: bool, expandable: bool) -> int:
         """Return the bytes that the allocator is expected to hold at the peak, with micro-batches of ``tokens``.
 
         expandable: whether its segments are, as ``has_expandable_segments`` says.
         """
-        kept = tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
+        kept = self._activations(tokens, checkpointing=checkpointing)
         return self.total(tokens, checkpointing=checkpointing) + (0 if expandable else int(SPREAD * kept))
+
+    def _activations(self, tokens: int, *, checkpointing: bool) -> int:
+        return tokens * (self.per_token_checkpointed if checkpointing else self.per_token)
 
 
 def gpu_memory(name: str) -> int:
