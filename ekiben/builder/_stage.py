@@ -10,7 +10,9 @@ failed lies in the cache, and the next attempt goes on from there.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -25,7 +27,7 @@ from ekiben.builder.wheels import validate_wheel
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import LayerError
-from ekiben.core.files import remove_tree
+from ekiben.core.files import atomic_write, remove_tree
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed
@@ -54,12 +56,12 @@ def compile_stage(
         "EKIBEN_WORK": f"/{BUILD_MOUNT}/cache/work/{work.name}",
         "EKIBEN_MEASURED": f"/{BUILD_MOUNT}/measured.json",
     }
-    began, notes = time.monotonic(), dict[str, Any]()
+    spent, notes = _Spent(work), dict[str, Any]()
     with builder.log(stage) as log:
         while True:
             progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.reason}")
             compilation, kills = Compilation(stats.get("units")), oom_kills()
-            log.read_state = _follow(compilation, progress)
+            log.read_state = _follow(compilation, spent, progress)
             try:
                 with store.staging() as staging:
                     settings = {**jobs.environment, **paths}
@@ -77,11 +79,12 @@ def compile_stage(
                     ) from error
                 jobs, goes_on = jobs.halved(), True
                 progress.log(f"stage {stage.name}: a compiler was killed for lack of memory; on with half the jobs")
-    seconds = round(time.monotonic() - began, 1)
+    seconds = spent.total()
     if stage.wheel:
         _keep_stats(stage.wheel, measured, 0 if goes_on else compilation.done, seconds, jobs.count, store)
     compiled = {"units": compilation.done, "jobs": jobs.count, **measured}
-    progress.log(f"stage {stage.name}: {compilation.done} units compiled in {minutes(seconds)}")
+    in_all = f", {minutes(seconds)} with what was compiled before" if spent.earlier else ""
+    progress.log(f"stage {stage.name}: {compilation.done} units compiled in {minutes(spent.now())}{in_all}")
     return StoredResult(
         name=stage.name, key=stage.cache_key, wheel=stage.wheel, files=tuple(outputs), inputs=stage.inputs,
         origin="compiled", executor=notes["executor"], seconds=seconds, notes={**_proof(stage, outputs, store), **compiled},
@@ -139,9 +142,31 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
     return replace(result, name=stage.name, files=(StageOutput(path, 0o644, digest, size),), origin="imported")
 
 
-def _follow(compilation: Compilation, progress: Progress) -> Callable[[str], str | None]:
+class _Spent:
+    """How long a stage has compiled in all: earlier attempts count as far as the last unit that they finished."""
+
+    def __init__(self, work: Path) -> None:
+        self._path, self._began = work / "spent.json", time.monotonic()
+        self.earlier = _read_spent(self._path)
+
+    def now(self) -> float:
+        """Return the seconds of this attempt."""
+        return round(time.monotonic() - self._began, 1)
+
+    def total(self) -> float:
+        """Return the seconds of all attempts."""
+        return round(self.earlier + self.now(), 1)
+
+    def keep(self) -> None:
+        """Write the total where the next attempt finds it, should this one be cut."""
+        with contextlib.suppress(LayerError):  # a full disk ends the compilation itself, with a better message
+            atomic_write(self._path, json.dumps({"seconds": self.total()}), error=LayerError)
+
+
+def _follow(compilation: Compilation, spent: _Spent, progress: Progress) -> Callable[[str], str | None]:
     def read_state(line: str) -> str | None:
-        state = compilation.line(line)
+        if state := compilation.line(line):
+            spent.keep()
         if state and compilation.is_due():
             progress.mark(state)
         return state or (line if not compilation.done else None)
@@ -224,6 +249,14 @@ def _read_measured(path: Path) -> dict[str, int]:
         return {"job_memory": Fields.of(parse_json(read_regular(path))).size("job_memory")}
     except (OSError, ValueError):
         return {}
+
+
+def _read_spent(path: Path) -> float:
+    """Return the seconds of earlier attempts; 0 before the first one, or where the record is damaged."""
+    try:
+        return max(0.0, Fields.of(parse_json(read_regular(path))).number("seconds"))
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _describe_failure(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -531,6 +532,33 @@ def test_resumed_compilation_does_not_update_the_unit_count(
     compile_with(tiny, store, (["[1/1] b"], good))
     assert "units" not in store.compile_stats("tiny")
     assert store.compile_stats("tiny")["job_memory"] == 1000000
+
+
+def test_seconds_of_a_resumed_compilation_are_those_of_all_attempts(
+    tiny: SampleRecipe, tmp_path: Path, good: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100_000, 100))
+    monkeypatch.setattr("ekiben.builder._stage.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    store = Store(tmp_path / "cache/store")
+    with pytest.raises(LayerError):
+        compile_with(tiny, store, (["[1/2] a"], 1))  # begins at 0, its unit is done at 100
+    kept = store.cache / f"work/roof.build-{stage_of(tiny).cache_key[:12]}/spent.json"
+    assert json.loads(kept.read_text()) == {"seconds": 100.0}
+    _, results = compile_with(tiny, store, (["[1/1] b"], good))  # begins at 200, its unit is done at 300
+    assert next(iter(results.values())).seconds == 300.0
+    assert store.compile_stats("tiny")["seconds"] == 300.0
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"seconds": "x"}', b'{"seconds": 1e999}', b'{"seconds": -5}'])
+def test_damaged_record_of_earlier_attempts_counts_as_none(
+    tiny: SampleRecipe, tmp_path: Path, good: dict[str, bytes], content: bytes
+) -> None:
+    store = Store(tmp_path / "cache/store")
+    work = store.cache / f"work/roof.build-{stage_of(tiny).cache_key[:12]}"
+    work.mkdir(parents=True)
+    (work / "spent.json").write_bytes(content)
+    _, results = compile_with(tiny, store, (["[1/1] b"], good))
+    assert 0 <= next(iter(results.values())).seconds < 60
 
 
 def test_compilation_killed_for_memory_resumes_with_half_the_jobs(
