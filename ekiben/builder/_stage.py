@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -26,8 +25,8 @@ from ekiben.builder.layer import LayerBuilder, Log
 from ekiben.builder.wheels import validate_wheel
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import LayerError
-from ekiben.core.files import atomic_write, remove_tree
+from ekiben.core.errors import LayerError, StoreError
+from ekiben.core.files import remove_tree
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed
@@ -56,7 +55,7 @@ def compile_stage(
         "EKIBEN_WORK": f"/{BUILD_MOUNT}/cache/work/{work.name}",
         "EKIBEN_MEASURED": f"/{BUILD_MOUNT}/measured.json",
     }
-    spent, notes = _Spent(work), dict[str, Any]()
+    spent, notes = _Spent(stage.cache_key, store, goes_on=goes_on), dict[str, Any]()
     with builder.log(stage) as log:
         while True:
             progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.reason}")
@@ -99,6 +98,7 @@ def work_folder(name: str, key: str, store: Store) -> Path:
 def remove_work(result: StoredResult, store: Store) -> None:
     """Remove what compilers left behind of a result that is kept."""
     remove_tree(work_folder(result.name, result.key, store))
+    store.drop_compile_stats(result.key)
 
 
 def files_for(copies: Sequence[StageCopy], results: Mapping[str, StoredResult], store: Store) -> list[File]:
@@ -143,11 +143,14 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
 
 
 class _Spent:
-    """How long a stage has compiled in all: earlier attempts count as far as the last unit that they finished."""
+    """How long a stage has compiled in all: earlier attempts count as far as the last unit that they finished.
 
-    def __init__(self, work: Path) -> None:
-        self._path, self._began = work / "spent.json", time.monotonic()
-        self.earlier = _read_spent(self._path)
+    The record is in the store, not in the work folder: a stage's %post can put a link in that one's place.
+    """
+
+    def __init__(self, key: str, store: Store, *, goes_on: bool) -> None:
+        self._key, self._store, self._began = key, store, time.monotonic()
+        self.earlier = max(0.0, store.compile_stats(key).get("seconds", 0.0)) if goes_on else 0.0
 
     def now(self) -> float:
         """Return the seconds of this attempt."""
@@ -159,8 +162,8 @@ class _Spent:
 
     def keep(self) -> None:
         """Write the total where the next attempt finds it, should this one be cut."""
-        with contextlib.suppress(LayerError):  # a full disk ends the compilation itself, with a better message
-            atomic_write(self._path, json.dumps({"seconds": self.total()}), error=LayerError)
+        with contextlib.suppress(StoreError):  # a full disk ends the compilation itself, with a better message
+            self._store.put_compile_stats(self._key, {"seconds": self.total()})
 
 
 def _follow(compilation: Compilation, spent: _Spent, progress: Progress) -> Callable[[str], str | None]:
@@ -249,14 +252,6 @@ def _read_measured(path: Path) -> dict[str, int]:
         return {"job_memory": Fields.of(parse_json(read_regular(path))).size("job_memory")}
     except (OSError, ValueError):
         return {}
-
-
-def _read_spent(path: Path) -> float:
-    """Return the seconds of earlier attempts; 0 before the first one, or where the record is damaged."""
-    try:
-        return max(0.0, Fields.of(parse_json(read_regular(path))).number("seconds"))
-    except (OSError, ValueError):
-        return 0.0
 
 
 def _describe_failure(

@@ -6,7 +6,8 @@
     keys/<key>.json      cache key → layer: diff_id, blob, and the readable inputs of the key
     last/<name>.json     layer name → the key it had last, for saying why a layer is rebuilt
     results/<key>.json   the outputs of a build stage: files, each a blob (compiled wheels above all)
-    compile_stats/       what compiling a package takes, by name: memory, files, time (learnt/ in older stores is still read)
+    compile_stats/       what compiling a package takes, by name: memory, files, time (learnt/ in older stores is still read); by key,
+                         the time of attempts that were cut
     checks/              what was verified, by image and runtime
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
@@ -233,6 +234,10 @@ class Store:
     def put_compile_stats(self, name: str, stats: CompileStats) -> None:
         """Remember what compiling a package took."""
         self.records.write("compile_stats", name, stats)
+
+    def drop_compile_stats(self, name: str) -> None:
+        """Forget what compiling took. Idempotent."""
+        self.records.drop("compile_stats", name)
 
     def image(self, name: str) -> ImageRecord | None:
         """Return the record of an image: its manifest's digest and size, and what put_image() was given."""

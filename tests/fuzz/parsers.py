@@ -754,8 +754,8 @@ def job_record(world: World) -> Case:
 
 
 def compiled_record(world: World) -> Case:
-    """The record beside a wheel that somebody gives, what a compiler measured, and how long it took."""
-    from ekiben.builder._stage import _read_measured, _read_spent
+    """The record beside a wheel that somebody gives, and what a compiler measured."""
+    from ekiben.builder._stage import _read_measured
     from ekiben.builder.wheels import RECORD_FORMAT, read_record
 
     wheel = world.path("case/tiny.whl")
@@ -769,7 +769,6 @@ def compiled_record(world: World) -> Case:
     def read(data: bytes) -> object:
         record_file = world.put(wheel.with_name("tiny.whl.json"), data)
         _read_measured(record_file)
-        _read_spent(record_file)
         return read_record(wheel, Stage())  # type: ignore[arg-type]
 
     return Case([json.dumps(record).encode()], read, "tiny.whl")
@@ -822,7 +821,6 @@ _OURS = "reads what Ekiben itself has just written, or a program of this machine
 READERS: dict[str, str] = {
     "api.py:metadata": "packages",
     "builder/_stage.py:_read_measured": "compiled_record",
-    "builder/_stage.py:_read_spent": "compiled_record",
     "builder/layer.py:_files_tar": _OURS,
     "builder/wheels.py:read_record": "compiled_record",
     "bundle/_index.py:parse": "bundle_index",
