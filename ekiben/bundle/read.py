@@ -28,7 +28,7 @@ from ekiben.bundle._index import (
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import FetchError, StoreError
-from ekiben.core.files import remove_tree
+from ekiben.core.files import open_regular, remove_tree
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.progress import Progress
 from ekiben.packages.git import mount_kept
@@ -61,7 +61,7 @@ def open_bundle(path: Path, store: Store, progress: Progress) -> Iterator[Bundle
 
 def _unpack(path: Path, folder: Path) -> BundleIndex:
     try:
-        with tarfile.open(path, "r:") as tar:
+        with open_regular(path) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
             first = tar.next()
             index = (
                 BundleIndex.parse(_content(tar, first).read(min(first.size, MAX_INDEX + 1)))

@@ -13,6 +13,7 @@ import glob
 import hashlib
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -282,11 +283,25 @@ def atomic_write(path: Path, content: str | bytes | Iterable[bytes], *, error: t
         raise error(f"{path} cannot be written: {reason_of(failure, path)}") from failure
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that a user names, links followed. Raises OSError, also for a pipe, which would block, and a device."""
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(open(path, "rb", opener=_open_unblocked))
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        stack.pop_all()
+        return stream
+
+
+def _open_unblocked(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def digest_of(content: bytes | Path | BinaryIO) -> str:
     """Return the SHA-256 of bytes, of a file, or of the rest of an open file: ``sha256:`` and 64 hex digits. Raises OSError."""
     if isinstance(content, bytes):
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
-    with content.open("rb") if isinstance(content, Path) else contextlib.nullcontext(content) as stream:
+    with open_regular(content) if isinstance(content, Path) else contextlib.nullcontext(content) as stream:
         return f"sha256:{hashlib.file_digest(cast(Any, stream), 'sha256').hexdigest()}"
 
 

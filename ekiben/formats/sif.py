@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ekiben.core.errors import StoreError
-from ekiben.core.files import digest_of, format_size, free_bytes, new_file, reason_of
+from ekiben.core.files import digest_of, format_size, free_bytes, new_file, open_regular, reason_of
 from ekiben.formats.partition import FULL, Hasher, Partition, copy_partition, read_partition
 
 LAUNCH = b"#!/usr/bin/env run-singularity\n"
@@ -314,7 +314,7 @@ def read_sif(path: Path) -> SifInfo:
     import uuid  # late, see sif_id()
 
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(HEADER.size)
             if len(head) != HEADER.size or head[32:42] != MAGIC:

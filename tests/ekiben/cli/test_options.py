@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from ekiben.cli import root
 from ekiben.cli.options import TextType
+from support.compiled import compiled
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
 CTX = click.Context(root)
@@ -330,3 +331,18 @@ def test_names_too_long_for_a_file_end_without_traceback(run_cli: RunCli, argv: 
         "--store", tmp_path / "store", *argv, name, code={"inspect": 6, "doctor": 6}.get(argv[0], 1)
     ).stderr
     assert "File name too long" in message
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_where_a_file_is_read_is_refused(sample: SampleRecipe, tmp_path: Path, run_cli: RunCli) -> None:
+    compiled(sample)
+    names = ("x.sif", "x.tar", "tiny-1.0-cp311-cp311-linux_x86_64.whl")
+    sif, bundle, wheel = (tmp_path / name for name in names)
+    for pipe in (sif, bundle, wheel):
+        os.mkfifo(pipe)
+    for code, arguments in (
+        (6, ("inspect", sif)), (6, ("diff", sif, sif)), (6, ("sbom", sif)), (6, ("image", sample.path, "--bundle", bundle)),
+        (2, ("wheels", "import", sample.path, wheel)),
+    ):  # fmt: skip
+        done = run_cli(*map(str, arguments), code=code, env={"EKIBEN_STORE": str(tmp_path / "store")})
+        assert "it is not a regular file" in done.stderr
