@@ -27,7 +27,7 @@ from ekiben.core.mounts import bind_args, is_ambiguous
 from ekiben.core.process import ProcessError, run, stream, which
 from ekiben.run.launch import RunRequest, folders_to_bind, launch
 
-_LOST_RACE = "exit status 146"  # 128 + SIGCONT
+_LOST_RACE = "exit status 146"  # 128 + SIGCONT, see ekiben/formats/runtime_files.py
 _STARTS = 16
 
 
@@ -153,11 +153,18 @@ class Runtime:
         instance = self._client.instance(str(sif), start=False, name=name, quiet=True)
         line = [*instance._init_command(["instance", "start"]), "--cleanenv", *(["--nv"] if gpu else []),
                 *(word for folder in folders for word in bind_args(folder)), str(sif), name]  # fmt: skip
-        self._start(line, self._environment(request))
-        listed = instance._list(name, quiet=True, return_json=True)
-        if not isinstance(listed, dict):
-            raise EngineError(f"{sif}: the instance {name} ended as soon as it was started")
-        return Instance(name, int(listed["pid"]), Path(listed["logOutPath"]), Path(listed["logErrPath"]))
+        for attempt in range(_STARTS):  # on a busy machine an image of another builder loses several in a row
+            try:
+                run(line, env=self._environment(request))
+            except ProcessError as error:
+                if _LOST_RACE not in error.stderr:
+                    raise EngineError(str(error)) from error
+            else:
+                listed = instance._list(name, quiet=True, return_json=True)
+                if isinstance(listed, dict):
+                    return Instance(name, int(listed["pid"]), Path(listed["logOutPath"]), Path(listed["logErrPath"]))
+            time.sleep(0.1 * attempt)
+        raise EngineError(f"{sif}: the instance {name} ended as soon as it was started, {_STARTS} times")
 
     def stop(self, instance: Instance) -> None:
         """Stop an instance.
@@ -166,25 +173,8 @@ class Runtime:
             EngineError: the runtime cannot; the message has what it wrote.
         """
         spython_instance = self._client.instance(instance.name, start=False, name=instance.name, quiet=True)
-        self._checked([*spython_instance._init_command(["instance", "stop"]), instance.name], dict(os.environ))
-
-    def _start(self, line: Sequence[str], settings: Mapping[str, str]) -> None:
-        """Apptainer's starter loses a race with its own SIGCONT now and then (1.4.5: some starts in ten); nothing runs then.
-
-        On a busy machine it loses several in a row, so each pause is longer than the one before.
-        """
-        for attempt in range(_STARTS - 1):
-            done = run(line, check=False, env=settings)
-            if done.returncode == 0:
-                return
-            if _LOST_RACE not in done.stderr:
-                break
-            time.sleep(0.1 * attempt)
-        self._checked(line, settings)
-
-    def _checked(self, line: Sequence[str], settings: Mapping[str, str]) -> None:
         try:
-            run(line, env=settings)
+            run([*spython_instance._init_command(["instance", "stop"]), instance.name])
         except ProcessError as error:
             raise EngineError(str(error)) from error
 

@@ -36,6 +36,10 @@ def test_entrypoint_names_are_quoted(sample: SampleRecipe, name: str, tmp_path: 
     )
 
 
+def test_an_instance_without_a_startscript_gets_no_signal_that_would_end_it(sample: SampleRecipe) -> None:
+    assert "kill" not in script(sample, "/.singularity.d/actions/start")
+
+
 def test_startscript_and_help_of_definitions(sample: SampleRecipe) -> None:
     for layer in ("walls", "roof"):
         with (sample.path / f"images/{layer}.def").open("a") as text:
