@@ -181,6 +181,7 @@ def local_folders() -> tuple[str, ...]:
 ANSWER_SECONDS = 20.0  # for a small question: Slurm's own programs go on trying for minutes when its controller is down
 LIST_SECONDS = 120.0  # for lists and records of jobs, which may be long
 _SILENT_SECONDS = 300.0  # that a program which did not answer is not asked again
+_GAVE_UP_SECONDS = 3.0  # or that failed so late: sinfo tries for 9 s where its controller's address refuses connections
 _silent: dict[str, tuple[float, subprocess.CompletedProcess[str]]] = {}
 
 
@@ -193,8 +194,9 @@ def ask(argv: Sequence[str], *, timeout: float | None = None) -> subprocess.Comp
     since, answer = _silent.get(argv[0], (0.0, None))
     if answer and time.monotonic() - since < _SILENT_SECONDS:
         return answer
+    began = time.monotonic()
     done = run(argv, check=False, timeout=timeout or ANSWER_SECONDS)
-    if done.returncode == TIMED_OUT:
+    if done.returncode == TIMED_OUT or (done.returncode and time.monotonic() - began > _GAVE_UP_SECONDS):
         _silent[argv[0]] = time.monotonic(), done
     return done
 

@@ -431,6 +431,20 @@ def test_scheduler_that_does_not_answer_is_not_waited_for(
     assert time.monotonic() - began < 20  # one wait alone would take 30 s
 
 
+def test_program_that_gives_up_late_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its controller's address refuses connections, and sinfo tries for 9 s."""
+    for name in ("sbatch", "sinfo"):
+        script = f"#!/bin/sh\necho {name} >> {tmp_path}/asked\nsleep 0.3\necho refused >&2\nexit 1\n"
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(schedulers, "_GAVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr(schedulers, "_silent", {})
+    for _ in range(3):
+        assert load("slurm").unavailable() == "Slurm does not answer: refused"
+    assert (tmp_path / "asked").read_text() == "sinfo\n"
+
+
 def test_submit_names_a_scheduler_that_does_not_answer(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "sinfo"):
