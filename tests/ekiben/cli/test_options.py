@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 
 from ekiben.cli import root
 from ekiben.cli.options import TextType
+from ekiben.core.paths import PROJECT_ROOT
 from support.compiled import compiled
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
@@ -346,3 +349,11 @@ def test_a_pipe_where_a_file_is_read_is_refused(sample: SampleRecipe, tmp_path: 
     ):  # fmt: skip
         done = run_cli(*map(str, arguments), code=code, env={"EKIBEN_STORE": str(tmp_path / "store")})
         assert "it is not a regular file" in done.stderr
+
+
+def test_python_without_the_requirements_gets_a_hint() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", PROJECT_ROOT / "build.py", "--version"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 4
+    assert done.stderr.startswith(f"error: {sys.executable} has no module 'click'\nhint: run `sh ekiben/bootstrap.sh`")
