@@ -34,6 +34,14 @@ def session_members(session: int) -> list[str]:
     return found
 
 
+def session_members_at_last(session: int) -> list[str]:
+    """Return the processes that are left after 10 s, or as soon as there are none: those of a killed one end by themselves."""
+    deadline = time.monotonic() + 10
+    while (left := session_members(session)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
 def start(files_only: SampleRecipe, store_root: Path, shared_dir: Path) -> subprocess.Popen[str]:
     argv = [
         sys.executable,
@@ -70,8 +78,7 @@ def test_a_killed_publish_leaves_no_process_and_no_traceback(
             time.sleep(0.01 * attempt)
             publishing.send_signal(sign)
             code = publishing.wait(30)
-            time.sleep(0.2)  # what it started may end by itself
-            left = session_members(publishing.pid)
+            left = session_members_at_last(publishing.pid)
             if left:
                 os.killpg(publishing.pid, signal.SIGKILL)
             lines += publishing.stderr.readlines()
