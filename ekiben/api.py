@@ -260,6 +260,7 @@ class Image:
         """Start the image as an instance, in which several programs run one after the other; it is stopped at the end.
 
         Raises:
+            UsageError: ``name`` cannot be an instance's, or a folder of ``binds`` is not there.
             EngineError: it does not start, or cannot be stopped.
         """
         runtime, gpu = Runtime(), _has_gpu() if gpu is None else gpu

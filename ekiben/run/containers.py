@@ -14,6 +14,7 @@ spython writes the command lines, inspects images and lists instances. These def
 from __future__ import annotations
 
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,9 @@ from ekiben.run.launch import RunRequest, folders_to_bind, launch
 
 _LOST_RACE = "exit status 146"  # 128 + SIGCONT, see ekiben/formats/runtime_files.py
 _STARTS = 16
+_INSTANCE_NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
+)  # what Apptainer allows, less what begins as an option
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,18 +148,23 @@ class Runtime:
         """Start a SIF as an instance, which sees this folder and ``binds``.
 
         Raises:
+            UsageError: ``name`` cannot be an instance's, or a folder of ``binds`` is not there.
             EngineError: it does not start; the message has what the runtime wrote.
         """
-        name = name or f"ekiben-{uuid.uuid4().hex[:12]}"
+        name = f"ekiben-{uuid.uuid4().hex[:12]}" if name is None else name
+        if not _INSTANCE_NAME.fullmatch(name):
+            allowed = "letters, digits, '.', '_' and '-', at most 128 and the first a letter, a digit or '_'"
+            raise UsageError(f"{name!r} cannot be an instance's name: use {allowed}")
         request = RunRequest(argv=(), gpu=gpu, binds=binds)
         folders = folders_to_bind(request, os.environ)
         _check_binds(folders)
         instance = self._client.instance(str(sif), start=False, name=name, quiet=True)
         line = [*instance._init_command(["instance", "start"]), "--cleanenv", *(["--nv"] if gpu else []),
                 *(word for folder in folders for word in bind_args(folder)), str(sif), name]  # fmt: skip
+        environment = self._environment(request)
         for attempt in range(_STARTS):  # on a busy machine an image of another builder loses several in a row
             try:
-                run(line, env=self._environment(request))
+                run(line, env=environment)
             except ProcessError as error:
                 if _LOST_RACE not in error.stderr:
                     raise EngineError(str(error)) from error

@@ -193,6 +193,13 @@ def test_an_instance_that_cannot_start_raises_with_the_runtime_s_words(image: ek
         Runtime().start(tmp_path / "text.sif")
 
 
+@pytest.mark.parametrize("name", ["--writable", "", "a b", "../up", "..", "a*", "a\n", "é", "x" * 129])
+def test_an_instances_name_is_no_option_path_or_pattern(image: ekiben.Image, name: str) -> None:
+    with pytest.raises(UsageError, match="cannot be an instance's name: use letters"), image.instance(name):
+        pass
+    assert name not in instances()
+
+
 # ------------------------------------------------------------------------------------------------------ spython alone
 
 PLAIN = """
