@@ -356,4 +356,6 @@ def test_python_without_the_requirements_gets_a_hint() -> None:
         [sys.executable, "-S", PROJECT_ROOT / "build.py", "--version"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 4
-    assert done.stderr.startswith(f"error: {sys.executable} has no module 'click'\nhint: run `sh ekiben/bootstrap.sh`")
+    assert done.stderr.startswith(
+        f"error: {sys.executable} has no module 'click'\nhint: run `sh {PROJECT_ROOT}/ekiben/"
+    )
