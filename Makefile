@@ -36,14 +36,14 @@ test: ## every test, with the real programs: installs and starts what it needs (
 	@$(PYTHON) -m pytest $(options)
 
 test-gpu: ## on a machine with an NVIDIA GPU and Apptainer
-	@$(PYTHON) -m pytest -m gpu tests/gpu $(options)
+	@$(PYTHON) -m pytest -m gpu qa/gpu $(options)
 
 chaos: ## kills, races, network faults, damage and fuzzing, counted: options="--minutes 30 --seed 1"
 	@sh ekiben/bootstrap.sh --dev
-	@PYTHONPATH=.:tests $(PYTHON) -m chaos $(options)
+	@PYTHONPATH=.:tests:qa $(PYTHON) -m chaos $(options)
 
 chaos-training: ## faults in the parallel tasks, counted; python: one that has the tasks' packages: options="--minutes 10 --seed 1"
-	@PYTHONPATH=.:tests $(python) -m chaos.training $(options)
+	@PYTHONPATH=.:tests:qa $(python) -m chaos.training $(options)
 
 lint: ## ruff and mypy
 	@sh ekiben/bootstrap.sh --dev

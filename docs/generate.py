@@ -58,7 +58,7 @@ JOB_DEFAULTS = {
     "bind": "Folders to show in the container",
     "scheduler_args": "Options of the scheduler's own",
 }
-# What a key means. tests/test_docs.py finds keys that have no meaning here, and those that are no longer there.
+# What a key means. tests/unit/test_docs.py finds keys that have no meaning here, and those that are no longer there.
 MEANINGS = {
     "recipe": {
         "name": "Name of the recipe, its image and its files: lower-case letters, digits, `.`, `_`, `-`",
@@ -494,16 +494,16 @@ def benchmarks_page() -> str:
 
 GPU_RESULTS = """# Results on GPUs
 
-What `tests/gpu/prove.py SIF CASE… --json FILE` found in images on GPU machines, from the files in `tests/gpu/results`. `prove.py --help` says
-what each case does; sizes and steps are in `tests/gpu/tasks_at_size.py`. Memory is what one GPU reserved, beside what was expected before the run. Earlier
+What `qa/gpu/prove.py SIF CASE… --json FILE` found in images on GPU machines, from the files in `qa/gpu/results`. `prove.py --help` says
+what each case does; sizes and steps are in `qa/gpu/tasks_at_size.py`. Memory is what one GPU reserved, beside what was expected before the run. Earlier
 results, without such a file, are in the [support matrix](support-matrix.md).
 """
 
 
 def gpu_results_page() -> str:
-    """Return the page of what ran in images on GPUs: a table for each file of tests/gpu/results."""
+    """Return the page of what ran in images on GPUs: a table for each file of qa/gpu/results."""
     parts = [NOTE, GPU_RESULTS.rstrip()]
-    for path in sorted((ROOT / "tests/gpu/results").glob("*.json")):
+    for path in sorted((ROOT / "qa/gpu/results").glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         names = [line.partition(",")[0] for line in record["gpus"]]
         driver = record["gpus"][0].rpartition(", ")[2]

@@ -2,7 +2,7 @@
 
 Each term stands with the field's. A private word is counted wherever it stands: as a part of an identifier, as a string that is
 one word (a JSON key, most often), and in texts: messages, help, docstrings. An ordinary English word is counted where it names
-something: in identifiers and one-word strings. tests/words.json holds the counts that were reached; they may only shrink, and
+something: in identifiers and one-word strings. tests/unit/words.json holds the counts that were reached; they may only shrink, and
 REASONS says of every term that is left in which meaning it stays.
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMITS = ROOT / "tests/words.json"
-AREAS = {"ekiben": ("ekiben",), "tasks": ("entrypoints", "recipes", "images"), "tests": ("tests", "bench")}
+LIMITS = ROOT / "tests/unit/words.json"
+AREAS = {"ekiben": ("ekiben",), "tasks": ("entrypoints", "recipes", "images"), "tests": ("tests", "qa", "bench")}
 # fmt: off
 PRIVATE = {  # never an ordinary word here: counted in texts, too
     "learnt": "num_target_tokens, compile_stats", "unlearnt": "ignored", "taken": "StageCopy, copied", "bill": "sbom",
@@ -99,9 +99,9 @@ ALLOWED = {  # (file, identifier or one-word string): why it stays
         "fp32_partitioned_groups_flat",
     ): "DeepSpeed's name",
     ("entrypoints/ekiben_tasks/distributed/strategies/deepspeed.py", "ds_shape"): "DeepSpeed's name",
-    ("tests/gpu/carry_image.py", "pack"): "its command, the opposite of unpack",
-    ("tests/gpu/carry_image.py", "contents"): "SquashfsReader's method",
-    ("tests/test_carry_image.py", "pack"): "the command",
+    ("qa/gpu/carry_image.py", "pack"): "its command, the opposite of unpack",
+    ("qa/gpu/carry_image.py", "contents"): "SquashfsReader's method",
+    ("qa/test_carry_image.py", "pack"): "the command",
 }
 
 

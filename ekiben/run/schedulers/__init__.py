@@ -4,7 +4,7 @@ To add a scheduler, add one file here and nothing elsewhere; its name is the fil
 a job script that differ (`HOOKS`), how options are written (`PREFIX`, `resource_args`, `directives`), what there is (`unavailable`,
 `limits`), and `submit`, `jobs`, `cancel`. `VARIABLES` says which environment variables are a job's own, `LOCAL_FOLDER` where a job's
 folder on the node's disk is. A distribution of your own can offer one, too: an entry point of the group `ekiben.schedulers` that
-names the module. tests/test_plugins.py holds each against its Protocol, tests/test_submit.py its job scripts against bash. A module
+names the module. tests/unit/test_plugins.py holds each against its Protocol, tests/unit/ekiben/run/test_job_program.py its job scripts against bash. A module
 whose name begins with an underscore is none.
 """
 

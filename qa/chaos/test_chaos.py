@@ -1,0 +1,55 @@
+"""A short cut of `make chaos`: a few faults of each kind, with the invariants after each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chaos import kills
+from chaos.__main__ import KINDS
+from support.architecture import ROOT
+
+NAMESPACES = "race namespaces"
+CUT = {"kills": 200, "count": 12, "minutes": 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kinds", [[kind for kind in KINDS if kind != NAMESPACES], [NAMESPACES]], ids=["all but namespaces", "namespaces"]
+)
+def test_faults_lose_nothing_and_leave_nothing(kinds: list[str], tmp_path: Path) -> None:
+    """A cut of some minutes, in processes of its own, which may fork: no thread of another test is in them."""
+    if kinds == [NAMESPACES] and os.geteuid():
+        pytest.skip("unshare --pid needs root")
+    argv = [sys.executable, "-m", "chaos", "--seed", "16", "--json", tmp_path / "counts.json", *kinds]
+    argv += [word for name, value in CUT.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}", "TMPDIR": str(tmp_path)},
+                          capture_output=True, text=True, timeout=600, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads((tmp_path / "counts.json").read_text())["kinds"]
+    assert list(counts) == kinds
+    print(done.stdout)
+    assert {kind: counts[kind]["cases"] for kind in kinds if kind not in kills.KINDS} == {
+        kind: CUT["count"] for kind in kinds if kind not in kills.KINDS
+    }
+    if kinds != [NAMESPACES]:
+        assert sum(tally["kills"] for tally in counts.values()) >= CUT["kills"]
+
+
+def test_a_problem_is_counted_and_its_seed_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of an output that somebody damaged between the runs."""
+    script = ("import random, sys; from pathlib import Path; from chaos.lab import Lab\n"
+              "lab = Lab(Path(sys.argv[1]), random.Random(1))\n"
+              "with lab.case() as case:\n"
+              "    case.run(case.build(1)); case.out.write_bytes(b'x'); (case.folder / 'tmp/left').touch()\n"
+              "    case.check_output(1); case.check_complete(versions=[1]); case.check_tidy(); print(*case.problems, sep='\\n')\n")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "lab"], cwd=ROOT, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}"})  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "the output has other bytes than an undisturbed build gives", "own.sif is none of the versions that were built", "left over: TMPDIR: left",
+    ]  # fmt: skip

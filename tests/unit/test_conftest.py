@@ -1,0 +1,93 @@
+"""That the tests' own safeguards hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.errors import StoreError
+from ekiben.store import Store, default_root
+from support.sample_recipe import RunCli, SampleRecipe
+
+
+def test_the_default_store_cannot_be_touched(out_of_reach: Path, sample: SampleRecipe, run_cli: RunCli) -> None:
+    assert default_root() == out_of_reach
+    with pytest.raises(StoreError, match="cannot be written"):
+        Store(default_root()).open_for_writing()
+    stderr = run_cli("image", sample.path, "--format", "sif", "--no-verify", code=6).stderr
+    assert str(out_of_reach) in stderr
+    assert "--store" in stderr
+
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = """\
+import pytest
+
+def test_skips():
+    pytest.skip("no moon tonight")
+
+@pytest.mark.gpu
+def test_gpu():
+    pytest.skip("no GPU")
+
+@pytest.mark.xfail(reason="known")
+def test_xfail():
+    assert False
+"""
+MODULE = "import pytest\npytest.skip('no sun', allow_module_level=True)\n"
+
+
+def inner(tmp_path: Path, *args: str, ci: str) -> tuple[int, str]:
+    for name in ("conftest.py", "support/sample_recipe.py", "support/session.py"):
+        source = ROOT / "tests" / name
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source.read_text())
+    (tmp_path / "test_a.py").write_text(TESTS)
+    (tmp_path / "test_b.py").write_text(MODULE)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *args], cwd=tmp_path,
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_a_skip_is_allowed_at_home_and_gpu_tests_wait_to_be_asked_for(tmp_path: Path) -> None:
+    code, output = inner(tmp_path, ci="")
+    assert code == 0
+    assert "2 skipped, 1 deselected, 1 xfailed" in output
+
+
+def test_a_skip_is_a_failure_in_ci_with_its_reason(tmp_path: Path) -> None:
+    code, output = inner(tmp_path, "test_a.py", ci="true")
+    assert code == 1
+    assert "1 failed, 1 deselected, 1 xfailed" in output
+    assert "no moon tonight" in output
+    code, output = inner(tmp_path, "test_b.py", ci="true")
+    assert code != 0
+    assert "no sun" in output
+
+
+def test_a_gpu_test_may_skip_in_ci_too(tmp_path: Path) -> None:
+    code, output = inner(tmp_path, "-m", "gpu", "test_a.py", ci="true")
+    assert code == 0
+    assert "1 skipped" in output
+
+
+def test_the_files_that_share_an_engine_exist(request: pytest.FixtureRequest) -> None:
+    plugin = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    names = {name for files in plugin._SERIAL for name in files}
+    assert {path.stem for path in (ROOT / "tests" / "integration").glob("test_*.py")} >= names
+
+
+def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
+    for name in ("test_podman", "test_render", "test_crash_recovery"):
+        (tmp_path / f"{name}.py").write_text("import os\n\ndef test_process():\n    print(f'process {os.getpid()}')\n")
+    _, output = inner(tmp_path, "-rP", "-n", "2", "--dist", "loadfile", ci="")
+    processes = [line for line in output.splitlines() if line.startswith("process ")]
+    assert len(processes) == 3
+    assert len(set(processes)) == 1
