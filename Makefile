@@ -1,6 +1,6 @@
 # `make` alone says what there is. The work is in build.py; this file has no logic.
 .DEFAULT_GOAL := help
-.PHONY: architecture words help setup engine image plan run doctor test test-gpu chaos chaos-training lint lock bench clean
+.PHONY: architecture words help setup engine image plan run doctor check test test-all test-gpu coverage chaos chaos-training lint lock bench clean
 
 recipe ?= hello
 task ?=
@@ -29,11 +29,18 @@ run: setup ## run a task: make run recipe=lora-opencalm task="train --smoke"
 doctor: setup ## will it run, and why: make doctor recipe=lora-opencalm options="--site abci-3.0"
 	@$(PYTHON) build.py doctor $(recipe) $(options)
 
-test: ## every test, with the real programs: installs and starts what it needs (root, Debian)
-	@bash tests/services.sh install
-	@bash tests/services.sh start
+check: lint ## lint and unit tests, for a change at hand
+	@$(PYTHON) -m pytest --numprocesses auto --dist loadfile tests/unit $(options)
+
+test: ## what a change must pass; sets itself up. Without root: the unit tests
+	@bash tests/run.sh change $(options)
+
+test-all: ## every test that needs no GPU, with the real programs
+	@bash tests/run.sh all $(options)
+
+coverage: ## branch coverage of the unit tests
 	@sh ekiben/bootstrap.sh --dev
-	@$(PYTHON) -m pytest $(options)
+	@$(PYTHON) -m pytest --numprocesses auto --dist loadfile --cov --cov-branch --cov-report=term:skip-covered tests/unit $(options)
 
 test-gpu: ## on a machine with an NVIDIA GPU and Apptainer
 	@$(PYTHON) -m pytest -m gpu qa/gpu $(options)

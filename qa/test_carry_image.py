@@ -17,6 +17,8 @@ from ekiben.formats.partition import Partition
 from ekiben.formats.sif import sif_header, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
 
+pytestmark = pytest.mark.covers("qa/gpu/carry_image.py", "ekiben/formats")
+
 SCRIPT = Path(__file__).parent / "gpu" / "carry_image.py"
 INSIDE = "opt/venv/lib/python3.10/site-packages"
 NUMBERS = random.Random(0)

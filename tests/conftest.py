@@ -1,4 +1,4 @@
-"""What tests share: a small recipe of one's own, the command line, and the rules of support/session.py."""
+"""What tests share: the command line and a small recipe of one's own. support/session.py has the rules of a run."""
 
 from __future__ import annotations
 
@@ -7,47 +7,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from support.sample_recipe import GROUND, ROOF, WALLS, Done, RunCli, SampleRecipe
-from support.session import (  # noqa: F401
-    ROOT,
-    out_of_reach,
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_ignore_collect,
-    pytest_make_collect_report,
-    pytest_runtest_makereport,
-)
 
-# Files of tests/integration that one process runs, in turn. The first: `prune --engines` removes the layers that
-# an engine keeps for other builds, and tests count an engine's containers. The second: Slurm's nodes are few.
-_SERIAL = (
-    {"test_awkward_paths", "test_build_stages", "test_busybox_base", "test_crash_recovery", "test_executor_parity",
-     "test_host_limits", "test_layer_content", "test_podman", "test_random_layers", "test_render",
-     "test_rootless_overlay", "test_user_recipes"},
-    {"test_lora_opencalm", "test_recorded_site", "test_slurm"},
-)  # fmt: skip
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run files that share a thing of the machine in one process, in turn.
-
-    A marker xdist_group would say the same, and does nothing under pytest 9.2: pytest-xdist 3.8 writes to an attribute that
-    is no longer read.
-    """
-    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
-
-    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return next((str(sorted(files)) for files in _SERIAL if Path(file).stem in files), file)
-
-    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
-
+ROOT = Path(__file__).resolve().parent.parent
 
 # -------------------------------------------------------------------------------------------------- the command line
 
@@ -68,6 +33,8 @@ def run_cli(tmp_path: Path) -> RunCli:
 
     return run
 
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # -------------------------------------------------------------------------------------------------------- a small recipe
 

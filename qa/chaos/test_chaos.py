@@ -14,11 +14,12 @@ from chaos import kills
 from chaos.__main__ import KINDS
 from support.architecture import ROOT
 
+pytestmark = pytest.mark.covers("qa/chaos", "ekiben/store", "ekiben/publish", "ekiben/registry", "ekiben/bundle")
+
 NAMESPACES = "race namespaces"
 CUT = {"kills": 200, "count": 12, "minutes": 8}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [[kind for kind in KINDS if kind != NAMESPACES], [NAMESPACES]], ids=["all but namespaces", "namespaces"]
 )

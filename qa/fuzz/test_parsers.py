@@ -24,6 +24,8 @@ from fuzz.parsers import CASES, READERS
 from fuzz.world import World, answering
 from support.architecture import ROOT
 
+pytestmark = pytest.mark.covers("qa/fuzz", "ekiben/formats", "ekiben/store", "ekiben/registry", "ekiben/spec")
+
 # More of them, and not the same each time, in `make chaos`.
 EXAMPLES = int(os.environ.get("EKIBEN_FUZZ_EXAMPLES", 30))
 LIMITS = settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=EXAMPLES == 30, report_multiple_bugs=False,

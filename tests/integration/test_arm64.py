@@ -16,7 +16,7 @@ from ekiben.core.emulation import emulation_problem
 from ekiben.formats.sif import read_sif
 from workspaces import ME, Cli, RecipeFolder, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/resolve", "ekiben/artifacts", "images/base.def")
 
 
 def test_image_for_arm64_is_built_tested_and_run_under_emulation(

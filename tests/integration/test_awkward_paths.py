@@ -12,7 +12,7 @@ import pytest
 
 from workspaces import ENGINES, ME, USER, Cli, Engine, Workspace, give, share_layers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/store", "ekiben/executors", "ekiben/run", "ekiben/publish")
 
 AWKWARD = "a:b,c d'e\"f\\g"
 TASK = """\

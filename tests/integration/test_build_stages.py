@@ -29,7 +29,7 @@ from support.compiled import extension
 
 REGISTRY = "127.0.0.1:5000"
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/executors", "images/scripts")
 
 TOOLS = """\
 Bootstrap: localimage

@@ -16,7 +16,7 @@ from test_definition_corpus import seed
 from test_layer_content import read_image
 from workspaces import ME, USER, Cli, Engine, RecipeFolder, Workspace, as_user, give, home_of, path_without
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/builder/bases", "ekiben/executors", "ekiben/formats")
 
 SCRIPT = r"""
 test "$(readlink -f /bin/tar)" = /bin/busybox

@@ -13,7 +13,7 @@ import pytest
 from jobs import wait_for
 from workspaces import ROOT, USER, Cli, Workspace, as_user, give, home_of, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/publish", "ekiben/run")
 SAID = "image       hello, run by "
 
 

@@ -17,6 +17,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from support import catalog_samples
 from support.catalog_samples import HOSTILE
 
+pytestmark = pytest.mark.covers("ekiben/publish")
+
 CHROMIUM = shutil.which("chromium")
 IMAGE = "images/lora-opencalm.html"
 # Of every text: its colour against the first background behind it that is not transparent (WCAG 2, contrast ratio).

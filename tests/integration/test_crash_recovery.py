@@ -16,7 +16,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, Engine, NewStore, RecipeFolder, Workspace, home_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/store", "ekiben/executors")
 
 
 def staged(store: Path) -> list[str]:

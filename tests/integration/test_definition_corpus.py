@@ -37,7 +37,7 @@ from support.sample_recipe import RECIPE, SampleRecipe, quiet
 from test_layer_content import DIFFERENCES, Seen, is_same, read_folder, read_image
 from workspaces import ROOT, USER, as_user, give, home_of, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/spec", "ekiben/resolve", "ekiben/builder", "ekiben/formats")
 
 PAGE = ROOT / "docs/reference/definition-files.md"
 HEADER = "Bootstrap: localimage\nFrom: base.sif\n"

@@ -14,7 +14,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.tar import tar_stream
 from workspaces import Cli, Engine, NewStore, RecipeFolder, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/executors", "ekiben/formats")
 
 Listing = dict[str, tuple[object, ...]]
 

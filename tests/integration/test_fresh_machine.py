@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.covers("ekiben/bootstrap.sh", "Makefile", "build.py"),
     pytest.mark.skipif(os.getuid() != 0, reason="needs root for chroot"),
     pytest.mark.skipif(not shutil.which("mmdebstrap"), reason="needs mmdebstrap (tests/services.sh install)"),
 ]

@@ -10,7 +10,7 @@ import pytest
 
 from workspaces import need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/executors")
 
 MOUNTS = {
     "kernel": "mount -t overlay overlay merged -o lowerdir=lower,upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off",

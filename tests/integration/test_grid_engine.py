@@ -14,7 +14,7 @@ import pytest
 from jobs import Submitter, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py", "sites")
 
 SITE = """\
 name: lab

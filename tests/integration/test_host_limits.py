@@ -15,7 +15,7 @@ import pytest
 
 from workspaces import ME, ROOT, USER, Cli, Engine, NewStore, RecipeFolder, Workspace, give
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/core", "ekiben/builder", "ekiben/store", "ekiben/cli")
 
 NOWHERE = "http://127.0.0.1:9"
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups"]

@@ -24,7 +24,7 @@ from test_executor_parity import ATTRIBUTE
 from test_executor_parity import CAPABILITY as VALUE
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, path_without
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/formats", "ekiben/executors", "ekiben/builder")
 
 Seen = dict[str, tuple[object, ...]]
 

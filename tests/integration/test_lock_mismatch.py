@@ -18,6 +18,8 @@ import yaml
 
 from workspaces import ME, ROOT, Cli, NewStore, RecipeFolder, Workspace
 
+pytestmark = pytest.mark.covers("ekiben/packages", "ekiben/project", "ekiben/builder/bases")
+
 STACK = ROOT / "images/stacks/cu130"
 LOCKED = "\n[own]\nekiben-tool=1.0\n"
 

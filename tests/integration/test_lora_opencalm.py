@@ -25,7 +25,7 @@ from ekiben.store import Store
 from sbom_checks import check_sbom
 from workspaces import CA_BUNDLE, ME, ROOT, USER, Cli, Workspace, as_user, copy_checkout, home_of, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("images", "recipes", "entrypoints", "ekiben/gpu", "ekiben/inspect")
 
 TAG = "ekiben/lora-opencalm"
 DOCKER = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"

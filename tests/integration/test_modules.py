@@ -19,7 +19,7 @@ from support.module_systems import NAMES, ModuleSystem, module_system
 from test_share import COLLEAGUE, LAB, login
 from workspaces import CA_BUNDLE, Cli, Workspace, give, home_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/publish", "ekiben/run")
 
 # What the command sees: its words, its environment, where it is, and what of the host is bound.
 LOOK = """\

@@ -19,7 +19,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/run", "images/notebook")
 
 # In the image, which has the client of websockets: run a cell as a browser does, and print what it prints.
 RUN_CELL = """\

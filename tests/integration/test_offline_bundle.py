@@ -11,7 +11,7 @@ import pytest
 
 from workspaces import ME, Cli, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/bundle", "ekiben/packages")
 
 
 def test_offline_build_gives_the_same_image(cli: Cli, hello: Path, workspace: Workspace) -> None:

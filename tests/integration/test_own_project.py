@@ -9,7 +9,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, NewStore, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/project", "ekiben/cli")
 
 
 @pytest.mark.parametrize("user", [ME, USER])

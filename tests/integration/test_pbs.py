@@ -13,7 +13,7 @@ import pytest
 from jobs import Submitter, of_run, wait_for
 from workspaces import ROOT, USER, Cli, Workspace, give
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/run")
 
 
 @pytest.fixture

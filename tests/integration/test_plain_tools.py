@@ -17,7 +17,7 @@ import pytest
 from test_layer_content import Seen, is_known, read_folder, read_image
 from workspaces import USER, Cli, Workspace, as_user, give
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/resolve", "ekiben/artifacts", "ekiben/spec")
 
 REGISTRY = "127.0.0.1:5000"
 # %files of a layer comes after the %post of the one below, and goes into its folders.

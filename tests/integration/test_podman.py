@@ -16,7 +16,7 @@ from ekiben.executors import podman
 from ekiben.gpu import container_gpus
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/executors", "ekiben/artifacts", "ekiben/run")
 
 FAKE_GPU = """\
 cdiVersion: "0.5.0"

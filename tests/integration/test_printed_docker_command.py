@@ -16,7 +16,7 @@ import yaml
 
 from workspaces import ME, ROOT, USER, Cli, NewStore, RecipeFolder, Workspace, home_of, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/cli", "ekiben/artifacts")
 SOCKET = Path("/var/run/docker.sock")
 
 

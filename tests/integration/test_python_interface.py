@@ -18,7 +18,7 @@ from ekiben.core.errors import EngineError, StoreError, UsageError
 from ekiben.run.containers import Runtime
 from workspaces import ME, ROOT, NewStore, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/api.py", "ekiben/run", "ekiben/cli")
 
 NOISY = "import sys\nfor number in range(4000): print('out', number); print('e' * 100, file=sys.stderr)\nsys.exit(7)"
 

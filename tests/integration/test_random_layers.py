@@ -17,7 +17,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from support.random_edits import random_edits, script
 from workspaces import Cli, Engine, NewStore, RecipeFolder, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/executors", "ekiben/formats")
 
 # EKIBEN_RANDOM_TREES=1,2,3: seeds of other trees; EKIBEN_RANDOM_EDITS=200: longer scripts.
 SEEDS = tuple(map(int, os.environ.get("EKIBEN_RANDOM_TREES", "1").split(",")))

@@ -9,7 +9,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/artifacts", "ekiben/builder", "ekiben/store")
 
 
 def test_rebuild_by_another_user_is_identical(user_cli: Cli, workspace: Workspace, hello: Path) -> None:

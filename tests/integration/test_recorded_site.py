@@ -12,7 +12,7 @@ import yaml
 
 from workspaces import USER, Cli, Workspace, as_user, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/run", "ekiben/doctor", "sites")
 
 
 def test_site_profile_recorded_in_a_slurm_job(workspace: Workspace) -> None:

@@ -16,6 +16,8 @@ from ekiben.formats.layer import Entry
 from ekiben.formats.squashfs.reader import SquashfsReader
 from workspaces import Cli, RecipeFolder, Workspace, need
 
+pytestmark = pytest.mark.covers("ekiben/registry", "ekiben/builder/bases")
+
 REGISTRY = "127.0.0.1:5000"
 
 

@@ -14,7 +14,7 @@ from support.registries import PASSWORD, USER, real_registry
 from workspaces import USER as BUILDER
 from workspaces import Cli, NewStore, Workspace, need
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/registry", "ekiben/artifacts")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 
 from workspaces import CA_BUNDLE, USER, Cli, Workspace, give
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/resolve", "ekiben/spec")
 
 # Path, mode and content of what the recipe's layers put there; a folder's own mode is each tool's affair.
 LISTING = r"""

@@ -11,7 +11,7 @@ import pytest
 from test_layer_content import read_image
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/executors")
 
 LOWER = r"""
 for name in renamed edited linked again twice; do mkdir -p /opt/$name; printf old >/opt/$name/file; done

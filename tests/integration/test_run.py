@@ -16,7 +16,7 @@ import pytest
 
 from workspaces import CA_BUNDLE, ME, USER, Cli, Workspace, as_user, give
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/run", "ekiben/doctor", "ekiben/gpu")
 
 # Says what it sees, and where it is told to wait, waits until it may end.
 LOOK = """\

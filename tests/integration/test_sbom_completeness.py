@@ -13,6 +13,8 @@ from ekiben.spec.stack import find_stack, read_pins
 from sbom_checks import check_sbom
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace
 
+pytestmark = pytest.mark.covers("ekiben/inspect", "ekiben/packages")
+
 
 def test_sbom_equals_dpkg_and_importlib_inside(hello: Path, workspace: Workspace, cli: Cli, user_cli: Cli) -> None:
     sbom = cli.run("--store", hello, "sbom", "hello").stdout

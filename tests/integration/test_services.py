@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.covers("tests/services.sh")
+
 SCRIPT = Path(__file__).parent / "services.sh"
 
 

@@ -21,7 +21,7 @@ import pytest
 from ekiben.publish._records import read_records
 from workspaces import ME, ROOT, USER, Cli, Workspace, home_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/publish", "ekiben/store")
 
 COLLEAGUE, LAB = "colleague", "ekiben-lab"  # tests/services.sh makes them
 

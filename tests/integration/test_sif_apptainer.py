@@ -26,6 +26,8 @@ from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.users import users_partition
 
+pytestmark = pytest.mark.covers("ekiben/formats", "ekiben/artifacts")
+
 USER = "builder"  # tests/services.sh makes it
 DEFFILE = "Bootstrap: localimage\nFrom: python.sif\n\n%labels\n    who us\n"
 FAQ = "usr/share/doc/base-files/FAQ"

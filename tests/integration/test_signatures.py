@@ -23,6 +23,8 @@ from support.registries import real_registry
 from support.sample_recipe import SampleRecipe, chain_of, seeded
 from workspaces import USER, give, need
 
+pytestmark = pytest.mark.covers("ekiben/signing", "ekiben/formats")
+
 
 @pytest.fixture(params=["ed25519", "rsa2048", "nistp384"])
 def kind(request: pytest.FixtureRequest) -> str:

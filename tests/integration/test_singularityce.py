@@ -17,7 +17,7 @@ import pytest
 from test_executor_parity import ATTRIBUTE, CAPABILITY
 from workspaces import ME, USER, Cli, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/run", "ekiben/artifacts", "ekiben/formats")
 
 SINGULARITY = Path(
     "/opt/singularity-ce/bin"

@@ -14,6 +14,8 @@ from urllib.parse import unquote
 
 import pytest
 
+pytestmark = pytest.mark.covers("docs", "mkdocs.yml")
+
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium")
 WIDTH = 400

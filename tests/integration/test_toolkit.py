@@ -17,7 +17,7 @@ from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredResult
 from workspaces import ME, ROOT, RecipeFolder, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/builder", "images/toolkit.def")
 
 LAYER = """\
 Bootstrap: localimage

@@ -9,7 +9,7 @@ import pytest
 
 from workspaces import ME, Cli, NewStore, Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("docs/tutorials", "ekiben/project", "ekiben/cli")
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs/tutorials/own-recipe.md"
 
 

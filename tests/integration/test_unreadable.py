@@ -11,7 +11,7 @@ import pytest
 from support.sample_recipe import RECIPE, ROOF, SampleRecipe, seeded
 from workspaces import USER, Cli, Workspace, give
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/resolve", "ekiben/cli", "ekiben/builder")
 
 GROUND = "Bootstrap: debootstrap\nOSVersion: bookworm\n"
 DENIED = "Permission denied"

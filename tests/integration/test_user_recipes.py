@@ -11,7 +11,7 @@ import pytest
 
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, copy_checkout
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("ekiben/resolve", "ekiben/project")
 
 LAYER = """\
 Bootstrap: localimage

@@ -18,7 +18,7 @@ from uv import find_uv_bin
 import ekiben
 from workspaces import ME, ROOT, NewStore, Workspace, copy_checkout
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.covers("pyproject.toml", "ekiben/bootstrap.sh", "ekiben/core")
 
 DATA = ("images", "recipes", "entrypoints", "sites")
 # The keys of every layer of every recipe on its stack. sys.argv[1]: the folder that ``ekiben`` should come from.

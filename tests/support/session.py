@@ -1,4 +1,8 @@
-"""What all tests share, those of qa/ too: the user's own store is out of reach, a skip is a failure in CI, GPUs are asked for."""
+"""The rules of every run of tests, a plugin of pytest that pyproject.toml names.
+
+The user's own store is out of reach, a skip is a failure in CI, tests that need a GPU run when asked for, files that share a
+thing of the machine run in one process, and --select change leaves tests out (support/selection.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support import selection
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,8 +34,15 @@ def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             os.environ[name] = value
 
 
-def pytest_configure() -> None:
-    """Let commands under test be interrupted: a shell lets what it starts in the background ignore Ctrl-C."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ekiben")
+    group.addoption("--select", choices=("all", "change"), default="all", help="run all tests, or those for a change")
+    group.addoption("--record-durations", action="store_true", help="write tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(selection.Reporter(config))
+    # A shell lets what it starts in the background ignore Ctrl-C; commands under test are interrupted.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -40,11 +53,39 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What needs a GPU runs when asked for: -m gpu."""
+    """Leave out what needs a GPU unless -m gpu asks for it, and what --select change does not select."""
     if not config.option.markexpr:
         asked = [item for item in items if item.get_closest_marker("gpu")]
         items[:] = [item for item in items if item not in asked]
         config.hook.pytest_deselected(items=asked)
+        selection.deselect(config, items)
+
+
+# Files of tests/integration that one process runs, in turn. The first: `prune --engines` removes the layers that
+# an engine keeps for other builds, and tests count an engine's containers. The second: Slurm's nodes are few.
+_SERIAL = (
+    {"test_awkward_paths", "test_build_stages", "test_busybox_base", "test_crash_recovery", "test_executor_parity",
+     "test_host_limits", "test_layer_content", "test_podman", "test_random_layers", "test_render",
+     "test_rootless_overlay", "test_user_recipes"},
+    {"test_lora_opencalm", "test_recorded_site", "test_slurm"},
+)  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run files that share a thing of the machine in one process, in turn.
+
+    A marker xdist_group would say the same, and does nothing under pytest 9.2: pytest-xdist 3.8 writes to an attribute that
+    is no longer read.
+    """
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((str(sorted(files)) for files in _SERIAL if Path(file).stem in files), file)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,7 @@ def all_uses(folders: tuple[str, ...]) -> Iterator[Use]:
             yield from (use for use in uses if (path, use.text) not in ALLOWED)
 
 
+@cache
 def counts() -> dict[str, dict[str, int]]:
     """Return area → term → number of uses."""
     return {

@@ -390,7 +390,6 @@ def test_invalid_adapter_is_refused(base: Path, device: device_module.Device, tm
 # ---------------------------------------------------------------------- without the hub
 
 
-@pytest.mark.slow
 def test_without_a_network_train_says_so_once(tmp_path: Path) -> None:
     env = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [

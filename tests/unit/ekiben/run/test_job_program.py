@@ -123,8 +123,8 @@ WORD = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")) | st.te
 ).map(str.encode)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(argv=st.lists(WORD, max_size=6))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(argv=st.lists(WORD, max_size=30))
 def test_any_arguments_arrive_as_they_are(node: Node, argv: list[bytes]) -> None:
     job = node.plan("train")
     step = replace(job.steps[0], argv=("train", *map(os.fsdecode, argv)))

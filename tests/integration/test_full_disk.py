@@ -15,6 +15,8 @@ from support.registries import real_registry
 from support.sample_recipe import Done, RunCli, SampleRecipe, becomes_empty, seeded
 from support.small_disk import mount_tmpfs
 
+pytestmark = pytest.mark.covers("ekiben/core", "ekiben/store", "ekiben/publish")
+
 # Of files that a command makes, in all: where the next one fails differs.
 INODES = (2, 4, 7, 11, 16, 20, 23, 26, 30, 35)
 
@@ -68,7 +70,6 @@ def run(run_cli: RunCli, tmp_path: Path) -> RunCli:
     return start
 
 
-@pytest.mark.slow
 def test_build_without_inodes(disk: Path, run: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     seeded(files_only, tmp_path / "seed", "ground")
     subprocess.run(["cp", "-a", tmp_path / "seed", disk / "store"], check=True)
@@ -102,7 +103,6 @@ def test_build_without_inodes(disk: Path, run: RunCli, files_only: SampleRecipe,
     assert {path.name for path in disk.iterdir()} == {"store", "own.sif"}
 
 
-@pytest.mark.slow
 def test_publish_without_inodes(disk: Path, run: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     seeded(files_only, tmp_path / "store", "ground")
     argv = ("--store", tmp_path / "store", "publish", files_only.path, "--to", disk / "lab", "--no-verify")
@@ -116,7 +116,6 @@ def test_publish_without_inodes(disk: Path, run: RunCli, files_only: SampleRecip
     assert not list((disk / "lab/store/staging").iterdir())
 
 
-@pytest.mark.slow
 def test_pull_without_inodes(disk: Path, run: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     seeded(files_only, tmp_path / "store", "ground")
     (tmp_path / "registry").mkdir()
@@ -138,7 +137,6 @@ def test_pull_without_inodes(disk: Path, run: RunCli, files_only: SampleRecipe, 
             assert [path.name for path in folder.glob("*.sif")] == ["own.sif"]
 
 
-@pytest.mark.slow
 def test_verify_on_a_full_disk(disk: Path, run: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     """It reads only: what it cannot note is read again."""
     seeded(files_only, tmp_path / "seed", "ground")

@@ -11,6 +11,7 @@ import pytest
 
 from ekiben.core.errors import StoreError
 from ekiben.store import Store, default_root
+from support import session
 from support.sample_recipe import RunCli, SampleRecipe
 
 
@@ -42,13 +43,13 @@ MODULE = "import pytest\npytest.skip('no sun', allow_module_level=True)\n"
 
 
 def inner(tmp_path: Path, *args: str, ci: str) -> tuple[int, str]:
-    for name in ("conftest.py", "support/sample_recipe.py", "support/session.py"):
+    for name in ("support/session.py", "support/selection.py"):
         source = ROOT / "tests" / name
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source.read_text())
     (tmp_path / "test_a.py").write_text(TESTS)
     (tmp_path / "test_b.py").write_text(MODULE)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\npythonpath = .\naddopts = -p support.session\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *args], cwd=tmp_path,
         env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
@@ -78,9 +79,8 @@ def test_a_gpu_test_may_skip_in_ci_too(tmp_path: Path) -> None:
     assert "1 skipped" in output
 
 
-def test_the_files_that_share_an_engine_exist(request: pytest.FixtureRequest) -> None:
-    plugin = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
-    names = {name for files in plugin._SERIAL for name in files}
+def test_the_files_that_share_an_engine_exist() -> None:
+    names = {name for files in session._SERIAL for name in files}
     assert {path.stem for path in (ROOT / "tests" / "integration").glob("test_*.py")} >= names
 
 
