@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from workspaces import (
     ENGINES,
     ME,
     USER,
+    BuiltImage,
     Cli,
     Engine,
     NewStore,
@@ -24,6 +24,8 @@ from workspaces import (
     Workspace,
     copy_checkout,
     give,
+    locked,
+    make_image,
     need,
     share_layers,
 )
@@ -33,22 +35,25 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def workspace() -> Iterator[Workspace]:
-    """Yield $EKIBEN_TEST_WORKSPACE, which stays with its caches and first layers; without it a temporary one."""
+def run_folder() -> Path:
+    """The folder that all processes of this run share; tests/support/session.py names and removes it."""
+    folder = Path(os.environ["EKIBEN_TEST_RUN"])
+    folder.mkdir(mode=0o755, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def workspace(run_folder: Path) -> Workspace:
+    """$EKIBEN_TEST_WORKSPACE, which stays with its caches and first layers; without it a temporary one of this process."""
     need("apptainer", "buildah", "mmdebstrap")
-    asked = os.environ.get("EKIBEN_TEST_WORKSPACE")
-    path = Path(asked) if asked else Path(tempfile.mkdtemp(prefix="ekiben-tests-"))
+    path = Path(os.environ.get("EKIBEN_TEST_WORKSPACE") or run_folder / os.environ.get("PYTEST_XDIST_WORKER", "main"))
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o755)
     for user in (ME, USER):
         (path / "stores" / user).mkdir(parents=True, exist_ok=True)
         give(path / "stores" / user, user)
     shutil.rmtree(path / "checkout", ignore_errors=True)
-    try:
-        yield Workspace(path, copy_checkout(path / "checkout"))
-    finally:
-        if not asked:
-            shutil.rmtree(path, ignore_errors=True)
+    return Workspace(path, copy_checkout(path / "checkout"))
 
 
 @pytest.fixture(autouse=True)
@@ -76,12 +81,35 @@ def user_cli(workspace: Workspace) -> Cli:
 
 
 @pytest.fixture(scope="session")
-def hello(workspace: Workspace, cli: Cli) -> Path:
-    """A store of root's in which `hello` is built: the first layers of all other tests' stores."""
-    store = workspace.store(ME, "hello")
-    made = cli.image(store, "hello", "--engine", "apptainer", "--format", "sif", "-o", workspace.path / "hello.sif")
+def hello(workspace: Workspace, cli: Cli, run_folder: Path) -> Path:
+    """A store of root's in which `hello` is built: the first layers of all other tests' stores.
+
+    The first process of a run that asks for it builds the layers, and the others link them.
+    """
+    store, layers = workspace.store(ME, "hello"), run_folder / "hello"
+    with locked(run_folder / "hello.lock"):
+        if layers.exists() and not store.exists():
+            share_layers(layers, store, ["base", "python", "hello"], ME)
+        made = cli.image(store, "hello", "--engine", "apptainer", "--format", "sif", "-o", workspace.path / "hello.sif")
+        if not layers.exists():
+            share_layers(store, layers, ["base", "python", "hello"], ME)
     assert {item["name"] for item in made["layers"]} == {"base", "python", "hello"}
     return store
+
+
+@pytest.fixture(scope="session")
+def lora_opencalm(workspace: Workspace, run_folder: Path) -> BuiltImage:
+    """`make image recipe=lora-opencalm` in a clone, once in a run."""
+    folder = run_folder / "lora-opencalm"
+    image = BuiltImage(folder / "clone", folder / "store", folder / "stdout")
+    with locked(run_folder / "lora-opencalm.lock"):
+        if not image.stdout_file.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            copy_checkout(image.checkout)
+            done = make_image(image)
+            assert done.returncode == 0, done.stdout + done.stderr
+            image.stdout_file.write_text(done.stdout)
+    return image
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,10 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from ekiben.publish.catalog.runs import image_metadata, reduced
 from ekiben.spec.stack import find_stack, read_pins
 from ekiben.store import Store
 from sbom_checks import check_sbom
-from workspaces import CA_BUNDLE, ME, ROOT, USER, Cli, Workspace, as_user, copy_checkout, home_of, need
+from workspaces import CA_BUNDLE, ME, ROOT, USER, BuiltImage, Cli, Workspace, as_user, home_of, make_image, need
 
 pytestmark = pytest.mark.covers("images", "recipes", "entrypoints", "ekiben/gpu", "ekiben/inspect")
 
@@ -31,39 +29,9 @@ TAG = "ekiben/lora-opencalm"
 DOCKER = "/usr/bin/docker" if Path("/usr/bin/docker").exists() else "docker"
 
 
-@dataclass(frozen=True)
-class Built:
-    checkout: Path
-    store: Path
-    sif: Path
-    stdout: str
-
-    def cli(self, workspace: Workspace) -> Cli:
-        return Cli(workspace, ME, self.checkout)
-
-
 @pytest.fixture(scope="module")
-def built(workspace: Workspace) -> Iterator[Built]:
-    """`make image recipe=lora-opencalm` in a clone."""
-    checkout = workspace.folder("clone")
-    copy_checkout(checkout)
-    store = workspace.store(ME, "lora-opencalm")
-    done = make_image(checkout, store)
-    assert done.returncode == 0, done.stdout + done.stderr
-    yield Built(checkout, store, checkout / "lora-opencalm.sif", done.stdout)
-    shutil.rmtree(checkout)
-
-
-def make_image(checkout: Path, store: Path) -> subprocess.CompletedProcess[str]:
-    # Not those of the make that runs the tests.
-    settings = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MAKE", "MFLAGS")) and name != "options"
-    }
-    environment = {**settings, "EKIBEN_STORE": str(store)}
-    command = ["make", "image", "recipe=lora-opencalm"]
-    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+def built(lora_opencalm: BuiltImage) -> BuiltImage:
+    return lora_opencalm
 
 
 def digest(path: Path) -> str:
@@ -86,7 +54,7 @@ def run_as(user: str, *command: str | Path, cwd: Path, env: Mapping[str, str] | 
     return output
 
 
-def test_build_prints_size_tests_and_run_commands(built: Built) -> None:
+def test_build_prints_size_tests_and_run_commands(built: BuiltImage) -> None:
     assert str(built.sif.name) in built.stdout
     assert "tested  under apptainer" in built.stdout
     assert "tested  under docker" in built.stdout
@@ -96,10 +64,10 @@ def test_build_prints_size_tests_and_run_commands(built: Built) -> None:
     assert built.sif.stat().st_size <= 3_100_000_000
 
 
-def test_second_build_builds_nothing(built: Built, workspace: Workspace) -> None:
+def test_second_build_builds_nothing(built: BuiltImage, workspace: Workspace) -> None:
     before = built.sif.stat().st_mtime_ns
     began = time.monotonic()
-    again = make_image(built.checkout, built.store)
+    again = make_image(built)
     took = time.monotonic() - began
     assert again.returncode == 0
     assert "all 5 layers are stored" in again.stderr
@@ -111,7 +79,7 @@ def test_second_build_builds_nothing(built: Built, workspace: Workspace) -> None
     ]  # fmt: skip
 
 
-def test_list_and_inspect(built: Built, workspace: Workspace) -> None:
+def test_list_and_inspect(built: BuiltImage, workspace: Workspace) -> None:
     cli = built.cli(workspace)
     listed = cli.run("--store", built.store, "list").stdout
     assert any(line.startswith("lora-opencalm") and "sha256:" in line for line in listed.splitlines())
@@ -123,7 +91,7 @@ def test_list_and_inspect(built: Built, workspace: Workspace) -> None:
     assert loaded == about["image"]
 
 
-def test_doctor_finds_the_device_code_of_the_image(built: Built, workspace: Workspace) -> None:
+def test_doctor_finds_the_device_code_of_the_image(built: BuiltImage, workspace: Workspace) -> None:
     """Of the layers and of the SIF the same; torch's libraries hold what the stack says, and so a V100 cannot run them."""
     cli = built.cli(workspace)
     stack = (built.checkout / "images/stacks/cu130/stack.yaml").read_text()
@@ -145,7 +113,7 @@ def test_doctor_finds_the_device_code_of_the_image(built: Built, workspace: Work
     )
 
 
-def test_sbom_has_all_locked_and_installed_packages(built: Built, workspace: Workspace) -> None:
+def test_sbom_has_all_locked_and_installed_packages(built: BuiltImage, workspace: Workspace) -> None:
     sbom = built.cli(workspace).run("--store", built.store, "sbom", "lora-opencalm").stdout
     debian, python = check_sbom(sbom, built.sif)
     stack = find_stack("cu130", [built.checkout / "images"])
@@ -162,7 +130,7 @@ def test_sbom_has_all_locked_and_installed_packages(built: Built, workspace: Wor
 
 
 @pytest.mark.parametrize("user", [ME, USER])
-def test_the_sif_trains(user: str, built: Built, workspace: Workspace) -> None:
+def test_the_sif_trains(user: str, built: BuiltImage, workspace: Workspace) -> None:
     out = workspace.folder("out", user)
     output = run_as(user, "apptainer", "exec", "--cleanenv", built.sif, "train", "--smoke", cwd=out)
     assert "loss" in output
@@ -171,19 +139,19 @@ def test_the_sif_trains(user: str, built: Built, workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--user", "12345:12345"]], ids=["root", "another id"])
-def test_the_docker_image_trains(options: list[str], built: Built, workspace: Workspace) -> None:
+def test_the_docker_image_trains(options: list[str], built: BuiltImage, workspace: Workspace) -> None:
     command = [DOCKER, "run", "--rm", "--network", "none", "--shm-size", "1g", *options, TAG]
     assert "loss" in run_as(ME, *command, "train", "--smoke", cwd=workspace.path)
 
 
-def test_equal_images_are_equal_files(built: Built, workspace: Workspace) -> None:
+def test_equal_images_are_equal_files(built: BuiltImage, workspace: Workspace) -> None:
     out = workspace.folder("out")
     built.cli(workspace).image(built.store, "lora-opencalm", "--format", "sif", "-o", out / "again.sif", "--no-verify")
     assert digest(out / "again.sif") == digest(built.sif)
     (out / "again.sif").unlink()
 
 
-def test_squashed_sif(built: Built, workspace: Workspace) -> None:
+def test_squashed_sif(built: BuiltImage, workspace: Workspace) -> None:
     out = workspace.folder("out")
     built.cli(workspace).image(
         built.store, "lora-opencalm", "--format", "sif", "--squash", "-o", out / "flat.sif", "--no-verify"
@@ -196,7 +164,7 @@ def test_squashed_sif(built: Built, workspace: Workspace) -> None:
 
 
 @pytest.mark.flaky(reruns=0)  # in CI each of them runs once more if it fails, not all
-def test_the_tests_of_the_tasks_pass_in_the_image(built: Built, workspace: Workspace) -> None:
+def test_the_tests_of_the_tasks_pass_in_the_image(built: BuiltImage, workspace: Workspace) -> None:
     """What ships is what is tested: the scripts and packages are the image's, only pytest comes from outside."""
     out = workspace.folder("tasks", USER)
     lock = (built.checkout / "requirements-dev.lock").read_text()
@@ -272,7 +240,7 @@ done
 """
 
 
-def test_the_other_recipes_pass_their_tests_in_images_of_their_own(built: Built, workspace: Workspace) -> None:
+def test_the_other_recipes_pass_their_tests_in_images_of_their_own(built: BuiltImage, workspace: Workspace) -> None:
     """Made as a user makes them, two at once: a core each. Docker has the layers of lora-opencalm."""
     assert {"finetune", "fsdp-llama", "lora-bench", "pretrain-gpt"} <= {*OTHERS}
 
@@ -298,7 +266,7 @@ smoke.make_base(pathlib.Path("base"), home / "data/sample.jsonl")
 """
 
 
-def test_two_slurm_nodes_train_like_one_process(built: Built, workspace: Workspace, user_cli: Cli) -> None:
+def test_two_slurm_nodes_train_like_one_process(built: BuiltImage, workspace: Workspace, user_cli: Cli) -> None:
     """The same steps: once in a plain container, once as a job of two nodes that meet over gloo."""
     need("sbatch")
     out = workspace.folder("slurm", USER)
@@ -340,7 +308,7 @@ def test_two_slurm_nodes_train_like_one_process(built: Built, workspace: Workspa
         assert two == pytest.approx(one, rel=1e-5), key
 
 
-def test_an_edited_entrypoint_rebuilds_the_top_layer_only(built: Built, workspace: Workspace) -> None:
+def test_an_edited_entrypoint_rebuilds_the_top_layer_only(built: BuiltImage, workspace: Workspace) -> None:
     """Last, for it changes the clone."""
     script = built.checkout / "entrypoints/chat.py"
     script.write_text(script.read_text() + "\n# edited\n")

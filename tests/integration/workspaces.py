@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import getpass
 import json
 import os
@@ -10,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,47 @@ def share_layers(source: Path, store: Path, layers: Sequence[str], user: str) ->
     assert found == set(layers)
     for path in (store, store / "blobs", store / "blobs/sha256", store / "keys"):
         give(path, user)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock against the other processes of a run."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass(frozen=True)
+class BuiltImage:
+    """lora-opencalm as `make image` leaves it in a checkout, and what that printed."""
+
+    checkout: Path
+    store: Path
+    stdout_file: Path
+
+    @property
+    def sif(self) -> Path:
+        return self.checkout / "lora-opencalm.sif"
+
+    @property
+    def stdout(self) -> str:
+        return self.stdout_file.read_text()
+
+    def cli(self, workspace: Workspace) -> Cli:
+        return Cli(workspace, ME, self.checkout)
+
+
+def make_image(image: BuiltImage) -> subprocess.CompletedProcess[str]:
+    """Run `make image recipe=lora-opencalm` in the checkout of ``image``."""
+    # Not the variables of the make that runs the tests.
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS")) and name != "options"
+    }
+    environment = {**settings, "EKIBEN_STORE": str(image.store)}
+    command = ["make", "image", "recipe=lora-opencalm"]
+    return subprocess.run(command, cwd=image.checkout, env=environment, capture_output=True, text=True, check=False)
 
 
 @dataclass(frozen=True)

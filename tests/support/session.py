@@ -7,7 +7,9 @@ thing of the machine run in one process, and --select change leaves tests out (s
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(selection.Reporter(config))
+    os.environ.setdefault("EKIBEN_TEST_RUN", str(Path(tempfile.gettempdir(), f"ekiben-tests-{os.getpid()}")))
     # A shell lets what it starts in the background ignore Ctrl-C; commands under test are interrupted.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what the processes of this run shared: images, stores."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop("EKIBEN_TEST_RUN"), ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
