@@ -124,13 +124,19 @@ def parse_yaml(data: bytes) -> Any:
 
 def _refuse_depth(events: Iterable[Any]) -> None:
     """Raise ValueError for nesting on which libyaml's composer, which calls itself, would end the process."""
-    from yaml import CollectionEndEvent, CollectionStartEvent
+    from yaml import CollectionEndEvent, CollectionStartEvent, MarkedYAMLError
 
-    depth = 0
-    for event in events:
-        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"line {event.start_mark.line + 1}: is nested more than {_MAX_DEPTH} levels deep")
+    message, depth = f"is nested more than {_MAX_DEPTH} levels deep", 0
+    try:
+        for event in events:
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"line {event.start_mark.line + 1}: {message}")
+    except MarkedYAMLError as error:
+        # Since PyYAML 6.0.4 the scanner, which reads ahead of the events, has a limit of its own.
+        if error.problem == "exceeded maximum nesting depth" and error.problem_mark:
+            raise ValueError(f"line {error.problem_mark.line + 1}: {message}") from error
+        raise
 
 
 def _refuse_duplicates(node: Any) -> None:
