@@ -38,9 +38,11 @@ test: ## what a change must pass; sets itself up. Without root: the unit tests
 test-all: ## every test that needs no GPU, with the real programs
 	@bash tests/run.sh all $(options)
 
-coverage: ## branch coverage of the unit tests
+coverage: ## branch coverage of the unit tests, with the processes that they start
 	@sh ekiben/bootstrap.sh --dev
-	@$(PYTHON) -m pytest --numprocesses auto --dist loadfile --cov --cov-branch --cov-report=term:skip-covered tests/unit $(options)
+	@rm -rf .coverage-data
+	@$(PYTHON) -m coverage run -m pytest --numprocesses auto --dist loadfile tests/unit $(options)
+	@$(PYTHON) -m coverage combine --quiet && $(PYTHON) -m coverage report
 
 test-gpu: ## on a machine with an NVIDIA GPU and Apptainer
 	@$(PYTHON) -m pytest -m gpu qa/gpu $(options)

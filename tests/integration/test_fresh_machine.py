@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,28 +13,13 @@ from pathlib import Path
 import pytest
 
 from ekiben.packages.apt import apt_sources
-from workspaces import copy_files
-
-ROOT = Path(__file__).parent.parent.parent
-CA_BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+from machines import bare_machine, host_mirrors, run_in
 
 pytestmark = [
     pytest.mark.covers("ekiben/bootstrap.sh", "Makefile", "build.py"),
     pytest.mark.skipif(os.getuid() != 0, reason="needs root for chroot"),
     pytest.mark.skipif(not shutil.which("mmdebstrap"), reason="needs mmdebstrap (tests/services.sh install)"),
 ]
-
-
-def host_mirrors() -> list[str]:
-    """Where the host's own apt takes Debian 12 from."""
-    form = "$(ORIGIN) $(CODENAME) $(COMPONENT) $(REPO_URI)"
-    command = ["apt-get", "indextargets", "--format", form, "Created-By: Packages"]
-    targets = [line.split() for line in subprocess.check_output(command, text=True).splitlines()]
-    return [
-        f"deb {uri} {codename} {component}"
-        for origin, codename, component, uri in targets
-        if origin == "Debian" and codename == "bookworm"
-    ]
 
 
 UBUNTU_KEYS = "pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
@@ -48,7 +31,7 @@ def debian(tmp_path: Path) -> Iterator[Path]:
     mirrors = host_mirrors()
     if not mirrors:
         pytest.skip("apt here has no Debian 12 mirror")
-    with made_machine(["bookworm"], mirrors) as root:
+    with bare_machine(["bookworm"], mirrors) as root:
         yield root
 
 
@@ -66,41 +49,8 @@ def ubuntu(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "keys.deb").write_bytes(package)
     subprocess.run(["dpkg-deb", "-x", tmp_path / "keys.deb", tmp_path / "keys"], check=True)
     keyring = f"--keyring={tmp_path}/keys/usr/share/keyrings/ubuntu-archive-keyring.gpg"
-    with made_machine([keyring, "noble"], [f"deb {archive} noble main universe"]) as root:
+    with bare_machine([keyring, "noble"], [f"deb {archive} noble main universe"]) as root:
         yield root
-
-
-@contextlib.contextmanager
-def made_machine(argv: list[str], mirrors: list[str]) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="ekiben-fresh-") as folder:
-        root = Path(folder) / "root"
-        command = [
-            "mmdebstrap",
-            "--quiet",
-            "--mode=root",
-            "--variant=minbase",
-            "--include=apt,git,make,python3,ca-certificates",
-        ]
-        subprocess.run([*command, *argv, root, *mirrors], check=True)
-        shutil.copy(CA_BUNDLE, f"{root}{CA_BUNDLE}")
-        shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
-        copy_files(root / "src")
-        yield root
-
-
-def run_in(machine: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """In namespaces of its own: its mounts and processes end with it."""
-    # pivot_root, not chroot: containers need a root that is a mount of its own.
-    enter = (
-        f"mount --rbind {machine} {machine} && cd {machine} && mount -t proc proc proc && mount --rbind /dev dev && "
-        "mount --rbind /sys sys && "
-        'pivot_root . mnt && cd / && umount -l /mnt && exec sh -c "$0"'
-    )
-    command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", enter, f"cd /src; {script}"]
-    passed = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-    trust = {"PIP_CERT": str(CA_BUNDLE), "SSL_CERT_FILE": str(CA_BUNDLE)}
-    env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **passed, **trust}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_bootstrap_ends_with_an_environment_and_an_engine(debian: Path) -> None:

@@ -145,11 +145,11 @@ def unit_of(item: pytest.Item) -> str:
 
 
 def units_of(items: Sequence[pytest.Item]) -> list[Unit]:
-    """Return the units of ``items``."""
+    """Return the units of ``items``. What has no marker ``covers`` is in none: it runs with --select all only."""
     covers: dict[str, tuple[str, ...]] = {}
     for item in items:
-        marker = item.get_closest_marker("covers")
-        covers.setdefault(unit_of(item), tuple(marker.args) if marker else ())
+        if marker := item.get_closest_marker("covers"):
+            covers.setdefault(unit_of(item), marker.args)
     return [Unit(name, paths) for name, paths in covers.items()]
 
 
@@ -167,7 +167,8 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     units = {unit.name: unit for unit in units_of(items)}
     limit = MINUTES * 60 * WORKERS
     selection = select([*units.values()], durations, git("rev-parse", "HEAD").strip(), changed_paths(), limit)
-    kept = {item.nodeid for item in items if item in guards or selection.has(units[unit_of(item)])}
+    chosen = {name for name, unit in units.items() if selection.has(unit)}
+    kept = {item.nodeid for item in items if item in guards or unit_of(item) in chosen}
     unselected = [item for item in items if item.nodeid not in kept]
     items[:] = [item for item in items if item.nodeid in kept]
     config.hook.pytest_deselected(items=unselected)

@@ -11,7 +11,13 @@ import pytest
 from support.selection import COMMITS, SLICES, Durations, Unit, cut, select
 
 ROOT = Path(__file__).resolve().parents[2]
-SLOW = [*(ROOT / "tests/integration").glob("test_*.py"), *(ROOT / "qa").rglob("test_*.py")]
+# Those of GPUs run when asked for, and that of the two commands with all tests only.
+SLOW = [
+    *(ROOT / "tests/integration").glob("test_*.py"),
+    *(ROOT / "qa").glob("*/test_*.py"),
+    ROOT / "qa/test_carry_image.py",
+]
+SLOW = [path for path in SLOW if "gpu" not in path.parts]
 FILES = {f"tests/integration/test_{letter}.py": 10.0 * number for number, letter in enumerate("abcdefgh", 1)}
 
 
@@ -75,8 +81,6 @@ def marker_calls(path: Path) -> list[ast.Call]:
 
 @pytest.mark.parametrize("path", SLOW, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_slow_file_names_what_it_covers(path: Path) -> None:
-    if "gpu" in path.parts:
-        return
     covered = [
         ast.literal_eval(arg) for call in marker_calls(path) for arg in call.args if isinstance(arg, ast.Constant)
     ]
