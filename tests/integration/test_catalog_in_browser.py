@@ -111,6 +111,7 @@ def column(page: Page, title: str) -> list[str]:
     return page.locator(f"#runs-table tbody tr > :nth-child({at})").all_inner_texts()
 
 
+@pytest.mark.guard
 def test_from_the_list_to_an_image_and_its_runs_in_order(visit: Any, root: str) -> None:
     seen = visit()
     page = seen.page

@@ -441,6 +441,7 @@ def test_a_comparison_finds_what_differs(lab: Lab) -> None:
     assert differing(ours, theirs) == {"opt/x", "etc/old"}
 
 
+@pytest.mark.guard
 def test_apptainer_shows_the_same_of_every_section(lab: Lab) -> None:
     _, image = lab.build(SECTIONS)
     sif = lab.recipe.path / "ours.sif"

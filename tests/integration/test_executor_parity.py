@@ -127,6 +127,7 @@ def nasty(recipe_folder: RecipeFolder) -> Path:
     return recipe_folder.path
 
 
+@pytest.mark.guard
 def test_every_engine_builds_the_same_layers(
     engine: Engine, nasty: Path, workspace: Workspace, new_store: NewStore
 ) -> None:

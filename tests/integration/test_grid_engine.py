@@ -60,6 +60,7 @@ def test_two_hosts_are_signalled_before_the_walltime_and_requeued(grid: Submitte
     assert row["id"] == grid.status(run)["1-fake"]["id"]
 
 
+@pytest.mark.guard
 def test_array_job_for_each_seed_and_a_dependent_job(grid: Submitter) -> None:
     run = submit(grid, "--gpus-per-node", "1", "--seeds", "5,70", "--", "fake", "--folder", "run-{seed}", "+", "look", "--folder", "last")  # fmt: skip
     rows = grid.wait(run)

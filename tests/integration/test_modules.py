@@ -76,6 +76,7 @@ def run(modules: ModuleSystem, lab: Path, script: str, here: Path, **env: str) -
     return done.stdout
 
 
+@pytest.mark.guard
 def test_colleague_loads_the_module_and_runs_its_task(modules: ModuleSystem, lab: Path, here: Path) -> None:
     assert json.loads(run(modules, lab, "hello --json", here))["cpus"] > 0
     assert "Python 3.11" in run(modules, lab, "ekiben-hello python3 --version", here)

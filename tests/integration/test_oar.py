@@ -31,6 +31,7 @@ def oar(job_recipe: Path, workspace: Workspace, user_cli: Cli) -> Iterator[Submi
     wait_for(lambda: not of_run(workspace.path, "launch_node.py"), "the end of all processes")
 
 
+@pytest.mark.guard
 def test_hello_runs_and_its_log_is_read(oar: Submitter, hello: Path, workspace: Workspace) -> None:
     done = oar.cli.run(
         "submit",

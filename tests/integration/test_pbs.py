@@ -73,6 +73,7 @@ def test_refusals_of_pbs_are_shown(pbs: Submitter) -> None:
     assert "Unknown queue" in pbs.submit("fake", "--scheduler-arg", "-q rt_XX", code=11)
 
 
+@pytest.mark.guard
 def test_the_stand_in_is_strict(pbs: Submitter) -> None:
     for line in (
         "#PBS -l select=2:gpus=1",

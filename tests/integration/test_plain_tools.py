@@ -99,6 +99,7 @@ def stacked(workspace: Workspace, cli: Cli, hello: Path) -> Iterator[Stacked]:
     yield Stacked(recipe, store, built["layers"], folder / "plain.tar")
 
 
+@pytest.mark.guard
 def test_apptainer_builds_the_oci_archive(stacked: Stacked, workspace: Workspace) -> None:
     """As root, for an ordinary user's Apptainer gives all files of an archive to him."""
     tree = workspace.folder("sandbox") / "tree"

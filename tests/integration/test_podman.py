@@ -49,6 +49,7 @@ def someone(request: pytest.FixtureRequest, workspace: Workspace) -> Iterator[Cl
                        **as_user(cli.user))  # fmt: skip
 
 
+@pytest.mark.guard
 def test_image_is_loaded_tested_and_run(someone: Cli, new_store: NewStore, workspace: Workspace) -> None:
     store, here = new_store(someone.user, "base", "python", "hello"), workspace.folder("here", someone.user)
     made = someone.image(store, "hello", "--format", "podman", cwd=here)

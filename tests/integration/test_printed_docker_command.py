@@ -37,6 +37,7 @@ def printed(recipe_folder: RecipeFolder, cli: Cli, new_store: NewStore) -> Itera
     subprocess.run(["docker", "image", "rm", "--force", "ekiben/writes"], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("user", [ME, USER])
 def test_a_task_s_file_stays_and_is_the_caller_s(printed: str, user: str, workspace: Workspace) -> None:
     folder = workspace.folder("a folder", user)

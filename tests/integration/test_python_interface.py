@@ -234,6 +234,7 @@ def plain(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{tmp_path / 'names'}:{os.environ['PATH']}"}
 
 
+@pytest.mark.guard
 def test_a_sif_is_one_for_spython_without_ekiben(sif: Path, tmp_path: Path, plain: dict[str, str]) -> None:
     argv = [sys.executable, "-I", "-c", PLAIN, sif]
     done = subprocess.run(argv, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False, timeout=120)

@@ -78,6 +78,7 @@ def ground(recipe: RecipeFolder, source: str) -> None:
     recipe.top("ground")
 
 
+@pytest.mark.guard
 def test_registry_image_as_base(pushed: str, recipe_folder: RecipeFolder, workspace: Workspace, cli: Cli) -> None:
     ground(recipe_folder, f"{REGISTRY}/ekiben-test/tiny@{pushed}")
     store = workspace.folder("store")

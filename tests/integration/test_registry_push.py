@@ -27,6 +27,7 @@ def docker(*args: str) -> str:
     return subprocess.run(["docker", *args], check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.guard
 def test_docker_pulls_and_runs_the_pushed_image(cli: Cli, hello: Path, plain: str, workspace: Workspace) -> None:
     need("docker")
     made = json.loads(cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:1", "--json").stdout)
@@ -66,6 +67,7 @@ def apptainer_pull(ref: str, out: Path, **env: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.guard
 def test_apptainer_pulls_the_sif(cli: Cli, hello: Path, plain: str, workspace: Workspace) -> None:
     cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:sif", "--format", "sif")
     out = workspace.folder("out")

@@ -97,6 +97,7 @@ def only_singularity(workspace: Workspace) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("user", "runtime"),
     [

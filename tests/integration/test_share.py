@@ -46,6 +46,7 @@ def publish(cli: Cli, store: Path, shared_dir: Path, *args: str | Path, code: in
     return cli.run("--store", store, "publish", recipe, "--to", shared_dir, *args, code=code, prefix=prefix or [])
 
 
+@pytest.mark.guard
 def test_colleague_runs_the_published_image_without_a_build(
     cli: Cli, user_cli: Cli, workspace: Workspace, hello: Path, lab: Path
 ) -> None:

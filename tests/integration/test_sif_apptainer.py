@@ -175,6 +175,7 @@ done
 """
 
 
+@pytest.mark.guard
 def test_layers_are_stacked_and_whiteouts_apply(image: Path, who: str) -> None:
     again = "6" if who == "root" else "unreadable"  # mode 0600, owned by root
     shown = apptainer(who, "exec", image, "sh", "-c", SHOW).splitlines()

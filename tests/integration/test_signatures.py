@@ -62,6 +62,7 @@ def folder(path: Path, user: str = "") -> Path:
     return path
 
 
+@pytest.mark.guard
 def test_apptainer_verifies_what_we_signed(ring: Keyring, kind: str, tmp_path: Path) -> None:
     alice = Key(ring.make(ALICE, kind=kind), ALICE)
     sif = make_signed(tmp_path / "x.sif", layers(tmp_path, "base", "python", "top"), alice)

@@ -128,6 +128,7 @@ def test_users_attributes_and_deletions_of_upper_layers(
         assert call("exec", *options, images["script"], "python3", "-c", CAPABLE).strip() == CAPABILITY
 
 
+@pytest.mark.guard
 def test_run_and_help(call: Call, images: dict[str, Path]) -> None:
     assert call("run", images["script"], "a b") == "ran it's 1 a b\n"
     assert call("run", images["task"]) == "task it's []\n"

@@ -32,6 +32,7 @@ def as_submitter(slurm: Submitter, *args: str) -> str:
     return subprocess.run(args, cwd=slurm.folder, capture_output=True, text=True, check=True, **as_user(USER)).stdout
 
 
+@pytest.mark.guard
 def test_two_nodes_two_processes_each(slurm: Submitter, workspace: Workspace) -> None:
     token = {"HF_TOKEN": "hf_secret", "PYTHONPATH": "/nowhere", "HF_HOME": str(slurm.folder / "models")}
     run = slurm.submit("fake", "--nodes", "2", "--gpus-per-node", "2", "--time", "5m", env={**token})
