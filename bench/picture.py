@@ -1,72 +1,116 @@
-"""Draw a bar for everything that was measured, case by case, seconds on a logarithmic axis, as plain SVG."""
+"""Draw bar charts as plain SVG that is readable on a phone, on light and on dark pages."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from bench.clock import Timing
 from bench.report import TITLES, Result, format_seconds, seconds
 
-WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 960, 270, 110, 20, 46, 96
-INK, PALE, OURS, THEIRS, COPY = "#1f2328", "#d0d7de", "#c2410c", "#8c959f", "#0969da"
-DRAWN = ("nothing", "docker", "sif", "middle", "scratch")
-LEAST, MOST = 0.05, 1000.0  # seconds at the ends of the axis
+WIDTH, MARGIN, ROW, BAR, GAP = 520, 16, 30, 7, 24
+FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
+# Colour on a light page → on a dark page. The second is used where the page, or else the system, asks for dark colours.
+INK, GREY, PAPER, TRACK = "#1f2328", "#57606a", "#ffffff", "#e4e8ec"
+FIRST, OTHER, COPY = "#c2410c", "#7d8590", "#0969da"
+DARK = {INK: "#e6edf3", GREY: "#a9b4c0", PAPER: "#1e2129", TRACK: "#343a46", FIRST: "#f0883e", OTHER: "#8b95a1", COPY: "#58a6ff"}  # fmt: skip
+BUILDING = ("nothing", "docker", "sif", "middle", "second", "scratch")
+SHARING = ("publish", "publish-edit", "push", "pull", "push-edit")
+LEAST, MOST = 0.05, 1000.0  # seconds at the ends of the logarithmic scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """``length``: from 0 to 1. ``colour``: one of FIRST, OTHER and COPY; a bar of FIRST has its name in bold, too."""
+
+    name: str
+    label: str
+    length: float
+    colour: str = OTHER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """``notes``: lines below the title. ``groups``: their titles and bars."""
+
+    title: str
+    notes: Sequence[str]
+    groups: Sequence[tuple[str, Sequence[Bar]]]
+
+    @property
+    def description(self) -> str:
+        """Return every number of the chart as text, for readers who do not see it."""
+        groups = (f"{title}: {', '.join(f'{bar.name} {bar.label}' for bar in bars)}" for title, bars in self.groups)
+        return f"{self.title}. {'; '.join(groups)}."
+
+
+def dark_style(colours: dict[str, str]) -> str:
+    """Return the style that replaces each fill and stroke of ``colours`` on a dark page."""
+    rules = [f"[fill='{light}']{{fill:{dark}}}[stroke='{light}']{{stroke:{dark}}}" for light, dark in colours.items()]
+    return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+
+
+def draw_chart(chart: Chart) -> str:
+    """Return the chart as an SVG file: a title, notes, and for each bar its name, its value and the bar below them."""
+    parts, y = [_text(MARGIN, 30, chart.title, size=17, bold=True)], 30
+    for note in chart.notes:
+        y += 18
+        parts.append(_text(MARGIN, y, note, size=12.5, fill=GREY))
+    for title, bars in chart.groups:
+        y += GAP + 16
+        parts.append(_text(MARGIN, y, title, size=15, bold=True))
+        for bar in bars:
+            parts += _draw_bar(y + 6, bar)
+            y += ROW
+    height = y + 20
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" font-family="{FONT}" role="img">',
+        f"<title>{escape(chart.title)}</title>", f"<desc>{escape(chart.description)}</desc>", dark_style(DARK),
+        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>', *parts, "</svg>", "",
+    ])  # fmt: skip
+
+
+def timings_chart(result: Result, cases: Sequence[str], title: str) -> Chart:
+    """Return the chart of the median seconds of ``cases``, on a logarithmic scale."""
+    groups = []
+    for case in cases:
+        timings = sorted((item for item in result.timings if item.case == case), key=seconds)
+        if timings:
+            groups.append((TITLES[case], [_timing_bar(timing) for timing in timings]))
+    machine, unpacked = result.machine, result.facts.get("unpacked bytes")
+    size = f", {unpacked / 1e9:.1f} GB unpacked" if unpacked else ""
+    notes = [
+        f"{result.recipe}{size}; medians; bars on a logarithmic scale",
+        f"{machine['cores']} cores, {machine['memory bytes'] / 2**30:.0f} GiB, {machine['system']}, {result.date[:10]}",
+    ]
+    return Chart(title=title, notes=notes, groups=groups)
 
 
 def draw(result: Result) -> str:
-    parts, at = list[str](), TOP
-    for case in DRAWN:
-        rows = sorted((item for item in result.timings if item.case == case), key=seconds)
-        if rows:
-            parts.append(_text(20, at, TITLES[case], size=15, bold=True))
-            parts += [_bar(at + 10 + number * BAR, row) for number, row in enumerate(rows)]
-            at += len(rows) * BAR + GAP
-    height = at + 10
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img">',
-        f"<title>{escape(_title(result))}</title>", f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        _text(20, 30, _title(result), size=19, bold=True), _text(20, 54, _subtitle(result), size=13, fill="#57606a"),
-        *_axis(height), *parts, "</svg>", "",
-    ])  # fmt: skip
+    """Draw the seconds of every case of building."""
+    return draw_chart(timings_chart(result, BUILDING, "Seconds to build: Ekiben and other tools"))
 
 
-def _title(result: Result) -> str:
-    return f"Seconds for {result.recipe}: Ekiben beside its peers"
+def _timing_bar(timing: Timing) -> Bar:
+    inside = min(max(seconds(timing), LEAST), MOST)
+    colour = FIRST if timing.who.startswith("ekiben") else COPY if timing.who.startswith("cp ") else OTHER
+    return Bar(
+        name=timing.who.replace("ekiben", "Ekiben"), label=format_seconds(seconds(timing)), colour=colour,
+        length=math.log(inside / LEAST) / math.log(MOST / LEAST),
+    )  # fmt: skip
 
 
-def _subtitle(result: Result) -> str:
-    machine, unpacked = result.machine, result.facts.get("unpacked bytes")
-    size = f"{unpacked / 1e9:.1f} GB unpacked · " if unpacked else ""
-    return (f"{size}{machine['cores']} cores, {machine['memory bytes'] / 2**30:.0f} GiB · {machine['system']} · "
-            f"median · logarithmic · {result.date[:10]}")  # fmt: skip
-
-
-def _x(count: float) -> float:
-    inside = min(max(count, LEAST), MOST)
-    return LEFT + (WIDTH - LEFT - RIGHT) * math.log(inside / LEAST) / math.log(MOST / LEAST)
-
-
-def _axis(height: int) -> list[str]:
-    parts = []
-    for tick in (0.1, 1, 10, 100, 1000):
-        x = _x(tick)
-        parts.append(f'<line x1="{x:.1f}" y1="{TOP - 10}" x2="{x:.1f}" y2="{height - 20}" stroke="{PALE}"/>')
-        parts.append(_text(x, TOP - 16, f"{tick:g} s", size=12, fill="#57606a", anchor="middle"))
-    return parts
-
-
-def _bar(y: float, timing: Timing) -> str:
-    ours = timing.who.startswith("ekiben")
-    color = OURS if ours else COPY if timing.who.startswith("cp ") else THEIRS
-    end = _x(seconds(timing))
-    middle = y + BAR * 0.72
-    return "".join([
-        _text(LEFT - 8, middle, timing.who, size=12.5, bold=ours, anchor="end"),
-        f'<rect x="{LEFT}" y="{y + 3}" width="{max(end - LEFT, 2):.1f}" height="{BAR - 5}" rx="2" fill="{color}"/>',
-        _text(end + 6, middle, format_seconds(seconds(timing)), size=12.5, bold=ours),
-    ])  # fmt: skip
+def _draw_bar(y: float, bar: Bar) -> list[str]:
+    bold, width = bar.colour == FIRST, WIDTH - 2 * MARGIN
+    filled = f'<rect x="{MARGIN}" y="{y + 19}" width="{max(bar.length * width, 2):.1f}" height="{BAR}" rx="2" fill="{bar.colour}"/>'
+    return [
+        _text(MARGIN, y + 14, bar.name, size=14, bold=bold),
+        _text(WIDTH - MARGIN, y + 14, bar.label, size=14, bold=bold, anchor="end"),
+        f'<rect x="{MARGIN}" y="{y + 19}" width="{width}" height="{BAR}" rx="2" fill="{TRACK}"/>',
+        *([filled] if bar.length else []),
+    ]
 
 
 def _text(

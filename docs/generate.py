@@ -21,6 +21,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from bench.picture import draw_chart
+from docs.pictures.charts import charts
 from ekiben.cli import root
 from ekiben.cli.group import ALIASES, SECTIONS
 from ekiben.core import errors
@@ -475,7 +477,7 @@ def json_page() -> str:
 
 
 def benchmarks_page() -> str:
-    """Return the page of measurements: the hand-written part, with every timing of bench/results.json at its mark."""
+    """Return the page of measurements: the hand-written part, with the charts and every timing of bench/results.json."""
     results = json.loads((ROOT / "bench/results.json").read_text(encoding="utf-8"))
     rows = ["| case | what ran | n | median | least to most |", "|---|---|---|---|---|"]
     for timing in results["timings"]:
@@ -487,6 +489,8 @@ def benchmarks_page() -> str:
               for goal in results["goals"] if not goal["reached"]]  # fmt: skip
     table = "\n".join(["| case | Ekiben | beside | target |", "|---|---|---|---|", *missed])
     text = (DOCS / "_benchmarks.md").read_text(encoding="utf-8")
+    for name, chart in charts().items():
+        text = text.replace(f"{{chart:{name}}}", f"![{chart.description}](pictures/benchmarks-{name}.svg)")
     return f"{NOTE}\n" + text.replace("{timings}", "\n".join(rows)).replace("{missed}", table)
 
 
@@ -561,6 +565,8 @@ def generated() -> dict[str, Callable[[], str]]:
         "docs/gpu-results.md": gpu_results_page,
         TEMPLATE: lambda: json_schema("recipe"),
     }
+    for name in charts():
+        pages[f"docs/pictures/benchmarks-{name}.svg"] = cast(Callable[[], str], lambda name=name: draw_chart(charts()[name]))  # fmt: skip
     for name in FILES:
         pages[f"docs/reference/{name}-yaml.md"] = cast(Callable[[], str], lambda name=name: yaml_page(name))
         pages[f"docs/schemas/{name}.schema.json"] = cast(Callable[[], str], lambda name=name: json_schema(name))

@@ -5,9 +5,14 @@ python docs/pictures/draw.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.picture import dark_style
 
 HERE = Path(__file__).resolve().parent
 
@@ -15,15 +20,24 @@ SANS = "font-family='system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-
 MONO = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace'"
 INK, GREY, LINE, PAPER = "#1f2933", "#5b6670", "#8895a0", "#ffffff"
 BLUE, GREEN, ORANGE = "#dcebf7", "#dff2e1", "#fbe7cf"
+DARK = {
+    INK: "#e6edf3",
+    GREY: "#b4bec8",
+    LINE: "#76838f",
+    PAPER: "#1e2129",
+    BLUE: "#1d3a52",
+    GREEN: "#1f4028",
+    ORANGE: "#5a3a17",
+}
 
 
 def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
-    """Return a complete SVG file of ``parts`` on white paper."""
+    """Return a complete SVG file of ``parts``, with other colours for a dark page."""
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}' role='img'>"
     arrow = (f"<defs><marker id='tip' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='8' markerHeight='8' orient='auto'>"
              f"<path d='M0 0L8 4L0 8z' fill='{LINE}'/></marker></defs>")  # fmt: skip
     paper = f"<rect width='{width}' height='{height}' rx='8' fill='{PAPER}'/>"
-    return "\n".join([head, f"<title>{escape(title)}</title>", arrow, paper, *parts, "</svg>", ""])
+    return "\n".join([head, f"<title>{escape(title)}</title>", dark_style(DARK), arrow, paper, *parts, "</svg>", ""])
 
 
 def text(x: float, y: float, words: str, *, size: int = 14, colour: str = INK, anchor: str = "start", bold: bool = False, font: str = SANS) -> str:  # fmt: skip

@@ -14,6 +14,8 @@ import click
 import pytest
 import yaml
 
+from bench import picture
+from docs.pictures import charts
 from ekiben.cli import root
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,6 +219,48 @@ def test_pictures_are_current() -> None:
         if (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") != picture()
     ]
     assert stale == [], "run: python docs/pictures/draw.py"
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of ``#rrggbb``: https://www.w3.org/TR/WCAG21/#dfn-relative-luminance"""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_pictures_are_readable_in_light_and_dark_colours() -> None:
+    for dark in ({}, picture.DARK):
+        paper = dark.get(picture.PAPER, picture.PAPER)
+        for colours, minimum in (((picture.INK, picture.GREY), 4.5), ((picture.FIRST, picture.OTHER, picture.COPY), 3)):
+            assert min(contrast(dark.get(colour, colour), paper) for colour in colours) >= minimum
+    for dark in ({}, draw.DARK):
+        for paper in (draw.PAPER, draw.BLUE, draw.GREEN, draw.ORANGE):
+            for ink in (draw.INK, draw.GREY):
+                assert contrast(dark.get(ink, ink), dark.get(paper, paper)) >= 4.5
+
+
+def test_charts_show_the_numbers_of_the_page() -> None:
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert "{" not in re.sub(r"`[^`]*`", "", page)
+    for name, chart in charts.charts().items():
+        assert f"![{chart.description}](pictures/benchmarks-{name}.svg)" in page
+        for _, bars in chart.groups:
+            assert bars
+            assert all(0 <= bar.length <= 1 for bar in bars)
+            assert sum(bar.colour == picture.FIRST for bar in bars) >= 1
+
+
+def test_a_chart_without_its_table_is_an_error() -> None:
+    tables = charts.read_tables("| a | b |\n|---|---|\n| **1** | `x` |\n\ntext\n\n| c |\n|---|\n| 2 |\n")
+    assert tables == [[{"a": "1", "b": "x"}], [{"c": "2"}]]
+    assert charts.find_table(tables, "c") == [{"c": "2"}]
+    with pytest.raises(LookupError, match="no table with the columns a, c"):
+        charts.find_table(tables, "a", "c")
 
 
 def test_packages_picture_has_the_floors_of_the_code() -> None:
