@@ -11,6 +11,7 @@ import pkgutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ import click
 from ekiben import __version__
 from ekiben.cli import commands
 from ekiben.cli.context import Context
+from ekiben.cli.frames import OPTION, VARIABLE, print_frames, wants_frames
 from ekiben.cli.options import COMPLETE_VAR, PathType, with_command_name
 from ekiben.core.command_name import command_name, set_command_name, typed_name
 from ekiben.core.errors import EkibenError, UsageError, nearest
@@ -58,6 +60,7 @@ class Root(click.Group):
     """Expected errors become one message and an exit code of their own, with --json as JSON; Ctrl-C is 130, SIGTERM 143."""
 
     _wants_json = False
+    wants_frames = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Name the files of the folder of commands."""
@@ -94,6 +97,7 @@ class Root(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the options before the command, and whether --json comes after it: errors in arguments are JSON, too."""
         self._wants_json = "--json" in itertools.takewhile(lambda word: word != "--", args)
+        self.note_frames(args)
         try:
             return super().parse_args(ctx, args)
         except (click.ClickException, EkibenError) as error:
@@ -101,6 +105,11 @@ class Root(click.Group):
             raise
         except KeyboardInterrupt as error:
             self._interrupt(ctx, error)
+
+    def note_frames(self, args: Sequence[str]) -> None:
+        """Note whether the frames of errors are to be printed, before any argument can be wrong."""
+        options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
+        self.wants_frames = wants_frames(args, os.environ, {name for param in options for name in param.opts})
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that the arguments name."""
@@ -129,7 +138,9 @@ class Root(click.Group):
         except OSError as error:  # of a path that somebody named: too long, unreadable, on a disk that fails
             if error.filename is None:
                 raise
-            self._exit(ctx, EkibenError(f"{os.fsdecode(error.filename)}: {error.strerror}"))
+            expected = EkibenError(f"{os.fsdecode(error.filename)}: {error.strerror}")
+            expected.__cause__ = error
+            self._exit(ctx, expected)
 
     def _move_option(self, ctx: click.Context, error: click.ClickException) -> click.ClickException:
         """Return what to say of an option that comes before the command, and else ``error`` itself."""
@@ -144,6 +155,8 @@ class Root(click.Group):
     def _exit(self, ctx: click.Context, error: EkibenError) -> NoReturn:
         """Print an expected error and end with its code."""
         self._print_json(ctx, error)
+        if self.wants_frames:
+            print_frames(error)
         click.secho("error: ", fg="red", bold=True, nl=False, err=True)
         click.echo(printable(str(error)), err=True)
         if error.hint:
@@ -154,6 +167,8 @@ class Root(click.Group):
         """Say that a signal ended the command, and end with its code."""
         stopped = _interrupted(error)
         self._print_json(ctx, stopped)
+        if self.wants_frames:
+            print_frames(error)
         click.echo(str(stopped), err=True)
         ctx.exit(stopped.exit_code)
 
@@ -213,9 +228,14 @@ def _short_help(name: str) -> str:
     help="Where colleagues publish; layers there are not built (default: $EKIBEN_SHARED, else `shared:` in config.yaml).",
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print every program that is started, as a command to paste.")
+@click.option(
+    OPTION,
+    is_flag=True,
+    help=f"Print the frames of an error above its message, for a bug report (also: {VARIABLE}=1).",
+)
 @click.version_option(__version__, prog_name="ekiben", message="%(prog)s %(version)s")
 @click.pass_context
-def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: bool) -> None:
+def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: bool, traceback: bool) -> None:
     """Build, run and share container images for LLM training.
 
     \b
@@ -224,7 +244,8 @@ def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: b
       ekiben plan lora-opencalm               what would be built, and why
       ekiben run lora-opencalm train          run a task
     """
-    ctx.obj = Context(store_option=store, shared_option=shared)
+    environment = {**os.environ, VARIABLE: "1"} if traceback else os.environ  # a task that is run reads it
+    ctx.obj = Context(store_option=store, shared_option=shared, environment=environment)
     if verbose:
         from ekiben.core.process import set_trace
 
@@ -238,11 +259,13 @@ def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: b
 def main() -> None:
     """Start the program with the arguments of this process."""
     _open_missing_streams()
+    root.note_frames(sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path is printed as it is, also where its bytes are no UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
     try:
         Path.cwd()
     except OSError as error:
+        _print_requested_frames(error)
         click.echo(
             f"error: this folder cannot be used: {error.strerror}\nhint: it was removed: change to another one",
             err=True,
@@ -254,6 +277,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
+        _print_requested_frames(error)
         click.echo(f"error: the output cannot be written: {error.strerror}", err=True)
         os._exit(1)  # what is buffered cannot be written either, and Python would print a traceback for it
     finally:
@@ -266,13 +290,20 @@ def _run() -> int:
     try:
         code = root.main(prog_name=command_name(), complete_var=COMPLETE_VAR, standalone_mode=False)
     except click.ClickException as error:
+        _print_requested_frames(error)
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt) as error:
+        _print_requested_frames(error)
         stopped = _interrupted(error.__cause__ or error)
         click.echo(str(stopped), err=True)
         return stopped.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _print_requested_frames(error: BaseException) -> None:
+    if root.wants_frames:
+        print_frames(error)
 
 
 def _open_missing_streams() -> None:
