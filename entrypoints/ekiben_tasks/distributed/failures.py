@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ekiben_tasks.task import command
-from ekiben_tasks.task.errors import TaskError, explain_disk
+from ekiben_tasks.task.errors import TaskError, explain_disk, print_frames
 
 FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # where the launcher looks for the sentences: a file rank-N each
 PATIENCE = 5.0  # seconds that a process with nothing new to say leaves to the one that failed first
@@ -77,6 +77,7 @@ def report(error: BaseException) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(PATIENCE)
+    is_explained = True
     if isinstance(error, TaskError):
         sentence, code = str(error), error.exit_code
     elif lost:
@@ -91,7 +92,10 @@ def report(error: BaseException) -> int:
         sentence, code = f"{name_process()}: {message}", 1
     else:
         traceback.print_exception(error)
+        is_explained = False
         sentence, code = f"{name_process()}: {type(error).__name__}: {_one_line(error)}", 1
+    if is_explained:
+        print_frames(error)
     folder = os.environ.get(FAILURE_DIR)
     try:
         if not folder:

@@ -12,7 +12,7 @@ from ekiben_tasks.data.tokenize import encode_prompts
 from ekiben_tasks.generation.sampling import Sampling, StrippingStreamer, sample
 from ekiben_tasks.generation.settings import ChatSettings
 from ekiben_tasks.models import load
-from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.errors import TaskError, print_frames
 
 
 def answer(
@@ -84,6 +84,7 @@ def converse(model: Any, tokenizer: Any, context: str, settings: ChatSettings) -
         try:
             response = print_reply(model, tokenizer, asked, settings)
         except TaskError as error:
+            print_frames(error)
             hint = "; the conversation starts anew: ask again" if history else ""
             print(f"error: {error}{hint}", file=sys.stderr, flush=True)
             history = None

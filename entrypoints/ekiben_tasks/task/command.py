@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ekiben_tasks.task.errors import SettingError, TaskError, explain_disk
+from ekiben_tasks.task.errors import SettingError, TaskError, explain_disk, print_frames
 from ekiben_tasks.task.settings import help_table, load
 
 
@@ -147,11 +147,12 @@ def check_gpus(count: int) -> None:
 
 
 def fail(error: TaskError) -> NoReturn:
-    """Print ``error`` to stderr and exit with its code.
+    """Print ``error`` to stderr and exit with its code. With EKIBEN_TRACEBACK=1, print its frames above it.
 
     Raises:
         SystemExit: always.
     """
+    print_frames(error)
     print(f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(error.exit_code)
 
@@ -208,7 +209,9 @@ def run(main: Callable[[], int]) -> NoReturn:
         fail(error)
     except OSError as error:
         if message := explain_disk(error):
-            fail(TaskError(message))
+            expected = TaskError(message)
+            expected.__cause__ = error
+            fail(expected)
         raise
     except KeyboardInterrupt:
         raise SystemExit(130) from None

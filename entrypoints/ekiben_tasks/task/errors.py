@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
+import traceback
 from collections.abc import Iterable
 
 
@@ -23,6 +25,12 @@ class DoesNotFitError(TaskError):
     """Report that a run needs more memory than there is. Programs that submit jobs know it by the exit code."""
 
     exit_code = 3
+
+
+def print_frames(error: BaseException) -> None:
+    """Print the frames of an expected error to stderr if EKIBEN_TRACEBACK is set to anything but 0."""
+    if os.environ.get("EKIBEN_TRACEBACK", "") not in ("", "0"):
+        traceback.print_exception(error)
 
 
 _DISK_FAILS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}

@@ -73,6 +73,42 @@ def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [('raise SettingError("set it")', 2), ('open("/dev/full", "w").write("x" * 10_000)', 1)],
+    ids=["error of a task", "error of a disk"],
+)
+def test_frames_stand_above_the_message_where_they_are_requested(tmp_path: Path, raised: str, code: int) -> None:
+    task = "from ekiben_tasks.task.errors import SettingError\n" + TASK.replace('print("ran")', raised)
+    plain = start(tmp_path, task)
+    assert (plain.returncode, plain.stderr.count("\n"), plain.stderr[:7]) == (code, 1, "error: ")
+    assert start(tmp_path, task, EKIBEN_TRACEBACK="0").stderr == plain.stderr
+    done = start(tmp_path, task, EKIBEN_TRACEBACK="1")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert "train.py" in done.stderr
+    assert done.stderr.endswith(plain.stderr)
+
+
+@pytest.mark.parametrize("folder", [None, "failures"])
+def test_frames_of_one_of_several_processes(tmp_path: Path, folder: str | None) -> None:
+    """The launcher prints the message of the first that fails; each process prints its own frames."""
+    task = (
+        "from ekiben_tasks.distributed.failures import run\nfrom ekiben_tasks.task.errors import TaskError\n"
+        'def main():\n    raise TaskError("it fails")\nrun(main)\n'
+    )
+    several = {"WORLD_SIZE": "2", "RANK": "0"}
+    if folder:
+        (tmp_path / folder).mkdir()
+        several["EKIBEN_FAILURE_DIR"] = str(tmp_path / folder)
+    message = "" if folder else "error: it fails\n"
+    assert start(tmp_path, task, **several).stderr == message
+    done = start(tmp_path, task, **several, EKIBEN_TRACEBACK="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.endswith(f"TaskError: it fails\n{message}")
+
+
 def test_copies_that_mpirun_started_on_another_node_of_a_slurm_job_are_refused(tmp_path: Path) -> None:
     """mpirun reaches it by an srun of one process, whose variables its own processes have, too."""
     by_srun = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
