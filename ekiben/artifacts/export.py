@@ -9,6 +9,7 @@ from ekiben.artifacts import exporters
 from ekiben.artifacts.exporters import Artifact, Exporter, ExportOptions
 from ekiben.builder.build import build
 from ekiben.builder.plan import Action, Options, plan
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError
 from ekiben.core.output import check_output_file
 from ekiben.core.progress import Progress
@@ -76,9 +77,12 @@ def _choose(formats: Sequence[str], progress: Progress) -> dict[str, Exporter]:
     """Return the exporters to use by name. For one that cannot be used here, its fallback is."""
     if not formats:
         known = {name: exporters.load(name) for name in exporters.names()}
-        return {
+        defaults = {
             name: one for name, one in sorted(known.items(), key=lambda item: item[1].PREFERENCE) if one.is_default()
         }
+        alternatives = ", ".join(name for name in known if name not in defaults)
+        log_decision("formats", ", ".join(defaults), f"no --format; only made with it: {alternatives}")
+        return defaults
     chosen = {}
     for name in formats:
         exporter = exporters.load(name)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
 from ekiben.builder.plan import Action, Options, StageAction, ask_registry, plan, plan_layers, plan_stages
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.emulation import check_programs
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
@@ -150,7 +151,11 @@ class _Build:
         if key in self._layers:  # for a build stage, or for the stage before it
             return self._layers[key]
         with self.store.lock(key, on_wait):
-            layer = self.store.layer(key) or self._pull(action)
+            layer = self.store.layer(key)
+            if layer is not None:
+                log_decision(f"layer {layer.name}", "CACHED", "another process stored it after the plan")
+            else:
+                layer = self._pull(action)
             if layer is None:
                 layer = self._make(action, lower)
                 self.store.put_layer(layer)
@@ -166,7 +171,10 @@ class _Build:
             from ekiben.store.remote import LayerCache
 
             self._cache = LayerCache(registry, self.progress)
-        return self._cache.fetch(action.layer.cache_key, self.store)
+        layer = self._cache.fetch(action.layer.cache_key, self.store)
+        if layer is None:
+            log_decision(f"layer {action.layer.name}", "BUILD", f"planned as PULL, and {registry} no longer has it")
+        return layer
 
     def _make(self, action: Action, lower: Sequence[StoredLayer]) -> StoredLayer:
         layer = action.layer
@@ -212,12 +220,14 @@ class _Build:
                 return stored
             deps = {dep.step.cache_key: dep for dep in plan_stages(copies, self.store)}
         if imported := self._imported.get(key):
+            log_decision(f"stage {stage.name}", "not compiled", "its wheel is imported")
             self._unproven[key] = imported
             return imported
         waiting = f"stage {stage.name}: another process is compiling it; waiting"
         locks.enter_context(self.store.lock(key, lambda: self.progress.log(waiting)))
         locks.callback(self._locked.pop, key, None)
         if (stored := self.store.result(key)) and self._is_intact(stored):
+            log_decision(f"stage {stage.name}", "CACHED", "another process stored its outputs after the plan")
             self._locked[key] = stored
             return stored
         with self._results(stage.copies, deps) as below:
@@ -275,6 +285,7 @@ def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> No
     if arch == host_arch() or not missing:
         return
     check_programs(arch)
+    log_decision(f"programs for {arch}", "emulated", f"this machine is {host_arch()}")
     for action in missing:
         for dep in action.stage_deps:
             if isinstance(dep.step, BuildStage) and dep.step.wheel and not (dep.is_stored or dep.in_registry):

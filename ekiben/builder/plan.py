@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.progress import Progress
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
 from ekiben.store import Store, StoredLayer, StoredResult
@@ -84,8 +85,22 @@ def plan(
     if registry and any(action.stored is None for action in actions):
         from ekiben.store.remote import LayerCache
 
-        return ask_registry(actions, LayerCache(registry, progress or Progress()))
+        actions = ask_registry(actions, LayerCache(registry, progress or Progress()))
+    if is_logging():
+        _log_actions(actions, store, registry)
     return actions
+
+
+def _log_actions(actions: Iterable[Action], store: Store, registry: str | None) -> None:
+    """Say with -v what is done for each layer and each build stage, and why."""
+    absent = f"; not available from {registry}" if registry else ""
+    for action in actions:
+        for dep in action.stage_deps:
+            log_decision(f"stage {dep.step.name}", dep.decision, dep.reason)
+        reason = action.reason + (absent if action.decision == "BUILD" else "")
+        if action.stored and (partition := store.find(action.stored.digest)):
+            reason = f"stored: {partition.path}"
+        log_decision(f"layer {action.layer.name}", action.decision, reason)
 
 
 def plan_layers(layers: Sequence[Layer], store: Store) -> list[Action]:

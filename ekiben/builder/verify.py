@@ -14,6 +14,7 @@ from ekiben.builder.build import stored_image
 from ekiben.builder.layer import prepare_job
 from ekiben.core.checked import Fields
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError, UsageError, VerifyError
@@ -77,7 +78,9 @@ def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool =
     check_sif(image, sif, store, again=again)
     runtime = program()
     if runtime is None:
+        log_decision(f"tests in {sif}", "not run", "neither apptainer nor singularity is on PATH")
         return None
+    log_decision(f"tests in {sif}", runtime, "the SIF runtime on PATH")
 
     def run(lines: list[str]) -> int:
         with _work_folder(store) as folder:
@@ -134,8 +137,10 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
     """Run the tests on the store's layers under whatever executor is here: for a machine without a runtime."""
     available = next((item for item in by_preference() if item[1].unavailable() is None), None)
     if available is None:
+        log_decision("tests on the stored layers", "not run", "no engine can be used here")
         return None
     name, executor = available
+    log_decision("tests on the stored layers", f"engine {name}", "no runtime here has the finished image")
 
     def run(lines: list[str]) -> int:
         with store.staging() as staging:
@@ -183,6 +188,9 @@ def check_name(image: Image, runtime: str) -> str:
 def _checked(image: Image, runtime: str, store: Store, run: Callable[[list[str]], int], again: bool) -> Check:
     name = check_name(image, runtime)
     if not again and (seconds := _known_seconds(store, name)) is not None:
+        log_decision(
+            f"tests under {runtime}", "not run again", f"they passed before on the image {image.image_id[:19]}"
+        )
         return Check(runtime, seconds, True)
     began, lines = time.monotonic(), list[str]()
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from ekiben.core.decisions import log_decision
 from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ class Context:
         """Return the settings: options, else environment, else config.yaml. Raises DefinitionError for what is wrong in that."""
         from ekiben.core.settings import read_settings
 
-        return read_settings(self.environment, store=self.store_option, shared=self.shared_option)
+        settings = read_settings(self.environment, store=self.store_option, shared=self.shared_option)
+        log_decision("shared folder", settings.shared or "none", settings.sources["shared"])
+        log_decision("registry of layers", settings.registry or "none", settings.sources["registry"])
+        return settings
 
     @cached_property
     def store(self) -> Store:
@@ -60,10 +64,11 @@ class Context:
     def store_with(self, shared: Path | None) -> Store:
         """Return the user's own store, with ``shared`` instead of what the settings say."""
         from ekiben.core.errors import StoreError
-        from ekiben.core.settings import store_root
+        from ekiben.core.settings import store_root, store_source
         from ekiben.store import Store
 
         root = store_root(self.environment, self.store_option)
+        log_decision("store", root, store_source(self.environment, self.store_option))
         with contextlib.suppress(OSError):  # the store itself says what cannot be read
             if root.is_file():
                 raise StoreError(f"{root} is a file, and a store is a folder",

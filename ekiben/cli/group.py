@@ -24,6 +24,7 @@ from ekiben.cli.context import Context
 from ekiben.cli.frames import OPTION, VARIABLE, print_frames, wants_frames
 from ekiben.cli.options import COMPLETE_VAR, PathType, with_command_name
 from ekiben.core.command_name import command_name, set_command_name, typed_name
+from ekiben.core.decisions import set_decision_log
 from ekiben.core.errors import EkibenError, UsageError, nearest
 from ekiben.core.printable import printable
 
@@ -227,7 +228,12 @@ def _short_help(name: str) -> str:
     metavar="DIR",
     help="Where colleagues publish; layers there are not built (default: $EKIBEN_SHARED, else `shared:` in config.yaml).",
 )
-@click.option("-v", "--verbose", is_flag=True, help="Print every program that is started, as a command to paste.")
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print each decision with its reason, and each program that is started, as a command to paste.",
+)
 @click.option(
     OPTION,
     is_flag=True,
@@ -250,6 +256,7 @@ def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: b
         from ekiben.core.process import set_trace
 
         set_trace(lambda line: click.echo(line, err=True))
+        set_decision_log(lambda line: click.echo(printable(line), err=True))
     if ctx.invoked_subcommand is None:
         from ekiben.cli.overview import overview
 

@@ -3,6 +3,7 @@
 __all__ = [
     "checked",
     "command_name",
+    "decisions",
     "emulation",
     "environment",
     "errors",

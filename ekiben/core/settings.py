@@ -12,7 +12,7 @@ The command line reads them once and hands the values down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,12 @@ class JobDefaults:
     bind: tuple[str, ...] = ()
     scheduler_args: tuple[str, ...] = ()
 
+    def describe(self) -> str:
+        """Return what is set, for messages; of lists only the name, because a variable may hold a secret."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return ", ".join(name if isinstance(value, tuple) else f"{name}={value}"
+                         for name, value in values.items() if value not in (None, ()))  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -49,13 +55,18 @@ class Config:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """``store`` and ``shared`` are absolute; ``registry`` is a reference of a repository of layers; ``recipes``
-    are absolute folders whose recipes are known by name; ``jobs`` are the user's defaults and the site's."""
+    are absolute folders whose recipes are known by name; ``jobs`` are the user's defaults and the site's.
+
+    ``sources``: setting → where its value comes from, for messages; ``job_sources`` says it of each of ``jobs``.
+    """
 
     store: Path
     shared: Path | None = None
     registry: str | None = None
     recipes: tuple[Path, ...] = ()
     jobs: tuple[JobDefaults, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    job_sources: tuple[str, ...] = ()
 
 
 _OF_SITE = Path("/etc/ekiben/config.yaml")
@@ -73,6 +84,14 @@ def store_root(environment: Mapping[str, str], option: Path | None = None) -> Pa
     return (option or Path(environment.get("EKIBEN_STORE") or f"{cache}/ekiben/store")).expanduser().absolute()
 
 
+def store_source(environment: Mapping[str, str], option: Path | None = None) -> str:
+    """Return what store_root() takes the path from, for messages."""
+    if option:
+        return "--store"
+    names = (name for name in ("EKIBEN_STORE", "XDG_CACHE_HOME") if environment.get(name))
+    return next(names, "default")
+
+
 def read_settings(environment: Mapping[str, str], *, store: Path | None = None, shared: Path | None = None) -> Settings:
     """Read the user's config.yaml and the site's. ``store`` and ``shared`` are what the command line says.
 
@@ -80,20 +99,48 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
         DefinitionError: config.yaml is not what it should be.
     """
     configs = [(path, read_yaml(path, Config)) for path in config_files(environment) if path.is_file()]
-    shared_dir, registry = (
-        next((value for _, config in configs if (value := getattr(config, key)) is not None), None)
-        for key in ("shared", "registry")
-    )
-    shared_dir = str(shared) if shared else environment.get("EKIBEN_SHARED", shared_dir)
-    base, folders = next(
-        ((path.parent, config.recipes) for path, config in configs if config.recipes), (Path.cwd(), ())
+    sources = {"store": store_source(environment, store)}
+    values: dict[str, str | None] = {}
+    for key in ("shared", "registry"):
+        value, sources[key] = _of_file(configs, key)
+        values[key], sources[key] = _of_environment(environment, f"EKIBEN_{key.upper()}", value, sources[key])
+    if shared:
+        values["shared"], sources["shared"] = str(shared), "--shared"
+    base, folders, sources["recipes"] = next(
+        ((path.parent, config.recipes, _file_source(path)) for path, config in configs if config.recipes),
+        (Path.cwd(), (), _UNSET),
     )
     if (named := environment.get("EKIBEN_RECIPES")) is not None:
-        base, folders = Path.cwd(), tuple(filter(None, named.split(":")))
+        base, folders, sources["recipes"] = Path.cwd(), tuple(filter(None, named.split(":"))), "EKIBEN_RECIPES"
+    shared_dir = values["shared"]
     return Settings(
         store=store_root(environment, store),
         shared=Path(shared_dir).expanduser().absolute() if shared_dir else None,
-        registry=environment.get("EKIBEN_REGISTRY", registry) or None,
+        registry=values["registry"] or None,
         jobs=tuple(config.jobs for _, config in configs),
         recipes=tuple((base / Path(folder).expanduser()).absolute() for folder in folders),
+        sources=sources,
+        job_sources=tuple(_file_source(path) for path, _ in configs),
     )
+
+
+_UNSET = "not set"
+
+
+def _file_source(path: Path) -> str:
+    return f"the {'site' if path == _OF_SITE else 'user'}'s {path}"
+
+
+def _of_file(configs: Iterable[tuple[Path, Config]], key: str) -> tuple[str | None, str]:
+    """Return the first value of ``key`` in ``configs``, and its source."""
+    values = ((value, _file_source(path)) for path, config in configs if (value := getattr(config, key)) is not None)
+    return next(values, (None, _UNSET))
+
+
+def _of_environment(
+    environment: Mapping[str, str], name: str, value: str | None, source: str
+) -> tuple[str | None, str]:
+    """Return the variable and its name, or without one ``value`` and ``source``."""
+    if name not in environment:
+        return value, source
+    return environment[name], name if environment[name] else f"{name} is empty"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Protocol, cast
 
 from ekiben.core import plugins
+from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
 from ekiben.formats.layer import decode_name
@@ -154,6 +155,15 @@ def choose(engine: str, without: Collection[str] = (), folder: Path | None = Non
     With ``folder``, where the job's files will be, one without a defect of its overlay comes first. Raises EngineError with each
     one's reason.
     """
+    name, executor, reason = _choose(engine, without, folder)
+    if is_logging():
+        alternatives = [other for other in names() if other != name and f"{other}: " not in reason]
+        skipped = f"; not tried: {', '.join(alternatives)}" if alternatives and engine == "auto" else ""
+        log_decision("engine", name, reason + skipped)
+    return name, executor, reason
+
+
+def _choose(engine: str, without: Collection[str], folder: Path | None) -> tuple[str, Executor, str]:
     if engine != "auto":
         executor = load(engine)
         if reason := executor.unavailable():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ekiben.core.decisions import log_decision
 from ekiben.core.environment import ca_bundle
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.packages.apt import apt_sources, snapshot_sources, write_apt_files
@@ -37,7 +38,17 @@ def site_sources(stack: Stack, mirror: str | None) -> PackageSources:
     """Return the site's own mirrors and indexes, then the snapshot archive for what the mirror no longer has."""
     lock = stack.apt_lock()
     if sources := apt_sources(stack.file.suite, mirror):
-        sources += snapshot_sources(stack.file.suite, lock.snapshot)
+        log_decision(
+            "Debian mirror", sources.splitlines()[0], "requested" if mirror else "of this machine's apt or mmdebstrap"
+        )
+        snapshot = snapshot_sources(stack.file.suite, lock.snapshot)
+        absent = "it does not answer, EKIBEN_SNAPSHOT is empty, or the stack locks no time"
+        log_decision(
+            "Debian snapshot archive",
+            "used" if snapshot else "not used",
+            f"as of {lock.snapshot}" if snapshot else absent,
+        )
+        sources += snapshot
     return PackageSources(sources, sources, lock.packages)
 
 
@@ -45,6 +56,7 @@ def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
     """Put the host's settings into ``mount``; return the environment that points at them."""
     inside = f"/{BUILD_MOUNT}"
     environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    log_decision("indexes and proxies", ", ".join(environment) or "the defaults", "variables of the environment")
     environment |= {
         "UV_CACHE_DIR": f"{inside}/cache/uv",
         "PIP_CACHE_DIR": f"{inside}/cache/pip",
@@ -55,10 +67,12 @@ def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
         for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO"):
             environment[name] = f"{inside}/ca.pem"
     pip = next((path for path in _pip_settings() if path.is_file()), None)
+    log_decision("settings of pip", pip or "none", "the first of PIP_CONFIG_FILE, your pip.conf and /etc/pip.conf")
     if pip:
         shutil.copyfile(pip, mount / "pip.conf")
         environment["PIP_CONFIG_FILE"] = f"{inside}/pip.conf"
     uv = Path(os.environ.get("UV_CONFIG_FILE") or "~/.config/uv/uv.toml").expanduser()
+    log_decision("settings of uv", uv if uv.is_file() else "none", "UV_CONFIG_FILE, else ~/.config/uv/uv.toml")
     if uv.is_file():
         shutil.copyfile(uv, mount / "uv.toml")
         environment["UV_CONFIG_FILE"] = f"{inside}/uv.toml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urljoin, urlsplit
 
 from ekiben.core.checked import Fields, parse_json
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import FetchError
 from ekiben.registry.auth import Credentials, find_credentials
 from ekiben.registry.reference import HUB, Reference
@@ -60,6 +62,14 @@ class RegistrySession:
             host = "registry-1.docker.io" if self.reference.host == HUB else self.reference.host
             scheme = self.reference.scheme or ("https" if not _LOCAL.match(host) else self._local_scheme(host))
             self._base = f"{scheme}://{host}/v2/{self.reference.repository}/"
+            reason = (
+                "given in the reference"
+                if self.reference.scheme
+                else "on this machine"
+                if _LOCAL.match(host)
+                else "default"
+            )
+            log_decision(f"protocol of {self.reference.host}", scheme, reason)
         return self._base
 
     def _local_scheme(self, host: str) -> str:
@@ -146,6 +156,8 @@ class RegistrySession:
         """The header that answers a 401."""
         kind, _, rest = challenge.partition(" ")
         credentials = find_credentials(self.reference.host, self.reference.repository)
+        log_decision(f"login at {self.reference.host}", credentials.source if credentials else "anonymous",
+                     f"for {self.reference.repository}" if credentials else "no file or variable has a login for it")  # fmt: skip
         if kind.lower() == "basic":
             if credentials is None:
                 raise self._nobody()
@@ -280,6 +292,11 @@ def _trusted(host: str) -> SSLContext:
     context = ssl.create_default_context()
     if bundle := ca_bundle():
         context.load_verify_locations(bundle)
+    log_decision(
+        "CA bundle",
+        bundle or "OpenSSL's default",
+        "SSL_CERT_FILE" if str(bundle) == os.environ.get("SSL_CERT_FILE") else "this machine's",
+    )
     for folder in (
         "/etc/docker/certs.d",
         "/etc/containers/certs.d",

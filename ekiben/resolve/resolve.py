@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.environment import ARCHITECTURES, DEFAULT_PATH, host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
@@ -55,6 +56,13 @@ def resolve(
     check_recipe_locks(recipe.folder, recipe.file.layer)
     if gpu_arch:
         bound = filter_archs(bound, gpu_arch, recipe.image_folders)
+    log_decision("stack", f"{bound.name} in {bound.folder}", "requested" if stack else "named in recipe.yaml")
+    log_decision("architecture", bound.arch, "requested" if arch else "this machine's")
+    log_decision(
+        "compute capabilities",
+        " ".join(bound.file.compute_capabilities),
+        f"requested: {gpu_arch}" if gpu_arch else "the stack's",
+    )
     images = _Images(recipe, bound, arguments or {})
     definitions = images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))
     for layer in recipe.layers:
@@ -143,6 +151,12 @@ class _Images:
             )
         over = [number for number, item in enumerate(definitions) if name in _covered(item)]
         position = min([*same, *over], default=len(definitions))
+        replaced = ", ".join(definitions[number].name for number in same)
+        covering = ", ".join(definitions[number].name for number in over)
+        reason = f"below {covering}, which replaces its files" if covering else "on top"
+        log_decision(
+            f"layer {name}", "added", f"replaces {replaced}, which has the same packages" if replaced else reason
+        )
         above = [item for number, item in enumerate(definitions[position:], position) if number not in same]
         below = list(definitions[:position])
         for step in (name, *(item.name for item in above)):

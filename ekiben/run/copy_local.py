@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError
 from ekiben.formats.sif import read_sif
 from ekiben.run.launch import is_private_folder
@@ -42,6 +43,7 @@ def copy_local(sif: Path, environment: Mapping[str, str], log: Callable[[str], N
     # flock is dependable here: the folder is local.
     folder, status = local_folder(environment), sif.stat()
     if status.st_dev == folder.stat().st_dev:
+        log_decision("copy of the SIF", "none", f"{sif} is on the disk of {folder}")
         return sif
     target = folder / _copy_name(sif)
     with (folder / f".{target.name}.lock").open("w", encoding="utf-8") as lock:
@@ -52,6 +54,8 @@ def copy_local(sif: Path, environment: Mapping[str, str], log: Callable[[str], N
             fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_symlink() or not target.is_file():
             _copy_checked(sif, target, status.st_size, log)
+        else:
+            log_decision("copy of the SIF", target, "copied before")
     return target
 
 

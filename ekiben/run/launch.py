@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
 from ekiben.core.process import which
@@ -105,11 +106,16 @@ def choose_runtime(
     Raises UsageError when it is none of them, EngineError when nothing here can run it.
     """
     if asked != "auto":
-        return _asked_runtime(asked, name, sif, containers, build_args or name)
+        program = _asked_runtime(asked, name, sif, containers, build_args or name)
+        log_decision("runtime", program, "--runtime")
+        return program
     runtime = which("apptainer", "singularity")
     if runtime and sif.is_file():
+        log_decision("runtime", runtime, f"it runs SIF files, and {sif} is here")
         return runtime
     if docker := which("docker"):
+        missing = f"{sif} is not here" if runtime else "neither apptainer nor singularity is on PATH"
+        log_decision("runtime", docker, missing)
         return docker
     missing = f"{sif} is not there" if runtime else "neither apptainer nor singularity nor docker is on PATH"
     raise EngineError(f"{name} cannot be run here: {missing}", hint=f"{command_name()} image {build_args or name}")
@@ -366,5 +372,6 @@ def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
         if (os.path.lexists(folder) and not is_private_folder(folder)) if folder else unsafe_default:
             fresh = fresh or Path(tempfile.mkdtemp(prefix="ekiben-cache-", dir=next(filter(Path.is_dir, bases), None)))
             changed[name] = str(fresh / name)
+            log_decision(name, changed[name], f"others can write to {folder or 'the default folder'}")
             (fresh / name).mkdir()
     return changed

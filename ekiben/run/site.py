@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ekiben.core.checked import check_variables, shorten
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.files import read_yaml
 from ekiben.core.paths import PROJECT_ROOT
@@ -271,4 +272,5 @@ def find_site(name: str) -> Site:
             raise UsageError(f"no site '{name}'." + nearest(name, known),
                              hint=f"a profile of your own is given as a path, or kept in {user_folder()}")  # fmt: skip
         path = known[name]
+    log_decision(f"site {name}", path, "your profile" if path.parent == user_folder() else "")
     return Site(path, read_yaml(path, SiteFile))

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import unquote
 
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, VerifyError
 from ekiben.core.process import run, which
 
@@ -73,6 +74,8 @@ def find_key(name: str = "") -> Key:
     usable = [key for key, trouble in listed if not trouble]
     option = f"--sign {name}".rstrip()
     if len(usable) == 1:
+        reason = "requested" if name else "gpg's default key" if asked else "the only secret key"
+        log_decision("signing key", usable[0], reason)
         return usable[0]
     if usable:
         raise UsageError(
@@ -133,6 +136,7 @@ def known_keys(signer: str | None) -> Iterator[Keys]:
 
     Raises UsageError when ``signer`` is neither a file of keys nor a full fingerprint in the keyring.
     """
+    log_decision("accepted keys", signer or "all of your keyring", "--key" if signer else "no --key")
     if signer is None:
         yield Keys()
     elif Path(signer).is_file():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.checked import NAME, Fields, check_variables
+from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import parse_yaml, read_yaml, tree_paths
@@ -234,7 +235,7 @@ def find_recipe(name: str) -> Recipe:
     Raises UsageError when there is none, or several of one name; DefinitionError when it is not a recipe.
     """
     if "/" in name or name in (".", ".."):
-        folder = Path(name).resolve()
+        folder, reason = Path(name).resolve(), "named by its path"
         folder = folder.parent if folder.name == "recipe.yaml" else folder
         if not (folder / "recipe.yaml").is_file():
             raise UsageError(f"{name}: no recipe.yaml there")
@@ -254,13 +255,23 @@ def find_recipe(name: str) -> Recipe:
             raise UsageError(
                 f"there are several recipes '{name}': {folders}", hint="give the one that you mean as a path"
             )
-        folder = known[name][0]
+        folder, reason = known[name][0], _folder_source(known[name][0])
+    log_decision(f"recipe {name}", folder, reason)
     recipe = Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))
     for name, task in recipe.file.tasks.items():
         if task.runs_on is not None:
             _warn(f"{folder / 'recipe.yaml'}: tasks.{name}: write launch: {task.launch} for runs_on: {task.runs_on}, "
                   "its former name, which the next release no longer reads")  # fmt: skip
     return recipe
+
+
+def _folder_source(folder: Path) -> str:
+    """Return which setting makes the recipe in ``folder`` known by its name; for -v."""
+    if not is_logging():
+        return ""
+    settings = read_settings(os.environ)
+    is_configured = any(folder.is_relative_to(root) for root in settings.recipes)
+    return f"in a folder of recipes, from {settings.sources['recipes']}" if is_configured else "a recipe of Ekiben"
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.core.decisions import log_decision
 from ekiben.core.progress import Progress
 from ekiben.executors import docker as daemon
 from ekiben.gpu import container_gpus
@@ -19,7 +20,10 @@ FALLBACK = "oci"
 
 def is_default() -> bool:
     """Return whether a Docker daemon answers."""
-    return unavailable() is None
+    reason = unavailable()
+    if reason is not None:
+        log_decision("format docker", "not made", reason)
+    return reason is None
 
 
 def unavailable() -> str | None:

@@ -15,9 +15,10 @@ import click
 
 from ekiben.cli.context import Context
 from ekiben.cli.options import PathType, TextType, image_options, option, refuse_ignored
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
 from ekiben.executors import runtimes
-from ekiben.gpu.devices import has_gpu
+from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.run import launch
 from ekiben.run.copy_local import copy_local
 from ekiben.run.live import VARIABLE, LiveFiles, live_files
@@ -93,6 +94,8 @@ def start_image(
         argv=argv, gpu=not start.cpu and has_gpu(), binds=start.binds, mounts=live.mounts, terminal=is_terminal,
         executes=executes, publish=publish,
     )  # fmt: skip
+    absent = "" if has_gpu() else f"{GPU_DEVICE} does not exist"
+    log_decision("GPUs", "all" if request.gpu else "none", "--cpu" if start.cpu else absent or f"{GPU_DEVICE} exists")
     if not start.dry_run and not start.force:
         from ekiben.cli.commands._findings import check_this_machine  # late: doctor's rules, for a job that starts
 

@@ -44,6 +44,7 @@ from ekiben.cli.options import (
     refuse_ignored,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
 from ekiben.core.progress import Progress
 from ekiben.resolve.graph import ResolvedRecipe
@@ -169,6 +170,8 @@ def make_image(
     """Plan, build, export, verify."""
     store, progress = context.store, context.progress
     registry = None if request.offline else context.settings.registry
+    if request.offline:
+        log_decision("registry of layers", "not asked", "--bundle" if request.bundle else "--offline")
     actions = plan(resolved, store, registry=registry, progress=progress)
     missing = [action.layer.name for action in actions if action.decision == "BUILD"]
     report_plan(resolved, store, actions, progress, savings=bool(recipe_options.gpu_arch))

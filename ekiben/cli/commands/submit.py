@@ -27,6 +27,7 @@ from ekiben.cli.commands._jobs import new_runs_option
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, PathType, PluginType, RecipeType, TextType, json_option, option, refuse_ignored
 from ekiben.core.command_name import command_name
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import runs as jobs
@@ -161,7 +162,11 @@ def command(
         *context.settings.jobs,
         *([profile.file.scheduler.defaults] if profile and profile.file.scheduler else []),
     ]
+    for source, known in zip((*context.settings.job_sources, f"the site {site}"), defaults, strict=False):
+        log_decision("defaults of jobs", known.describe() or "none", source)
     request = with_defaults(request, defaults)
+    if scheduler:
+        log_decision("scheduler", scheduler, "--scheduler")
     run = planning.plan(recipe_spec, argv, request, scheduler=scheduler or choose_scheduler(profile), site=profile,
                     sif=sif or Path(f"{recipe_spec.image_name()}.sif"), runs=runs)  # fmt: skip
     _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
@@ -258,6 +263,10 @@ def choose_scheduler(site: Site | None) -> str:
     """Return the site's scheduler, or the one that is here. Raises UsageError when a site names none."""
     if site and site.file.scheduler is None:
         raise UsageError(f"{site.name} names no scheduler; say --scheduler")
-    scheduler = site.file.scheduler.kind if site and site.file.scheduler else choose()
+    if site and site.file.scheduler:
+        scheduler = site.file.scheduler.kind
+        log_decision("scheduler", scheduler, f"of the site {site.name}")
+    else:
+        scheduler = choose()
     load(scheduler)
     return scheduler

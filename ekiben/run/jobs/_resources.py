@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError, nearest
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.schedulers import Limits, Scheduler, clock, load
@@ -170,7 +171,11 @@ def _resource(site: Site, request: JobRequest, nodes: int, gpus: int | None) -> 
         raise UsageError(
             "\n".join(f"{site.name}: {problem}" for problem in dict.fromkeys(problems.values()) if problem)
         )
-    return min(enough.items(), key=lambda one: (one[1].gpus, one[1].cores or 0))
+    chosen = min(enough.items(), key=lambda one: (one[1].gpus, one[1].cores or 0))
+    alternatives = [f"{name}: {problem or 'not smaller'}" for name, problem in problems.items() if name != chosen[0]]
+    reason = "requested" if request.resource == chosen[0] else "the smallest that is enough"
+    log_decision(f"partition of {site.name}", chosen[0], "; ".join([reason, *alternatives]))
+    return chosen
 
 
 def _too_much(name: str, resource: Resource, request: JobRequest, nodes: int, gpus: int | None) -> str | None:

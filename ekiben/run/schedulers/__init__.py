@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from ekiben.core import plugins
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError
 from ekiben.core.process import TIMED_OUT, run
 
@@ -208,6 +209,10 @@ def choose() -> str:
     if usable is None:
         raise EngineError("no scheduler can be used here:\n" + "\n".join(f"  {name}: {reason}" for name, reason in reasons.items()),
                           hint="submit on a login node of the cluster; `--scheduler NAME --dry-run` writes a script anywhere")  # fmt: skip
+    alternatives = [
+        f"{name}: {reason or 'usable, of lower preference'}" for name, reason in reasons.items() if name != usable
+    ]
+    log_decision("scheduler", usable, "; ".join(["usable here", *alternatives]))
     return usable
 
 
