@@ -1,7 +1,8 @@
-"""Files that only developers use: the hooks of pre-commit."""
+"""Files that only developers use: the hooks of pre-commit and the development container."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -41,3 +42,13 @@ def test_hooks_run_the_commands_of_make_lint() -> None:
 def test_hooks_run_for_changes_that_their_tools_read(path: str, is_checked: bool) -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert bool(re.search(config["files"], path)) is is_checked
+
+
+def test_the_development_container_runs_a_target_of_make() -> None:
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    program, target = container["postCreateCommand"].split()
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert (program, target) == ("make", "setup")
+    assert target in targets
+    interpreter = container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert interpreter == "${containerWorkspaceFolder}/.venv/bin/python"
