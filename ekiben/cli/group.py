@@ -101,9 +101,11 @@ class Root(click.Group):
         self.note_frames(args)
         try:
             return super().parse_args(ctx, args)
-        except (click.ClickException, EkibenError) as error:
+        except click.ClickException as error:
             self._print_json(ctx, error)
             raise
+        except EkibenError as error:
+            self._exit(ctx, error)
         except KeyboardInterrupt as error:
             self._interrupt(ctx, error)
 

@@ -22,6 +22,7 @@ from ekiben.core.command_name import INSTALLED, command_name
 from ekiben.core.environment import ARCHITECTURES
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
+from ekiben.core.paths import expand_home
 
 if TYPE_CHECKING:
     from ekiben.resolve.graph import ResolvedRecipe
@@ -152,7 +153,7 @@ class PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, with a user's home for ``~``."""
         _refuse_empty(value, param, ctx)
-        return Path(value).expanduser()
+        return expand_home(Path(value), param.opts[0] if param else self.name)
 
 
 class OutputFile(PathType):

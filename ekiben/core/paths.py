@@ -6,6 +6,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from ekiben.core.errors import UsageError
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _DATA = (
     _PACKAGE / "_data"
@@ -22,3 +24,18 @@ ENGINE_SETUP = (
 RECIPE_HOME = "/opt/ekiben/recipe"  # a recipe's files, in its image
 TESTS = "/opt/ekiben/tests"  # the %test of each layer, in an image
 BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is built
+
+
+def expand_home(path: Path, origin: str) -> Path:
+    """Return ``path`` with a user's home for ``~`` or ``~NAME``. ``origin`` names in the error where the path comes from.
+
+    Raises:
+        UsageError: this machine knows no such user, or no home of this one.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise UsageError(
+            f"{origin}: {path} begins with a home folder that this machine does not know",
+            hint="write the path without ~, or set HOME",
+        ) from error

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.files import read_yaml
+from ekiben.core.paths import expand_home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +76,14 @@ _OF_SITE = Path("/etc/ekiben/config.yaml")
 def config_files(environment: Mapping[str, str]) -> tuple[Path, ...]:
     """Return where config.yaml may be, the user's before the site's."""
     config_home = environment.get("XDG_CONFIG_HOME") or "~/.config"
-    return (Path(config_home).expanduser() / "ekiben" / "config.yaml", _OF_SITE)
+    return (expand_home(Path(config_home), "folder of config.yaml") / "ekiben" / "config.yaml", _OF_SITE)
 
 
 def store_root(environment: Mapping[str, str], option: Path | None = None) -> Path:
     """Return the absolute path of the user's own store. ``option`` is what the command line says."""
     cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return (option or Path(environment.get("EKIBEN_STORE") or f"{cache}/ekiben/store")).expanduser().absolute()
+    path = option or Path(environment.get("EKIBEN_STORE") or f"{cache}/ekiben/store")
+    return expand_home(path, f"store ({store_source(environment, option)})").absolute()
 
 
 def store_source(environment: Mapping[str, str], option: Path | None = None) -> str:
@@ -115,10 +117,13 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
     shared_dir = values["shared"]
     return Settings(
         store=store_root(environment, store),
-        shared=Path(shared_dir).expanduser().absolute() if shared_dir else None,
+        shared=expand_home(Path(shared_dir), f"shared folder ({sources['shared']})").absolute() if shared_dir else None,
         registry=values["registry"] or None,
         jobs=tuple(config.jobs for _, config in configs),
-        recipes=tuple((base / Path(folder).expanduser()).absolute() for folder in folders),
+        recipes=tuple(
+            (base / expand_home(Path(folder), f"folders of recipes ({sources['recipes']})")).absolute()
+            for folder in folders
+        ),
         sources=sources,
         job_sources=tuple(_file_source(path) for path, _ in configs),
     )

@@ -359,3 +359,23 @@ def test_python_without_the_requirements_gets_a_hint() -> None:
     assert done.stderr.startswith(
         f"error: {sys.executable} has no module 'click'\nhint: run `sh {PROJECT_ROOT}/ekiben/"
     )
+
+
+@pytest.mark.parametrize(
+    ("argv", "environment", "origin"),
+    [
+        (["--store", "~nobody-here/x", "plan", "hello"], {}, "--store"),
+        (["image", "hello", "-o", "~nobody-here/x"], {}, "-o"),
+        (["plan", "hello"], {"EKIBEN_STORE": "~nobody-here/x"}, "store (EKIBEN_STORE)"),
+        (["plan", "hello"], {"EKIBEN_SHARED": "~nobody-here/x"}, "shared folder (EKIBEN_SHARED)"),
+        (["plan", "hello"], {"EKIBEN_RECIPES": "~nobody-here/x"}, "folders of recipes (EKIBEN_RECIPES)"),
+    ],
+)
+def test_a_home_folder_that_nobody_has_is_named(
+    run_cli: RunCli, argv: list[str], environment: dict[str, str], origin: str
+) -> None:
+    done = run_cli(*argv, env=environment, code=2)
+    assert done.stderr.startswith(
+        f"error: {origin}: ~nobody-here/x begins with a home folder that this machine does not"
+    )
+    assert done.stderr.endswith("\nhint: write the path without ~, or set HOME\n")
