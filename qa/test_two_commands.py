@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from machines import bare_machine, host_mirrors, own_network, run_in
+from machines import bare_machine, host_mirrors, separate_network, run_in
 
 pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="needs root to enter another root file system"),
@@ -36,7 +36,7 @@ def test_root_builds_runs_and_tests(debian: Path) -> None:
     assert "tested  under" in image.stdout
     assert "hello, run by" in image.stdout
     options = "--ignore=qa/test_two_commands.py --reruns 1"
-    with own_network() as prefix:
+    with separate_network() as prefix:
         tests = run_in(debian, f'make --no-print-directory test options="{options}"', prefix=prefix, timeout=3600)
     assert tests.returncode == 0, tests.stdout[-20000:] + tests.stderr[-5000:]
     assert re.search(r"^tests: unit tests: \d+ s$", tests.stderr, re.MULTILINE)

@@ -75,7 +75,7 @@ def run_in(
 
 
 @contextlib.contextmanager
-def own_network() -> Iterator[tuple[str, ...]]:
+def separate_network() -> Iterator[tuple[str, ...]]:
     """Yield the command that runs another in a network of its own, which reaches what this machine reaches."""
     name, subnet = "ekiben-bare", "10.78.0"
     masquerade = ["POSTROUTING", "-s", f"{subnet}.0/24", "-j", "MASQUERADE"]
