@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from machines import bare_machine, host_mirrors, separate_network, run_in
+from machines import bare_machine, host_mirrors, run_in, separate_network
 
 pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="needs root to enter another root file system"),
