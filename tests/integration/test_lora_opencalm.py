@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import os
 import re
 import subprocess
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from ekiben.publish.catalog.runs import image_metadata, reduced
 from ekiben.spec.stack import find_stack, read_pins
 from ekiben.store import Store
 from sbom_checks import check_sbom
-from workspaces import CA_BUNDLE, ME, ROOT, USER, BuiltImage, Cli, Workspace, as_user, home_of, make_image, need
+from workspaces import ME, ROOT, USER, BuiltImage, Cli, Workspace, make_image, need, run_as
 
 pytestmark = pytest.mark.covers("images", "recipes", "entrypoints", "ekiben/gpu", "ekiben/inspect")
 
@@ -37,21 +34,6 @@ def built(lora_opencalm: BuiltImage) -> BuiltImage:
 def digest(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def end_of(user: str, *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """The exit code of a user's command, and what it printed."""
-    environment = {"PATH": os.environ["PATH"], "HOME": home_of(user), **(env or {})}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, **as_user(user)
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def run_as(user: str, *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
-    code, output = end_of(user, *command, cwd=cwd, env=env)
-    assert code == 0, f"{command}\n{output}"
-    return output
 
 
 def test_build_prints_size_tests_and_run_commands(built: BuiltImage) -> None:
@@ -161,71 +143,6 @@ def test_squashed_sif(built: BuiltImage, workspace: Workspace) -> None:
         USER, "apptainer", "exec", out / "flat.sif", "python", "-c", "import torch; print(torch)", cwd=out
     )
     (out / "flat.sif").unlink()
-
-
-@pytest.mark.flaky(reruns=0)  # in CI each of them runs once more if it fails, not all
-def test_the_tests_of_the_tasks_pass_in_the_image(built: BuiltImage, workspace: Workspace) -> None:
-    """What ships is what is tested: the scripts and packages are the image's, only pytest comes from outside."""
-    out = workspace.folder("tasks", USER)
-    lock = (built.checkout / "requirements-dev.lock").read_text()
-    exact = re.findall(r"^(?:pytest|pytest-rerunfailures|pluggy|iniconfig)==\S+", lock, re.MULTILINE)
-    # What other recipes' images add is pure Python, or nearly: their tasks' tests run here, too, without an image each.
-    layers = "".join(
-        (built.checkout / f"images/stacks/cu130/{name}.lock").read_text()
-        for name in ("megatron", "mlperf", "deepspeed", "deepspeed-source")
-    )
-    exact += re.findall(
-        r"^(?:megatron-core|mlperf-logging|hjson|msgpack|nvidia-ml-py|py-cpuinfo|deepspeed)==\S+", layers, re.MULTILINE
-    )
-    assert len(exact) == 11
-    inside = ["apptainer", "--silent", "exec", "--cleanenv", "--pwd", out]
-    trust = [
-        "--bind",
-        CA_BUNDLE,
-        "--env",
-        f"UV_SYSTEM_CERTS=1,SSL_CERT_FILE={CA_BUNDLE},DS_BUILD_OPS=0,DS_ACCELERATOR=cuda",
-    ]
-    # DeepSpeed comes as a source: it is put together with what the image has.
-    install = [
-        "uv",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-cache",
-        "--target",
-        out / "pytest",
-        *exact,
-    ]
-    run_as(USER, *inside, "--bind", out, *trust, built.sif, *install, cwd=out)
-    tests = sorted(str(path) for path in (built.checkout / "tests/tasks").rglob("test_*.py"))
-    assert len(tests) >= 4
-    pytest_ = ["python", "-m", "pytest", "-q", "-rR", "-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null"]
-    if os.environ.get("CI") == "true":
-        pytest_ += ["--reruns", "1", "--max-suite-reruns", "2"]
-    settings = f"PYTHONPATH={out}/pytest:{built.checkout}/tests,OMP_NUM_THREADS=1"
-    command = [*inside, "--bind", f"{built.checkout},{out}", "--env", settings, built.sif, *pytest_]
-
-    # A process for each folder, two at once. Megatron-Core on the CPU changes what torch means by a GPU for its whole
-    # process, so each file of its tests has a process of its own.
-    def group(path: str) -> str:
-        return path if "/test_pretrain_" in path else str(Path(path).parent)
-
-    groups = [list(paths) for _, paths in itertools.groupby(sorted(tests, key=group), group)]
-    assert len(groups) >= 6
-
-    def run_tests(paths: list[str]) -> tuple[int, str]:
-        return end_of(USER, *command, "--rootdir", built.checkout / "tests", *paths, cwd=out)
-
-    with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(run_tests, sorted(groups, key=lambda paths: -sum(map(os.path.getsize, paths)))))
-    # Every folder's tests have run to their end by now: one run shows all failures.
-    failures = [output for code, output in ends if code or "skipped" in output.splitlines()[-1]]
-    assert not failures, "\n\n".join(output[-6000:] for output in failures)
-    print(
-        *(line for _, output in ends for line in output.splitlines() if re.match(r"RERUN |\d+ passed", line)), sep="\n"
-    )
 
 
 OTHERS = sorted({path.parent.name for path in ROOT.glob("recipes/*/recipe.yaml")} - {"hello", "lora-opencalm"})

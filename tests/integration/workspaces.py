@@ -243,3 +243,18 @@ class RecipeFolder:
             "test": test,
         }
         (self.path / "recipe.yaml").write_text(json.dumps(about))
+
+
+def end_of(user: str, *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """The exit code of a user's command, and what it printed."""
+    environment = {"PATH": os.environ["PATH"], "HOME": home_of(user), **(env or {})}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, **as_user(user)
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_as(user: str, *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+    code, output = end_of(user, *command, cwd=cwd, env=env)
+    assert code == 0, f"{command}\n{output}"
+    return output
