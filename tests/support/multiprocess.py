@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from support import forkserver
+
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
@@ -37,9 +39,17 @@ def launcher(name: str, size: int, patience: float, *nodes: str) -> list[str]:
     """Return the command line before a program, of which ``size`` processes are started. nodes: more options of torchrun."""
     if name == "torchrun":
         where = nodes or ("--master-port", str(free_port()))
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), *where, "--no-python"]
+        return [
+            forkserver.python(),
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(size),
+            *where,
+            "--no-python",
+        ]
     script = Path(__file__).resolve().parents[2] / "entrypoints" / "launch_node.py"
-    return [sys.executable, str(script), "--processes", str(size), "--patience", str(patience), "--"]
+    return [forkserver.python(), str(script), "--processes", str(size), "--patience", str(patience), "--"]
 
 
 def start(

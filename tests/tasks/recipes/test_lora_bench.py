@@ -43,6 +43,7 @@ from ekiben_tasks.training import (
     smoke,
     train,
 )
+from support import forkserver
 from support.multiprocess import same_environment  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -287,7 +288,7 @@ def test_error_of_several_processes_is_printed_once(ready: bench_settings.Settin
     ]
     paths = os.pathsep.join([str(ROOT / "entrypoints"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(script), "--run", "1", "--gpus", "2", *options], env={**os.environ, "PYTHONPATH": paths},
+        [forkserver.python(), str(script), "--run", "1", "--gpus", "2", *options], env={**os.environ, "PYTHONPATH": paths},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 1

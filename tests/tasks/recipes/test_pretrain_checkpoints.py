@@ -48,7 +48,7 @@ import sharded_state  # Megatron-Core, which is told first that there is no GPU
 from ekiben_tasks.distributed.context import REQUEUE
 from ekiben_tasks.models.shards import SHARDS, read_metadata
 from ekiben_tasks.task.errors import TaskError
-from support import multiprocess
+from support import forkserver, multiprocess
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 
@@ -136,7 +136,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in several processes. by: what starts them."""
     return subprocess.run(
-        [*multiprocess.launcher(by, size, patience), sys.executable, "-c", code, *argv],
+        [*multiprocess.launcher(by, size, patience), forkserver.python(), "-c", code, *argv],
         env=with_scripts(*SCRIPTS, str(ROOT / "tests")), capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
@@ -183,7 +183,7 @@ with warnings.catch_warnings(action="ignore"):
     without_gpu.pretend()
     import steps
 from ekiben_tasks.distributed import failures
-from support import multiprocess
+from support import forkserver, multiprocess
 fit = steps.Run.fit
 def look(self):
     print(f"timeouts {multiprocess.group_timeouts()}\\n", end="", flush=True)
@@ -240,7 +240,7 @@ def test_evaluation_of_the_step_that_a_signal_ends_follows_the_resume(
 
 def test_smoke_on_two_processes(tmp_path: Path) -> None:
     """As `pretrain --smoke --gpus 2` runs it: one tokenizer, one model, checked once."""
-    argv = [sys.executable, str(RECIPE / "entrypoints" / "pretrain.py"), "--smoke", "--gpus", "2"]
+    argv = [forkserver.python(), str(RECIPE / "entrypoints" / "pretrain.py"), "--smoke", "--gpus", "2"]
     environment = {**with_scripts(*SCRIPTS), "HF_HOME": str(tmp_path / "hub")}
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -285,7 +285,7 @@ def test_a_checkpoint_of_an_earlier_release_is_resumed_and_converted(
     from dataclasses import asdict
 
     environment = with_scripts(str(RECIPE / "entrypoints"), str(RECIPE.parents[1] / "entrypoints"))
-    former = [sys.executable, "-c", FORMER, json.dumps([asdict(small(data)), str(tmp_path)])]
+    former = [forkserver.python(), "-c", FORMER, json.dumps([asdict(small(data)), str(tmp_path)])]
     done = subprocess.run(former, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "checkpoints"
@@ -331,7 +331,7 @@ background_save.write_shards = slow
 
 def start_slow(
     seconds: float, size: int, settings: pretraining.Settings, output: Path, **named: Any
-) -> subprocess.Popen[bytes]:
+) -> forkserver.Child:
     """Ranks whose every write takes so many seconds more."""
     import recipes.test_pretrain_gpt as base
 

@@ -53,6 +53,7 @@ import train_tokenizer
 import upload
 from ekiben_tasks.distributed.context import REQUEUE
 from ekiben_tasks.task.errors import DoesNotFitError, SettingError, TaskError
+from support import forkserver
 from support.hub import HubServer
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -313,18 +314,18 @@ sys.exit(max(codes, key=abs))
 
 def start_ranks(
     size: int, settings: pretraining.Settings, output: Path, script: str = RANKS, *argv: str, output_to: Any = None
-) -> subprocess.Popen[bytes]:
+) -> forkserver.Child:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     paths = os.pathsep.join([*SCRIPTS, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     what = json.dumps([size, asdict(settings), str(output)])
-    command = [sys.executable, "-c", script, what, *argv]
-    return subprocess.Popen(command, env=environment, start_new_session=True, stdout=output_to, stderr=output_to)
+    output = 1 if output_to is None else output_to.fileno()
+    return forkserver.Child(["-c", script, what, *argv], environment, (0, output, 2 if output_to is None else output))
 
 
-def finish(ranks: subprocess.Popen[bytes]) -> int:
+def finish(ranks: forkserver.Child) -> int:
     try:
         return ranks.wait(timeout=300)
     except subprocess.TimeoutExpired:
@@ -396,7 +397,14 @@ def test_two_gpus_with_all_memory_saving_options(pretrained: Path, data: Path, t
         for word in ("--set", f"{name}={json.dumps(value)}")
     ]
     paths = os.pathsep.join([*SCRIPTS, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(RECIPE / "entrypoints" / "pretrain.py"), "--gpus", "2", "--output", str(tmp_path)]
+    command = [
+        forkserver.python(),
+        str(RECIPE / "entrypoints" / "pretrain.py"),
+        "--gpus",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [*command, *options],
         cwd=tmp_path,

@@ -25,7 +25,7 @@ import torch
 
 from ekiben_tasks.distributed import context, failures, heartbeat, watch
 from ekiben_tasks.task.errors import TaskError
-from support import multiprocess
+from support import forkserver, multiprocess
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import SAMPLE, base  # noqa: F401
 
@@ -77,7 +77,7 @@ def launch(
     arguments += more
     setup = setup.replace("{output!r}", repr(str(output)))
     code = TRAIN.format(setup=setup, entrypoints=str(ENTRYPOINTS), what=what, rank=rank, arguments=arguments)
-    argv = [*multiprocess.launcher(by, size, patience, *nodes), sys.executable, "-c", code]
+    argv = [*multiprocess.launcher(by, size, patience, *nodes), forkserver.python(), "-c", code]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -123,7 +123,7 @@ def launch_generate(
     code = GENERATE.format(entrypoints=folders, what=what, pause=pause, arguments=[*arguments, *more])
     argv = multiprocess.launcher(by, 2, 2)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(output.parent / "hub"), "PYTHONWARNINGS": "ignore"}  # fmt: skip
-    done = subprocess.run([*argv, sys.executable, "-c", code], capture_output=True, text=True, env=environment,
+    done = subprocess.run([*argv, forkserver.python(), "-c", code], capture_output=True, text=True, env=environment,
                           timeout=120, check=False)  # fmt: skip
     began = multiprocess.times_of("failing", done.stdout)
     return done, time.time() - began[0] if began else 0.0

@@ -18,6 +18,7 @@ ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
 sys.path[:0] = [str(ENTRYPOINTS)]
 
 from ekiben_tasks.training import smoke
+from support import forkserver
 from support.multiprocess import free_port
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -32,7 +33,7 @@ def launcher(name: str) -> list[str]:
     if name == "accelerate":
         return ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--num_cpu_threads_per_process",
                 "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]  # fmt: skip
-    return [str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--", sys.executable]
+    return [str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--", forkserver.python()]
 
 
 def train_by(argv: list[str], base: Path, output: Path) -> dict[str, list[float]]:
@@ -45,7 +46,7 @@ def train_by(argv: list[str], base: Path, output: Path) -> dict[str, list[float]
     environment = {name: value for name, value in os.environ.items() if name not in keep}
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
                     "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(output.parent / "hub")}  # fmt: skip
-    command = [sys.executable, "-W", "ignore", *argv, *task]
+    command = [forkserver.python(), "-W", "ignore", *argv, *task]
     done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

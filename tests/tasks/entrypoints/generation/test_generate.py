@@ -40,7 +40,7 @@ from ekiben_tasks.models import load, tiny
 from ekiben_tasks.models.architecture import names as architecture_names
 from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.output_lock import lock_output
-from support import multiprocess
+from support import forkserver, multiprocess
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import SAMPLE
 
@@ -323,7 +323,7 @@ def test_smoke_on_two_processes(model_dir: Path, tmp_path: Path) -> None:
 
 def test_wrong_setting_of_several_processes_is_printed_once(tmp_path: Path) -> None:
     # The image in which this runs may be of a recipe without `generate`: the module's own file is the command.
-    argv = [sys.executable, str(generate.__file__), "--gpus", "2", "--set", "top_p=2"]
+    argv = [forkserver.python(), str(generate.__file__), "--gpus", "2", "--set", "top_p=2"]
     environment = {**os.environ, "HF_HOME": str(tmp_path)}
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 2
