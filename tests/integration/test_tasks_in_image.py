@@ -17,18 +17,19 @@ from workspaces import CA_BUNDLE, ROOT, USER, BuiltImage, Workspace, end_of, run
 pytestmark = pytest.mark.covers("entrypoints", each=True)
 
 TASKS = ROOT / "tests/tasks"
-FOLDERS = sorted({path.parent for path in TASKS.glob("entrypoints/*/test_*.py")})
-# Megatron-Core on the CPU changes what torch means by a GPU for its whole process, so each file of its tests has a process
-# of its own.
-FILES = sorted(TASKS.glob("recipes/test_*.py"))
+# Groups: a folder; of distributed/, whose files take half of the time, and of the recipes each file. Megatron-Core on the CPU
+# changes what torch means by a GPU for its whole process.
+ONE_BY_ONE = ("distributed", "recipes")
+GROUPS = sorted({path if path.parent.name in ONE_BY_ONE else path.parent for path in TASKS.rglob("test_*.py")})
 
 
 def covered(path: Path) -> list[str]:
-    """Return the folders that the tests of a folder or file cover."""
-    if path.is_dir():
-        return [f"entrypoints/ekiben_tasks/{path.name}", path.relative_to(ROOT).as_posix()]
-    recipe = "pretrain-gpt" if "pretrain" in path.name else path.stem.removeprefix("test_").replace("_", "-")
-    return [f"recipes/{recipe}/entrypoints", path.relative_to(ROOT).as_posix()]
+    """Return the paths that the tests of a group cover."""
+    if path.parent.name == "recipes":
+        recipe = "pretrain-gpt" if "pretrain" in path.name else path.stem.removeprefix("test_").replace("_", "-")
+        return [f"recipes/{recipe}/entrypoints", path.relative_to(ROOT).as_posix()]
+    package = path.name if path.is_dir() else path.parent.name
+    return [f"entrypoints/ekiben_tasks/{package}", path.relative_to(ROOT).as_posix()]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def pytest_folder(sif: Path, workspace: Workspace) -> Path:
     "path",
     [
         pytest.param(path, id=path.stem.removeprefix("test_"), marks=pytest.mark.covers(*covered(path), each=True))
-        for path in (*FOLDERS, *FILES)
+        for path in GROUPS
     ],
 )
 def test_tasks(path: Path, sif: Path, pytest_folder: Path, lora_opencalm: BuiltImage, workspace: Workspace) -> None:

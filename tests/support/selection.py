@@ -25,7 +25,7 @@ SLICES = 4
 COMMITS = 20
 MINUTES = 14.0  # of the 25 that .ci/run may take: the rest is for installation, lint and unit tests
 WORKERS = 2
-UNKNOWN_SECONDS = 10.0  # of a file that has no entry in tests/durations.json yet
+UNKNOWN_SECONDS = 60.0  # of a file that has no entry in tests/durations.json yet
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,8 @@ class Reporter:
     def pytest_testnodedown(self, node: Any) -> None:
         output = getattr(node, "workeroutput", {})
         self.lines = output.get("selection") or self.lines
-        self.seconds.update(output.get("seconds", {}))
+        for name, seconds in output.get("seconds", {}).items():  # several workers may have run tests of one file
+            self.seconds[name] += seconds
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.lines:

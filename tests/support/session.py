@@ -79,6 +79,8 @@ _SERIAL = (
     {"test_lora_opencalm", "test_recorded_site", "test_slurm"},
 )  # fmt: skip
 
+_APART = {"test_tasks_in_image"}  # files whose tests take long and share little: several processes run them
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -92,6 +94,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if Path(file).stem in _APART:
+                return nodeid
             return next((str(sorted(files)) for files in _SERIAL if Path(file).stem in files), file)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
