@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.sample_recipe import GROUND, ROOF, WALLS, Done, RunCli, SampleRecipe
+from ekiben.store import Store
+from support.sample_recipe import GROUND, ROOF, WALLS, Done, RunCli, SampleRecipe, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,8 +34,6 @@ def run_cli(tmp_path: Path) -> RunCli:
 
     return run
 
-
-ROOT = Path(__file__).resolve().parent.parent
 
 # -------------------------------------------------------------------------------------------------------- a small recipe
 
@@ -63,3 +62,9 @@ def files_only(sample: SampleRecipe) -> SampleRecipe:
     (sample.path / "images/walls.def").unlink()
     sample.stack(arguments={})
     return sample
+
+
+@pytest.fixture
+def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
+    """A store in which the base layer of ``files_only`` is."""
+    return seeded(files_only, tmp_path / "store", "ground")

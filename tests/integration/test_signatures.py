@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_sif import make
-from test_sign import ALICE, layers, make_signed, quiet
 
 from ekiben.artifacts.pull import pull
 from ekiben.artifacts.push import push
@@ -20,7 +18,9 @@ from ekiben.signing.gpg import Key, Keys, SignatureError
 from ekiben.signing.sif import check_sif
 from support.keyrings import Keyring, keyring, used
 from support.registries import real_registry
-from support.sample_recipe import SampleRecipe, chain_of, seeded
+from support.sample_recipe import SampleRecipe, chain_of, quiet, seeded
+from support.signed_sifs import ALICE, layers, make_signed
+from support.small_sifs import make
 from workspaces import USER, give, need
 
 pytestmark = pytest.mark.covers("ekiben/signing", "ekiben/formats")

@@ -21,12 +21,7 @@ from ekiben.formats import oci
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, LayerHandle, Store, bind_layers
-from support.sample_recipe import SampleRecipe, seeded
-
-
-@pytest.fixture
-def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
-    return seeded(files_only, tmp_path / "store", "ground")
+from support.sample_recipe import SampleRecipe
 
 
 @pytest.fixture

@@ -12,33 +12,12 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.errors import StoreError
-from ekiben.formats.layer import Entry, write_entries
 from ekiben.formats.partition import Partition
 from ekiben.formats.runtime_files import runtime_files
 from ekiben.formats.sif import DATA_AT, SifHeader, _reserve, read_sif, sif_id, write_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
-from ekiben.formats.squashfs.writer import SquashfsWriter
 from support.small_disk import mount_tmpfs
-
-ID = "16a32244-9987-5dce-ac50-bdb65147262d"
-DEFFILE = "Bootstrap: localimage\nFrom: python.sif\n"
-
-
-def blob(path: Path, data: bytes) -> Partition:
-    path.write_bytes(data)
-    return Partition(path, 0, len(data), "sha256:" + hashlib.sha256(data).hexdigest())
-
-
-def squashfs(path: Path, name: str) -> Partition:
-    with path.open("w+b") as out:
-        write_entries([(Entry("", "dir"), None), (Entry(name, "file", size=4), [b"data"])], SquashfsWriter(out))
-    return blob(path, path.read_bytes())
-
-
-def make(
-    out: Path, *partitions: Partition, deffile: str = DEFFILE, arch: str = "amd64", epoch: int = 1_700_000_000
-) -> None:
-    write_sif(out, partitions, SifHeader(ID, deffile, arch, epoch))
+from support.small_sifs import DEFFILE, ID, blob, make, squashfs
 
 
 def test_read_sif_reads_what_write_sif_wrote(tmp_path: Path) -> None:

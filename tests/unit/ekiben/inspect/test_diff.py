@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,22 +16,24 @@ from ekiben.builder.plan import Options
 from ekiben.core.errors import UsageError, VerifyError
 from ekiben.core.progress import Progress
 from ekiben.formats.compare import layer_differences
-from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
-from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.inspect.diff import compare
-from ekiben.inspect.image_reader import ImageReader, LayerReader, open_image
+from ekiben.inspect.image_reader import open_image
 from ekiben.inspect.text import format_diff
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import StoredLayer
 from support.cli_audit import ROOT
+from support.layered_images import SITE, Files, image, write
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
-SITE = "opt/venv/lib/python3.11/site-packages"
-Files = Mapping[str, bytes | None]  # None: removed from the layers below
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as opened:
+        yield opened
 
 
 def package(name: str, version: str, *modules: str) -> dict[str, bytes | None]:
@@ -47,47 +48,6 @@ def dpkg(**versions: str) -> dict[str, bytes | None]:
         f"Package: {name}\nStatus: install ok installed\nVersion: {version}\n" for name, version in versions.items()
     )
     return {"var/lib/dpkg/status": status.encode()}
-
-
-def write(path: Path, files: Files, mode: int = 0o644, links: Mapping[str, str] | None = None) -> Path:
-    folders = {parent for file in (*files, *(links or {})) for parent in _folders(file)}
-    members: list[LayerEntry] = [(Entry(folder, "dir", mtime=1), None) for folder in folders]
-    members += [(Entry(name, "symlink", 0o777, mtime=1, target=target), None) for name, target in (links or {}).items()]
-    for name, data in files.items():
-        if data is None:
-            members.append((Entry(name, "whiteout", 0, mtime=1), None))
-        else:
-            members.append((Entry(name, "file", mode, mtime=1, size=len(data)), [data] if data else None))
-    with path.open("w+b") as out:
-        write_entries(sorted(members, key=lambda member: sort_key(member[0].path)), SquashfsWriter(out, epoch=1))
-    return path
-
-
-def _folders(file: str) -> Iterator[str]:
-    parts = file.split("/")[:-1]
-    return ("/".join(parts[:count]) for count in range(len(parts) + 1))
-
-
-@pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as opened:
-        yield opened
-
-
-def image(
-    tmp_path: Path, stack: contextlib.ExitStack, name: str, *layers: Files, links: Mapping[str, str] | None = None,
-    **environment: str,
-) -> ImageReader:  # fmt: skip
-    parts = []
-    for number, files in enumerate(layers):
-        path = write(tmp_path / f"{name}-{number}", files, links=links)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        parts.append(
-            LayerReader(
-                f"layer{number}", digest, path.stat().st_size, SquashfsReader(stack.enter_context(path.open("rb")))
-            )
-        )
-    return ImageReader(name, tuple(parts), environment)
 
 
 def test_changed_files_are_separate_from_packaged_ones(tmp_path: Path, stack: contextlib.ExitStack) -> None:

@@ -7,38 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_diff import SITE, Files, image
 
 from ekiben.core.errors import VerifyError
 from ekiben.inspect._records import StoredImage
 from ekiben.inspect.image_reader import debian_packages, python_packages, read_file, tree_of
 from ekiben.packages.installed import installed_packages
-
-STATUS = "var/lib/dpkg/status"
+from support.layered_images import SITE, STATUS, Files, dist_info, image, record, status
 
 
 @pytest.fixture
 def stack() -> Iterator[contextlib.ExitStack]:
     with contextlib.ExitStack() as opened:
         yield opened
-
-
-def record(name: str, version: str, *lines: str, status: str = "install ok installed") -> str:
-    return "\n".join(
-        [f"Package: {name}", f"Status: {status}", "Architecture: amd64", f"Version: {version}", *lines, "\n"]
-    )
-
-
-def status(*records: str) -> Files:
-    return {STATUS: "".join(records).encode()}
-
-
-def dist_info(name: str, version: str, *lines: str) -> Files:
-    return {
-        f"{SITE}/{name}-{version}.dist-info/METADATA": "\n".join(
-            [f"Name: {name}", f"Version: {version}", *lines]
-        ).encode()
-    }
 
 
 def test_installed_packages() -> None:

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-from test_diff import SITE, Files, image
-from test_image_reader import dist_info, record, status
 
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.builder.build import Options, build
@@ -26,6 +24,7 @@ from ekiben.publish.publish import publish
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredLayer
+from support.layered_images import SITE, Files, dist_info, image, record, status
 from support.sample_recipe import RunCli, SampleRecipe, quiet, seeded
 
 HASH = "ab" * 32

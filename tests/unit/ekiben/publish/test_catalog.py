@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_publish import put, put_next, store
 
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.doctor.image_requirements import LayerRequirements, _keep
@@ -32,9 +31,8 @@ from ekiben.store import Store
 from ekiben.store.shared import SharedStore, open_shared
 from support.catalog_samples import HOSTILE, SPEEDS, image, run_record, write
 from support.cli_audit import ROOT
+from support.published import put, put_next
 from support.sample_recipe import RunCli, SampleRecipe, edit_record
-
-__all__ = ["store"]  # the fixture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "entrypoints"))
 from ekiben_tasks.task import run_metadata

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_publish import put, put_next, store, unused
 
 from ekiben.core.errors import StoreError
 from ekiben.publish._records import read_records
@@ -18,9 +17,8 @@ from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune, published
 from ekiben.store import Store
 from ekiben.store.shared import open_shared
+from support.published import put, put_next, unused
 from support.sample_recipe import RunCli, SampleRecipe, edit_record
-
-__all__ = ["store"]  # the fixture
 
 
 @pytest.fixture

@@ -23,25 +23,11 @@ from ekiben.publish import _records
 from ekiben.publish import publish as module
 from ekiben.publish._records import read_records, tags
 from ekiben.publish.prune import prune, published
-from ekiben.publish.publish import Published, publish
+from ekiben.publish.publish import publish
 from ekiben.store import Store, StoredLayer, known_sif
 from ekiben.store.shared import SharedStore, open_shared
+from support.published import put, put_next, unused
 from support.sample_recipe import RunCli, SampleRecipe, image_of, quiet, seeded
-
-
-@pytest.fixture
-def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
-    return seeded(files_only, tmp_path / "store", "ground")
-
-
-def put(files_only: SampleRecipe, store: Store, shared_dir: Path, **options: Any) -> Published:
-    return publish(image_of(files_only, store), store, shared_dir, quiet(), check=False, **options)
-
-
-def put_next(files_only: SampleRecipe, store: Store, shared_dir: Path, **options: Any) -> Published:
-    """A further version: the data were edited."""
-    (files_only.path / "files/data.txt").write_text(f"{time.time_ns()}\n")
-    return put(files_only, store, shared_dir, **options)
 
 
 def stems(shared_dir: Path) -> list[str]:
@@ -356,11 +342,6 @@ def test_interrupt_at_any_rename_keeps_the_former_state(
 
 
 # ------------------------------------------------------------------------------------------------------------------- prune
-
-
-def unused(shared_dir: Path, days: float) -> None:
-    for path in shared_dir.glob("images/*/*"):
-        os.utime(path, (time.time() - days * 86400,) * 2, follow_symlinks=False)
 
 
 def test_prune_keeps_what_is_pinned_tagged_or_used(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:

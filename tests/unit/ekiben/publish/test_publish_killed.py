@@ -10,12 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from test_publish import store
 
 from ekiben.publish._records import read_records
 from support.sample_recipe import SampleRecipe
-
-__all__ = ["store"]  # the fixture
 
 ROOT = Path(__file__).resolve().parents[4]
 MOMENTS = ("write the SIF", "SBOM …", "SBOM: ")  # the last: when that step has ended

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_publish import image_of, put, put_next, quiet, unused
 
 from ekiben.core.errors import UsageError
 from ekiben.publish.prune import prune
@@ -19,12 +18,8 @@ from ekiben.run.modulefile import check_shared_dir, command_files
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore
 from support.module_systems import NAMES, ModuleSystem, module_system
-from support.sample_recipe import RunCli, SampleRecipe, chain_of, seeded
-
-
-@pytest.fixture
-def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
-    return seeded(files_only, tmp_path / "store", "ground")
+from support.published import put, put_next, unused
+from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, quiet
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from test_sif import DEFFILE, ID, squashfs
 
 from ekiben.artifacts.pull import pull
 from ekiben.artifacts.push import push
 from ekiben.core.errors import UsageError
 from ekiben.core.files import digest_of
-from ekiben.formats.partition import Partition
 from ekiben.formats.sif import (
     DESCRIPTOR,
     DESCRIPTORS_AT,
@@ -43,9 +41,8 @@ from ekiben.store import Store
 from support.keyrings import Keyring, keyring, used
 from support.registries import Answer, bad_registry, real_registry
 from support.sample_recipe import RunCli, SampleRecipe, edit_record, image_of, quiet, seeded
-
-ALICE, BOB = "Alice <alice@example.org>", "Bob <bob@example.org>"
-EPOCH = 1_700_000_000
+from support.signed_sifs import ALICE, BOB, EPOCH, layers, make_signed
+from support.small_sifs import DEFFILE, ID
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +76,6 @@ def stranger() -> Iterator[Key]:
         other.make("Mallory")
         key = gpg.find_key()
         yield key
-
-
-def layers(folder: Path, *names: str) -> list[Partition]:
-    return [squashfs(folder / name, name) for name in names]
-
-
-def make_signed(out: Path, parts: list[Partition], key: Key) -> Path:
-    message = signed_message(parts, SifHeader(ID, DEFFILE, "amd64", EPOCH))
-    data, hash = gpg.sign(message, key, clear=True)
-    write_sif(out, parts, SifHeader(ID, DEFFILE, "amd64", EPOCH),
-              signature=Signature(data, key.fingerprint, hash))  # fmt: skip
-    return out
 
 
 @pytest.fixture

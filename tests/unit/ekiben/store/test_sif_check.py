@@ -18,11 +18,6 @@ from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, seed
 
 
 @pytest.fixture
-def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
-    return seeded(files_only, tmp_path / "store", "ground")
-
-
-@pytest.fixture
 def image(files_only: SampleRecipe, store: Store) -> Image:
     return image_of(files_only, store)
 
