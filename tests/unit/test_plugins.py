@@ -245,3 +245,15 @@ def test_members_are_attributes_and_functions() -> None:
     attributes, functions = members(Fits)
     assert attributes == {"NAME"}
     assert set(functions) == {"do"}
+
+
+def test_entry_points_are_read_once_for_each_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reads: list[str] = []
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: reads.append(group) or ())
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(3):
+        schedulers.by_preference()
+    assert reads == [schedulers.GROUP]
+    monkeypatch.syspath_prepend(tmp_path / "more")
+    schedulers.names()
+    assert reads == [schedulers.GROUP] * 2
