@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def run_cli(tmp_path: Path) -> RunCli:
+def run_process(tmp_path: Path) -> RunCli:
     """build.py as a user starts it, in ``tmp_path``; stdout and stderr apart. ``code`` is the exit code expected."""
 
     def run(*args: str | Path, code: int = 0, env: Mapping[str, str] | None = None, root: Path = ROOT) -> Done:
@@ -33,6 +33,12 @@ def run_cli(tmp_path: Path) -> RunCli:
         return done
 
     return run
+
+
+@pytest.fixture
+def run_cli(run_process: RunCli) -> RunCli:
+    """The same; unit tests have a faster one."""
+    return run_process
 
 
 # -------------------------------------------------------------------------------------------------------- a small recipe
