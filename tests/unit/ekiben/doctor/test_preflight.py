@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +13,11 @@ import pytest
 from ekiben.cli.commands.submit import _gpus_of, _preflight
 from ekiben.core.errors import UsageError
 from ekiben.doctor.preflight import PlannedGpus, check_image_of, outputs_of, try_arguments, untried_reason
+from ekiben.formats.changeset import Lower, normalize
+from ekiben.formats.layer import write_entries
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
+from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.site import find_site
@@ -39,9 +41,8 @@ def image(folder: Path, *, name: str = "mine", script: str = TRAIN, recipe: str 
     written = json.dumps({"name": name, "tasks": {"train": {"entrypoint": "train.py"}}})
     (shipped / "recipe.yaml").write_text(written if recipe is None else recipe)
     (shipped / "entrypoints/train.py").write_text(script)
-    subprocess.run(
-        ["mksquashfs", folder / "image", folder / "layer", "-quiet", "-no-progress", "-comp", "zstd"], check=True
-    )
+    with (folder / "layer").open("w+b") as out:
+        write_entries(normalize(folder / "image", Lower([]), epoch=1), SquashfsWriter(out))
     data = (folder / "layer").read_bytes()
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
     sif = folder / "mine.sif"
