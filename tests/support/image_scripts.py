@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -30,3 +32,13 @@ def package(site: Path, name: str, files: dict[str, bytes], version: str = "1.0"
         (site / path).write_bytes(data)
     with (info / "RECORD").open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([path, "sha256=x", len(data)] for path, data in files.items())
+
+
+def record(site: Path, name: str) -> dict[str, tuple[str, str]]:
+    rows = csv.reader((site / f"{name}-1.0.dist-info" / "RECORD").read_text().splitlines())
+    return {path: (digest, size) for path, digest, size in rows}
+
+
+def strip_packages(site: Path) -> str:
+    script = [sys.executable, str(SCRIPTS / "strip_packages.py"), str(site)]
+    return subprocess.run(script, check=True, capture_output=True, text=True).stdout

@@ -25,3 +25,7 @@ def put_next(files_only: SampleRecipe, store: Store, shared_dir: Path, **options
 def unused(shared_dir: Path, days: float) -> None:
     for path in shared_dir.glob("images/*/*"):
         os.utime(path, (time.time() - days * 86400,) * 2, follow_symlinks=False)
+
+
+def version(done: Published) -> str:
+    return done.sif.stem.removeprefix("own-")

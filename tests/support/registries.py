@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.server
+import json
+import random
 import shutil
 import socket
 import subprocess
@@ -15,7 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.core.files import digest_of
+from ekiben.registry.client import Blob, Registry
+from ekiben.registry.reference import Reference
+
 USER, PASSWORD = "alice", "s3cret"
+MB = 1 << 20
 
 
 def free_port() -> int:
@@ -175,3 +183,27 @@ def bad_registry(script: Script) -> Iterator[tuple[str, list[tuple[str, str, dic
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def at(host: str, repository: str = "lab/x", tag: str = "", digest: str = "") -> Registry:
+    return Registry(Reference(host, repository, digest, tag))
+
+
+def blob(size: int, seed: int = 0) -> tuple[Blob, bytes]:
+    data = random.Random(seed or size).randbytes(size)
+
+    def read(offset: int) -> Iterator[bytes]:
+        for start in range(offset, size, 100_000):
+            yield data[start : start + 100_000]
+
+    return Blob(digest_of(data), size, read), data
+
+
+def nothing(size: int) -> None:
+    pass
+
+
+def login(home: Path, host: str, password: str = PASSWORD) -> None:
+    (home / ".docker").mkdir(parents=True, exist_ok=True)
+    known = {"auths": {host: {"auth": base64.b64encode(f"{USER}:{password}".encode()).decode()}}}
+    (home / ".docker/config.json").write_text(json.dumps(known))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,21 +38,6 @@ def tracked() -> list[Path]:
     if listed.returncode:
         pytest.skip("not a git checkout")
     return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
-
-
-def is_shell_script(path: Path) -> bool:
-    with path.open("rb") as file:
-        return path.suffix == ".sh" or re.match(rb"#!.*\b(ba|da)?sh\b", file.readline()) is not None
-
-
-def test_shellcheck_finds_nothing_in_any_shell_script() -> None:
-    scripts = [path for path in tracked() if is_shell_script(path)]
-    assert {ROOT / ".ci/run", ROOT / "tests/services.sh"} < set(scripts)
-    assert "bootstrap.sh" in {path.name for path in scripts}
-    if not shutil.which("shellcheck"):
-        pytest.skip("shellcheck is not installed (tests/services.sh install installs it)")
-    done = subprocess.run(["shellcheck", *scripts], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # In two pieces each, so that this file may be kept, too.

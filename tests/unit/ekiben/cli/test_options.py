@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from ekiben.cli import root
 from ekiben.cli.options import TextType
 from ekiben.core.paths import PROJECT_ROOT
 from support.compiled import compiled
+from support.outputs import TO_FILE, TO_FOLDER, words_with_output
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
 CTX = click.Context(root)
@@ -117,40 +117,6 @@ def test_help_shows_the_new_name_only(command: str, former: str, new: str, capsy
 
 
 # ----------------------------------------------------------------------------------------------------- files to write
-
-
-def words_with_output(files_only: SampleRecipe) -> dict[str, list[str]]:
-    return {
-        "image": ["image", str(files_only.path), "--format", "sif", "--no-verify"],
-        "bundle": ["bundle", str(files_only.path)],
-        "sbom": ["sbom", "own"],
-        "pull": ["pull", "127.0.0.1:9/x:1"],
-        "doctor": ["doctor", "--record"],
-        "doctor of an image": ["doctor"],
-        "render": ["render", str(files_only.path), "--to", "def"],
-        "wheels": ["wheels", "export", "x"],
-        "catalog": ["catalog", str(files_only.path)],
-    }
-
-
-TO_FILE, TO_FOLDER = ("image", "bundle", "sbom", "pull", "doctor"), ("render", "wheels", "catalog")
-
-
-@pytest.mark.parametrize("name", [*TO_FILE, "doctor of an image", *TO_FOLDER])
-@pytest.mark.parametrize("by_link", [False, True], ids=["itself", "a link to it"])
-def test_output_device_is_never_replaced(
-    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str, by_link: bool
-) -> None:
-    if os.geteuid():
-        pytest.skip("only root makes a device")
-    device, link = tmp_path / "null", tmp_path / "link"
-    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-    link.symlink_to(device)
-    output = link if by_link else device
-    message = run_cli(*words_with_output(files_only)[name], "-o", output, code=2).stderr
-    assert f"-o {output}: is a character device" in message
-    assert stat.S_ISCHR(device.lstat().st_mode)
-    assert link.is_symlink()
 
 
 @pytest.mark.parametrize("name", TO_FILE)

@@ -7,13 +7,11 @@ import io
 import os
 import random
 import socket
-import stat
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -29,76 +27,35 @@ from ekiben.formats.changeset import (
     refuse_total_removal,
     unordered_entries,
 )
-from ekiben.formats.layer import Entry, File, LayerEntry, Xattrs, sort_key, write_entries
+from ekiben.formats.layer import Entry, File, Xattrs, write_entries
 from ekiben.formats.left_out import LeftOut
-from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
-from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.tar import DigestWriter
-from ekiben.formats.xattrs import content_xattrs, to_pax
-
-EPOCH = 1_700_000_000
-Content = tuple[Entry, bytes]
-Tree = dict[str, Content]
-
-
-def d(path: str, mode: int = 0o755, *, uid: int = 0, gid: int = 0) -> Content:
-    return Entry(path, "dir", mode, uid, gid, EPOCH), b""
-
-
-def f(path: str, data: bytes = b"", mode: int = 0o644, mtime: int = 5) -> Content:
-    return Entry(path, "file", mode, mtime=mtime, size=len(data)), data
-
-
-def link(path: str, target: str) -> Content:
-    return Entry(path, "symlink", 0o777, mtime=5, target=target), b""
-
-
-def tree(*items: Content) -> Tree:
-    return {entry.path: (entry, data) for entry, data in (d(""), *items)}
-
-
-def sent(files: Mapping[str, Content]) -> Iterator[LayerEntry]:
-    for path in sorted(files, key=sort_key):
-        entry, data = files[path]
-        yield entry, [data] if data else None
-
-
-def drained(members: Iterable[LayerEntry]) -> list[Content]:
-    """Checked on the way as every sink would: the order, and the sizes."""
-
-    class Nothing:
-        def add(self, entry: Entry) -> None:
-            found.append((entry, b""))
-
-        def write(self, chunk: bytes) -> None:
-            found[-1] = (found[-1][0], found[-1][1] + chunk)
-
-        def close(self) -> None:
-            pass
-
-    found: list[Content] = []
-    write_entries(members, Nothing())
-    return found
-
-
-class Layers:
-    """Real squashfs layers in a folder, and what they look like stacked."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self._folder, self._stack, self.readers = folder, stack, list[SquashfsReader]()
-
-    def push(self, members: Iterable[LayerEntry]) -> None:
-        path = self._folder / f"{len(self.readers)}.squashfs"
-        with path.open("w+b") as out:
-            write_entries(members, SquashfsWriter(out, epoch=EPOCH))
-        self.readers.append(SquashfsReader(self._stack.enter_context(path.open("rb"))))
-
-    @property
-    def lower(self) -> Lower:
-        return Lower(self.readers[::-1])
-
-    def merged(self) -> Tree:
-        return {entry.path: (entry, data) for entry, data in drained(merged_layer(self.readers))}
+from ekiben.formats.xattrs import content_xattrs
+from support.changesets import (
+    BASE,
+    CAPABILITY,
+    EPOCH,
+    SHAPES,
+    XATTRS,
+    Content,
+    Layers,
+    Tree,
+    Upper,
+    d,
+    docker,
+    drained,
+    f,
+    files,
+    in_order,
+    link,
+    oci,
+    overlayfs,
+    same_in_all_shapes,
+    sent,
+    tar,
+    tar_info,
+    tree,
+)
 
 
 @pytest.fixture
@@ -110,137 +67,15 @@ def layers(tmp_path: Path) -> Iterator[Layers]:
 # ------------------------------------------------------------------------- an upper directory, and how overlays keep it
 
 
-@dataclass
-class Upper:
-    """``made``: what is there; ``deleted``: what hides; ``opaque``: folders made anew, which hide what was in them."""
-
-    made: Tree = field(default_factory=dict)
-    deleted: set[str] = field(default_factory=set)
-    opaque: set[str] = field(default_factory=set)
-    links: dict[str, str] = field(default_factory=dict)
-
-
-def tar_info(entry: Entry, prefix: str = "./") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(prefix + entry.path)
-    kinds = {"dir": tarfile.DIRTYPE, "file": tarfile.REGTYPE, "symlink": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE,
-             "hardlink": tarfile.LNKTYPE, "whiteout": tarfile.CHRTYPE}  # fmt: skip
-    info.type, info.mode, info.uid, info.gid = kinds[entry.kind], entry.mode, entry.uid, entry.gid
-    info.mtime, info.size, info.linkname = entry.mtime, entry.size, entry.target
-    info.pax_headers = to_pax(entry.xattrs)
-    return info
-
-
-def tar(infos: Iterable[tuple[tarfile.TarInfo, bytes]]) -> io.BytesIO:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as archive:
-        for info, data in infos:
-            archive.addfile(info, io.BytesIO(data))
-    out.seek(0)
-    return out
-
-
-def in_order(upper: Upper, opaque: Callable[[tarfile.TarInfo], None] = lambda info: None, whiteouts: bool = True,
-             marks: str = "") -> io.BytesIO:  # fmt: skip
-    """Depth first and sorted, as GNU tar --sort=name writes an upper directory."""
-    files: dict[str, Content] = dict(upper.made)
-    for path in upper.deleted if whiteouts else ():
-        files[path] = Entry(path, "whiteout", 0), b""
-    for path in upper.opaque if marks else ():
-        files[f"{path}/{marks}"] = Entry(f"{path}/{marks}", "file", 0), b""
-    for path, target in upper.links.items():
-        files[path] = Entry(path, "hardlink", 0o644, mtime=5, target="./" + target), b""
-    infos = []
-    for path in sorted(files, key=sort_key):
-        entry, data = files[path]
-        info = tar_info(entry)
-        if path in upper.opaque:
-            opaque(info)
-        infos.append((info, data))
-    return tar([(tar_info(Entry("", "dir")), b""), *infos])
-
-
-def _says_opaque(info: tarfile.TarInfo) -> None:
-    info.pax_headers = {"SCHILY.xattr.trusted.overlay.opaque": "y"}
-
-
-def overlayfs(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
-    return normalize(in_order(upper, _says_opaque), lower, epoch=EPOCH)
-
-
-def folder(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
-    """The upper directory itself, as the kernel's overlay keeps it: its whiteouts are names of one inode."""
-    with TemporaryDirectory() as outer:
-        upper_dir, whiteout = f"{outer}/upper", f"{outer}/whiteout"
-        os.mknod(whiteout, stat.S_IFCHR, os.makedev(0, 0))
-        Path(upper_dir).mkdir(0o755)
-        for path in sorted([*upper.made, *upper.deleted, *upper.links], key=sort_key):
-            if path in upper.made:
-                lay_out(f"{upper_dir}/{path}", *upper.made[path])
-            else:
-                os.link(f"{upper_dir}/{upper.links[path]}" if path in upper.links else whiteout, f"{upper_dir}/{path}")
-        for path in upper.opaque:
-            os.setxattr(f"{upper_dir}/{path}", "trusted.overlay.opaque", b"y")
-        for path, (entry, _) in sorted(upper.made.items(), reverse=True):  # a folder's time when all is in it
-            os.utime(f"{upper_dir}/{path}", (entry.mtime, entry.mtime), follow_symlinks=False)
-        yield from normalize(Path(upper_dir), lower, epoch=EPOCH)
-
-
-def lay_out(destination: str, entry: Entry, data: bytes) -> None:
-    if entry.kind == "dir":
-        Path(destination).mkdir(exist_ok=not entry.path)
-    elif entry.kind == "file":
-        Path(destination).write_bytes(data)
-    elif entry.kind == "symlink":
-        Path(destination).symlink_to(entry.target)
-    os.chown(destination, entry.uid, entry.gid, follow_symlinks=False)
-    if entry.kind != "symlink":
-        Path(destination).chmod(entry.mode)
-    for name, value in entry.xattrs:
-        os.setxattr(destination, name, value)
-
-
-def fuse_overlayfs(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
-    return normalize(in_order(upper, marks=".wh..opq"), lower, epoch=EPOCH, opaque=upper.opaque)
-
-
-def docker(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
-    archive = in_order(upper, whiteouts=False)
-    return normalize(archive, lower, epoch=EPOCH, deleted=upper.deleted, opaque=upper.opaque)
-
-
-def oci(upper: Upper, lower: Lower, rng: random.Random | None = None) -> Iterator[LayerEntry]:
-    """A registry's layer: any order, deletions as .wh. files, folders perhaps left out when they are unchanged."""
-    infos = [(tar_info(entry, ""), data) for entry, data in upper.made.values()]
-    for path in [*upper.deleted, *(f"{folder}/.wh..opq" for folder in upper.opaque)]:
-        head, slash, name = path.rpartition("/")
-        infos.append((tarfile.TarInfo(f"{head}{slash}.wh.{name}"), b""))
-    infos += [(tar_info(Entry(path, "hardlink", target=target), ""), b"") for path, target in upper.links.items()]
-    if rng:
-        rng.shuffle(infos)
-    return unordered_entries(tar(infos), io.BytesIO(), lower, epoch=EPOCH)
-
-
-SHAPES = {"overlayfs": overlayfs, "fuse-overlayfs": fuse_overlayfs, "docker": docker, "oci": oci}
-if os.geteuid() == 0:  # who else can give files away, and mark folders as the kernel does?
-    SHAPES["folder"] = folder
-
-
-def same_in_all_shapes(upper: Upper, lower: Lower) -> list[Content]:
-    found = {name: drained(shape(upper, lower)) for name, shape in SHAPES.items()}
-    for name, members in found.items():
-        assert members == found["overlayfs"], name
-    return found["overlayfs"]
-
-
 def short(members: Iterable[Content]) -> list[str]:
     signs = {"dir": "/", "whiteout": " gone", "symlink": "@", "hardlink": "=", "file": "", "fifo": "|"}
     return [entry.path + signs[entry.kind] for entry, _ in members if entry.path]
 
 
-BASE = tree(
-    d("etc"), f("etc/conf", b"1"), f("etc/passwd", b"root"), d("opt", 0o750, uid=7), d("opt/a"), d("opt/a/b"), f("opt/a/b/c", b"c"),
-    f("opt/a/x", b"x"), f("opt/z", b"z"), d("usr"), d("usr/bin"), f("usr/bin/tool", b"tool", 0o755), link("bin", "usr/bin"),
-)  # fmt: skip
+@pytest.fixture
+def upper(tmp_path: Path) -> Path:
+    (tmp_path / "upper").mkdir()
+    return tmp_path / "upper"
 
 
 @pytest.fixture
@@ -320,12 +155,6 @@ def test_devices_and_sockets_are_excluded(base: Layers) -> None:
     assert short(drained(normalize(archive, base.lower, epoch=EPOCH))) == []
 
 
-@pytest.fixture
-def upper(tmp_path: Path) -> Path:
-    (tmp_path / "upper").mkdir()
-    return tmp_path / "upper"
-
-
 def test_sockets_below_a_folder_are_excluded(base: Layers, upper: Path) -> None:
     (upper / "etc").mkdir(0o755)
     os.mkfifo(upper / "etc/pipe")
@@ -374,36 +203,6 @@ def test_an_opaque_root_folder_is_refused(base: Layers) -> None:
         normalize(in_order(Upper()), base.lower, epoch=EPOCH, opaque={""})
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="attributes and devices are root's to make")
-def test_excluded_entries_are_reported_by_kind_with_the_reason(base: Layers, tmp_path: Path) -> None:
-    up = tmp_path / "up"
-    for path in (
-        "tmp/a",
-        "tmp/b",
-        "root/.cache/x",
-        "var/log/l",
-        "etc/apt/sources.list",
-        "kept",
-    ):
-        (up / path).parent.mkdir(parents=True, exist_ok=True)
-        (up / path).write_bytes(b"x")
-    os.setxattr(up / "kept", "system.posix_acl_access", ACL)
-    os.mknod(up / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    left = LeftOut()
-    drained(normalize(up, base.lower, epoch=EPOCH, left_out=left))
-    reports = {line.split(" (")[0].removeprefix("left out: "): line for line in left.lines()}
-    assert set(reports) == {
-        "/tmp/a, /tmp/b",
-        "/root/.cache/x",
-        "/var/log/l",
-        "/etc/apt/sources.list",
-        "/kept",
-        "/null",
-    }
-    assert "access control lists" in reports["/kept"]
-    assert all(line.endswith(")") for line in reports.values())
-
-
 class TestTimeZone:
     def zone(self, name: str) -> Upper:
         files = tree(d("etc"), link("etc/localtime", f"/usr/share/zoneinfo/{name}"))
@@ -424,15 +223,7 @@ class TestTimeZone:
         assert "etc/localtime@" in short(same_in_all_shapes(self.zone("Etc/UTC"), base.lower))
 
 
-CAPABILITY = bytes.fromhex("01000002c0200000000000000000000000000000")
-ACL = bytes.fromhex(
-    "0200000001000600ffffffff02000400e803000004000400ffffffff10000400ffffffff20000400ffffffff"
-)  # user::rw-, user:1000:r--, group::r--, mask::r--, other::r--
-
-
 class TestXattrs:
-    XATTRS = (("security.capability", CAPABILITY), ("user.empty", b""), ("user.note", b"a\0=\n\xff"))
-
     def upper(self, xattrs: Xattrs = XATTRS) -> Upper:
         files = tree(replace_entry(d("usr"), xattrs=xattrs), replace_entry(f("usr/ping", b"x"), xattrs=xattrs))
         return Upper({path: content for path, content in files.items() if path})
@@ -441,26 +232,15 @@ class TestXattrs:
         members = same_in_all_shapes(self.upper(), base.lower)
         assert {entry.path: entry.xattrs for entry, _ in members} == {
             "": (),
-            "usr": self.XATTRS,
-            "usr/ping": self.XATTRS,
+            "usr": XATTRS,
+            "usr/ping": XATTRS,
         }
-
-    @pytest.mark.skipif(os.geteuid() != 0, reason="capabilities are root's to set")
-    def test_in_a_folder(self, base: Layers, upper: Path) -> None:
-        (upper / "usr").mkdir()
-        (upper / "usr/ping").write_bytes(b"x")
-        for path in (upper / "usr", upper / "usr/ping"):
-            for name, value in self.XATTRS:
-                os.setxattr(path, name, value)
-            os.setxattr(path, "user.fuseoverlayfs.origin", b"usr/ping\0")
-        entries = {entry.path: entry.xattrs for entry, _ in normalize(upper, base.lower, epoch=EPOCH)}
-        assert entries == {"": (), "usr": self.XATTRS, "usr/ping": self.XATTRS}
 
     def test_a_file_that_was_copied_up_with_them_is_left_out(self, base: Layers) -> None:
         members = same_in_all_shapes(self.upper(), base.lower)
         base.push(sent({entry.path: (entry, data) for entry, data in members}))
         assert short(same_in_all_shapes(self.upper(), base.lower)) == []
-        assert "usr/ping" in short(same_in_all_shapes(self.upper(self.XATTRS[:1]), base.lower))
+        assert "usr/ping" in short(same_in_all_shapes(self.upper(XATTRS[:1]), base.lower))
 
     def test_the_namespace_that_set_a_capability_does_not_count(self) -> None:
         of_a_namespace = bytes.fromhex("01000003") + CAPABILITY[4:] + (100_000).to_bytes(4, "little")
@@ -483,7 +263,7 @@ class TestXattrs:
         members = drained(
             unordered_entries(tar([(tar_info(f("usr/new")[0]), b"")]), io.BytesIO(), base.lower, epoch=EPOCH)
         )
-        assert next(entry.xattrs for entry, _ in members if entry.path == "usr") == self.XATTRS
+        assert next(entry.xattrs for entry, _ in members if entry.path == "usr") == XATTRS
 
 
 def replace_entry(content: Content, **fields: Any) -> Content:
@@ -818,10 +598,6 @@ def test_random_changes_of_random_trees(layers: Layers, seed: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- layers of files alone
-
-
-def files(base: Layers, *destinations: str) -> list[Content]:
-    return drained(file_entries([File(name, 0o644, content=b"x") for name in destinations], base.lower, epoch=EPOCH))
 
 
 class TestFiles:

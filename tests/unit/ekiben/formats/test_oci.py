@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import shutil
-import subprocess
 import tarfile
 from pathlib import Path
 
@@ -109,16 +106,3 @@ def test_chunk_reader_reads_an_iterator() -> None:
         b"",
     ]
     assert reader.readable()
-
-
-def test_apptainer_builds_from_the_archive(store: Store, image: Image, tmp_path: Path) -> None:
-    """It unpacks no file into a folder for which the archive has no entry."""
-    if not shutil.which("apptainer"):
-        pytest.skip("apptainer is not installed")
-    data = b"".join(oci.archive(image.config, bind_layers(store, image.layers), image.tag))
-    (tmp_path / "x.tar").write_bytes(data)
-    argv = ["apptainer", "--quiet", "build", "--sandbox", str(tmp_path / "box"), f"oci-archive:{tmp_path}/x.tar"]
-    env = {**os.environ, "APPTAINER_CACHEDIR": str(tmp_path / "cache")}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "box/opt").is_dir()

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import subprocess
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from ekiben.formats.partition import Partition
 from ekiben.formats.runtime_files import runtime_files
 from ekiben.formats.sif import DATA_AT, SifHeader, _reserve, read_sif, sif_id, write_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
-from support.small_disk import mount_tmpfs
 from support.small_sifs import DEFFILE, ID, blob, make, squashfs
 
 
@@ -125,33 +122,6 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_sif(tmp_path / "x.sif", [layer], SifHeader(ID, "", "amd64", 0), on_bytes=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with mount_tmpfs(tmp_path / "disk", "size=1m") as disk:
-        yield disk
-
-
-def test_full_disk_names_needed_bytes_and_folder(tmp_path: Path, small_disk: Path) -> None:
-    out = small_disk / "x.sif"
-    full = rf"{out} cannot be written: {os.strerror(errno.ENOSPC)}; it takes 3.0 MB"
-    with pytest.raises(StoreError, match=full) as caught:
-        make(out, blob(tmp_path / "a", bytes(3_000_000)))
-    assert caught.value.hint and "-o" in caught.value.hint
-    assert not list(small_disk.iterdir())
-
-
-def test_disk_that_fills_while_writing(tmp_path: Path, small_disk: Path) -> None:
-    layers = [blob(tmp_path / "a", b"a" * 70_000), blob(tmp_path / "b", bytes(900_000))]
-    other = small_disk / "other"
-
-    def fill_up(_: int) -> None:
-        other.write_bytes(bytes(140_000))
-
-    with pytest.raises(StoreError, match=os.strerror(errno.ENOSPC)):
-        write_sif(small_disk / "x.sif", layers, SifHeader(ID, "", "amd64", 0), on_bytes=fill_up)
-    assert list(small_disk.iterdir()) == [other]
 
 
 def test_a_missing_output_folder_is_a_store_error(tmp_path: Path) -> None:

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import shutil
-import stat
 import struct
-import subprocess
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,113 +12,25 @@ import pytest
 from ekiben.core.errors import StoreError
 from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
 from ekiben.formats.squashfs._stream import StoredInode
-from ekiben.formats.squashfs.format import BLOCK_SIZE, SUPERBLOCK
+from ekiben.formats.squashfs.format import BLOCK_SIZE
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
-from ekiben.formats.squashfs.writer import SquashfsWriter, _BlockWriter
-from ekiben.formats.tar import DigestWriter
+from ekiben.formats.squashfs.writer import SquashfsWriter
 from fuzz.limits import limited
-
-Tree = dict[str, tuple[Entry, bytes]]
-
-WEIRD_NAMES = ["a b", "new\nline", "ünï", "\udcff\udc80", "-rf", ".wh.not", "x" * 255, "'\"\\", "日本", "\x01", "~"]
-SIZES = [0, 1, 4095, 4096, 4097, 2 * 4096, 3 * 4096 + 1, 70_000]
-
-
-def tree(*entries: Entry | tuple[Entry, bytes]) -> Tree:
-    """Entries by path, with their data; the root directory comes by itself."""
-    pairs = [item if isinstance(item, tuple) else (item, b"") for item in (Entry("", "dir"), *entries)]
-    return {entry.path: (entry, data) for entry, data in pairs}
+from support.squashfs_trees import (
+    SIZES,
+    Contents,
+    Tree,
+    noticed_damage,
+    random_tree,
+    read,
+    tree,
+    write,
+    write_beyond_four_gibibytes,
+)
 
 
 def file(path: str, data: bytes = b"", **fields: Any) -> tuple[Entry, bytes]:
     return Entry(path, "file", **{"mode": 0o644, **fields}, size=len(data)), data
-
-
-def members(files: Tree, chunk: int = 1 << 20) -> Iterator[LayerEntry]:
-    for path in sorted(files, key=sort_key):
-        entry, data = files[path]
-        yield entry, [data[at : at + chunk] for at in range(0, len(data), chunk)] if data else None
-
-
-def write(path: Path, files: Tree, *, chunk: int = 1 << 20, **options: Any) -> str:
-    """Write a squashfs; the diff_id of what went in."""
-    digest = DigestWriter()
-    with path.open("w+b") as out:
-        write_entries(members(files, chunk), SquashfsWriter(out, **options), digest)
-    return digest.diff_id
-
-
-def read(path: Path) -> tuple[str, Tree]:
-    """The diff_id and the content of what comes out."""
-    digest, found = DigestWriter(), Contents()
-    with path.open("rb") as stream:
-        write_entries(SquashfsReader(stream).contents(), digest, found)
-    return digest.diff_id, found.tree
-
-
-class Contents:
-    def __init__(self) -> None:
-        self.tree: Tree = {}
-        self._last = ""
-
-    def add(self, entry: Entry) -> None:
-        self._last = entry.path
-        self.tree[entry.path] = entry, b""
-
-    def write(self, chunk: bytes) -> None:
-        entry, data = self.tree[self._last]
-        self.tree[self._last] = entry, data + chunk
-
-    def close(self) -> None:
-        pass
-
-
-def random_tree(seed: int) -> Tree:
-    choose = random.Random(seed)
-    files = tree()
-    folders = [""]
-    for number in range(choose.randrange(1, 300)):
-        parent = choose.choice(folders[-20:])
-        name = choose.choice([*WEIRD_NAMES, f"n{number}", f"{number:04}"])
-        path = f"{parent}/{name}" if parent else name
-        if path in files or len(path) > 3000:
-            continue
-        kind: Any = choose.choice(["dir", "dir", "file", "file", "file", "file", "symlink", "fifo", "whiteout"])
-        owner = {"uid": choose.choice([0, 1, 65_536, 4_000_000_000]), "gid": choose.choice([0, 5, 2**31])}
-        mode, mtime = choose.choice([0, 0o644, 0o4755, 0o1777, 0o2750]), choose.choice([0, 2**31 - 1])
-        common: dict[str, Any] = {"mode": mode, "mtime": mtime, **owner}
-        if kind == "dir":
-            folders.append(path)
-        if kind == "file":
-            size = choose.choice(SIZES)
-            data = choose.choice([bytes(size), choose.randbytes(size), (b"text %d " % number * size)[:size]])
-            files[path] = Entry(path, "file", **common, size=size), data
-        else:
-            target = choose.choice(["/x", "../" * 50, "\udcfe"]) if kind == "symlink" else ""
-            files[path] = Entry(path, kind, **common, target=target), b""
-    return with_hard_links(with_xattrs(files, random.Random(seed)), choose)
-
-
-def with_xattrs(files: Tree, choose: random.Random) -> Tree:
-    """A few sets of them, on files and folders."""
-    sets = [tuple((f"user.{name}", choose.randbytes(choose.choice([0, 1, 300]))) for name in "abc"[: choose.randrange(1, 4)])
-            for _ in range(3)] + [(("security.capability", bytes.fromhex("01000002c0200000000000000000000000000000")),)]  # fmt: skip
-    holders = [path for path, (entry, _) in files.items() if entry.kind in ("file", "dir")]
-    for path in choose.sample(holders, len(holders) // 4):
-        entry, data = files[path]
-        files[path] = replace(entry, xattrs=choose.choice(sets)), data
-    return files
-
-
-def with_hard_links(files: Tree, choose: random.Random) -> Tree:
-    firsts = [path for path, (entry, _) in files.items() if entry.kind in ("file", "symlink", "fifo")]
-    for path in choose.sample(firsts, min(len(firsts), 10)):
-        entry, _ = files[path]
-        other = path + "~link" if len(path.rpartition("/")[2].encode(errors="surrogateescape")) < 200 else ""
-        if other and other not in files and sort_key(path) < sort_key(other):
-            link = Entry(other, "hardlink", entry.mode, entry.uid, entry.gid, entry.mtime, target=path)
-            files[other] = link, b""
-    return files
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -311,26 +218,11 @@ def test_a_directory_of_70000_files_and_deep_paths(tmp_path: Path) -> None:
 
 
 def test_files_beyond_four_gibibytes(tmp_path: Path) -> None:
-    """In size, and in position: a hole in the image stands for 5 GiB of other data."""
-    big = Entry("big", "file", size=(5 << 30) + 1)
-    late = random.Random(0).randbytes(2 * BLOCK_SIZE)
-    with (tmp_path / "x").open("w+b") as out:
-        writer = SquashfsWriter(out)
-        blocks: _BlockWriter = writer._blocks
-        blocks.position = 5 << 30
-        out.seek(blocks.position)
-        zeros = [bytes(1 << 20)] * 5120 + [b"\0"]
-        write_entries([(Entry("", "dir"), None), (big, zeros), (Entry("late", "file", size=len(late)), [late])], writer)
+    big, late, data = write_beyond_four_gibibytes(tmp_path / "x")
     with (tmp_path / "x").open("rb") as stream:
         image = SquashfsReader(stream)
         assert image.lookup("big") == big
-        assert image.read_file("late") == late
-    if shutil.which("unsquashfs"):
-        found = subprocess.run(
-            ["unsquashfs", "-d", tmp_path / "out", "-n", tmp_path / "x", "late"], capture_output=True
-        )
-        assert found.returncode == 0, found.stderr
-        assert (tmp_path / "out/late").read_bytes() == late
+        assert image.read_file(late) == data
 
 
 # -- what cannot be written
@@ -396,52 +288,9 @@ def test_an_unknown_compression_is_named(tmp_path: Path) -> None:
         SquashfsReader(stream)
 
 
-@pytest.mark.parametrize("compression", ["zstd", "gzip"])
-def test_damage_is_a_store_error_and_never_hangs(tmp_path: Path, compression: str) -> None:
-    files = random_tree(3)
-    write(tmp_path / "good", files, block_size=4096)
-    if compression == "zstd":  # which others write
-        packed = [
-            requires_program("mksquashfs"),
-            tmp_path / "good.files",
-            tmp_path / "zstd",
-            "-comp",
-            "zstd",
-            "-b",
-            "4096",
-            "-quiet",
-        ]
-        subprocess.run(
-            [requires_program("unsquashfs"), "-quiet", "-n", "-d", packed[1], tmp_path / "good"],
-            check=True,
-            capture_output=True,
-        )
-        subprocess.run(packed, check=True, capture_output=True)
-        (tmp_path / "zstd").rename(tmp_path / "good")
-    good = (tmp_path / "good").read_bytes()
-    choose = random.Random(compression)
-    table = SUPERBLOCK.unpack_from(good)[15]  # the inode table: damage there and behind is what misleads a reader
-    noticed = 0
-    for attempt in range(400):
-        data = bytearray(good)
-        for _ in range(choose.randrange(1, 4)):
-            start = choose.choice([0, 96, table])
-            data[choose.randrange(start, 96 if not start else len(data))] = choose.randrange(256)
-        if attempt % 10 == 0:
-            del data[choose.randrange(len(data)) :]
-        noticed += is_noticed(tmp_path / "bad", bytes(data))
-    assert noticed > 200
-
-
-def is_noticed(path: Path, data: bytes) -> bool:
-    path.write_bytes(data)
-    try:
-        read(path)
-    except (StoreError, ValueError) as error:
-        assert isinstance(error, StoreError), error
-        assert str(path) in str(error)
-        return True
-    return False
+def test_damage_is_a_store_error_and_never_hangs(tmp_path: Path) -> None:
+    write(tmp_path / "good", random_tree(3), block_size=4096)
+    assert noticed_damage(tmp_path / "bad", (tmp_path / "good").read_bytes(), seed="gzip") > 200
 
 
 def test_a_directory_inside_itself_does_not_loop(tmp_path: Path) -> None:
@@ -525,59 +374,3 @@ def test_a_hard_link_whose_first_name_is_hidden_becomes_the_file(tmp_path: Path)
 
 
 # -- other tools
-
-
-def requires_program(tool: str) -> str:
-    found = shutil.which(tool)
-    if not found:
-        pytest.skip(f"{tool} is not installed (tests/services.sh install)")
-    return found
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_unsquashfs_reads_our_files(tmp_path: Path, seed: int) -> None:
-    tool = requires_program("unsquashfs")
-    if os.geteuid() != 0:
-        pytest.skip("unsquashfs makes owners and devices only as root")
-    files = random_tree(seed)
-    write(tmp_path / "x", files, block_size=4096 << seed % 3)
-    subprocess.run([tool, "-quiet", "-n", "-d", tmp_path / "out", tmp_path / "x"], check=True, capture_output=True)
-    for path, (entry, data) in files.items():
-        unpacked = tmp_path / "out" / path
-        status = unpacked.lstat()
-        assert (status.st_uid, status.st_gid, int(status.st_mtime)) == (entry.uid, entry.gid, entry.mtime), path
-        assert entry.kind == "symlink" or unpacked.is_symlink() or status.st_mode & 0o7777 == entry.mode, path
-        assert entry.kind != "file" or unpacked.read_bytes() == data, path
-        assert entry.kind != "symlink" or unpacked.readlink() == Path(entry.target), path
-        assert entry.kind != "whiteout" or (stat.S_ISCHR(status.st_mode) and status.st_rdev == 0), path
-        if entry.kind in ("file", "dir"):
-            assert {name: os.getxattr(unpacked, name) for name in os.listxattr(unpacked)} == dict(entry.xattrs), path
-        assert entry.kind != "hardlink" or status.st_ino == (tmp_path / "out" / entry.target).lstat().st_ino, path
-
-
-@pytest.mark.parametrize("compression", ["zstd", "gzip"])
-def test_files_of_mksquashfs_are_read(tmp_path: Path, compression: str) -> None:
-    tool = requires_program("mksquashfs")
-    source = tmp_path / "source"
-    (source / "many").mkdir(parents=True)
-    for number in range(700):
-        (source / f"many/{number}").write_bytes(b"%d" % number * number)
-    (source / "big").write_bytes(random.Random(5).randbytes(1 << 20) + bytes(1 << 20) + b"tail")
-    (source / "link").symlink_to("big")
-    os.link(source / "big", source / "same")
-    os.mkfifo(source / "pipe")
-    os.setxattr(source / "big", "user.note", b"n" * 300)
-    os.setxattr(source / "many", "user.note", b"n" * 300)
-    options = ["-comp", compression, "-quiet", "-no-progress", "-always-use-fragments"]
-    subprocess.run([tool, source, tmp_path / "x", *options], check=True, capture_output=True)
-    found = read(tmp_path / "x")[1]
-    expected = {str(path.relative_to(source)) for path in source.rglob("*")} | {""}
-    assert set(found) == expected
-    assert {path for path, (entry, _) in found.items() if entry.xattrs == (("user.note", b"n" * 300),)} == {
-        "big",
-        "many",
-    }
-    assert found["big"][1] == (source / "big").read_bytes()
-    assert all(found[f"many/{number}"][1] == b"%d" % number * number for number in range(700))
-    assert (found["link"][0].target, found["pipe"][0].kind) == ("big", "fifo")
-    assert (found["same"][0].kind, found["same"][0].target) == ("hardlink", "big")

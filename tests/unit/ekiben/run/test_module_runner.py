@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -43,18 +42,6 @@ def call(tmp_path: Path) -> Call:
 
 def test_commands_hold_no_text_of_a_recipe() -> None:
     assert command_files("mine", "mine-1", ["greet"])["greet"] == '#!/bin/sh\nexec "${0%/*}/ekiben-mine" greet "$@"\n'
-
-
-def test_runner_passes_shellcheck(tmp_path: Path) -> None:
-    if not shutil.which("shellcheck"):
-        if os.environ.get("CI") == "true":
-            pytest.fail("shellcheck is not installed")
-        pytest.skip("shellcheck is not installed")
-    path = tmp_path / "runner"
-    path.write_text(command_files("mine", "mine-1", ["greet"])["ekiben-mine"])
-    # Variables are read by eval.
-    done = subprocess.run(["shellcheck", "-S", "warning", "-e", "SC2034,SC2154", path], capture_output=True, text=True, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout
 
 
 def test_targets_of_links_are_bind_mounted(call: Call, tmp_path: Path) -> None:

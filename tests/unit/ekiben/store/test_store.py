@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from ekiben.store import Store, StoredLayer, damaged_records, prune
 from ekiben.store._blobs import identity
 from ekiben.store.store import _REPLACE
 from support.sample_recipe import becomes_empty
-from support.small_disk import mount_tmpfs
+from support.stores import blobs, put
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -33,16 +30,6 @@ def store(tmp_path: Path) -> Store:
     made = Store(tmp_path / "store")
     made.open_for_writing()
     return made
-
-
-def put(store: Store, name: str, data: bytes = b"layer", key: str = "k1") -> StoredLayer:
-    with store.staging() as staging:
-        (staging / "blob").write_bytes(data)
-        store.put_file(staging / "blob", digest_of(data))
-    layer = StoredLayer(name=name, cache_key=key, diff_id="sha256:d", tar_size=9, digest=digest_of(data), size=len(data),
-                        executor="none", seconds=0.1, inputs={"post": "x"}, notes={"a": [1]})  # fmt: skip
-    store.put_layer(layer)
-    return layer
 
 
 def name_image(store: Store, name: str, *layers: StoredLayer) -> str:
@@ -56,10 +43,6 @@ def name_image(store: Store, name: str, *layers: StoredLayer) -> str:
 def age(store: Store, seconds: float = 3600) -> None:
     for path in (store.root / "blobs/sha256").iterdir():
         os.utime(path, (time.time() - seconds, time.time() - seconds))
-
-
-def blobs(store: Store) -> set[str]:
-    return {"sha256:" + path.name for path in (store.root / "blobs/sha256").iterdir()}
 
 
 # ---------------------------------------------------------------------------------------------------------- put and get
@@ -327,46 +310,6 @@ def test_a_file_instead_of_the_store_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StoreError, match=f"the store {root} cannot be written") as caught:
             Store(root).open_for_writing()
         assert "--store" in str(caught.value.hint)
-
-
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Path]:
-    """1 MiB of its own."""
-    with mount_tmpfs(tmp_path / "small", "size=1m") as mount_point:
-        yield mount_point
-
-
-def test_a_full_disk_is_a_store_error_and_keeps_what_is_stored(mounted: Path) -> None:
-    store = Store(mounted / "store")
-    store.open_for_writing()
-    kept = put(store, "base")
-    with (
-        pytest.raises(StoreError, match=rf"no space left in {store.root}: \S+ \w*B free") as caught,
-        store.staging() as staging,
-    ):
-        (staging / "blob").write_bytes(bytes(2 << 20))
-    assert "ekiben prune" in str(caught.value.hint)
-    assert list((store.root / "staging").iterdir()) == []
-    assert store.layer("k1") == kept
-    (mounted / "filler").write_bytes(bytes(shutil.disk_usage(mounted).free))
-    with pytest.raises(StoreError, match="no space left in"):
-        store.put_blob(b"x" * 5000)
-    assert blobs(store) == {kept.digest}
-
-
-def test_a_read_only_store_is_readable_and_refuses_writers(mounted: Path) -> None:
-    store = Store(mounted / "store")
-    store.open_for_writing()
-    layer = put(store, "base")
-    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
-    again = Store(store.root)
-    again.check_blob(layer.digest)
-    assert again.layer("k1") == layer
-    with pytest.raises(
-        StoreError, match=f"the store {store.root} cannot be written: {os.strerror(errno.EROFS)}"
-    ) as caught:
-        again.open_for_writing()
-    assert "--store" in str(caught.value.hint)
 
 
 # ------------------------------------------------------------------------------------------------------------- pruning

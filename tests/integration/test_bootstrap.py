@@ -15,7 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.covers("ekiben/bootstrap.sh", "requirements.lock")
+
+ROOT = Path(__file__).parents[2]
 TOOLS = ["sh", "basename", "cat", "dirname", "env", "grep", "id", "mktemp", "mv", "readlink", "rm", "sed", "sha256sum"]
 TOOLS += ["true", "uname", "unshare"]
 NOBODY = [shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
@@ -226,10 +228,3 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     refused = run(make_checkout(tmp_path), "--engines")
     assert refused.returncode == 2
     assert "--dev --engine" in refused.stderr
-
-
-@pytest.mark.parametrize("script", ["ekiben/bootstrap.sh", "tests/services.sh"])
-def test_shellcheck_finds_nothing(script: str) -> None:
-    if not shutil.which("shellcheck"):
-        pytest.skip("shellcheck is not installed (tests/services.sh install)")
-    subprocess.run(["shellcheck", ROOT / script], check=True)

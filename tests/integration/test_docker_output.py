@@ -13,6 +13,8 @@ import pytest
 from ekiben.core.errors import EngineError
 from ekiben.executors import Job, docker
 
+pytestmark = pytest.mark.covers("ekiben/executors")
+
 
 @pytest.fixture(scope="module")
 def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Any]]:

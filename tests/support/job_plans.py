@@ -1,0 +1,41 @@
+"""Plans of jobs, and the scripts that a scheduler gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ekiben.run.jobs.plan import JobPlan, plan
+from ekiben.run.jobs.request import JobRequest
+from ekiben.run.jobs.script import script
+from ekiben.run.site import find_site
+from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
+
+TASKS = {
+    "prepare": TaskFile(entrypoint="a.py", help="", launch="cpu"),
+    "train": TaskFile(entrypoint="a.py", help="", launch="per-gpu"),
+    "merge": TaskFile(entrypoint="a.py", help=""),
+}
+RECIPE = Recipe(Path(), RecipeFile(name="mine", description="", stack="cu130", layer="x", tasks=TASKS))
+
+
+def made(*args: str, scheduler: str = "slurm", site: str | None = None, **wanted: Any) -> JobPlan:
+    return plan(RECIPE, args, JobRequest(**wanted), scheduler=scheduler, site=find_site(site) if site else None,
+                sif=Path("/images/mine.sif"), runs=Path("/shared/runs"))  # fmt: skip
+
+
+def scripts(run: JobPlan) -> list[str]:
+    return [script(run, step) for step in run.steps]
+
+
+SITES = {
+    "slurm": ("slurm-a100", {"nodes": 2, "group": "lab"}),
+    "sge": ("abci-2.0", {"nodes": 2, "group": "gaa", "resource": "rt_F"}),
+    "pbs": ("abci-3.0", {"nodes": 2, "group": "gaa", "resource": "rt_HF"}),
+}
+
+
+def run_of_three_steps(scheduler: str) -> JobPlan:
+    site, asked = SITES.get(scheduler, (None, {"nodes": 2}))
+    argv = ["prepare", "--input", "it's a file", "+", "train", "--output", "out-{seed}", "+", "merge"]
+    return made(*argv, scheduler=scheduler, site=site, seconds=7200, seeds=("1", "2"), stage=True, **asked)
