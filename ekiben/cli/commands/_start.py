@@ -121,9 +121,17 @@ def _choose_program(name: str, sif: Path, start: StartOptions, containers: launc
         if not sif.is_file():
             raise UsageError(f"--sif: {sif} is {'not a file' if sif.exists() else 'not there'}")
         refuse_ignored("names another image than the file of --sif", "stack", "layers")
+    if start.runtime in (*launch.RUNTIMES, *containers):  # whether or not it is installed
+        _refuse_options_of_sif(start, start.runtime)
     program = launch.choose_runtime(name, sif, start.runtime, containers, build_args)
-    if start.sif is not None and not launch.takes_sif(program):
-        raise UsageError(f"--sif: {Path(program).name} runs no SIF; leave the option out, or choose another --runtime")
-    if start.copy_local and not launch.takes_sif(program):
-        raise UsageError(f"--copy-local copies a SIF, and {Path(program).name} runs none; leave the option out")
+    _refuse_options_of_sif(start, program)
     return program
+
+
+def _refuse_options_of_sif(start: StartOptions, program: str) -> None:
+    if launch.takes_sif(program):
+        return
+    if start.sif is not None:
+        raise UsageError(f"--sif: {Path(program).name} runs no SIF; leave the option out, or choose another --runtime")
+    if start.copy_local:
+        raise UsageError(f"--copy-local copies a SIF, and {Path(program).name} runs none; leave the option out")
