@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -20,18 +21,27 @@ def client() -> DockerClient:
     import docker
     from docker.errors import DockerException
 
+    where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
     try:
+        _connect_once(where)
         connected = docker.from_env(timeout=600)
         connected.ping()
-    except DockerException as error:
-        message = str(error)
-        if "Permission" in message:
+    except (DockerException, OSError) as error:
+        if "Permission" in str(error):
             raise EngineError(
                 "the Docker daemon refuses this user; ask for membership of the group 'docker'"
             ) from error
-        where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
         raise EngineError(f"no Docker daemon answers at {where}") from error
     return connected
+
+
+def _connect_once(where: str) -> None:
+    """Connect to a daemon's Unix socket, and close. Where that fails, the SDK would leave its own socket open."""
+    path = where.removeprefix("unix://")
+    if path.startswith("/"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(60)
+            probe.connect(path)
 
 
 def unavailable() -> str | None:
