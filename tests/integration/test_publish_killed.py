@@ -14,7 +14,9 @@ import pytest
 from ekiben.publish._records import read_records
 from support.sample_recipe import SampleRecipe
 
-ROOT = Path(__file__).resolve().parents[4]
+pytestmark = pytest.mark.covers("ekiben/publish", "ekiben/core")
+
+ROOT = Path(__file__).resolve().parents[2]
 MOMENTS = ("write the SIF", "SBOM …", "SBOM: ")  # the last: when that step has ended
 
 
