@@ -7,7 +7,8 @@ from. Imports inside functions count; those under TYPE_CHECKING do not.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +34,17 @@ def modules_below(folder: Path, prefix: str) -> dict[str, Path]:
     return found
 
 
-def imports_of(name: str, path: Path) -> Iterator[Import]:
-    """Yield every import of one module, those inside functions too."""
+def imports_of(name: str, path: Path) -> Sequence[Import]:
+    """Return every import of one module, those inside functions too."""
+    return _imports_of(name, path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _imports_of(name: str, path: Path, modified: int) -> Sequence[Import]:
+    return [*_read_imports(name, path)]
+
+
+def _read_imports(name: str, path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)

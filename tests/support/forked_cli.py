@@ -92,7 +92,7 @@ class Server:
             finally:
                 alarm.cancel()
             alarm.join()
-            texts = [Path(folder, name).read_bytes().decode() for name in ("stdout", "stderr")]
+            texts = [Path(folder, name).read_bytes().decode(errors="surrogateescape") for name in ("stdout", "stderr")]
         return subprocess.CompletedProcess([sys.executable, *argv], code, *texts)
 
     def stop(self) -> None:

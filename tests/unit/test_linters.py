@@ -1,9 +1,9 @@
-"""ruff, mypy and shellcheck as tests; and what no file that we keep may say."""
+"""That the linters run; and what no file that we keep may say."""
 
 from __future__ import annotations
 
+import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,26 +11,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tool(*args: str) -> subprocess.CompletedProcess[str]:
-    program = Path(sys.executable).with_name(args[0])
-    if not program.exists():
-        pytest.skip(f"{args[0]} is not installed (make lint installs it)")
-    return subprocess.run([program, *args[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("ruff", "check", "."),
-        ("ruff", "format", "--check", "."),
-        ("mypy",),
-        ("mypy", "tests/integration/conftest.py"),  # one run cannot check two modules called conftest
-    ],
-    ids=" ".join,
-)
-def test_linter(argv: tuple[str, ...]) -> None:
-    done = tool(*argv)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_lint_runs_before_the_tests() -> None:
+    """ruff and mypy run once, as ``make lint``, which the tests of a change begin with."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^check: lint\b", makefile, re.MULTILINE)
+    assert re.search(r"^make .*\blint$", (ROOT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
+    recipe = makefile.partition("\nlint:")[2].partition("\n\n")[0]
+    for command in ("ruff check .", "ruff format --check .", "mypy", "mypy tests/integration/conftest.py"):
+        assert f"$(PYTHON) -m {command}" in recipe
 
 
 def tracked() -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Store
+from support.forked_cli import server
 from support.sample_recipe import SampleRecipe, seeded
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -28,8 +28,10 @@ def odd(files_only: SampleRecipe, tmp_path: Path) -> SampleRecipe:
 
 
 def run(tmp_path: Path, *argv: str | Path | bytes, code: int = 0) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, str(ROOT / "build.py"), "--store", str(tmp_path / "store"), *argv]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    words = [str(ROOT / "build.py"), "--store", str(tmp_path / "store"), *map(os.fsdecode, argv)]
+    texts = server().run(words, os.environ, tmp_path, timeout=120)
+    stdout, stderr = os.fsencode(texts.stdout), os.fsencode(texts.stderr)
+    done = subprocess.CompletedProcess(words, texts.returncode, stdout, stderr)
     assert b"Traceback" not in done.stderr, done.stderr
     assert done.returncode == code, done
     return done

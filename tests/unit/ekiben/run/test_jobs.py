@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from ekiben.cli import root
 from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.settings import JobDefaults
 from ekiben.run import schedulers
@@ -411,15 +413,20 @@ def test_program_that_gives_up_late_is_not_asked_again(tmp_path: Path, monkeypat
     assert (tmp_path / "asked").read_text() == "sinfo\n"
 
 
-def test_submit_names_a_scheduler_that_does_not_answer(run_cli: RunCli, tmp_path: Path) -> None:
+def test_submit_names_a_scheduler_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     for name in ("sbatch", "sinfo"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\nexec sleep 300\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "mine.sif").write_bytes(b"an image")
     argv = ("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--force", "--sif", "mine.sif")
-    stderr = run_cli(*argv, code=4, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
-    assert "Slurm cannot be used here: Slurm does not answer: sinfo: no answer within 20 s" in stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(schedulers, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(schedulers, "_silent", {})
+    done = CliRunner().invoke(root, argv)
+    assert done.exit_code == 4
+    assert "Slurm cannot be used here: Slurm does not answer: sinfo: no answer within 1 s" in done.stderr
 
 
 def test_unknown_run_is_an_error(run_cli: RunCli) -> None:
