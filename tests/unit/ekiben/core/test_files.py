@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +84,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_live_one_writes_is_kept
     assert path.read_bytes() == b"y"
 
 
-def test_a_file_system_that_makes_no_nameless_files(tmp_path: Path) -> None:
+def test_a_file_system_that_makes_no_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the lock comes after the name, and a file that is younger than a second may have a live writer."""
     script = (
         "import os, signal, sys; from pathlib import Path; from ekiben.core import files\n"
@@ -100,7 +99,7 @@ def test_a_file_system_that_makes_no_nameless_files(tmp_path: Path) -> None:
     with new_file(path) as stream:
         stream.write(b"y")
     assert left.exists()
-    time.sleep(1.1)
+    monkeypatch.setattr("ekiben.core.files._YOUNG", -1)
     with new_file(path) as stream:
         stream.write(b"z")
     assert [item.name for item in tmp_path.iterdir()] == ["a.sif"]

@@ -46,6 +46,17 @@ class Terminal(io.StringIO):
         return True
 
 
+def plain(terminal: Terminal) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+
+
+def wait_for(terminal: Terminal, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in plain(terminal):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_terminal_shows_details_without_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
@@ -63,11 +74,11 @@ def test_a_terminal_shows_bytes_rate_and_time_left(monkeypatch: pytest.MonkeyPat
     out = Terminal()
     progress = Progress(out)
     with progress.step("pull", total=4_000_000):
-        for _ in range(3):
+        for done in (1, 2, 3):
             progress.count(1_000_000)
-            time.sleep(0.15)  # the display is drawn ten times a second
+            wait_for(out, f"{done}.0/4.0 MB")  # the display is drawn ten times a second
         progress.log("a [line]")
-    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    seen = plain(out)
     assert "━" in seen
     assert re.search(r"[123]\.0/4\.0 MB +[\d.]+ MB/s +0:00:0\d", seen)
     assert "a [line]\n" in seen

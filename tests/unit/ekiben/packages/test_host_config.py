@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +16,15 @@ from ekiben.packages.host_config import PackageSources, write_host_files
 MOMENT = "20260102T030405Z"
 
 
+client_has_gone = threading.Event()
+
+
 class Snapshots(http.server.BaseHTTPRequestHandler):
     """An archive of snapshots that knows one moment, and takes its time over another."""
 
     def do_HEAD(self) -> None:
         if "20269999" in self.path:
-            time.sleep(5)
+            client_has_gone.wait(60)
         self.send_response(200 if self.path == f"/debian/{MOMENT}/dists/bookworm/Release" else 404)
         self.end_headers()
 
@@ -32,6 +34,7 @@ class Snapshots(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def archive(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    client_has_gone.clear()
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Snapshots) as server:
@@ -40,6 +43,7 @@ def archive(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         url = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setenv("EKIBEN_SNAPSHOT", url)
         yield url
+        client_has_gone.set()
         server.shutdown()
 
 
