@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.outputs import TO_FILE, TO_FOLDER, words_with_output
+from support.outputs import TO_FILE, TO_FOLDER, output_arguments
 from support.sample_recipe import RunCli, SampleRecipe
 
 pytestmark = pytest.mark.covers("ekiben/cli")
@@ -25,7 +25,7 @@ def test_output_device_is_never_replaced(
     os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     link.symlink_to(device)
     output = link if by_link else device
-    message = run_cli(*words_with_output(files_only)[name], "-o", output, code=2).stderr
+    message = run_cli(*output_arguments(files_only)[name], "-o", output, code=2).stderr
     assert f"-o {output}: is a character device" in message
     assert stat.S_ISCHR(device.lstat().st_mode)
     assert link.is_symlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.sample_recipe import SampleRecipe
 
 
-def words_with_output(files_only: SampleRecipe) -> dict[str, list[str]]:
+def output_arguments(files_only: SampleRecipe) -> dict[str, list[str]]:
     return {
         "image": ["image", str(files_only.path), "--format", "sif", "--no-verify"],
         "bundle": ["bundle", str(files_only.path)],

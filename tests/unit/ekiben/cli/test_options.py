@@ -17,7 +17,7 @@ from ekiben.cli import root
 from ekiben.cli.options import TextType
 from ekiben.core.paths import PROJECT_ROOT
 from support.compiled import compiled
-from support.outputs import TO_FILE, TO_FOLDER, words_with_output
+from support.outputs import TO_FILE, TO_FOLDER, output_arguments
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
 CTX = click.Context(root)
@@ -125,7 +125,7 @@ def test_output_that_is_a_folder_or_pipe_is_refused(
 ) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    argv = words_with_output(files_only)[name]
+    argv = output_arguments(files_only)[name]
     assert "-o folder: is a folder; name a file in it" in run_cli(*argv, "-o", "folder", code=2).stderr
     assert "-o pipe: is a pipe" in run_cli(*argv, "-o", "pipe", code=2).stderr
     assert "-o no/x: there is no folder" in run_cli(*argv, "-o", "no/x", code=2).stderr
@@ -136,7 +136,7 @@ def test_output_folder_that_is_a_file_is_refused(
     run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    message = run_cli(*words_with_output(files_only)[name], "-o", "file", code=2).stderr
+    message = run_cli(*output_arguments(files_only)[name], "-o", "file", code=2).stderr
     assert "-o file: is a file, and a folder is needed" in message
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -149,7 +149,7 @@ def test_output_link_is_followed(run_cli: RunCli, files_only: SampleRecipe, tmp_
     if is_there:
         file.write_text("old")
     link.symlink_to("disk/real.sif")
-    run_cli("--store", store.root, *words_with_output(files_only)["image"], "-o", link)
+    run_cli("--store", store.root, *output_arguments(files_only)["image"], "-o", link)
     assert link.is_symlink()
     assert file.read_bytes()[32:42] == b"SIF_MAGIC\0"
 
@@ -157,7 +157,7 @@ def test_output_link_is_followed(run_cli: RunCli, files_only: SampleRecipe, tmp_
 def test_the_default_file_is_checked_too(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     store = seeded(files_only, tmp_path / "store", "ground")
     (tmp_path / "own.sif").mkdir()
-    message = run_cli("--store", store.root, *words_with_output(files_only)["image"], code=2).stderr
+    message = run_cli("--store", store.root, *output_arguments(files_only)["image"], code=2).stderr
     assert "own.sif: is a folder" in message
 
 
