@@ -17,6 +17,12 @@ from support.own_recipes import lock, recipe_in
 pytestmark = pytest.mark.covers("ekiben/project")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    create_recipe(tmp_path / "mine", layer="huggingface")
+    return tmp_path / "mine"
+
+
 def pins_of(folder: Path) -> dict[str, str]:
     text = (folder / "images/mine-packages.lock").read_text()
     return {name: version for name, version, hashes in read_pins(text) if hashes}

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from ekiben.project.create import create_recipe
 from ekiben.project.lock import find_local_recipe, lock_recipe
 from ekiben.spec.recipe import Recipe
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    create_recipe(tmp_path / "mine", layer="huggingface")
-    return tmp_path / "mine"
 
 
 def recipe_in(folder: Path) -> Recipe:

@@ -14,6 +14,12 @@ from support.own_recipes import lock, recipe_in
 from support.sample_recipe import RunCli
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    create_recipe(tmp_path / "mine", layer="huggingface")
+    return tmp_path / "mine"
+
+
 def test_requirements_outside_an_index_are_refused(folder: Path) -> None:
     wheel = folder / "local-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
