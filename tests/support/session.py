@@ -19,6 +19,8 @@ import pytest
 from support import selection
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_FOLDER = "EKIBEN_TEST_RUN"  # the folder that all processes of a run share
+NAMED_RUN_FOLDER = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,16 +46,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(selection.Reporter(config))
-    os.environ.setdefault("EKIBEN_TEST_RUN", str(Path(tempfile.gettempdir(), f"ekiben-tests-{os.getpid()}")))
+    if RUN_FOLDER not in os.environ:
+        os.environ[RUN_FOLDER] = str(Path(tempfile.gettempdir(), f"ekiben-tests-{os.getpid()}"))
+        config.stash[NAMED_RUN_FOLDER] = True
     # A shell lets what it starts in the background ignore Ctrl-C; commands under test are interrupted.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what the processes of this run shared: images, stores."""
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ.pop("EKIBEN_TEST_RUN"), ignore_errors=True)
+    """Remove what the processes of this run shared: images, stores. Workers, and a pytest that a test starts, leave it."""
+    if config.stash.get(NAMED_RUN_FOLDER, False):
+        shutil.rmtree(os.environ.pop(RUN_FOLDER), ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -91,3 +91,13 @@ def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
     processes = [line for line in output.splitlines() if line.startswith("process ")]
     assert len(processes) == 3
     assert len(set(processes)) == 1
+
+
+def test_a_pytest_that_a_test_starts_leaves_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    monkeypatch.setenv("EKIBEN_TEST_RUN", str(folder))
+    inner(tmp_path, "test_a.py", ci="")
+    assert folder.is_dir()
