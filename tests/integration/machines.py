@@ -39,6 +39,7 @@ def bare_machine(argv: list[str], mirrors: list[str]) -> Iterator[Path]:
         subprocess.run([*command, *argv, root, *mirrors], check=True)
         shutil.copy(CA_BUNDLE, f"{root}{CA_BUNDLE}")
         shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
+        (root / "etc/hosts").write_text("127.0.0.1 localhost\n")  # as Debian's installer writes it
         copy_files(root / "src")
         yield root
 

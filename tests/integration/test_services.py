@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.covers("tests/services.sh")
 
-SCRIPT = Path(__file__).parent / "services.sh"
+SCRIPT = Path(__file__).parents[1] / "services.sh"
 
 
 def run(*arguments: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

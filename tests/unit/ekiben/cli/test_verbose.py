@@ -131,7 +131,7 @@ def test_the_source_of_a_login_is_named_and_never_the_login(run_cli: RunCli, tmp
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Locked)
     Thread(target=server.serve_forever, daemon=True).start()
     host = f"127.0.0.1:{server.server_port}"
-    login = base64.b64encode(b"somebody:hunter2").decode()
+    login = base64.b64encode(b"layer-reader:hunter2").decode()
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker/config.json").write_text(json.dumps({"auths": {host: {"auth": login}}}))
     env = {
@@ -144,7 +144,7 @@ def test_the_source_of_a_login_is_named_and_never_the_login(run_cli: RunCli, tmp
         lines = decisions(done.stderr)
         assert f"# login at {host}: {tmp_path}/docker/config.json (for lab/layers)\n" in done.stderr
         assert lines["layer hello"] == f"BUILD (parent is rebuilt; not available from {host}/lab/layers)"
-        assert [word for word in ("hunter2", login, "somebody") if word in done.stderr + done.stdout] == []
+        assert [word for word in ("hunter2", login, "layer-reader") if word in done.stderr + done.stdout] == []
         env["DOCKER_CONFIG"] = str(tmp_path)
         anonymous = run_cli("-v", "plan", "hello", env={**env, "HOME": str(tmp_path), "XDG_RUNTIME_DIR": ""}).stderr
         assert f"# login at {host}: anonymous (no file or variable has a login for it)\n" in anonymous
