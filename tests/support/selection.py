@@ -21,11 +21,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DURATIONS = ROOT / "tests/durations.json"
-SLICES = 4
+SLICES = 5
 COMMITS = 20
 MINUTES = 14.0  # of the 25 that .ci/run may take: the rest is for installation, lint and unit tests
 WORKERS = 2
 UNKNOWN_SECONDS = 60.0  # of a file that has no entry in tests/durations.json yet
+_LARGE_IMAGE = "lora_opencalm"  # the fixture that builds an image with torch, once a run
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,25 @@ def read_durations() -> Durations:
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what ``--select change`` selects, and begin with the files that take longest."""
+    """Keep what --select says, the files that take longest first, but for begin_with_image()."""
     durations = read_durations()
     items.sort(key=lambda item: -durations.of_file(item.nodeid.partition("::")[0]))
+    select_items(config, items, durations)
+    items[:] = begin_with_image(items)
+
+
+def begin_with_image(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return ``items``, with the first that needs the large image in front and the others that need it at the end.
+
+    So one process builds it for minutes while the others run what does not need it, instead of waiting.
+    """
+    with_image = [item for item in items if _LARGE_IMAGE in getattr(item, "fixturenames", ())]
+    rest = [item for item in items if item not in with_image]
+    return [*with_image[:1], *rest, *with_image[1:]]
+
+
+def select_items(config: pytest.Config, items: list[pytest.Item], durations: Durations) -> None:
+    """Keep what ``--select change`` selects."""
     if config.getoption("--select") != "change":
         return
     guards = [item for item in items if item.get_closest_marker("guard")]
@@ -201,7 +218,11 @@ class Reporter:
             self.config.workeroutput |= {"selection": self.lines, "seconds": dict(self.seconds)}
         elif self.config.getoption("--record-durations"):
             former = dict(read_durations().seconds)
-            rounded = {name: round(seconds, 1) for name, seconds in self.seconds.items()}
+            rounded = {
+                name: round(seconds, 1)
+                for name, seconds in self.seconds.items()
+                if not name.startswith("tests/unit/")  # all of them always run
+            }
             DURATIONS.write_text(json.dumps(former | rounded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
     @pytest.hookimpl(optionalhook=True)

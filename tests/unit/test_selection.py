@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from support.selection import COMMITS, SLICES, Durations, Unit, cut, select
+from support.selection import COMMITS, SLICES, Durations, Unit, begin_with_image, cut, select
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those of GPUs run when asked for, and that of the two commands with all tests only.
@@ -62,6 +64,12 @@ def test_a_test_of_a_file_can_be_selected_alone_and_pays_for_the_fixtures_of_the
     selection = select(units, durations, head, ["entrypoints/b/x.py", "entrypoints/a/x.py"], limit=400)
     assert list(selection.changed) == [f"{file}::test[b]"]
     assert list(selection.no_time) == [f"{file}::test[a]"]
+
+
+def test_one_test_builds_the_large_image_while_others_need_none() -> None:
+    names = {"a": ["lora_opencalm"], "b": [], "c": ["sif", "lora_opencalm"], "d": ["workspace"]}
+    items: list[Any] = [SimpleNamespace(name=name, fixturenames=fixtures) for name, fixtures in names.items()]
+    assert [item.name for item in begin_with_image(items)] == ["a", "b", "d", "c"]
 
 
 def test_the_report_names_the_files_left_out() -> None:
