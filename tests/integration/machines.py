@@ -39,7 +39,8 @@ def bare_machine(argv: list[str], mirrors: list[str]) -> Iterator[Path]:
         subprocess.run([*command, *argv, root, *mirrors], check=True)
         shutil.copy(CA_BUNDLE, f"{root}{CA_BUNDLE}")
         shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
-        (root / "etc/hosts").write_text("127.0.0.1 localhost\n")  # as Debian's installer writes it
+        hosts = f"127.0.0.1 localhost\n127.0.1.1 {os.uname().nodename}\n"  # as Debian's installer writes them
+        (root / "etc/hosts").write_text(hosts)
         copy_files(root / "src")
         yield root
 
