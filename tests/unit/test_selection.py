@@ -66,7 +66,7 @@ def test_a_test_of_a_file_can_be_selected_alone_and_pays_for_the_fixtures_of_the
     assert list(selection.no_time) == [f"{file}::test[a]"]
 
 
-def test_one_test_builds_the_large_image_while_others_need_none() -> None:
+def test_the_large_image_is_built_beside_tests_that_need_none() -> None:
     names = {"a": ["lora_opencalm"], "b": [], "c": ["sif", "lora_opencalm"], "d": ["workspace"]}
     items: list[Any] = [SimpleNamespace(name=name, fixturenames=fixtures) for name, fixtures in names.items()]
     assert [item.name for item in begin_with_image(items)] == ["a", "b", "d", "c"]
