@@ -50,7 +50,7 @@ def run_in(
 ) -> subprocess.CompletedProcess[str]:
     """Run a shell script in the checkout on a machine, in namespaces of its own: its mounts and processes end with it.
 
-    prefix: a command that runs another, such as ``ip netns exec NAME``.
+    prefix: a command that runs another, such as nsenter.
     """
     # pivot_root, not chroot: containers need a root that is a mount of its own.
     enter = (
@@ -98,7 +98,7 @@ def separate_network() -> Iterator[tuple[str, ...]]:
             subprocess.run(command.split(), check=True)
         for table, rule in rules:
             subprocess.run(["iptables", *table, "-I", *rule], check=True)
-        yield ("ip", "netns", "exec", name)
+        yield ("nsenter", f"--net=/run/netns/{name}")  # not ip netns exec: its new /sys has no cgroups
     finally:
         for table, rule in rules:
             subprocess.run(["iptables", *table, "-D", *rule], check=False, capture_output=True)
