@@ -8,6 +8,7 @@ __all__ = [
     "environment",
     "errors",
     "files",
+    "folder",
     "mounts",
     "output",
     "owner",

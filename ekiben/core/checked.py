@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _MAX_SIZE = 2**63 - 1  # bytes; what a file system can hold
 _MAX_BASENAME = 255  # bytes of a file's name on every file system here
 _MAX_DEPTH = 32
-_MAX_JSON = 16 << 20  # bytes
+MAX_JSON = 16 << 20  # bytes
 _CHECKSUM = "checksum"
 
 
@@ -60,7 +60,7 @@ def check_variables(names: Iterable[str]) -> None:
             raise ValueError(f"environment: '{name}' is not the name of a variable: letters, digits and '_'")
 
 
-def parse_json(data: bytes | str, *, max_size: int = _MAX_JSON, nan: bool = False) -> Any:
+def parse_json(data: bytes | str, *, max_size: int = MAX_JSON, nan: bool = False) -> Any:
     """Parse JSON of limited size and depth. Raises ValueError, also for NaN and Infinity unless ``nan``."""
     if len(data) > max_size:
         raise ValueError(f"has {len(data)} bytes, more than {max_size}")
@@ -107,7 +107,7 @@ def _checksum(fields: Mapping[str, Any]) -> str:
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def read_regular(path: Path, *, max_size: int = _MAX_JSON, follow: bool = False) -> bytes:
+def read_regular(path: Path, *, max_size: int = MAX_JSON, follow: bool = False) -> bytes:
     """Read a file of a folder that others write to. Raises OSError; ValueError for a link, a pipe or a file above ``max_size``.
 
     A link may lead anywhere, and a pipe would block. ``follow`` takes links, too: for the files that a user works on.
