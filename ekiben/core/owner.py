@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from ekiben.core.folder import Folder
+
 _LOCK = "lock"
 
 
@@ -49,9 +51,9 @@ class Owner:
                     os.close(self._handle)
                     self._handle = -1
 
-    def has_prefix(self, path: Path) -> bool:
-        """Whether ``path`` has such a name."""
-        return path.name.startswith((self._locked_prefix, _unlocked_prefix()))
+    def has_prefix(self, name: str) -> bool:
+        """Whether ``name`` begins like that."""
+        return name.startswith((self._locked_prefix, _unlocked_prefix()))
 
     @property
     def _locked_prefix(self) -> str:
@@ -66,34 +68,34 @@ def owner_of(path: Path) -> str:
 
 def has_ended(owner: str, folder: Path) -> bool:
     """Whether a process of this host, with what owner_of() returned for it, has ended; ``folder`` is where its lock would be."""
-    pid = owner.partition("-")[0]
-    return not Path("/proc", pid).exists() and is_abandoned(folder / f"{os.uname().nodename}__{owner}__")
+    if Path("/proc", owner.partition("-")[0]).exists():
+        return False
+    with contextlib.suppress(OSError), Folder.open(folder) as staging:
+        return is_abandoned(staging, f"{os.uname().nodename}__{owner}__")
+    return True
 
 
-def is_abandoned(path: Path) -> bool:
-    """Whether the process of this host that made ``path``, by an Owner's name, has ended."""
-    host, process, *_ = [*path.name.split("__"), ""]
+def is_abandoned(folder: Folder, name: str) -> bool:
+    """Whether the process of this host that made ``name`` in ``folder``, by an Owner's name, has ended."""
+    host, process, *_ = [*name.split("__"), ""]
     pid, _, token = process.partition("-")
     if host != os.uname().nodename or not pid.isdigit():
         return False
-    if token and path.parent.is_dir():
+    if token:
         with contextlib.suppress(OSError):
-            return not _is_held(path.with_name(f"{host}__{process}__{_LOCK}"))
+            return not _is_held(folder, f"{host}__{process}__{_LOCK}")
     return not Path("/proc", pid).exists()
 
 
-def remove_lock(path: Path) -> bool:
-    """Remove an abandoned owner's lock file; False when ``path`` is none. Raises OSError."""
-    if not path.name.endswith(f"__{_LOCK}"):
+def remove_lock(folder: Folder, name: str) -> bool:
+    """Remove an abandoned owner's lock file; False when ``name`` is none. Raises OSError."""
+    if not name.endswith(f"__{_LOCK}"):
         return False
-    handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with folder.open_file(name) as stream:
         # Not without holding it: an owner that has just made it would be left with a lock that nobody sees.
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_same(handle, path):
-            path.unlink()
-    finally:
-        os.close(handle)
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(stream.fileno()), folder.status(name)):
+            folder.remove(name)
     return True
 
 
@@ -121,17 +123,14 @@ def _hold(path: Path) -> int:
     return -1
 
 
-def _is_held(path: Path) -> bool:
+def _is_held(folder: Folder, name: str) -> bool:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with folder.open_file(name) as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(handle)
     return False
 
 

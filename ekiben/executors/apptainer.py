@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ekiben.core.errors import EngineError
 from ekiben.core.files import remove_tree
+from ekiben.core.folder import Folder
 from ekiben.core.mounts import bind_args
 from ekiben.core.owner import is_abandoned
 from ekiben.core.paths import BUILD_MOUNT
@@ -256,6 +257,7 @@ def _remove(job: Job, overlay: Path) -> None:
 
 def _remove_abandoned(job: Job) -> None:
     """What killed builds left in staging, and the store itself could not remove."""
-    for left in job.staging.iterdir():
-        if is_abandoned(left) and left.is_dir():
-            _remove(job, left)
+    with Folder.open(job.staging) as staging:
+        left = [name for name in staging.names() if is_abandoned(staging, name) and staging.is_folder(name)]
+    for name in left:
+        _remove(job, job.staging / name)

@@ -347,14 +347,14 @@ def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, 
 
 def _copy_blob(source: Partition, shared: SharedStore, target: Path, progress: Progress) -> None:
     with target.open("xb", buffering=0) as out:
-        shared.apply_permissions(target, 0o600)  # before there is anything in it: a quota may be the group's
+        shared.apply_permissions(out.fileno(), 0o600)  # before there is anything in it: a quota may be the group's
         copy_partition(source, out, progress.count)
 
 
 def _put_sif(shared: SharedStore, sif: Path, target: Path, sha256: str) -> int:
     """Never over a file that is whole: a job may have it open, which NFS does not forgive. Returns its size."""
     size = sif.stat().st_size
-    shared.apply_permissions(sif, 0o555)
+    shared.policy.apply_to(sif, 0o555)
     with sif.open("rb") as stream:
         os.fsync(stream.fileno())
     with contextlib.suppress(FileNotFoundError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from ekiben.core.checked import is_digest
 from ekiben.core.errors import CorruptBlob, StoreError
 from ekiben.core.files import digest_of
+from ekiben.core.folder import Folder
 from ekiben.formats.partition import Partition, read_partition
 from ekiben.store._staging import StagingArea, stat_or_none
 
@@ -58,7 +59,8 @@ class Blobs:
     def put_file(self, path: Path, digest: str) -> None:
         """Take a finished file from staging/ as a blob, its digest just computed. Idempotent."""
         access, deferred = self._staging.access, self._staging.in_background
-        access.apply_permissions(path, 0o444)
+        with Folder.open(path.parent) as folder:
+            folder.change(path.name, lambda handle: access.apply_permissions(handle, 0o444))
         with access.translated_errors():
             if not deferred:
                 _sync(path)

@@ -17,12 +17,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from stat import S_ISDIR
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError
 from ekiben.core.files import format_size, free_bytes, lacks_inodes, new_file, reason_of, remove_tree
+from ekiben.core.folder import Folder
 from ekiben.core.owner import Owner, is_abandoned, remove_lock
 
 if TYPE_CHECKING:
@@ -38,14 +38,17 @@ class Access(Protocol):
     def prepare(self) -> None:
         """Make the folder that the store is in, or refuse it. Raises StoreError."""
 
+    def open_root(self) -> Folder:
+        """Open the store's folder. Raises OSError, also for a link that another user may have put there."""
+
     def make_folder(self, folder: Path) -> None:
         """Make a folder with its parents. Idempotent. Raises StoreError, OSError."""
 
-    def apply_permissions(self, path: Path, mode: int) -> None:
-        """Give a new file or folder its mode whatever the umask, and its group. Raises StoreError, OSError."""
+    def apply_permissions(self, handle: int, mode: int) -> None:
+        """Give an open new file or folder its mode whatever the umask, and its group. Raises StoreError, OSError."""
 
-    def is_abandoned(self, path: Path) -> bool:
-        """Whether a path in staging/ belongs to no running process."""
+    def is_abandoned(self, staging: Folder, name: str) -> bool:
+        """Whether an entry of staging/ belongs to no running process. Raises OSError."""
 
     def translated_errors(self) -> AbstractContextManager[None]:
         """Turn an OSError of the block into a StoreError that says what to do."""
@@ -60,6 +63,10 @@ class UserAccess:
     def prepare(self) -> None:
         """See Access."""
 
+    def open_root(self) -> Folder:
+        """Open the store's folder, which may be a link of the user's."""
+        return Folder.open(self.root)
+
     def make_folder(self, folder: Path) -> None:
         """Create a folder with its parents."""
         try:
@@ -68,13 +75,13 @@ class UserAccess:
             raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
                              hint="give another folder with --store or EKIBEN_STORE") from error  # fmt: skip
 
-    def apply_permissions(self, path: Path, mode: int) -> None:
+    def apply_permissions(self, handle: int, mode: int) -> None:
         """Set the mode of a file."""
-        path.chmod(mode)
+        os.fchmod(handle, mode)
 
-    def is_abandoned(self, path: Path) -> bool:
+    def is_abandoned(self, staging: Folder, name: str) -> bool:
         """Return whether the process that made it has ended."""
-        return is_abandoned(path)
+        return is_abandoned(staging, name)
 
     @contextlib.contextmanager
     def translated_errors(self) -> Iterator[None]:
@@ -111,7 +118,8 @@ class StagingArea:
         with self._owner.active() as prefix:
             with self.access.translated_errors():
                 folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
-                self.access.apply_permissions(folder, 0o700)
+                with self._open() as staging, staging.folder(folder.name) as inner:
+                    self.access.apply_permissions(inner.handle, 0o700)
             try:
                 with self.access.translated_errors():
                     yield folder
@@ -124,7 +132,7 @@ class StagingArea:
             temporary = self.folder / f"{prefix}{secrets.token_hex(4)}"
             with new_file(path, temporary=temporary) as stream:
                 stream.write(data)
-                self.access.apply_permissions(temporary, 0o644)
+                self.access.apply_permissions(stream.fileno(), 0o644)
 
     def probe(self) -> None:
         """Make a file and remove it. Raises StoreError when the store cannot be written."""
@@ -137,23 +145,29 @@ class StagingArea:
 
     def sweep(self) -> None:
         """Remove what dead processes left, and end what they left running."""
-        for path in self.folder.iterdir():
-            with contextlib.suppress(OSError):
-                if is_abandoned(path):
-                    from ekiben.core.process import end_orphans
+        with self._open() as staging:
+            for name in staging.names():
+                with contextlib.suppress(OSError):
+                    if is_abandoned(staging, name):
+                        from ekiben.core.process import end_orphans
 
-                    end_orphans(path.name)
-                if self.access.is_abandoned(path) and not remove_lock(path):
-                    _remove(path)
+                        end_orphans(name)
+                    if self.access.is_abandoned(staging, name) and not remove_lock(staging, name):
+                        staging.remove_tree(name)
 
     def sweep_process(self) -> None:
         """Remove what this process has left; for its end, which Ctrl-C and SIGTERM do not interrupt any more."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
-                if self._owner.has_prefix(path):
-                    _remove(path)
+        with contextlib.suppress(OSError), self._open() as staging:
+            for name in staging.names():
+                if self._owner.has_prefix(name):
+                    staging.remove_tree(name)
+
+    def _open(self) -> Folder:
+        """Open staging/, which no link stands for. Raises OSError."""
+        with self.access.open_root() as root:
+            return root.folder(self.folder.name)
 
     # -- what running builds need
 
@@ -161,24 +175,24 @@ class StagingArea:
     def announce(self, cache_keys: Iterable[str]) -> Iterator[None]:
         """Make prune() keep these layers, and all that is stored meanwhile, until the block ends."""
         with self.temporary_folder() as folder:
-            new = folder / f"{_NEEDED}.new"
-            new.write_text("\n".join(cache_keys), encoding="utf-8")
-            self.access.apply_permissions(new, 0o644)
-            new.rename(folder / _NEEDED)  # seen only when all may read it
+            with self._open() as staging, staging.folder(folder.name) as inner, inner.new_file(_NEEDED) as stream:
+                stream.write("\n".join(cache_keys).encode())
+                self.access.apply_permissions(stream.fileno(), 0o644)  # it has its name only when all may read it
             yield
 
     def announced_keys(self) -> set[str]:
         """Return the cache keys of the layers that running builds and publishers stand on."""
         keys: set[str] = set()
-        for path in self.folder.glob(f"*/{_NEEDED}"):
-            with contextlib.suppress(OSError):  # it has just ended
-                keys |= set(path.read_text(encoding="utf-8", errors="replace").split())
+        with contextlib.suppress(OSError), self._open() as staging:
+            for folder in staging.folders():
+                with contextlib.suppress(OSError, ValueError):  # it has just ended, or is no file of ours
+                    keys |= set(folder.read(_NEEDED).decode(errors="replace").split())
         return keys
 
     def oldest_running(self, now: float) -> float:
         """Return when the oldest running build began, or ``now``: younger blobs may be about to be named by its image."""
-        stats = [stat_or_none(path) for path in self.folder.iterdir()]
-        return min((stat.st_mtime for stat in stats if stat and S_ISDIR(stat.st_mode)), default=now)
+        with self._open() as staging:
+            return min((folder.status().st_mtime for folder in staging.folders()), default=now)
 
     # -- background work
 
@@ -249,13 +263,6 @@ def stat_or_none(path: Path) -> os.stat_result | None:
         return path.stat()
     except OSError:
         return None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        remove_tree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _remove_all(folders: Iterable[Path]) -> None:

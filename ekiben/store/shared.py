@@ -36,7 +36,8 @@ from typing import NoReturn
 from ekiben.core.checked import is_digest
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError
-from ekiben.core.files import format_size, lacks_inodes, new_file, reason_of, remove_tree
+from ekiben.core.files import format_size, lacks_inodes, reason_of
+from ekiben.core.folder import Folder
 from ekiben.core.owner import is_abandoned
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import read_sif
@@ -46,6 +47,8 @@ from ekiben.store.store import Store
 STORE, IMAGES, TRASH = "store", "images", "trash"
 _LAYERS = "layers"
 _ATTEMPTS = 5
+_EXCHANGED = (errno.ENOTDIR, errno.ELOOP, errno.ESTALE)  # what an open folder says of a link
+_DIGITS = 15  # of a time in seconds, in a name that anyone may have given
 _LEFT = 7 * 86400  # seconds after which a folder in staging/ is nobody's: its machine may be another one
 
 
@@ -63,15 +66,15 @@ class Policy:
         status = folder.stat()
         return cls(folder, status.st_gid, stat.S_IMODE(status.st_mode) | stat.S_ISGID)
 
-    def apply_permissions(self, path: Path, mode: int) -> None:
-        """Give a new path the folder's group and ``mode`` as far as the folder itself is readable; a folder gets its mode.
+    def apply_permissions(self, handle: int, mode: int) -> None:
+        """Give an open new file the folder's group and ``mode`` as far as the folder itself is readable; a folder gets its mode.
 
         Raises StoreError when the user may not give files to that group, OSError.
         """
-        status = path.lstat()
+        status = os.fstat(handle)
         if status.st_gid != self.group:
             try:
-                os.chown(path, -1, self.group)
+                os.fchown(handle, -1, self.group)
             except PermissionError as error:
                 raise StoreError(
                     f"{self.folder} belongs to the group {group_name(self.group)}, and this login may not give files to it: "
@@ -79,27 +82,29 @@ class Policy:
                     hint=f"`newgrp {group_name(self.group)}` (or a new login, when you were added to it just now), and again",
                 ) from error
         readers = 0o700 | (0o050 if self.mode & 0o050 == 0o050 else 0) | (0o005 if self.mode & 0o005 == 0o005 else 0)
-        path.chmod(self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
+        os.fchmod(handle, self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
 
     def make_folder(self, folder: Path) -> None:
         """Make a folder, which takes its name when it has its mode: others may be about to write into it. Idempotent."""
-        if folder.is_symlink() and folder != self.folder:
-            raise StoreError(
-                f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
-            )
-        if folder.is_dir():
+        if folder == self.folder:
             return
-        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-        temporary.mkdir()
-        try:
-            self.apply_permissions(temporary, 0)
-            temporary.rename(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not folder.is_dir():
-                raise
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.rmdir()
+        with self.open(folder.parent) as parent:
+            if parent.link_target(folder.name) is not None:
+                raise StoreError(
+                    f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
+                )
+            if not parent.is_folder(folder.name):
+                parent.make_folder(folder.name, lambda handle: self.apply_permissions(handle, 0))
+
+    def apply_to(self, path: Path, mode: int) -> None:
+        """Give a file or a folder what apply_permissions() gives. Raises OSError for a link."""
+        with self.open(path.parent) as parent:
+            parent.change(path.name, lambda handle: self.apply_permissions(handle, mode))
+
+    def open(self, path: Path) -> Folder:
+        """Open a folder below the shared one, whose name is the user's; the rest of the way leads through no link. Raises OSError."""
+        with Folder.open(self.folder) as shared:
+            return shared.folder(*path.relative_to(self.folder).parts)
 
 
 def group_name(number: int) -> str:
@@ -132,20 +137,25 @@ class SharedAccess:
             self._policy = Policy.of(self.shared_dir)
         return self._policy
 
+    def open_root(self) -> Folder:
+        """Open the store below the shared folder, which no link stands for."""
+        with Folder.open(self.shared_dir) as shared:
+            return shared.folder(STORE)
+
     def make_folder(self, folder: Path) -> None:
         """Create a folder of the shared folder's group and mode."""
         inside = folder.relative_to(self.shared_dir)
         for parent in reversed([inside, *inside.parents]):
             self.policy.make_folder(self.shared_dir / parent)
 
-    def apply_permissions(self, path: Path, mode: int) -> None:
-        """Give a file the shared folder's group and mode."""
-        self.policy.apply_permissions(path, mode)
+    def apply_permissions(self, handle: int, mode: int) -> None:
+        """Give an open file the shared folder's group and mode."""
+        self.policy.apply_permissions(handle, mode)
 
-    def is_abandoned(self, path: Path) -> bool:
+    def is_abandoned(self, staging: Folder, name: str) -> bool:
         """Whether one's own dead process on this host made it, or anyone, more than a week ago. Raises OSError."""
-        status = path.lstat()
-        return status.st_mtime < time.time() - _LEFT or (status.st_uid == os.geteuid() and is_abandoned(path))
+        status = staging.status(name)
+        return status.st_mtime < time.time() - _LEFT or (status.st_uid == os.geteuid() and is_abandoned(staging, name))
 
     @contextlib.contextmanager
     def translated_errors(self) -> Iterator[None]:
@@ -164,7 +174,12 @@ class SharedAccess:
                     f"no {what} left in {self.shared_dir}: {reason_of(error, self.shared_dir)}{whose}{free}; nothing there was changed",
                     hint=f"free space with `{command_name()} prune --in {shlex.quote(str(self.shared_dir))}`",
                 ) from error
-            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
+            if error.errno in _EXCHANGED:
+                raise StoreError(
+                    f"{where} was made a link or another file while this command worked there ({error.strerror})",
+                    hint=f"somebody who may write in {self.shared_dir} did that, and nothing was followed: ask who, and again",
+                ) from error
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT):
                 raise StoreError(
                     f"{self.shared_dir} cannot be written: {error.strerror}: {where}",
                     hint="give a folder whose parent is there and in which you may write",
@@ -197,7 +212,8 @@ class SharedAccess:
                 hint=f"chmod 2750 {self.shared_dir} (its group may read), or chmod 2755 {self.shared_dir} (everyone may)",
             )
         if os.geteuid() and policy.group not in mine and not self.shared_dir.stat().st_mode & stat.S_ISGID:
-            policy.apply_permissions(self.shared_dir, 0)  # says what to do
+            with Folder.open(self.shared_dir) as folder:
+                policy.apply_permissions(folder.handle, 0)  # says what to do
 
     def _refuse_access(self) -> NoReturn:
         status = self.shared_dir.stat()
@@ -230,9 +246,9 @@ class SharedStore(Store):
         """Turn an OSError of the block into a StoreError that says what to do."""
         return self._access.translated_errors()
 
-    def apply_permissions(self, path: Path, mode: int) -> None:
-        """Give a new file or folder its mode whatever the umask, and the folder's group."""
-        self.policy.apply_permissions(path, mode)
+    def apply_permissions(self, handle: int, mode: int) -> None:
+        """Give an open new file or folder its mode whatever the umask, and the folder's group."""
+        self.policy.apply_permissions(handle, mode)
 
     def announced_keys(self) -> set[str]:
         """Return the cache keys of the layers that running publishers need."""
@@ -300,10 +316,9 @@ class SharedStore(Store):
 
     def write_file(self, path: Path, data: bytes, mode: int = 0o444) -> None:
         """Write a small file that is no blob atomically. Raises OSError."""
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with new_file(path, temporary=temporary) as stream:
+        with self.policy.open(path.parent) as folder, folder.new_file(path.name) as stream:
             stream.write(data)
-            self.apply_permissions(temporary, mode)
+            self.apply_permissions(stream.fileno(), mode)
 
     def discard(self, path: Path) -> None:
         """Move a path to trash/; its grace period begins now."""
@@ -312,13 +327,14 @@ class SharedStore(Store):
     def empty_trash(self, older_than: float, *, dry_run: bool) -> int:
         """Remove what was discarded more than ``older_than`` seconds ago. Returns bytes."""
         total = 0
-        for path in (self.shared_dir / TRASH).iterdir():
-            when = path.name.partition("__")[0]
-            with contextlib.suppress(FileNotFoundError):
-                if when.isdecimal() and int(when) <= time.time() - older_than:
-                    total += path.lstat().st_size
-                    if not dry_run:
-                        remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        with self.policy.open(self.shared_dir / TRASH) as trash:
+            for name in trash.names():
+                when = name.partition("__")[0]
+                with contextlib.suppress(FileNotFoundError):
+                    if when.isdecimal() and int(when[:_DIGITS]) <= time.time() - older_than:
+                        total += trash.status(name).st_size
+                        if not dry_run:
+                            trash.remove_tree(name)
         return total
 
     def knows_last_use(self) -> bool:

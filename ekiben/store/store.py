@@ -281,8 +281,8 @@ class Store:
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
                 if not (self.root / name).exists():
                     self.staging_area.write(self.root / name, text.encode())
-        self.staging_area.probe()
-        self.staging_area.sweep()
+            self.staging_area.probe()
+            self.staging_area.sweep()
         atexit.register(
             self.staging_area.sweep_process
         )  # ^C may come between making a folder and the block that removes it

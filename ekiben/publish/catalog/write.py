@@ -79,11 +79,11 @@ def _write_folder(shared: SharedStore | None, out: Path, files: dict[str, bytes]
         for folder in (temporary, temporary / IMAGES):
             folder.mkdir()
             if shared:
-                shared.apply_permissions(folder, 0)
+                shared.policy.apply_to(folder, 0)
         for name, data in files.items():
             (temporary / name).write_bytes(data)
             if shared:
-                shared.apply_permissions(temporary / name, 0o444)
+                shared.policy.apply_to(temporary / name, 0o444)
         _take_name(temporary, out)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror}", hint="give another folder with -o") from error

@@ -7,6 +7,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.builder.build import Options, build, plan
 from ekiben.core.errors import CorruptBlob, StoreError
+from ekiben.core.folder import Folder
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import read_partition
 from ekiben.resolve.graph import ResolvedRecipe
@@ -38,7 +40,7 @@ def copy_layers(store: Store, shared: SharedStore, image: Image) -> None:
     """As a published SIF."""
     sif = shared.shared_dir / "images" / "own.sif"
     make_sif(image, store, sif, squash=False)
-    shared.apply_permissions(sif, 0o444)
+    shared.policy.apply_to(sif, 0o444)
     shared.put_layers(sif, image.layers)
 
 
@@ -219,19 +221,19 @@ def test_a_full_disk_or_quota_names_the_folder_and_group(shared: SharedStore, co
     assert caught.value.hint and f"prune --in {shared.shared_dir}" in caught.value.hint
 
 
-def test_make_folder_tolerates_a_concurrent_maker(tmp_path: Path) -> None:
+def test_make_folder_tolerates_a_concurrent_maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking and renaming another one has made it and writes into it."""
-    policy = Policy.of(tmp_path)
 
-    class Slow(type(tmp_path)):  # type: ignore[misc]
-        def is_dir(self, **options: bool) -> bool:
-            there = super().is_dir()
-            if not there:
-                (tmp_path / "folder").mkdir()
-                (tmp_path / "folder" / "theirs").touch()
-            return there
+    def is_folder(folder: Folder, name: str) -> bool:
+        if is_there := found(folder, name):
+            return is_there
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "theirs").touch()
+        return False
 
-    policy.make_folder(Slow(tmp_path / "folder"))
+    found = Folder.is_folder
+    monkeypatch.setattr(Folder, "is_folder", is_folder)
+    Policy.of(tmp_path).make_folder(tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
     assert (tmp_path / "folder" / "theirs").exists()
 
@@ -286,3 +288,71 @@ def test_a_missing_shared_store_is_an_error_with_a_hint(
         assert f"no shared store in {shared_dir}: {message}" in done.stderr
         assert f"{ROOT}/build.py publish --to" in done.stderr
         assert "set EKIBEN_SHARED= to use none" in done.stderr
+
+
+# ------------------------------------------------------------------------------- a colleague who acts meanwhile
+
+
+@pytest.fixture
+def thesis(tmp_path: Path) -> Path:
+    """What the victim has elsewhere: old files, one of them a key."""
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_text("precious")
+        (folder / name).chmod(0o600)
+        os.utime(folder / name, (time.time() - 30 * 86400,) * 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["store/staging", "store"])
+def test_staging_exchanged_while_it_is_swept_costs_nothing(
+    name: str, shared: SharedStore, thesis: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("a", "b"):
+        (shared.root / "staging" / file).touch()
+    if name == "store":
+        (thesis / "staging").symlink_to(thesis)
+    exchanged = shared.shared_dir / name
+
+    def exchange(folder: Folder) -> list[str]:
+        found = list_names(folder)
+        if folder.path.name == "staging" and not exchanged.is_symlink():
+            exchanged.rename(shared.shared_dir / "aside")
+            exchanged.symlink_to(thesis)
+        return found
+
+    list_names = Folder.names
+    monkeypatch.setattr(Folder, "names", exchange)
+    shared.staging_area.sweep()
+    assert exchanged.is_symlink()
+    assert {path.read_text() for path in thesis.iterdir() if path.is_file()} == {"precious"}
+    assert {"a", "b"} <= {path.name for path in thesis.iterdir()}
+
+
+def test_a_file_exchanged_before_its_mode_is_set_changes_no_other(
+    shared: SharedStore, thesis: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exchange(policy: Policy, handle: int, mode: int) -> None:
+        (temporary,) = shared.shared_dir.glob(".README.*")
+        temporary.unlink()
+        temporary.symlink_to(thesis / "a")
+        apply(policy, handle, mode)
+
+    apply = Policy.apply_permissions
+    monkeypatch.setattr(Policy, "apply_permissions", exchange)
+    with pytest.raises(OSError, match="is another file by now"):
+        shared.write_file(shared.shared_dir / "README", b"new")
+    assert stat.S_IMODE((thesis / "a").stat().st_mode) == 0o600
+    assert (thesis / "a").read_text() == "precious"
+
+
+@pytest.mark.parametrize("way", ["images", "images/hello"])
+def test_nothing_is_written_through_a_link_on_the_way(way: str, shared: SharedStore, thesis: Path) -> None:
+    (shared.shared_dir / "images/hello").mkdir(parents=True, exist_ok=True)
+    (thesis / "hello").mkdir()
+    (shared.shared_dir / way).rename(shared.shared_dir / "aside")
+    (shared.shared_dir / way).symlink_to(thesis)
+    with pytest.raises(OSError):
+        shared.write_file(shared.shared_dir / "images/hello/x.json", b"{}")
+    assert sorted(path.name for path in thesis.rglob("*")) == ["a", "b", "hello"]

@@ -11,20 +11,21 @@ ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from ekiben.store import Store, _staging
+from ekiben.core.folder import Folder
+from ekiben.store import Store
 
 store = Store(Path(sys.argv[1]))
 store.open_for_writing()
 staging = store.staging()
 staging.__enter__()
 sys.staging = staging  # a local one would be closed before the end
-remove = _staging._remove
+remove = Folder.remove_tree
 
-def interrupt(path):
+def interrupt(folder, name):
     os.kill(os.getpid(), int(sys.argv[2]))
-    remove(path)
+    return remove(folder, name)
 
-_staging._remove = interrupt
+Folder.remove_tree = interrupt
 """
 
 
