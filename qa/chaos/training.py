@@ -156,13 +156,7 @@ def _check_text(ended: Ended) -> Iterator[str]:
 
 
 def campaign(
-    folder: Path,
-    pairs: Sequence[tuple[Task, str]],
-    sizes: Sequence[int],
-    *,
-    seed: int,
-    seconds: float,
-    count: int,
+    folder: Path, pairs: Sequence[tuple[Task, str]], sizes: Sequence[int], *, seed: int, seconds: float, count: int
 ) -> dict[str, Tally]:
     """Go through ``pairs`` of a task and a kind of fault, until there were ``count`` of each or the time is over.
 

@@ -29,10 +29,7 @@ RECIPE = Path(os.environ.get("EKIBEN_RECIPE", ROOT / "recipes" / "lora-opencalm"
 ENTRYPOINTS = Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"
 SAMPLE = RECIPE / "data" / "sample.jsonl"
 sys.path.insert(0, str(ENTRYPOINTS))
-from ekiben_tasks.data import (
-    packing,
-    sources,
-)
+from ekiben_tasks.data import packing, sources
 from ekiben_tasks.data.tokenize import Example, encode_examples
 from ekiben_tasks.models import attention, load
 from ekiben_tasks.models import device as device_module

@@ -522,8 +522,7 @@ def pushed(built: Built, cli: Cli, workspace: Workspace) -> Iterator[Pushed]:
         tiny.write("recipe.yaml", json.dumps({**about, "layer": layer}))
         argv = ("push", tiny.path, f"{REGISTRY}/ekiben-test/{name}:1", "--json")
         tiny.write(
-            f"images/{name}.def",
-            PUSHED.format(image=json.loads(cli.run("--store", built.store, *argv).stdout)["ref"]),
+            f"images/{name}.def", PUSHED.format(image=json.loads(cli.run("--store", built.store, *argv).stdout)["ref"])
         )
     tiny.write("recipe.yaml", json.dumps(about))
     tiny.replace("images/bench.def", "bin\n", "bin\n    export TOOLS=here\n")

@@ -12,18 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.formats.changeset import (
-    normalize,
-)
+from ekiben.formats.changeset import normalize
 from ekiben.formats.left_out import LeftOut
-from support.changesets import (
-    BASE,
-    EPOCH,
-    XATTRS,
-    Layers,
-    drained,
-    sent,
-)
+from support.changesets import BASE, EPOCH, XATTRS, Layers, drained, sent
 
 pytestmark = pytest.mark.covers("ekiben/formats")
 
@@ -50,14 +41,7 @@ def upper(tmp_path: Path) -> Path:
 
 def test_excluded_entries_are_reported_by_kind_with_the_reason(base: Layers, tmp_path: Path) -> None:
     up = tmp_path / "up"
-    for path in (
-        "tmp/a",
-        "tmp/b",
-        "root/.cache/x",
-        "var/log/l",
-        "etc/apt/sources.list",
-        "kept",
-    ):
+    for path in ("tmp/a", "tmp/b", "root/.cache/x", "var/log/l", "etc/apt/sources.list", "kept"):
         (up / path).parent.mkdir(parents=True, exist_ok=True)
         (up / path).write_bytes(b"x")
     os.setxattr(up / "kept", "system.posix_acl_access", ACL)
@@ -65,14 +49,7 @@ def test_excluded_entries_are_reported_by_kind_with_the_reason(base: Layers, tmp
     left = LeftOut()
     drained(normalize(up, base.lower, epoch=EPOCH, left_out=left))
     reports = {line.split(" (")[0].removeprefix("left out: "): line for line in left.lines()}
-    assert set(reports) == {
-        "/tmp/a, /tmp/b",
-        "/root/.cache/x",
-        "/var/log/l",
-        "/etc/apt/sources.list",
-        "/kept",
-        "/null",
-    }
+    assert set(reports) == {"/tmp/a, /tmp/b", "/root/.cache/x", "/var/log/l", "/etc/apt/sources.list", "/kept", "/null"}
     assert "access control lists" in reports["/kept"]
     assert all(line.endswith(")") for line in reports.values())
 

@@ -313,11 +313,7 @@ def test_missing_user_namespaces(
 
 
 def test_small_tmpdir_suffices(
-    engine: Engine,
-    workspace: Workspace,
-    recipe_folder: RecipeFolder,
-    small_disk: Path,
-    new_store: NewStore,
+    engine: Engine, workspace: Workspace, recipe_folder: RecipeFolder, small_disk: Path, new_store: NewStore
 ) -> None:
     subprocess.run(["mount", "-o", "remount,size=1m", small_disk], check=True)
     small_disk.chmod(0o1777)

@@ -14,15 +14,7 @@ from ekiben.formats.oci import MEDIA_MANIFEST
 from ekiben.registry import client, session
 from ekiben.registry.client import Blob, Registry
 from ekiben.registry.reference import Reference
-from support.registries import (
-    MB,
-    Cutter,
-    at,
-    blob,
-    login,
-    nothing,
-    real_registry,
-)
+from support.registries import MB, Cutter, at, blob, login, nothing, real_registry
 
 pytestmark = pytest.mark.covers("ekiben/registry")
 

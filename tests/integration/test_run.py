@@ -99,13 +99,7 @@ def only_singularity(workspace: Workspace) -> Iterator[Path]:
 
 @pytest.mark.guard
 @pytest.mark.parametrize(
-    ("user", "runtime"),
-    [
-        (USER, "apptainer"),
-        (ME, "apptainer"),
-        (USER, "singularity"),
-        (ME, "docker"),
-    ],
+    ("user", "runtime"), [(USER, "apptainer"), (ME, "apptainer"), (USER, "singularity"), (ME, "docker")]
 )
 def test_environment_and_folders_inside_the_container(
     user: str, runtime: str, looker: Looker, workspace: Workspace, only_singularity: Path

@@ -361,15 +361,7 @@ def test_we_verify_skopeos_signature(
     ref = f"{host}/lab/theirs:1"
     registry, digest = Registry(Reference.parse(ref)), send(files_only, store, ref, None)
     (tmp_path / "manifest").write_bytes(registry.fetch_manifest(digest)[0])
-    command = [
-        "skopeo",
-        "standalone-sign",
-        tmp_path / "manifest",
-        ref,
-        alice.fingerprint,
-        "-o",
-        tmp_path / "signature",
-    ]
+    command = ["skopeo", "standalone-sign", tmp_path / "manifest", ref, alice.fingerprint, "-o", tmp_path / "signature"]
     subprocess.run(command, check=True, capture_output=True)
     registry.attach(digest, MEDIA_SIGNATURE, (tmp_path / "signature").read_bytes(), {})
     assert take(ref, store, tmp_path / "x.sif", Keys()) == alice

@@ -19,12 +19,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.xattrs import content_xattrs
 from support.random_edits import Edit, edits, script
-from support.random_trees import (
-    Read,
-    Tree,
-    stored,
-    trees,
-)
+from support.random_trees import Read, Tree, stored, trees
 
 pytestmark = pytest.mark.covers("ekiben/formats")
 
@@ -60,15 +55,7 @@ def expected_on_disk(tree: Tree) -> Seen:
     for path, (entry, data) in tree.items():
         first, content = tree[entry.target] if entry.kind == "hardlink" else (entry, data)
         shown = content if first.kind == "file" else first.target
-        entries[path] = (
-            first.kind,
-            first.mode,
-            first.uid,
-            first.gid,
-            first.mtime,
-            shown,
-            first.xattrs,
-        )
+        entries[path] = (first.kind, first.mode, first.uid, first.gid, first.mtime, shown, first.xattrs)
     return entries
 
 

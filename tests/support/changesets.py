@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ekiben.formats.changeset import (
-    Lower,
-    file_entries,
-    normalize,
-    unordered_entries,
-)
+from ekiben.formats.changeset import Lower, file_entries, normalize, unordered_entries
 from ekiben.formats.layer import Entry, File, LayerEntry, Xattrs, sort_key, write_entries
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.squashfs.writer import SquashfsWriter

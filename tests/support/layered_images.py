@@ -10,10 +10,7 @@ from pathlib import Path
 from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.squashfs.writer import SquashfsWriter
-from ekiben.inspect.image_reader import (
-    ImageReader,
-    LayerReader,
-)
+from ekiben.inspect.image_reader import ImageReader, LayerReader
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 Files = Mapping[str, bytes | None]  # None: removed from the layers below

@@ -55,12 +55,7 @@ def compare_several_lengths(attend: Callable[..., torch.Tensor], sizes: Collecti
     """Compare ``attend(q, k, v, cu_seqlens_q=, …, causal=)`` of tensors [tokens, heads, size], for those of ``sizes``."""
     lengths = (1, 17, 128, 500, 1024)
     ends = torch.tensor((0, *lengths), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ranges = {
-        "cu_seqlens_q": ends,
-        "cu_seqlens_k": ends,
-        "max_seqlen_q": max(lengths),
-        "max_seqlen_k": max(lengths),
-    }
+    ranges = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
     for dtype in HALVES:
         for heads, kept, size in (case for case in ((8, 8, 64), (8, 2, 128), (4, 4, 80)) if case[2] in sizes):
             tensors = tuple(randn(sum(lengths), count, size, dtype=dtype, grad=True) for count in (heads, kept, kept))

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from ekiben import executors
-from ekiben.doctor.machine import (
-    GIB,
-    build_host,
-    filesystem_of,
-    left_of_lustre,
-    left_of_quota,
-    node_here,
-    runtime_of,
-)
+from ekiben.doctor.machine import GIB, build_host, filesystem_of, left_of_lustre, left_of_quota, node_here, runtime_of
 from ekiben.doctor.record import profile_text, record_site
 from ekiben.run.site import Runtime, find_site
 

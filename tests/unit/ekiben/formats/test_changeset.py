@@ -230,11 +230,7 @@ class TestXattrs:
 
     def test_capabilities_and_those_of_users_are_kept(self, base: Layers) -> None:
         members = same_in_all_shapes(self.upper(), base.lower)
-        assert {entry.path: entry.xattrs for entry, _ in members} == {
-            "": (),
-            "usr": XATTRS,
-            "usr/ping": XATTRS,
-        }
+        assert {entry.path: entry.xattrs for entry, _ in members} == {"": (), "usr": XATTRS, "usr/ping": XATTRS}
 
     def test_a_file_that_was_copied_up_with_them_is_left_out(self, base: Layers) -> None:
         members = same_in_all_shapes(self.upper(), base.lower)

@@ -11,13 +11,7 @@ from ekiben.formats.layer import write_entries
 from ekiben.formats.squashfs._stream import name_links, stream_entries
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.tar import DigestWriter, tar_entries, tar_stream
-from support.random_trees import (
-    Read,
-    Tree,
-    members,
-    stored,
-    trees,
-)
+from support.random_trees import Read, Tree, members, stored, trees
 
 fast = settings(max_examples=30, deadline=None, derandomize=True)
 

@@ -57,12 +57,7 @@ def test_shared_folder_layout_is_as_documented(files_only: SampleRecipe, store: 
     assert tags(done.sif.parent) == {"current": done.sif.name, "stable": done.sif.name}
     image, record = image_of(files_only, store), done.record
     assert read_sif(done.sif).id == record.sif
-    assert (record.name, record.version, record.sha256, record.size) == (
-        "own",
-        "1.2",
-        digest,
-        done.sif.stat().st_size,
-    )
+    assert (record.name, record.version, record.sha256, record.size) == ("own", "1.2", digest, done.sif.stat().st_size)
     assert [layer.cache_key for layer in record.layers] == [layer.cache_key for layer in image.layers]
     assert record.tasks == {"greet": "say hello"}
     assert record.previous is None

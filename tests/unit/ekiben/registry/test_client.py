@@ -19,18 +19,7 @@ from ekiben.registry import client, session
 from ekiben.registry.client import Registry
 from ekiben.registry.manifest import ImageConfig, Manifest
 from ekiben.registry.reference import Reference
-from support.registries import (
-    MB,
-    PASSWORD,
-    USER,
-    Answer,
-    Script,
-    at,
-    bad_registry,
-    blob,
-    login,
-    nothing,
-)
+from support.registries import MB, PASSWORD, USER, Answer, Script, at, bad_registry, blob, login, nothing
 
 
 @pytest.fixture(autouse=True)

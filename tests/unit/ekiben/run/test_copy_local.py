@@ -36,9 +36,7 @@ def sif(tmp_path: Path) -> Path:
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
     path = tmp_path / "mine.sif"
     write_sif(
-        path,
-        [Partition(tmp_path / "part", 0, len(data), digest)],
-        SifHeader(sif_id([digest], ""), "", "amd64", 1),
+        path, [Partition(tmp_path / "part", 0, len(data), digest)], SifHeader(sif_id([digest], ""), "", "amd64", 1)
     )
     return path
 
