@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.store import Store
+from support.published import Lab
 from support.sample_recipe import GROUND, ROOF, WALLS, Done, RunCli, SampleRecipe, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,3 +75,9 @@ def files_only(sample: SampleRecipe) -> SampleRecipe:
 def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
     """A store in which the base layer of ``files_only`` is."""
     return seeded(files_only, tmp_path / "store", "ground")
+
+
+@pytest.fixture
+def lab(files_only: SampleRecipe, store: Store, tmp_path: Path) -> Lab:
+    """A shared folder for versions of ``files_only``: not there yet."""
+    return Lab(files_only, store, tmp_path / "lab")

@@ -10,18 +10,11 @@ import pytest
 
 from ekiben.publish.prune import prune
 from ekiben.publish.publish import Published
-from ekiben.store import Store
 from ekiben.store.shared import SharedStore
 from support.module_systems import NAMES, ModuleSystem, module_system
-from support.published import put, put_next, version
-from support.sample_recipe import SampleRecipe
+from support.published import Lab, version
 
 pytestmark = pytest.mark.covers("ekiben/run", "ekiben/publish")
-
-
-@pytest.fixture
-def shared_dir(tmp_path: Path) -> Path:
-    return tmp_path / "lab"
 
 
 @pytest.fixture(params=NAMES)
@@ -48,98 +41,88 @@ def loaded(modules: ModuleSystem, shared_dir: Path, *names: str) -> str:
     return image.name
 
 
-def test_default_module_is_the_current_version(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
-) -> None:
-    first = put(files_only, store, shared_dir, version="9", tags=["stable", "default"], module=True)
-    assert loaded(modules, shared_dir, "ekiben/own") == first.sif.name
-    second = put_next(files_only, store, shared_dir, version="10")
-    third = put_next(files_only, store, shared_dir, version="11", current=False)
+def test_default_module_is_the_current_version(lab: Lab, modules: ModuleSystem) -> None:
+    first = lab.put(version="9", tags=["stable", "default"], module=True)
+    assert loaded(modules, lab.folder, "ekiben/own") == first.sif.name
+    second = lab.put_next(version="10")
+    third = lab.put_next(version="11", current=False)
     for name, done in {
         "ekiben/own": second, "ekiben/own/current": second, "ekiben/own/stable": first,
         "ekiben/own/9": first, "ekiben/own/10": second, "ekiben/own/11": third,
         **{f"ekiben/own/{version(done)}": done for done in (first, second, third)},
     }.items():  # fmt: skip
-        assert loaded(modules, shared_dir, name) == done.sif.name, name
+        assert loaded(modules, lab.folder, name) == done.sif.name, name
     # A link that is moved by hand is followed as well.
     current = first.sif.with_name("current")
     current.unlink()
     current.symlink_to(first.sif.name)
-    assert loaded(modules, shared_dir, "ekiben/own") == first.sif.name
+    assert loaded(modules, lab.folder, "ekiben/own") == first.sif.name
 
 
-def test_version_without_digest_loads_newest_or_tag(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
-) -> None:
-    first = put(files_only, store, shared_dir, version="2.0", module=True)
+def test_version_without_digest_loads_newest_or_tag(lab: Lab, modules: ModuleSystem) -> None:
+    first = lab.put(version="2.0", module=True)
     short = str(first.module).rpartition("-")[0]
     os.utime(first.sif.with_suffix(".module"), (1, 1))
-    second = put_next(files_only, store, shared_dir, version="2.0", current=False)
-    assert loaded(modules, shared_dir, short) == second.sif.name
+    second = lab.put_next(version="2.0", current=False)
+    assert loaded(modules, lab.folder, short) == second.sif.name
     first.sif.with_name("2.0").symlink_to(first.sif.name)
-    assert loaded(modules, shared_dir, short) == first.sif.name
+    assert loaded(modules, lab.folder, short) == first.sif.name
 
 
-def test_module_works_after_a_move_and_through_a_link(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path, tmp_path: Path
-) -> None:
+def test_module_works_after_a_move_and_through_a_link(lab: Lab, modules: ModuleSystem, tmp_path: Path) -> None:
     """As where nodes see it under another path, and where a site takes the modules into its own tree."""
-    done = put(files_only, store, shared_dir, module=True)
-    shared_dir = shared_dir.rename(tmp_path / "elsewhere")
-    assert loaded(modules, shared_dir, "ekiben/own") == done.sif.name
+    done = lab.put(module=True)
+    folder = lab.folder.rename(tmp_path / "elsewhere")
+    assert loaded(modules, folder, "ekiben/own") == done.sif.name
     (tmp_path / "site/modulefiles").mkdir(parents=True)
-    (tmp_path / "site/modulefiles/ekiben").symlink_to(shared_dir / "modulefiles/ekiben")
+    (tmp_path / "site/modulefiles/ekiben").symlink_to(folder / "modulefiles/ekiben")
     assert loaded(modules, tmp_path / "site", "ekiben/own") == done.sif.name
 
 
-def other_image(files_only: SampleRecipe, store: Store, shared_dir: Path) -> Published:
+def other_image(lab: Lab) -> Published:
     """A second image in the same folder, with a task of the same name."""
-    files_only.recipe(name="other")
-    done = put(files_only, store, shared_dir, module=True)
-    files_only.recipe()
+    lab.recipe.recipe(name="other")
+    done = lab.put(module=True)
+    lab.recipe.recipe()
     return done
 
 
-def test_one_image_is_loaded_at_a_time(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
-) -> None:
+def test_one_image_is_loaded_at_a_time(lab: Lab, modules: ModuleSystem) -> None:
     """Both have a task `greet`; a version of the same image has, too."""
-    first, second = put(files_only, store, shared_dir, module=True), put_next(files_only, store, shared_dir)
-    other = other_image(files_only, store, shared_dir)
+    first, second = lab.put(module=True), lab.put_next()
+    other = other_image(lab)
     for name, done in {f"ekiben/own/{version(second)}": second, "ekiben/other": other}.items():
         before = f"ekiben/own/{version(first)}"
         if modules.name == "lmod":
-            assert loaded(modules, shared_dir, before, name) == done.sif.name
+            assert loaded(modules, lab.folder, before, name) == done.sif.name
         else:
-            assert loaded(modules, shared_dir, before, name) == first.sif.name
-            assert "onflict" in module_output(modules, shared_dir, f"module load {before}; module load {name}")
+            assert loaded(modules, lab.folder, before, name) == first.sif.name
+            assert "onflict" in module_output(modules, lab.folder, f"module load {before}; module load {name}")
         script = f"module load {before}\nmodule swap {before} {name}\necho $PATH; module purge; echo $PATH"
-        paths = modules.run(shared_dir / "modulefiles", script, home=shared_dir.parent).stdout
+        paths = modules.run(lab.folder / "modulefiles", script, home=lab.folder.parent).stdout
         assert paths.splitlines() == [f"{done.sif.with_suffix('.bin')}:/usr/bin:/bin", "/usr/bin:/bin"]
 
 
-def test_pruned_version_has_no_module(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
-) -> None:
-    first, second = put(files_only, store, shared_dir, module=True), put_next(files_only, store, shared_dir)
-    assert loaded(modules, shared_dir, f"ekiben/own/{version(first)}") == first.sif.name
-    prune(shared_dir, names=[first.sif.name])
+def test_pruned_version_has_no_module(lab: Lab, modules: ModuleSystem) -> None:
+    first, second = lab.put(module=True), lab.put_next()
+    assert loaded(modules, lab.folder, f"ekiben/own/{version(first)}") == first.sif.name
+    prune(lab.folder, names=[first.sif.name])
     assert {path.name for path in first.sif.parent.iterdir() if path.name.startswith(first.sif.stem)} == set()
-    assert {path.name for path in (shared_dir / "modulefiles/ekiben/own").iterdir()} == {".modulerc", version(second)}
-    assert version(first) not in module_output(modules, shared_dir, "module avail")
-    missing = module_output(modules, shared_dir, f"module load ekiben/own/{version(first)}; echo [$EKIBEN_IMAGE]")
+    assert {path.name for path in (lab.folder / "modulefiles/ekiben/own").iterdir()} == {".modulerc", version(second)}
+    assert version(first) not in module_output(modules, lab.folder, "module avail")
+    missing = module_output(modules, lab.folder, f"module load ekiben/own/{version(first)}; echo [$EKIBEN_IMAGE]")
     assert "[]" in missing
     assert "unknown" in missing or "Unable to locate a modulefile" in missing
-    assert loaded(modules, shared_dir, "ekiben/own") == second.sif.name
-    prune(shared_dir, grace=0)
-    assert list((shared_dir / "trash").iterdir()) == []
+    assert loaded(modules, lab.folder, "ekiben/own") == second.sif.name
+    prune(lab.folder, grace=0)
+    assert list((lab.folder / "trash").iterdir()) == []
 
 
 def test_module_of_a_version_linked_during_prune_is_kept(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, modules: ModuleSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = put(files_only, store, shared_dir, module=True)
-    put_next(files_only, store, shared_dir)
+    first = lab.put(module=True)
+    lab.put_next()
     discard = SharedStore.discard
 
     def link_and_discard(shared: SharedStore, path: Path) -> None:
@@ -148,27 +131,25 @@ def test_module_of_a_version_linked_during_prune_is_kept(
         discard(shared, path)
 
     monkeypatch.setattr(SharedStore, "discard", link_and_discard)
-    prune(shared_dir, names=[first.sif.name])
-    assert loaded(modules, shared_dir, "ekiben/own/mine") == first.sif.name
+    prune(lab.folder, names=[first.sif.name])
+    assert loaded(modules, lab.folder, "ekiben/own/mine") == first.sif.name
 
 
 NASTY = 'A "quoted" {brace [exit 7] $env(HOME) \\ ]===] os.exit(7) 日本語 é # %s'
 
 
-def test_help_and_whatis_texts_are_verbatim(
-    modules: ModuleSystem, files_only: SampleRecipe, store: Store, shared_dir: Path
-) -> None:
-    files_only.recipe(description=f"{NASTY}\n second line", tasks={"greet": {"entrypoint": "greet.py", "help": NASTY}})
-    done = put(files_only, store, shared_dir, version="1", module=True)
+def test_help_and_whatis_texts_are_verbatim(lab: Lab, modules: ModuleSystem) -> None:
+    lab.recipe.recipe(description=f"{NASTY}\n second line", tasks={"greet": {"entrypoint": "greet.py", "help": NASTY}})
+    done = lab.put(version="1", module=True)
     shown = NASTY.replace("]=", "] =")
-    about = module_output(modules, shared_dir, "module help ekiben/own")
+    about = module_output(modules, lab.folder, "module help ekiben/own")
     assert f"own {version(done)}: {shown} second line" in about
     assert f"  greet  {shown}\n" in about
     assert "EKIBEN_CPU=1" in about
     assert "programs of the host with these names are hidden" in about
-    assert f"own {version(done)}: {shown} second line" in module_output(modules, shared_dir, "module whatis ekiben/own")
+    assert f"own {version(done)}: {shown} second line" in module_output(modules, lab.folder, "module whatis ekiben/own")
     # In a locale without these letters, too, nothing breaks.
-    assert "second line" in module_output(modules, shared_dir, "module help ekiben/own", env={"LC_ALL": "C"})
-    listed = module_output(modules, shared_dir, "module show ekiben/own")
+    assert "second line" in module_output(modules, lab.folder, "module help ekiben/own", env={"LC_ALL": "C"})
+    listed = module_output(modules, lab.folder, "module show ekiben/own")
     assert f"{done.sif.with_suffix('.bin')}" in listed
     assert "ERROR" not in listed

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ekiben.publish.publish import Published, publish
-from ekiben.store import Store
+from ekiben.store import Image, Store
 from support.sample_recipe import SampleRecipe, image_of, quiet
 
 
-def put(files_only: SampleRecipe, store: Store, shared_dir: Path, **options: Any) -> Published:
-    return publish(image_of(files_only, store), store, shared_dir, quiet(), check=False, **options)
+@dataclass(frozen=True)
+class Lab:
+    """A shared folder, and the recipe and store of somebody who publishes there."""
 
+    recipe: SampleRecipe
+    store: Store
+    folder: Path
 
-def put_next(files_only: SampleRecipe, store: Store, shared_dir: Path, **options: Any) -> Published:
-    """A further version: the data were edited."""
-    (files_only.path / "files/data.txt").write_text(f"{time.time_ns()}\n")
-    return put(files_only, store, shared_dir, **options)
+    def image(self) -> Image:
+        return image_of(self.recipe, self.store)
+
+    def put(self, **options: Any) -> Published:
+        return publish(self.image(), self.store, self.folder, quiet(), check=False, **options)
+
+    def put_next(self, **options: Any) -> Published:
+        """Publish a further version: the data were edited."""
+        self.recipe.write("files/data.txt", f"{time.time_ns()}\n")
+        return self.put(**options)
 
 
 def unused(shared_dir: Path, days: float) -> None:

@@ -31,8 +31,8 @@ from ekiben.store import Store
 from ekiben.store.shared import SharedStore, open_shared
 from support.catalog_samples import HOSTILE, SPEEDS, image, run_record, write
 from support.cli_audit import ROOT
-from support.published import put, put_next
-from support.sample_recipe import RunCli, SampleRecipe, edit_record
+from support.published import Lab
+from support.sample_recipe import RunCli, edit_record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "entrypoints"))
 from ekiben_tasks.task import run_metadata
@@ -50,15 +50,14 @@ def page(made: WrittenCatalog, name: str = "images/own.html") -> str:
 # ------------------------------------------------------------------------------------------------------------ what is in it
 
 
-def test_catalog_of_two_versions_with_changes(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir, version="1", tags=["paper"], pin=True)
-    second = put_next(files_only, store, shared_dir, version="2")
+def test_catalog_of_two_versions_with_changes(lab: Lab) -> None:
+    first = lab.put(version="1", tags=["paper"], pin=True)
+    second = lab.put_next(version="2")
     sbom = second.sif.with_suffix(".cdx.json")
     assert sbom.exists()
     first.sif.with_suffix(".cdx.json").unlink()  # of a publisher before there were any
-    made = make(shared_dir)
-    assert made.out == shared_dir / "catalog"
+    made = make(lab.folder)
+    assert made.out == lab.folder / "catalog"
     assert {str(path.relative_to(made.out)) for path in made.out.rglob("*") if path.is_file()} == {
         "index.html", "catalog.json", "images/own.html",
     }  # fmt: skip
@@ -79,17 +78,17 @@ def test_catalog_of_two_versions_with_changes(files_only: SampleRecipe, store: S
     assert {row["name"] for row in changes["layers"]} == {"roof", "own"}
     assert [line for line in changes["files"]["roof"] if line.startswith("opt/data/data.txt: ") and "content" in line]
     shown = page(made)
-    assert f"{shared_dir}/images/own/current greet" in shown.replace("<span>", "").replace("</span>", "")
+    assert f"{lab.folder}/images/own/current greet" in shown.replace("<span>", "").replace("</span>", "")
     assert f'href="../../images/own/{sbom.name}"' in shown
     assert (made.out / "images" / f"../../images/own/{sbom.name}").resolve() == sbom.resolve()
     assert "opt/data/data.txt" in shown
     assert 'href="images/own.html"' in page(made, "index.html")
 
 
-def test_documented_fields_exist(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    put(files_only, store, tmp_path / "lab")
+def test_documented_fields_exist(lab: Lab) -> None:
+    lab.put()
     docstring = module.__doc__ or ""
-    catalog = make(tmp_path / "lab").catalog
+    catalog = make(lab.folder).catalog
     (image_entry,) = catalog["images"]
     names = {
         *catalog,
@@ -102,14 +101,13 @@ def test_documented_fields_exist(files_only: SampleRecipe, store: Store, tmp_pat
     assert image_entry["versions"][0].keys() == image("x")["versions"][0].keys()  # so the samples are of use
 
 
-def test_catalog_is_reproducible_and_readable_by_all(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    put(files_only, store, shared_dir)
-    shared_dir.chmod(0o2750)
+def test_catalog_is_reproducible_and_readable_by_all(lab: Lab) -> None:
+    lab.put()
+    lab.folder.chmod(0o2750)
     before, mask = {}, os.umask(0o077)
     try:
         for _ in range(2):
-            made = make(shared_dir)
+            made = make(lab.folder)
             found = {path.relative_to(made.out): path.read_bytes() for path in made.out.rglob("*") if path.is_file()}
             assert before in ({}, found)
             before = found
@@ -118,14 +116,14 @@ def test_catalog_is_reproducible_and_readable_by_all(files_only: SampleRecipe, s
     modes = {stat.S_IMODE(path.stat().st_mode) for path in made.out.rglob("*") if path.is_file()}
     assert modes == {0o440}
     assert {stat.S_IMODE(path.stat().st_mode) for path in (made.out, made.out / "images")} == {0o2750}
-    assert {path.name for path in shared_dir.iterdir()} == {"README", "images", "store", "trash", "catalog"}
+    assert {path.name for path in lab.folder.iterdir()} == {"README", "images", "store", "trash", "catalog"}
 
 
-def test_gpus_are_those_of_the_device_code(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
+def test_gpus_are_those_of_the_device_code(lab: Lab, tmp_path: Path) -> None:
     """Facts as they would be kept of a layer with torch: no such layer is made here."""
-    done = put(files_only, store, tmp_path / "lab")
+    done = lab.put()
     held = DeviceCode({("sm_80", "sm_90", "compute_90"): 1})
-    reader = Store(tmp_path / "reader", open_shared(tmp_path / "lab"))
+    reader = Store(tmp_path / "reader", open_shared(lab.folder))
     top = done.record.layers[-1]
     _keep(
         reader,
@@ -140,11 +138,11 @@ def test_gpus_are_those_of_the_device_code(files_only: SampleRecipe, store: Stor
     assert found["device_code"] == ["sm_80", "sm_90", "compute_90"]
 
 
-def test_missing_layer_leaves_the_other_entries(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    done = put(files_only, store, tmp_path / "lab")
+def test_missing_layer_leaves_the_other_entries(lab: Lab, tmp_path: Path) -> None:
+    done = lab.put()
     for link in (tmp_path / "lab/store/layers" / done.record.layers[0].digest[7:]).iterdir():
         link.unlink()
-    made = make(tmp_path / "lab")
+    made = make(lab.folder)
     (version,) = made.catalog["images"][0]["versions"]
     assert version["read_error"] == "layer ground is not in the folder's store"
     assert "layer ground is not in the folder" in page(made)
@@ -157,20 +155,17 @@ def test_an_empty_shared_folder(tmp_path: Path) -> None:
     assert "No images yet" in page(made, "index.html")
 
 
-def test_module_and_signature_are_shown_only_where_they_exist(
-    files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    made = make(shared_dir)
+def test_module_and_signature_are_shown_only_where_they_exist(lab: Lab) -> None:
+    first = lab.put()
+    made = make(lab.folder)
     assert "module load" not in page(made)
     assert "apptainer verify" not in page(made)
-    second = put_next(files_only, store, shared_dir, module=True)
+    second = lab.put_next(module=True)
     edit_record(second.sif.with_suffix(".json"), signature={"fingerprint": "9F3A55", "user": "Tanaka <t@example.org>"})
-    made = make(shared_dir)
+    made = make(lab.folder)
     ways = {way["title"]: way["lines"] for way in made.catalog["images"][0]["commands"]}
     assert ways["Environment Modules, Lmod"] == [
-        f"module use {shared_dir}/modulefiles",
+        f"module use {lab.folder}/modulefiles",
         "module load ekiben/own",
         "greet",
     ]
@@ -178,9 +173,9 @@ def test_module_and_signature_are_shown_only_where_they_exist(
     assert "Tanaka &lt;t@example.org&gt;" in page(made)
     (first.sif.parent / "current").unlink()
     (first.sif.parent / "current").symlink_to(first.sif.name)
-    assert "module load" not in page(make(shared_dir))  # what is shown then has none
+    assert "module load" not in page(make(lab.folder))  # what is shown then has none
     (first.sif.parent / "current").unlink()
-    ways = {way["title"]: way["lines"] for way in make(shared_dir).catalog["images"][0]["commands"]}
+    ways = {way["title"]: way["lines"] for way in make(lab.folder).catalog["images"][0]["commands"]}
     assert ways["Environment Modules, Lmod"][1] == f"module load {second.module}"
 
 
@@ -229,13 +224,11 @@ def test_line_of_an_image_with_added_layers_names_them(tmp_path: Path) -> None:
     ("{", "is not JSON"), ("[]", "is not an object"), ("{}", "has no 'format'"), ('{"format": true}', "'format' is not a size"),
     ("[" * 100_000, "is n"), ("\udcff", "is not UTF-8"), ('{"format": NaN}', "NaN is not a JSON number"),
 ])  # fmt: skip
-def test_a_broken_record_is_left_out_and_named(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, content: str, message: str
-) -> None:
-    done = put(files_only, store, tmp_path / "lab")
+def test_a_broken_record_is_left_out_and_named(lab: Lab, content: str, message: str) -> None:
+    done = lab.put()
     name = "own-0-0123456789ab.json"
     done.sif.with_name(name).write_text(content, errors="surrogateescape")
-    made = make(tmp_path / "lab")
+    made = make(lab.folder)
     (skipped,) = made.catalog["skipped"]
     assert skipped["file"] == f"images/own/{name}"
     assert message in skipped["reason"]
@@ -250,37 +243,33 @@ def test_a_broken_record_is_left_out_and_named(
     ({"tasks": {"a": 1}}, "'tasks' is not names and strings"), ({"layers": [1]}, "'layers[0]' is not an object"), ({"layers": []}, "'layers' is empty"),
     ({"layers": [{"name": "x"}]}, "has no 'layers[0].cache_key'"), ({"checks": [{"runtime": "x", "seconds": "y"}]}, "'checks[0].seconds' is not a number"),
 ])  # fmt: skip
-def test_invalid_record_is_left_out_with_a_reason(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    done = put(files_only, store, tmp_path / "lab")
+def test_invalid_record_is_left_out_with_a_reason(lab: Lab, changes: dict[str, Any], message: str) -> None:
+    done = lab.put()
     edit_record(done.sif.with_suffix(".json"), **changes)
-    made = make(tmp_path / "lab")
+    made = make(lab.folder)
     assert made.catalog["images"] == []
     assert message in made.catalog["skipped"][0]["reason"]
 
 
-def test_only_a_catalog_folder_is_replaced(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    put(files_only, store, tmp_path / "lab")
+def test_only_a_catalog_folder_is_replaced(lab: Lab, tmp_path: Path) -> None:
+    lab.put()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("x")
     with pytest.raises(UsageError, match="exists, and is not a catalog"):
-        make(tmp_path / "lab", out=tmp_path / "mine")
+        make(lab.folder, out=tmp_path / "mine")
     assert (tmp_path / "mine/thesis.txt").exists()
     (tmp_path / "empty").mkdir()
-    made = make(tmp_path / "lab", out=tmp_path / "empty")
+    made = make(lab.folder, out=tmp_path / "empty")
     assert "../images" not in page(made)  # a link would not lead there
     (made.out / "images/gone.html").write_text("of an image that was pruned")
-    assert not (make(tmp_path / "lab", out=made.out).out / "images/gone.html").exists()
+    assert not (make(lab.folder, out=made.out).out / "images/gone.html").exists()
     with pytest.raises(UsageError, match="cannot be written: No such file"):
-        make(tmp_path / "lab", out=tmp_path / "no/such/folder")
+        make(lab.folder, out=tmp_path / "no/such/folder")
 
 
-def test_failed_write_keeps_the_former_catalog(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(files_only, store, tmp_path / "lab")
-    made = make(tmp_path / "lab", out=tmp_path / "pages")
+def test_failed_write_keeps_the_former_catalog(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.put()
+    made = make(lab.folder, out=tmp_path / "pages")
     before, rename = page(made), os.rename
 
     failed: list[Any] = []
@@ -293,21 +282,21 @@ def test_failed_write_keeps_the_former_catalog(
 
     monkeypatch.setattr(os, "rename", fail_once)
     with pytest.raises(UsageError, match="No space left"):
-        make(tmp_path / "lab", out=made.out)
+        make(lab.folder, out=made.out)
     assert failed
     assert page(made) == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".pages")] == []
 
 
-def test_concurrent_catalog_writers(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    put(files_only, store, tmp_path / "lab")
-    first = make(tmp_path / "lab")
+def test_concurrent_catalog_writers(lab: Lab) -> None:
+    lab.put()
+    first = make(lab.folder)
     files = {path.relative_to(first.out): path.read_bytes() for path in first.out.rglob("*") if path.is_file()}
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(make, tmp_path / "lab") for _ in range(24)]:
+        for done in [pool.submit(make, lab.folder) for _ in range(24)]:
             done.result()
     assert {path.relative_to(first.out): path.read_bytes() for path in first.out.rglob("*") if path.is_file()} == files
-    assert [path.name for path in (tmp_path / "lab").iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in (lab.folder).iterdir() if path.name.startswith(".")] == []
 
 
 # ------------------------------------------------------------------------------------------------------------ strangers' words
@@ -359,13 +348,13 @@ def test_hostile_name_is_escaped(tmp_path: Path, text: str) -> None:
         assert text in Seen((out / "images/hello.html").read_text()).text
 
 
-def test_hostile_record_is_escaped(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    done = put(files_only, store, tmp_path / "lab")
+def test_hostile_record_is_escaped(lab: Lab) -> None:
+    done = lab.put()
     record = json.loads(done.sif.with_suffix(".json").read_bytes())
     layers = [{**layer, "notes": {"drift": [HOSTILE]}} for layer in record["layers"]]
     edit_record(done.sif.with_suffix(".json"), description=HOSTILE, tasks={HOSTILE: HOSTILE}, by=HOSTILE, layers=layers,
          signature={"fingerprint": HOSTILE, "user": HOSTILE, HOSTILE: HOSTILE})  # fmt: skip
-    made = make(tmp_path / "lab")
+    made = make(lab.folder)
     assert made.catalog["skipped"] == []
     assert made.catalog["images"][0]["versions"][0]["sbom"] == f"{done.sif.stem}.cdx.json"  # the file that is there
     seen = Seen(page(made))
@@ -375,12 +364,10 @@ def test_hostile_record_is_escaped(files_only: SampleRecipe, store: Store, tmp_p
 
 
 @pytest.mark.parametrize("field", ["version", "stack", "recipe", "published", "sbom", "previous", "image", "sha256"])
-def test_a_hostile_identifier_leaves_the_record_out(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, field: str
-) -> None:
-    done = put(files_only, store, tmp_path / "lab")
+def test_a_hostile_identifier_leaves_the_record_out(lab: Lab, field: str) -> None:
+    done = lab.put()
     edit_record(done.sif.with_suffix(".json"), **{field: HOSTILE})
-    made = make(tmp_path / "lab")
+    made = make(lab.folder)
     assert made.catalog["images"] == []
     assert made.catalog["skipped"][0]["reason"].startswith(f"'{field}' is not ")
     assert "img" not in dict(Seen(page(made, "index.html")).tags)
@@ -401,10 +388,10 @@ def put_run(folder: Path, about: Any, **changes: Any) -> Path:
     return folder
 
 
-def test_run_records_are_kept_without_private_fields(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir, results = tmp_path / "lab", tmp_path / "results"
-    done = put(files_only, store, shared_dir)
-    metadata = about_image(shared_dir, done.record)
+def test_run_records_are_kept_without_private_fields(lab: Lab, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    done = lab.put()
+    metadata = about_image(lab.folder, done.record)
     put_run(
         results / "a/b",
         metadata,
@@ -418,7 +405,7 @@ def test_run_records_are_kept_without_private_fields(files_only: SampleRecipe, s
     (results / "job/run.json").write_text('{"scheduler": "slurm", "steps": []}')
     (results / "half").mkdir()
     (results / "half/run.json").write_text('{"image"')
-    made = make(shared_dir, runs=[results])
+    made = make(lab.folder, runs=[results])
     assert len(made.runs.new) == 2
     assert (made.runs.known, made.runs.unfinished, made.runs.unmatched) == (0, 1, 1)
     assert sorted(Path(file).parent.name for file, _ in made.runs.broken) == ["e", "half"]
@@ -431,29 +418,27 @@ def test_run_records_are_kept_without_private_fields(files_only: SampleRecipe, s
     assert [run["settings"] for run in runs if run["model"]["name"] != "my-model"] == [{"learning_rate": 3e-4}]
     assert "cyberagent/open-calm-3b" in page(made)
     before = {path: path.read_bytes() for path in kept}
-    again = make(shared_dir, runs=[results])
+    again = make(lab.folder, runs=[results])
     assert (again.runs.new, again.runs.known, again.runs.jobs, again.runs.without_image) == ([], 2, 1, [])
     assert {path: path.read_bytes() for path in (done.sif.parent / f"{done.sif.stem}.runs").iterdir()} == before
     assert again.catalog == made.catalog
     with pytest.raises(UsageError, match="no such folder"):
-        make(shared_dir, runs=[tmp_path / "nowhere"])
+        make(lab.folder, runs=[tmp_path / "nowhere"])
 
 
 # What generate wrote of four answers with an adapter; host and paths of a person.
 ANSWERED = Path(__file__).parents[3] / "support" / "generate.run.json"
 
 
-def test_record_of_generate_is_imported_beside_its_output(
-    files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
-    shared_dir, results = tmp_path / "lab", tmp_path / "results"
-    done = put(files_only, store, shared_dir)
-    metadata = about_image(shared_dir, done.record)
+def test_record_of_generate_is_imported_beside_its_output(lab: Lab, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    done = lab.put()
+    metadata = about_image(lab.folder, done.record)
     put_run(results / "training", metadata)
     record = {**json.loads(ANSWERED.read_text()), "image": metadata}
     (results / "answers.jsonl.run.json").write_text(json.dumps(record))
     (results / "other.run.json").write_text('{"vocab_size": 1500}')  # a record without an image, as train-tokenizer's
-    catalog = make(shared_dir, runs=[results])
+    catalog = make(lab.folder, runs=[results])
     assert (len(catalog.runs.new), catalog.runs.broken) == (2, [])
     assert catalog.runs.without_image == [str(results / "other.run.json")]
     answered, training = catalog.catalog["images"][0]["versions"][0]["runs"]
@@ -464,7 +449,7 @@ def test_record_of_generate_is_imported_beside_its_output(
         assert b"secret" not in path.read_bytes(), path
     text = page(catalog)
     assert "4 answers in 0 s" in text and "Tokens per second, generate" in text
-    alone = make(shared_dir, runs=[results / "answers.jsonl.run.json"])
+    alone = make(lab.folder, runs=[results / "answers.jsonl.run.json"])
     assert (alone.runs.new, alone.runs.known) == ([], 1)
 
 
@@ -474,64 +459,58 @@ def test_odd_numbers_of_answers_are_left_out(value: Any) -> None:
     assert kept["answers"] is None and kept["seconds"] is None
 
 
-def test_run_records_are_pruned_with_their_version(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir)
-    put_run(tmp_path / "results", about_image(shared_dir, done.record))
-    make(shared_dir, runs=[tmp_path / "results"])
-    put_next(files_only, store, shared_dir)
-    prune(shared_dir, names=[done.sif.name])
+def test_run_records_are_pruned_with_their_version(lab: Lab, tmp_path: Path) -> None:
+    done = lab.put()
+    put_run(tmp_path / "results", about_image(lab.folder, done.record))
+    make(lab.folder, runs=[tmp_path / "results"])
+    lab.put_next()
+    prune(lab.folder, names=[done.sif.name])
     assert [path.name for path in done.sif.parent.iterdir() if path.name.startswith(done.sif.stem)] == []
-    prune(shared_dir, grace=0)
-    assert list((shared_dir / "trash").iterdir()) == []
+    prune(lab.folder, grace=0)
+    assert list((lab.folder / "trash").iterdir()) == []
 
 
-def test_run_record_belongs_to_the_version_with_its_files(
-    files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
+def test_run_record_belongs_to_the_version_with_its_files(lab: Lab, tmp_path: Path) -> None:
     """Two versions that differ in the recipe's own layer, and what a task in each says of its image."""
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    files_only.write("entrypoints/greet.py", "print('hello again')\n")
-    second = put(files_only, store, shared_dir)
+    first = lab.put()
+    lab.recipe.write("entrypoints/greet.py", "print('hello again')\n")
+    second = lab.put()
     for done in (first, second):
-        about, inside = about_image(shared_dir, done.record), tmp_path / done.sif.stem
-        with open_shared(shared_dir).reader(done.record.layers[-1].digest) as reader:
+        about, inside = about_image(lab.folder, done.record), tmp_path / done.sif.stem
+        with open_shared(lab.folder).reader(done.record.layers[-1].digest) as reader:
             for entry, chunks in reader.contents():
                 if entry.path.startswith("opt/ekiben/recipe/") and entry.kind == "file":
                     (inside / entry.path).parent.mkdir(parents=True, exist_ok=True)
                     (inside / entry.path).write_bytes(b"".join(chunks or ()))
         assert run_metadata.checksum(inside / "opt/ekiben/recipe") == about["recipe_sha256"]
         put_run(tmp_path / "results" / done.sif.stem, about, seed=1 if done is first else 2)
-    newest, oldest = make(shared_dir, runs=[tmp_path / "results"]).catalog["images"][0]["versions"]
+    newest, oldest = make(lab.folder, runs=[tmp_path / "results"]).catalog["images"][0]["versions"]
     assert ([run["seed"] for run in oldest["runs"]], [run["seed"] for run in newest["runs"]]) == ([1], [2])
 
 
-def test_run_records_that_match_several_versions(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
+def test_run_records_that_match_several_versions(lab: Lab, tmp_path: Path) -> None:
     """Without a checksum, as older ones: the newest version that was there when the run began, else the oldest."""
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    files_only.write("entrypoints/greet.py", "print('hello again')\n")
-    second = put(files_only, store, shared_dir)
-    about = {name: value for name, value in about_image(shared_dir, second.record).items() if name != "recipe_sha256"}
+    first = lab.put()
+    lab.recipe.write("entrypoints/greet.py", "print('hello again')\n")
+    second = lab.put()
+    about = {name: value for name, value in about_image(lab.folder, second.record).items() if name != "recipe_sha256"}
     for done, day in ((first, "2026-01-01"), (second, "2026-03-01")):
         edit_record(done.sif.with_suffix(".json"), published=f"{day}T00:00:00.000+00:00")
     for name, day in (("before", "2025-12-24"), ("between", "2026-02-02"), ("after", "2026-03-03")):
         put_run(tmp_path / "results" / name, about, started=f"{day}T10:00:00Z")
-    newest, oldest = make(shared_dir, runs=[tmp_path / "results"]).catalog["images"][0]["versions"]
+    newest, oldest = make(lab.folder, runs=[tmp_path / "results"]).catalog["images"][0]["versions"]
     assert [run["started"][:10] for run in newest["runs"]] == ["2026-03-03"]
     assert [run["started"][:10] for run in oldest["runs"]] == ["2026-02-02", "2025-12-24"]
 
 
-def test_edited_run_record_is_left_out(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir)
+def test_edited_run_record_is_left_out(lab: Lab) -> None:
+    done = lab.put()
     folder = done.sif.parent / f"{done.sif.stem}.runs"
     folder.mkdir()
     (folder / "bad.json").write_text("[]")
     kept = reduced(run_record(*SPEEDS[0]))
     (folder / "good.json").write_text(json.dumps({**kept, "tokens_per_s": "<b>", "model": 7, "host": "secret"}))
-    made = make(shared_dir)
+    made = make(lab.folder)
     (run,) = made.catalog["images"][0]["versions"][0]["runs"]
     assert (run["id"], run["tokens_per_s"], run["model"]["name"], run["settings"]) == (
         "good",
@@ -599,25 +578,24 @@ def test_a_plot_has_a_row_for_each_model_and_device() -> None:
 # -------------------------------------------------------------------------------------------------------- the command line
 
 
-def test_catalog_by_command(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir)
-    put_run(tmp_path / "results", about_image(shared_dir, done.record))
+def test_catalog_by_command(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
+    done = lab.put()
+    put_run(tmp_path / "results", about_image(lab.folder, done.record))
     done.sif.with_name("own-0-0123456789ab.json").write_text("{")
-    result = run_cli("--store", tmp_path / "mine", "catalog", shared_dir, "--runs", "results")
-    assert f"written  {shared_dir}/catalog/index.html  1 image, 1 version\n" in result.stdout
+    result = run_cli("--store", tmp_path / "mine", "catalog", lab.folder, "--runs", "results")
+    assert f"written  {lab.folder}/catalog/index.html  1 image, 1 version\n" in result.stdout
     assert (
         "runs     1 new, 0 known, 0 not finished, 0 of other images, 0 without an image, 0 unreadable\n"
         in result.stdout
     )
     assert "skipped: images/own/own-0-0123456789ab.json: is not JSON" in result.stderr
-    files_only.write("files/data.txt", "new\n")
-    published = run_cli("--store", store.root, "publish", files_only.path, "--to", shared_dir, "--no-verify").stdout
-    assert f"{ROOT}/build.py catalog {shared_dir} " in published
-    told = json.loads(run_cli("--store", tmp_path / "mine", "catalog", shared_dir, "-o", "pages", "--json").stdout)
+    lab.recipe.write("files/data.txt", "new\n")
+    published = run_cli("--store", lab.store.root, "publish", lab.recipe.path, "--to", lab.folder, "--no-verify").stdout
+    assert f"{ROOT}/build.py catalog {lab.folder} " in published
+    told = json.loads(run_cli("--store", tmp_path / "mine", "catalog", lab.folder, "-o", "pages", "--json").stdout)
     assert (told["path"], told["images"], len(told["skipped"])) == (str(tmp_path / "pages"), 1, 1)
     assert "nothing was published there yet" in run_cli("catalog", tmp_path / "results", code=6).stderr
-    assert "no such folder" in run_cli("catalog", shared_dir, "--runs", "nowhere", code=2).stderr
+    assert "no such folder" in run_cli("catalog", lab.folder, "--runs", "nowhere", code=2).stderr
 
 
 # Records of runs that are none: each is counted, and named with the reason.
@@ -631,31 +609,28 @@ HOSTILE_RUNS = {
 }
 
 
-def test_hostile_run_records_are_counted_and_named(
-    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
-    shared_dir = tmp_path / "lab"
-    put(files_only, store, shared_dir)
+def test_hostile_run_records_are_counted_and_named(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
+    lab.put()
     for name, (text, _) in HOSTILE_RUNS.items():
         (tmp_path / "results" / name).mkdir(parents=True)
         (tmp_path / "results" / name / "run.json").write_text(text)
     (tmp_path / "results" / "job").mkdir()
     (tmp_path / "results" / "job" / "run.json").write_text('{"scheduler": "slurm", "steps": []}')
-    result = run_cli("catalog", shared_dir, "--runs", "results")
+    result = run_cli("catalog", lab.folder, "--runs", "results")
     counts = "0 new, 0 known, 0 not finished, 0 of other images, 3 without an image, 3 unreadable, 1 of jobs"
     assert f"runs     {counts}\n" in result.stdout
     for name, (_, reason) in HOSTILE_RUNS.items():
         assert re.search(rf"^skipped: \S*results/{name}/run.json: {reason}", result.stderr, re.MULTILINE), result.stderr
-    printed = json.loads(run_cli("catalog", shared_dir, "--runs", "results", "--json").stdout)
+    printed = json.loads(run_cli("catalog", lab.folder, "--runs", "results", "--json").stdout)
     assert [printed["runs"][name] for name in ("jobs", "without_image", "unreadable")] == [1, 3, 3]
     assert len(printed["skipped"]) == len(HOSTILE_RUNS)
 
 
 def test_folders_of_runs_and_versions_that_cannot_be_read_are_named(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared_dir, results = tmp_path / "lab", tmp_path / "results"
-    done = put(files_only, store, shared_dir)
+    results = tmp_path / "results"
+    done = lab.put()
     put_run(results / "a", {"recipe": "mine"})
     (results / "closed").mkdir()
     scandir = os.scandir
@@ -666,7 +641,7 @@ def test_folders_of_runs_and_versions_that_cannot_be_read_are_named(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert make(shared_dir, runs=[results]).runs.broken == [
+    assert make(lab.folder, runs=[results]).runs.broken == [
         (str(results / "closed"), "cannot be read: Permission denied")
     ]
     monkeypatch.undo()
@@ -675,7 +650,7 @@ def test_folders_of_runs_and_versions_that_cannot_be_read_are_named(
         raise StoreError("damaged:\nblob")
 
     monkeypatch.setattr(runs, "image_metadata", cannot_be_read)
-    catalog = make(shared_dir, runs=[results / "a"])
+    catalog = make(lab.folder, runs=[results / "a"])
     assert catalog.runs.broken == [(str(done.sif), "its runs are not recognised: damaged: blob")]
     assert catalog.runs.unmatched == 1
 

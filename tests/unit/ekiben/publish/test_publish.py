@@ -26,7 +26,7 @@ from ekiben.publish.prune import prune, published
 from ekiben.publish.publish import publish
 from ekiben.store import Store, StoredLayer, known_sif
 from ekiben.store.shared import SharedStore, open_shared
-from support.published import put, put_next, unused
+from support.published import Lab, unused
 from support.sample_recipe import RunCli, SampleRecipe, image_of, quiet, seeded
 
 
@@ -37,17 +37,16 @@ def stems(shared_dir: Path) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- what is there
 
 
-def test_shared_folder_layout_is_as_documented(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir, version="1.2", tags=["stable"], pin=True)
+def test_shared_folder_layout_is_as_documented(lab: Lab) -> None:
+    done = lab.put(version="1.2", tags=["stable"], pin=True)
     assert re.fullmatch(r"own-1\.2-[0-9a-f]{12}\.sif", done.sif.name)
     stem = done.sif.name.removesuffix(".sif")
     assert {path.name for path in done.sif.parent.iterdir()} == {
         f"{stem}.sif", f"{stem}.sif.sha256", f"{stem}.json", f"{stem}.cdx.json", f"{stem}.pin", "current", "stable",
     }  # fmt: skip
-    assert {path.name for path in shared_dir.iterdir()} == {"README", "images", "store", "trash"}
-    assert list((shared_dir / "store/blobs/sha256").iterdir()) == []  # every byte is there once, in the SIF
-    assert list((shared_dir / "store/staging").iterdir()) == []
+    assert {path.name for path in lab.folder.iterdir()} == {"README", "images", "store", "trash"}
+    assert list((lab.folder / "store/blobs/sha256").iterdir()) == []  # every byte is there once, in the SIF
+    assert list((lab.folder / "store/staging").iterdir()) == []
     digest = hashlib.sha256(done.sif.read_bytes()).hexdigest()
     assert digest.startswith(stem.rpartition("-")[2])
     checked = subprocess.run(
@@ -55,7 +54,7 @@ def test_shared_folder_layout_is_as_documented(files_only: SampleRecipe, store: 
     )
     assert checked.returncode == 0, checked.stderr
     assert tags(done.sif.parent) == {"current": done.sif.name, "stable": done.sif.name}
-    image, record = image_of(files_only, store), done.record
+    image, record = lab.image(), done.record
     assert read_sif(done.sif).id == record.sif
     assert (record.name, record.version, record.sha256, record.size) == ("own", "1.2", digest, done.sif.stat().st_size)
     assert [layer.cache_key for layer in record.layers] == [layer.cache_key for layer in image.layers]
@@ -76,16 +75,14 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("of_another", [False, True])
 @pytest.mark.parametrize("ending", [".sif", ".sif.sha256", ".cdx.json", ".json"])
-def test_publish_repairs_a_damaged_file(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, ending: str, of_another: bool
-) -> None:
-    first = put(files_only, store, tmp_path / "lab", version=None, tags=["good"])
+def test_publish_repairs_a_damaged_file(lab: Lab, tmp_path: Path, ending: str, of_another: bool) -> None:
+    first = lab.put(version=None, tags=["good"])
     path = first.sif.with_name(first.sif.stem + ending)
     intact = path.read_bytes()
     flip(path, len(intact) // 2)
     if of_another:
-        store = seeded(files_only, tmp_path / "another", "ground")
-    again = put(files_only, store, tmp_path / "lab")
+        lab = replace(lab, store=seeded(lab.recipe, tmp_path / "another", "ground"))
+    again = lab.put()
     assert again.sif == first.sif
     assert hashlib.sha256(first.sif.read_bytes()).hexdigest() == first.record.sha256
     if ending == ".json":
@@ -93,138 +90,125 @@ def test_publish_repairs_a_damaged_file(
                                        data=again.record.data)  # fmt: skip
     elif ending != ".cdx.json":
         assert path.read_bytes() == intact
-    assert not put(files_only, store, tmp_path / "lab").created
-    assert len(stems(tmp_path / "lab")) == 1
+    assert not lab.put().created
+    assert len(stems(lab.folder)) == 1
 
 
-def test_publish_repairs_a_file_of_an_earlier_day(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    first = put(files_only, store, tmp_path / "lab", version="1.0")
+def test_publish_repairs_a_file_of_an_earlier_day(lab: Lab) -> None:
+    first = lab.put(version="1.0")
     flip(first.sif, read_sif(first.sif).layers[0].offset + 500)
     intact = hashlib.sha256(first.sif.read_bytes()).hexdigest() == first.record.sha256
     assert not intact
-    again = put(files_only, store, tmp_path / "lab")
+    again = lab.put()
     assert (again.sif, again.created) == (first.sif, True)
     assert hashlib.sha256(first.sif.read_bytes()).hexdigest() == first.record.sha256
     first.sif.chmod(0o644)
     os.truncate(first.sif, 5000)
-    assert put(files_only, store, tmp_path / "lab").sif == first.sif
+    assert lab.put().sif == first.sif
     assert hashlib.sha256(first.sif.read_bytes()).hexdigest() == first.record.sha256
 
 
-def test_publishing_again_copies_nothing(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    first = put(files_only, store, tmp_path / "lab")
-    before = {path: path.lstat().st_mtime_ns for path in (tmp_path / "lab").rglob("*") if not path.is_dir()}
-    again = put(files_only, store, tmp_path / "lab")
+def test_publishing_again_copies_nothing(lab: Lab) -> None:
+    first = lab.put()
+    before = {path: path.lstat().st_mtime_ns for path in (lab.folder).rglob("*") if not path.is_dir()}
+    again = lab.put()
     assert (again.sif, again.record, again.bytes_copied, again.created) == (first.sif, first.record, 0, False)
-    assert before == {path: path.lstat().st_mtime_ns for path in (tmp_path / "lab").rglob("*") if not path.is_dir()}
+    assert before == {path: path.lstat().st_mtime_ns for path in (lab.folder).rglob("*") if not path.is_dir()}
 
 
-def test_only_missing_layers_are_copied(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir, tags=["good"])
-    links = {path.name for path in (shared_dir / "store/layers").iterdir()}
-    base = image_of(files_only, store).layers[0]
+def test_only_missing_layers_are_copied(lab: Lab) -> None:
+    first = lab.put(tags=["good"])
+    links = {path.name for path in (lab.folder / "store/layers").iterdir()}
+    base = lab.image().layers[0]
     assert base.digest[7:] in links
-    second = put_next(files_only, store, shared_dir)
-    assert {path.name for path in (shared_dir / "store/layers").iterdir()} - links == {
+    second = lab.put_next()
+    assert {path.name for path in (lab.folder / "store/layers").iterdir()} - links == {
         layer.digest[7:] for layer in second.record.layers[1:]
     }
-    assert len(list((shared_dir / "store/layers" / base.digest[7:]).iterdir())) == 2
+    assert len(list((lab.folder / "store/layers" / base.digest[7:]).iterdir())) == 2
     assert second.bytes_copied == sum(layer.size for layer in second.record.layers[1:])
     assert second.record.previous == first.sif.name
     assert tags(first.sif.parent) == {"current": second.sif.name, "good": first.sif.name}
-    assert stems(shared_dir) == [first.sif.name, second.sif.name]
+    assert stems(lab.folder) == [first.sif.name, second.sif.name]
 
 
-def test_digest_taken_while_writing_is_that_of_the_published_file(
-    files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
-    image = image_of(files_only, store)
-    made = make_sif(image, store, tmp_path / "own.sif", squash=False, with_sha256=True)
-    assert made.sha256 == known_sif(store, read_sif(tmp_path / "own.sif").id)
-    assert make_sif(image, store, tmp_path / "own.sif", squash=False) == replace(made, created=False)
-    done = put(files_only, store, tmp_path / "lab")
+def test_digest_taken_while_writing_is_that_of_the_published_file(lab: Lab, tmp_path: Path) -> None:
+    image = lab.image()
+    made = make_sif(image, lab.store, tmp_path / "own.sif", squash=False, with_sha256=True)
+    assert made.sha256 == known_sif(lab.store, read_sif(tmp_path / "own.sif").id)
+    assert make_sif(image, lab.store, tmp_path / "own.sif", squash=False) == replace(made, created=False)
+    done = lab.put()
     assert done.record.sha256 == made.sha256 == hashlib.sha256(done.sif.read_bytes()).hexdigest()
 
 
-def test_current_is_left_alone_when_asked(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    first = put(files_only, store, tmp_path / "lab")
-    second = put_next(files_only, store, tmp_path / "lab", current=False, tags=["trial"])
+def test_current_is_left_alone_when_asked(lab: Lab) -> None:
+    first = lab.put()
+    second = lab.put_next(current=False, tags=["trial"])
     assert tags(first.sif.parent) == {"current": first.sif.name, "trial": second.sif.name}
 
 
 @pytest.mark.parametrize(("options", "message"), [({"version": "a/b"}, "--version a/b"), ({"tags": ["../x"]}, "--tag ../x"),
                                                ({"tags": ["x.sif"]}, "--tag x.sif"),
                                                ({"tags": ["current"], "current": False}, "--tag current: --no-current leaves")])  # fmt: skip
-def test_invalid_names_are_refused(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_invalid_names_are_refused(lab: Lab, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        put(files_only, store, tmp_path / "lab", **options)
-    assert not (tmp_path / "lab").exists()
+        lab.put(**options)
+    assert not (lab.folder).exists()
 
 
 # --------------------------------------------------------------------------------------------------------------- accidents
 
 
-def test_incomplete_file_of_the_name_is_replaced(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
+def test_incomplete_file_of_the_name_is_replaced(lab: Lab) -> None:
     """Someone's copy that was cut short: it is no version, and goes aside when the whole one comes."""
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir)
+    done = lab.put()
     data = done.sif.read_bytes()
     done.sif.unlink()
     done.sif.write_bytes(data[:1000])
     assert read_records(done.sif.parent)[0] == []
-    again = put(files_only, store, shared_dir)
+    again = lab.put()
     assert again.sif == done.sif
     assert again.sif.read_bytes() == data
-    assert len(list((shared_dir / "trash").iterdir())) == 1
+    assert len(list((lab.folder / "trash").iterdir())) == 1
 
 
-def test_missing_layer_is_published_again(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir)
+def test_missing_layer_is_published_again(lab: Lab) -> None:
+    done = lab.put()
     inode = done.sif.stat().st_ino
-    link = next((shared_dir / "store/layers" / done.record.layers[1].digest[7:]).iterdir())
+    link = next((lab.folder / "store/layers" / done.record.layers[1].digest[7:]).iterdir())
     link.unlink()
-    assert put(files_only, store, shared_dir).created is False
+    assert lab.put().created is False
     assert link.exists()
     assert done.sif.stat().st_ino == inode  # a job may have it open
-    (shared_dir / "store/keys" / f"{done.record.layers[1].cache_key}.json").unlink()
-    put(files_only, store, shared_dir)
-    assert open_shared(shared_dir).layer(done.record.layers[1].cache_key)
+    (lab.folder / "store/keys" / f"{done.record.layers[1].cache_key}.json").unlink()
+    lab.put()
+    assert open_shared(lab.folder).layer(done.record.layers[1].cache_key)
 
 
-def test_a_published_layer_that_is_damaged_is_not_copied(
-    files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
+def test_a_published_layer_that_is_damaged_is_not_copied(lab: Lab) -> None:
     """The next version copies what the folder has; where that has other bytes, from the publisher's store."""
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    part = open_shared(shared_dir).partition(image_of(files_only, store).layers[0])
+    first = lab.put()
+    part = open_shared(lab.folder).partition(lab.image().layers[0])
     first.sif.chmod(0o644)
     with first.sif.open("r+b") as stream:
         stream.seek(part.offset + part.size // 2)
         stream.write(b"other bytes")
-    second = put_next(files_only, store, shared_dir)
+    second = lab.put_next()
     assert second.bytes_copied == sum(layer.size for layer in second.record.layers)
     assert hashlib.sha256(second.sif.read_bytes()).hexdigest() == second.record.sha256
-    for layer in image_of(files_only, store).layers:  # found in the newest that has them
-        open_shared(shared_dir).check_blob(layer.digest, again=True)
+    for layer in lab.image().layers:  # found in the newest that has them
+        open_shared(lab.folder).check_blob(layer.digest, again=True)
 
 
 @pytest.mark.parametrize("when", ["before its part is found", "before it is opened", "before its layers are noted"])
-def test_version_pruned_while_another_one_copies_from_it(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_version_pruned_while_another_one_copies_from_it(lab: Lab, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a prune that started before the publisher was registered: what it takes away comes from the publisher's store."""
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
+    first = lab.put()
     partition, put_layers, taken = SharedStore.partition, SharedStore.put_layers, []
 
     def take(sif: Path) -> None:
         if not taken:
-            sif.rename(shared_dir / "trash" / sif.name)
+            sif.rename(lab.folder / "trash" / sif.name)
             taken.append(sif.name)
 
     def found(shared: SharedStore, layer: StoredLayer, **options: Any) -> Partition:
@@ -242,48 +226,44 @@ def test_version_pruned_while_another_one_copies_from_it(
 
     monkeypatch.setattr(SharedStore, "partition", found)
     monkeypatch.setattr(SharedStore, "put_layers", noted)
-    second = put_next(files_only, store, shared_dir)
+    second = lab.put_next()
     assert taken
     assert hashlib.sha256(second.sif.read_bytes()).hexdigest() == second.record.sha256
-    assert all(open_shared(shared_dir).layer(layer.cache_key) for layer in second.record.layers)
+    assert all(open_shared(lab.folder).layer(layer.cache_key) for layer in second.record.layers)
 
 
-def test_a_layer_stays_while_a_version_has_it(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    first, second = put(files_only, store, shared_dir), put_next(files_only, store, shared_dir)
-    prune(shared_dir, names=[first.sif.name])
-    shared, gone = open_shared(shared_dir), first.record.layers[1:]
+def test_a_layer_stays_while_a_version_has_it(lab: Lab) -> None:
+    first, second = lab.put(), lab.put_next()
+    prune(lab.folder, names=[first.sif.name])
+    shared, gone = open_shared(lab.folder), first.record.layers[1:]
     assert [shared.layer(layer.cache_key) for layer in gone] == [None, None]
     assert all(shared.layer(layer.cache_key) for layer in second.record.layers)
-    assert {path.name for path in (shared_dir / "store/layers").iterdir()} == {
+    assert {path.name for path in (lab.folder / "store/layers").iterdir()} == {
         layer.digest[7:] for layer in second.record.layers
     }
-    assert {path.stem for path in (shared_dir / "store/keys").iterdir()} == {
+    assert {path.stem for path in (lab.folder / "store/keys").iterdir()} == {
         layer.cache_key for layer in second.record.layers
     }
-    assert len(list((shared_dir / "store/layers" / gone[0].digest[7:]).parent.glob("*/*"))) == 3
+    assert len(list((lab.folder / "store/layers" / gone[0].digest[7:]).parent.glob("*/*"))) == 3
 
 
-def test_concurrent_publisher_keeps_its_layers(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_publisher_keeps_its_layers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same image again, just when prune has seen that its links lead nowhere, or its keys."""
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    image = image_of(files_only, store)
-    put_next(files_only, store, shared_dir)
+    first = lab.put()
+    image = lab.image()
+    lab.put_next()
     unlink, came = Path.unlink, []
 
     def publish_and_unlink(path: Path, *, missing_ok: bool = False) -> None:
         if path.parent.parent.name == "layers" and not came:
-            came.append(publish(image, store, shared_dir, quiet(), check=False, current=False))
+            came.append(publish(image, lab.store, lab.folder, quiet(), check=False, current=False))
         unlink(path, missing_ok=missing_ok)
 
     monkeypatch.setattr(Path, "unlink", publish_and_unlink)
-    prune(shared_dir, names=[first.sif.name])
+    prune(lab.folder, names=[first.sif.name])
     monkeypatch.undo()
     assert came[0].sif == first.sif
-    assert all(open_shared(shared_dir).layer(layer.cache_key) for layer in came[0].record.layers)
+    assert all(open_shared(lab.folder).layer(layer.cache_key) for layer in came[0].record.layers)
 
 
 def test_a_damaged_layer_is_not_published(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
@@ -302,14 +282,11 @@ RENAMES = 14  # of a second version: everything that gets its name
 
 
 @pytest.mark.parametrize("where", range(1, RENAMES + 2))
-def test_interrupt_at_any_rename_keeps_the_former_state(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, where: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a kill would: what has its name is whole, what has none is not seen, and the next run goes on."""
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    (files_only.path / "files/data.txt").write_text("other\n")
-    image, count, rename = image_of(files_only, store), 0, os.rename
+    first = lab.put()
+    (lab.recipe.path / "files/data.txt").write_text("other\n")
+    image, count, rename = lab.image(), 0, os.rename
 
     def end(source: Any, target: Any, **options: Any) -> None:
         nonlocal count
@@ -320,7 +297,7 @@ def test_interrupt_at_any_rename_keeps_the_former_state(
 
     monkeypatch.setattr(os, "rename", end)
     try:
-        publish(image, store, shared_dir, quiet(), check=False)
+        publish(image, lab.store, lab.folder, quiet(), check=False)
     except KeyboardInterrupt:
         assert count == where
     else:
@@ -330,28 +307,27 @@ def test_interrupt_at_any_rename_keeps_the_former_state(
     assert seen[0].file == first.sif.name
     for record in seen:
         assert hashlib.sha256((first.sif.parent / record.file).read_bytes()).hexdigest() == record.sha256
-        assert all(open_shared(shared_dir).layer(layer.cache_key) for layer in record.layers)
+        assert all(open_shared(lab.folder).layer(layer.cache_key) for layer in record.layers)
     assert (first.sif.parent / "current").exists()
-    assert list((shared_dir / "store/staging").iterdir()) == []
-    second = publish(image, store, shared_dir, quiet(), check=False)
+    assert list((lab.folder / "store/staging").iterdir()) == []
+    second = publish(image, lab.store, lab.folder, quiet(), check=False)
     assert tags(first.sif.parent)["current"] == second.sif.name != first.sif.name
 
 
 # ------------------------------------------------------------------------------------------------------------------- prune
 
 
-def test_prune_keeps_what_is_pinned_tagged_or_used(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    old = put(files_only, store, shared_dir, pin=True).sif.name
-    tagged = put_next(files_only, store, shared_dir, tags=["paper"]).sif.name
-    going = put_next(files_only, store, shared_dir).sif.name
-    used = put_next(files_only, store, shared_dir).sif.name
-    newest = put_next(files_only, store, shared_dir).sif.name
-    unused(shared_dir, 31)
-    os.utime(shared_dir / "images/own" / used, (time.time() - 86400, time.time() - 40 * 86400))
-    before = {path.name for path in (shared_dir / "images/own").iterdir()}
+def test_prune_keeps_what_is_pinned_tagged_or_used(lab: Lab) -> None:
+    old = lab.put(pin=True).sif.name
+    tagged = lab.put_next(tags=["paper"]).sif.name
+    going = lab.put_next().sif.name
+    used = lab.put_next().sif.name
+    newest = lab.put_next().sif.name
+    unused(lab.folder, 31)
+    os.utime(lab.folder / "images/own" / used, (time.time() - 86400, time.time() - 40 * 86400))
+    before = {path.name for path in (lab.folder / "images/own").iterdir()}
     for dry_run in (True, False):
-        decisions, aside, removed = prune(shared_dir, unused_for=30, dry_run=dry_run)
+        decisions, aside, removed = prune(lab.folder, unused_for=30, dry_run=dry_run)
         assert {decision.file: decision.reason for decision in decisions} == {
             old: "pinned", tagged: "tagged paper", going: "last used 31 days ago", used: "last used 1 days ago",
             newest: "tagged current",
@@ -360,71 +336,63 @@ def test_prune_keeps_what_is_pinned_tagged_or_used(files_only: SampleRecipe, sto
         assert aside == decisions[2].size
         assert removed == 0
         if dry_run:
-            assert {path.name for path in (shared_dir / "images/own").iterdir()} == before
-    assert stems(shared_dir) == [old, tagged, used, newest]
+            assert {path.name for path in (lab.folder / "images/own").iterdir()} == before
+    assert stems(lab.folder) == [old, tagged, used, newest]
     stem = going.removesuffix(".sif")
-    assert before - {path.name for path in (shared_dir / "images/own").iterdir()} == {
+    assert before - {path.name for path in (lab.folder / "images/own").iterdir()} == {
         going,
         f"{going}.sha256",
         f"{stem}.json",
         f"{stem}.cdx.json",
     }
-    shared = open_shared(shared_dir)
-    for record in read_records(shared_dir / "images/own")[0]:
+    shared = open_shared(lab.folder)
+    for record in read_records(lab.folder / "images/own")[0]:
         assert all(shared.layer(layer.cache_key) for layer in record.layers)
-    _, _, removed = prune(shared_dir, unused_for=30, grace=0)
+    _, _, removed = prune(lab.folder, unused_for=30, grace=0)
     assert removed >= aside
-    assert list((shared_dir / "trash").iterdir()) == []
+    assert list((lab.folder / "trash").iterdir()) == []
 
 
-def test_prune_keeps_versions_that_a_job_has_open(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    put_next(files_only, store, shared_dir)
+def test_prune_keeps_versions_that_a_job_has_open(lab: Lab) -> None:
+    first = lab.put()
+    lab.put_next()
     with first.sif.open("rb") as running:
-        prune(shared_dir, names=[first.sif.name])
+        prune(lab.folder, names=[first.sif.name])
         assert not first.sif.exists()
         assert hashlib.file_digest(running, "sha256").hexdigest() == first.record.sha256
-        (aside,) = (shared_dir / "trash").glob("*.sif")
+        (aside,) = (lab.folder / "trash").glob("*.sif")
         assert os.fstat(running.fileno()).st_ino == aside.stat().st_ino  # NFS serves it on: the file is there
 
 
-def test_named_version_is_pruned_unless_held(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    shared_dir = tmp_path / "lab"
-    first, second = put(files_only, store, shared_dir), put_next(files_only, store, shared_dir)
-    decisions, _, _ = prune(shared_dir, names=["own"])
+def test_named_version_is_pruned_unless_held(lab: Lab) -> None:
+    first, second = lab.put(), lab.put_next()
+    decisions, _, _ = prune(lab.folder, names=["own"])
     assert [(decision.file, decision.keep) for decision in decisions] == [
         (first.sif.name, False),
         (second.sif.name, True),
     ]
     with pytest.raises(UsageError, match=r"nothing named 'onw' was published there\. Did you mean 'own'"):
-        prune(shared_dir, names=["onw"])
+        prune(lab.folder, names=["onw"])
 
 
-def test_without_access_times_nothing_is_pruned_automatically(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared_dir = tmp_path / "lab"
-    put(files_only, store, shared_dir)
-    put_next(files_only, store, shared_dir)
-    unused(shared_dir, 99)
+def test_without_access_times_nothing_is_pruned_automatically(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.put()
+    lab.put_next()
+    unused(lab.folder, 99)
     monkeypatch.setattr(SharedStore, "knows_last_use", lambda shared: False)
-    decisions, _, _ = prune(shared_dir)
+    decisions, _, _ = prune(lab.folder)
     assert all(decision.keep for decision in decisions)
     assert "noatime" in decisions[0].reason
 
 
-def test_leftovers_of_killed_publishers_are_pruned_after_a_day(
-    files_only: SampleRecipe, store: Store, tmp_path: Path
-) -> None:
-    shared_dir = tmp_path / "lab"
-    done = put(files_only, store, shared_dir)
-    other = put_next(files_only, store, shared_dir)
+def test_leftovers_of_killed_publishers_are_pruned_after_a_day(lab: Lab) -> None:
+    done = lab.put()
+    other = lab.put_next()
     done.sif.with_suffix(".json").unlink()  # killed before the record was written
     (done.sif.parent / ".own.json.abc").write_text("half")
     for days, left in ((0.5, True), (1.5, False)):
-        unused(shared_dir, days)
-        prune(shared_dir)
+        unused(lab.folder, days)
+        prune(lab.folder)
         assert done.sif.exists() == left
         assert done.sif.with_suffix(".cdx.json").exists() == left
         assert (done.sif.parent / ".own.json.abc").exists() == left
@@ -432,12 +400,9 @@ def test_leftovers_of_killed_publishers_are_pruned_after_a_day(
     assert other.sif.with_suffix(".cdx.json").exists()
 
 
-def test_version_linked_during_prune_is_kept(
-    files_only: SampleRecipe, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared_dir = tmp_path / "lab"
-    first = put(files_only, store, shared_dir)
-    put_next(files_only, store, shared_dir)
+def test_version_linked_during_prune_is_kept(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = lab.put()
+    lab.put_next()
     discard = SharedStore.discard
 
     def link_and_discard(shared: SharedStore, path: Path) -> None:
@@ -446,8 +411,8 @@ def test_version_linked_during_prune_is_kept(
         discard(shared, path)
 
     monkeypatch.setattr(SharedStore, "discard", link_and_discard)
-    prune(shared_dir, names=[first.sif.name])
-    assert first.sif.name in stems(shared_dir)
+    prune(lab.folder, names=[first.sif.name])
+    assert first.sif.name in stems(lab.folder)
     assert (first.sif.parent / "mine").exists()
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ekiben.publish.publish import publish
 from ekiben.run.modulefile import check_shared_dir, command_files
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore
-from support.published import put, put_next, unused, version
+from support.published import Lab, unused, version
 from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, quiet
 
 
@@ -29,14 +30,14 @@ def shared_dir(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------ what is there
 
 
-def test_modulefile_belongs_to_its_version(files_only: SampleRecipe, store: Store, shared_dir: Path) -> None:
+def test_modulefile_belongs_to_its_version(lab: Lab) -> None:
     before = os.umask(0o077)
     try:
-        done = put(files_only, store, shared_dir, version="1.2", module=True)
+        done = lab.put(version="1.2", module=True)
     finally:
         os.umask(before)
     assert done.module == f"ekiben/own/{version(done)}"
-    stem, folder = done.sif.stem, shared_dir / "modulefiles/ekiben/own"
+    stem, folder = done.sif.stem, lab.folder / "modulefiles/ekiben/own"
     assert {path.name for path in folder.iterdir()} == {".modulerc", version(done)}
     assert (folder / version(done)).readlink() == Path(f"../../../images/own/{stem}.module")
     commands = done.sif.with_suffix(".bin")
@@ -50,20 +51,18 @@ def test_modulefile_belongs_to_its_version(files_only: SampleRecipe, store: Stor
     assert stat.S_IMODE(done.sif.with_suffix(".module").stat().st_mode) == 0o444
 
 
-def test_modulefile_is_added_later_and_kept_for_new_versions(
-    files_only: SampleRecipe, store: Store, shared_dir: Path
-) -> None:
-    first = put(files_only, store, shared_dir)
+def test_modulefile_is_added_later_and_kept_for_new_versions(lab: Lab) -> None:
+    first = lab.put()
     assert first.module is None
-    assert not (shared_dir / "modulefiles").exists()
-    kept = {path: path.lstat().st_mtime_ns for path in shared_dir.rglob("*") if not path.is_dir()}
-    again = put(files_only, store, shared_dir, module=True)
+    assert not (lab.folder / "modulefiles").exists()
+    kept = {path: path.lstat().st_mtime_ns for path in lab.folder.rglob("*") if not path.is_dir()}
+    again = lab.put(module=True)
     assert (again.created, again.module) == (False, f"ekiben/own/{version(first)}")
     assert kept == {path: path.lstat().st_mtime_ns for path in kept}
-    kept = {path: path.lstat().st_mtime_ns for path in shared_dir.rglob("*") if not path.is_dir()}
-    put(files_only, store, shared_dir, module=True)
-    assert kept == {path: path.lstat().st_mtime_ns for path in shared_dir.rglob("*") if not path.is_dir()}
-    assert put_next(files_only, store, shared_dir).module  # else `module load` would stay behind `current`
+    kept = {path: path.lstat().st_mtime_ns for path in lab.folder.rglob("*") if not path.is_dir()}
+    lab.put(module=True)
+    assert kept == {path: path.lstat().st_mtime_ns for path in lab.folder.rglob("*") if not path.is_dir()}
+    assert lab.put_next().module  # else `module load` would stay behind `current`
 
 
 def test_an_end_at_any_rename_leaves_no_half_module(
@@ -101,13 +100,11 @@ def test_an_end_at_any_rename_leaves_no_half_module(
 
 
 @pytest.mark.parametrize("name", ["two words", "a:b", "a'b", "$HOME", "a;b", "a(b"])
-def test_paths_invalid_in_modulepath_are_refused(
-    name: str, tmp_path: Path, files_only: SampleRecipe, store: Store
-) -> None:
+def test_paths_invalid_in_modulepath_are_refused(lab: Lab, name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Lmod cannot read modulefiles there"):
-        put(files_only, store, tmp_path / name, module=True)
+        replace(lab, folder=tmp_path / name).put(module=True)
     assert not (tmp_path / name).exists()
-    put(files_only, store, tmp_path / name)  # the image itself may lie there
+    replace(lab, folder=tmp_path / name).put()  # the image itself may lie there
 
 
 def test_other_paths_are_accepted() -> None:
@@ -117,11 +114,9 @@ def test_other_paths_are_accepted() -> None:
 # ----------------------------------------------------------------------------------------------------------- which is loaded
 
 
-def test_modulefile_left_by_a_killed_prune_is_removed(
-    files_only: SampleRecipe, store: Store, shared_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = put(files_only, store, shared_dir, module=True)
-    put_next(files_only, store, shared_dir)
+def test_modulefile_left_by_a_killed_prune_is_removed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = lab.put(module=True)
+    lab.put_next()
     discard, count = SharedStore.discard, 0
 
     def end(shared: SharedStore, path: Path) -> None:
@@ -133,11 +128,11 @@ def test_modulefile_left_by_a_killed_prune_is_removed(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SharedStore, "discard", end)
-        prune(shared_dir, names=[first.sif.name])
-    assert (shared_dir / "modulefiles" / str(first.module)).exists()
-    unused(shared_dir, 1.5)
-    prune(shared_dir)
-    assert not os.path.lexists(shared_dir / "modulefiles" / str(first.module))
+        prune(lab.folder, names=[first.sif.name])
+    assert (lab.folder / "modulefiles" / str(first.module)).exists()
+    unused(lab.folder, 1.5)
+    prune(lab.folder)
+    assert not os.path.lexists(lab.folder / "modulefiles" / str(first.module))
     assert not list(first.sif.parent.glob(f"{first.sif.stem}*"))
 
 
@@ -170,13 +165,11 @@ def host_without_runtime(tmp_path: Path) -> Path:
     return folder
 
 
-def test_module_command_names_missing_requirements(
-    files_only: SampleRecipe, store: Store, shared_dir: Path, tmp_path: Path
-) -> None:
+def test_module_command_names_missing_requirements(lab: Lab, tmp_path: Path) -> None:
     """Tasks called like what it needs itself do not send it round in circles."""
     names = ("greet", "sh", "uname", "awk")
-    files_only.recipe(tasks={name: {"entrypoint": "greet.py", "help": "x"} for name in names})
-    done = put(files_only, store, shared_dir, module=True)
+    lab.recipe.recipe(tasks={name: {"entrypoint": "greet.py", "help": "x"} for name in names})
+    done = lab.put(module=True)
     commands, host = done.sif.with_suffix(".bin"), host_without_runtime(tmp_path)
 
     def failed(command: Path, path: str) -> str:
