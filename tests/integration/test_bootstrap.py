@@ -15,6 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from support.programs import write_program
+
 pytestmark = pytest.mark.covers("ekiben/bootstrap.sh", "requirements.lock")
 
 ROOT = Path(__file__).parents[2]
@@ -160,8 +162,7 @@ def test_a_package_with_other_bytes_is_refused(tmp_path: Path) -> None:
 def test_a_python_that_is_too_old_is_named(tmp_path: Path) -> None:
     checkout = make_checkout(tmp_path)
     old = tmp_path / "python3"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.18"\nexit 1\n')
-    old.chmod(0o755)
+    write_program(old, '#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.18"\nexit 1\n')
     refused = run(checkout, PYTHON=str(old))
     assert refused.returncode == 4
     assert f"PYTHON={old} is not Python 3.11 or newer (Python 3.9.18)" in refused.stderr
@@ -187,8 +188,7 @@ def test_singularityce_is_no_engine_without_root(real: Path, bare_path: Path) ->
     """Apptainer under its old name is one."""
     program = bare_path / "singularity"
     for version, refused in (("singularity-ce version 4.1.1", True), ("apptainer version 1.4.5", False)):
-        program.write_text(f"#!/bin/sh\necho {version}\n")
-        program.chmod(0o755)
+        write_program(program, f"#!/bin/sh\necho {version}\n")
         done = run(real, "--engine", as_nobody=True, PATH=str(bare_path))
         assert (done.returncode == 4) == refused, done.stderr
         assert ("SingularityCE is here, which builds as root only" in done.stderr) == refused
@@ -205,8 +205,7 @@ def test_an_outdated_environment_of_another_user_is_left_to_its_owner(real: Path
 def test_no_install_leaves_the_package_manager_alone(real: Path, bare_path: Path) -> None:
     called = bare_path / "called"
     for name in ("apt-get", "dnf", "sudo"):
-        (bare_path / name).write_text(f'#!/bin/sh\necho "$0 $*" >>{called}\n')
-        (bare_path / name).chmod(0o755)
+        write_program(bare_path / name, f'#!/bin/sh\necho "$0 $*" >>{called}\n')
     refused = run(real, "--engine", PATH=str(bare_path), EKIBEN_NO_INSTALL="1")
     assert refused.returncode == 4
     assert "EKIBEN_NO_INSTALL is set" in refused.stderr

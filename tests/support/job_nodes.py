@@ -13,6 +13,7 @@ from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.runs import _write
 from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
+from support.programs import write_program
 
 TASKS = {
     "prepare": TaskFile(entrypoint="a.py", help="", launch="cpu"),
@@ -80,6 +81,15 @@ class Node:
     def environment(self) -> dict[str, str]:
         pairs = (self.folder / "environment").read_bytes().decode(errors="surrogateescape").split("\0")[:-1]
         return dict(pair.split("=", 1) for pair in pairs)
+
+
+def make_node(folder: Path) -> Node:
+    for name, text in {"apptainer": RUNTIME, "srun": SRUN, "scontrol": SCONTROL}.items():
+        write_program(folder / "bin" / name, text)
+    (folder / "local").mkdir(mode=0o755)
+    (folder / "work").mkdir()
+    (folder / "mine.sif").write_bytes(b"an image")
+    return Node(folder, folder / "work", folder / "mine.sif")
 
 
 def assert_local_folder_is_unused(node: Node, folder: Path) -> None:

@@ -18,6 +18,7 @@ from ekiben.core.errors import UsageError
 from ekiben.run import schedulers
 from ekiben.run.launch import passes
 from ekiben.run.site import Scheduler as SiteScheduler
+from support.programs import write_program
 from support.sample_recipe import RunCli
 
 EXECUTOR = """\
@@ -36,6 +37,7 @@ def run_argv(gpu): return ["tester", "run"]
 SCHEDULER = """\
 from ekiben.run.schedulers import Limits
 from ekiben.run.schedulers import JobScriptHooks
+from support.programs import write_program
 TITLE, PREFERENCE, PREFIX, VARIABLES, LOCAL_FOLDER, GPU_OPTION = "Tester", 99, "#TEST ", ("TESTER_", "TESTID"), "TESTER_TMP", None
 HOOKS = JobScriptHooks(job='"$TESTID"', index='"0"', nodes="hostname", requeue="false", start_remote="false")
 def unavailable(): return "it is a test"
@@ -214,10 +216,7 @@ def test_run_accepts_the_runtimes_of_the_folder(run_cli: RunCli, tmp_path: Path)
         "--runtime: no runtime 'podmen'. Did you mean 'podman'?"
         in run_cli("run", "hello", "--runtime", "podmen", code=2).stderr
     )
-    program = tmp_path / "bin" / "podman"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path / "bin" / "podman", "#!/bin/sh\n")
     shown = run_cli(
         "run",
         "hello",

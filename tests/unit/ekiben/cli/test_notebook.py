@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.programs import write_program
 from support.sample_recipe import RunCli
 
 
@@ -14,10 +15,8 @@ from support.sample_recipe import RunCli
 def tools(tmp_path: Path) -> dict[str, str]:
     """An environment in which just these programs are there."""
     folder = tmp_path / "bin"
-    folder.mkdir()
     for name in ("docker", "apptainer"):
-        (folder / name).write_text("#!/bin/sh\nexit 1\n")
-        (folder / name).chmod(0o755)
+        write_program(folder / name, "#!/bin/sh\nexit 1\n")
     return {"PATH": str(folder), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
 
 

@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 
 from support.cli_audit import audit
+from support.programs import write_program
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
 
@@ -80,10 +81,7 @@ def test_recipe_of_a_configured_folder(run_cli: RunCli, sample: SampleRecipe, tm
 
 def test_engines_and_runtimes_are_named_with_the_reason(run_cli: RunCli, tmp_path: Path) -> None:
     for name in ("docker", "apptainer"):
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text("#!/bin/sh\n")
-        program.chmod(0o755)
+        write_program(tmp_path / "bin" / name, "#!/bin/sh\n")
     env = {"PATH": str(tmp_path / "bin")}
     lines = decisions(run_cli("-v", "run", "hello", "hello", "--dry-run", env=env).stderr)
     assert lines["runtime"] == f"{tmp_path}/bin/docker (hello.sif is not here)"

@@ -12,6 +12,7 @@ import pytest
 from ekiben.packages import apt as debootstrap
 from ekiben.packages.apt import apt_sources, preferences, snapshot_sources
 from ekiben.packages.host_config import PackageSources, write_host_files
+from support.programs import write_program
 
 MOMENT = "20260102T030405Z"
 
@@ -80,14 +81,12 @@ def test_mmdebstraps_mirror_is_used_without_apt_sources(
     programs.mkdir()
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin" if apt != "none" else str(programs))
     if apt != "none":
-        (programs / "apt-get").write_text("#!/bin/sh\necho Packages http://archive noble main http://archive/\n")
-        (programs / "apt-get").chmod(0o755)
+        write_program(programs / "apt-get", "#!/bin/sh\necho Packages http://archive noble main http://archive/\n")
     else:
         assert apt_sources("bookworm", None) == ""
     lines = [f"deb [signed-by=/keys] http://a/debian {suite} main" for suite in ("bookworm", "bookworm-updates")]
     echoes = "".join(f"echo '{line}' >&2\n" for line in lines)
-    (programs / "mmdebstrap").write_text(f"#!/bin/sh\n{echoes}echo 'E: command failed' >&2\nexit 25\n")
-    (programs / "mmdebstrap").chmod(0o755)
+    write_program(programs / "mmdebstrap", f"#!/bin/sh\n{echoes}echo 'E: command failed' >&2\nexit 25\n")
     assert apt_sources("bookworm", None) == "".join(f"{line}\n" for line in lines)
 
 

@@ -15,6 +15,7 @@ from ekiben.resolve.graph import ResolvedRecipe, stages_of
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.definition import parent_argument
 from ekiben.spec.recipe import find_recipe
+from support.programs import write_program
 from support.sample_recipe import RunCli
 
 HUGGINGFACE = ["base", "python", "pytorch", "huggingface"]
@@ -179,9 +180,7 @@ def test_commands_take_layers(run_cli: RunCli, tmp_path: Path) -> None:
 
 def test_run_takes_the_image_of_the_layers(run_cli: RunCli, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "apptainer").write_text("#!/bin/sh\nexit 1\n")
-    (tools / "apptainer").chmod(0o755)
+    write_program(tools / "apptainer", "#!/bin/sh\nexit 1\n")
     env = {"PATH": str(tools)}
     argv = ("run", "finetune", "--layer", "deepspeed", "--stack", "cu124", "--cpu", "--dry-run", "train")
     message = run_cli(*argv, env=env, code=4).stderr

@@ -20,7 +20,8 @@ from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.runs import _write, cancel, find_runs, request_again
 from ekiben.run.jobs.script import environment_text, script
 from ekiben.spec.recipe import find_recipe
-from support.job_nodes import RECIPE, RUNTIME, SCONTROL, SRUN, Node, assert_local_folder_is_unused
+from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_node
+from support.programs import write_program
 from support.sample_recipe import RunCli
 
 HOSTILE = "one\n#SBATCH --time=1\n#$ -l h_rt=1\n$(touch pwned) `touch pwned` 'a' \"b\" \\ ; touch pwned\n"
@@ -28,18 +29,9 @@ HOSTILE = "one\n#SBATCH --time=1\n#$ -l h_rt=1\n$(touch pwned) `touch pwned` 'a'
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    for name, text in {"apptainer": RUNTIME, "srun": SRUN, "scontrol": SCONTROL}.items():
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-    (tmp_path / "local").mkdir(mode=0o755)
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    sif = tmp_path / "mine.sif"
-    sif.write_bytes(b"an image")
-    return Node(tmp_path, work, sif)
+    node = make_node(tmp_path)
+    monkeypatch.chdir(node.work)
+    return node
 
 
 def test_a_task_gets_the_grace_period_of_its_job(node: Node) -> None:
@@ -297,10 +289,8 @@ def test_a_job_that_saves_goes_back_into_the_queue(node: Node, output: tuple[str
 
 def test_a_job_of_several_hosts_goes_back_with_the_account_on_the_command_line(node: Node) -> None:
     requeueing(node, "date >result")
-    (node.folder / "bin/qsub").write_text('#!/bin/bash\nprintf "%s|" "$@" >"$NOTES/qsub"\necho 8\n')
-    (node.folder / "bin/qsub").chmod(0o755)
-    (node.folder / "bin/qrsh").write_text("#!/bin/bash\nexit 75\n")
-    (node.folder / "bin/qrsh").chmod(0o755)
+    write_program(node.folder / "bin/qsub", '#!/bin/bash\nprintf "%s|" "$@" >"$NOTES/qsub"\necho 8\n')
+    write_program(node.folder / "bin/qrsh", "#!/bin/bash\nexit 75\n")
     (node.folder / "hosts").write_text("h1 1\nh2 1\n")
     job = replace(node.plan("train"), scheduler="sge", command_args=("-g lab",))
     node.run(node.write(job), code=75, JOB_ID="7", PE_HOSTFILE=str(node.folder / "hosts"))
@@ -339,8 +329,7 @@ def test_variables_stay_while_another_job_of_an_array_has_not_ended(node: Node) 
 
 def test_variables_are_removed_by_cancel(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     for program in ("squeue", "scancel", "sacct"):
-        (node.folder / "bin" / program).write_text("#!/bin/bash\n")
-        (node.folder / "bin" / program).chmod(0o755)
+        write_program(node.folder / "bin" / program, "#!/bin/bash\n")
     monkeypatch.setenv("PATH", f"{node.folder}/bin:{os.environ['PATH']}")
     job = node.write(node.plan("train"))
     (run,) = find_runs([str(job.folder)], node.work)

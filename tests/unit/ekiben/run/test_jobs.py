@@ -28,6 +28,7 @@ from ekiben.run.schedulers import Job, clock, load, names, seconds_of, slurm
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import TaskFile, find_recipe
 from support.job_plans import RECIPE, made, run_of_three_steps, scripts
+from support.programs import write_program
 from support.sample_recipe import RunCli
 
 # Options that the real scheduler's tests have tried; of one without a row, whatever its module writes.
@@ -349,9 +350,7 @@ def test_submit_refuses_invalid_options(
 
 
 def test_pbs_is_not_the_qsub_of_grid_engine(run_cli: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/qsub").write_text("#!/bin/sh\ntouch submitted\n")
-    (tmp_path / "bin/qsub").chmod(0o755)
+    write_program(tmp_path / "bin/qsub", "#!/bin/sh\ntouch submitted\n")
     (tmp_path / "mine.sif").write_bytes(b"an image")
     argv = ("submit", "lora-opencalm", "train", "--scheduler", "pbs", "--sif", "mine.sif")
     stderr = run_cli(*argv, code=4, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
@@ -379,8 +378,7 @@ def test_scheduler_that_does_not_answer_is_not_waited_for(
 ) -> None:
     """Its controller is down, and its programs go on trying."""
     for name in programs:
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/asked\nexec sleep 30\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/sh\necho {name} >> {tmp_path}/asked\nexec sleep 30\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(schedulers, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(load(scheduler), "LIST_SECONDS", 0.5)
@@ -403,8 +401,7 @@ def test_program_that_gives_up_late_is_not_asked_again(tmp_path: Path, monkeypat
     """Its controller's address refuses connections, and sinfo tries for 9 s."""
     for name in ("sbatch", "sinfo"):
         script = f"#!/bin/sh\necho {name} >> {tmp_path}/asked\nsleep 0.3\necho refused >&2\nexit 1\n"
-        (tmp_path / name).write_text(script)
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, script)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(schedulers, "_GAVE_UP_SECONDS", 0.1)
     monkeypatch.setattr(schedulers, "_silent", {})
@@ -414,10 +411,8 @@ def test_program_that_gives_up_late_is_not_asked_again(tmp_path: Path, monkeypat
 
 
 def test_submit_names_a_scheduler_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
     for name in ("sbatch", "sinfo"):
-        (tmp_path / "bin" / name).write_text("#!/bin/sh\nexec sleep 300\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+        write_program(tmp_path / "bin" / name, "#!/bin/sh\nexec sleep 300\n")
     (tmp_path / "mine.sif").write_bytes(b"an image")
     argv = ("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--force", "--sif", "mine.sif")
     monkeypatch.chdir(tmp_path)

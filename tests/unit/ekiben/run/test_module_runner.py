@@ -11,6 +11,7 @@ import pytest
 
 from ekiben.run.launch import COMPILED_CODE
 from ekiben.run.modulefile import command_files
+from support.programs import write_program
 
 Call = Callable[..., tuple[list[str], dict[str, str]]]
 
@@ -21,11 +22,9 @@ def call(tmp_path: Path) -> Call:
     for name in ("bin", "mine-1.bin", "local", "here"):
         (tmp_path / name).mkdir()
     (tmp_path / "mine-1.sif").touch()
-    (tmp_path / "bin/apptainer").write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\necho --- && env\n')
-    (tmp_path / "bin/apptainer").chmod(0o755)
+    write_program(tmp_path / "bin/apptainer", '#!/bin/sh\nfor word in "$@"; do echo "$word"; done\necho --- && env\n')
     for name, text in command_files("mine", "mine-1", ["greet"]).items():
-        (tmp_path / "mine-1.bin" / name).write_text(text)
-        (tmp_path / "mine-1.bin" / name).chmod(0o755)
+        write_program(tmp_path / "mine-1.bin" / name, text)
 
     def run(*args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
         settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "local"), **environment}

@@ -14,6 +14,7 @@ from ekiben.builder.verify import verify_image, verify_sif
 from ekiben.core.errors import StoreError, UsageError, VerifyError
 from ekiben.formats.sif import read_sif
 from ekiben.store import Image, Store, check_sif
+from support.programs import write_program
 from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, seeded
 
 
@@ -149,9 +150,7 @@ def test_run_refuses_a_sif_that_is_not_there(run_cli: RunCli, what: str) -> None
 def test_run_refuses_a_sif_where_the_runtime_takes_none(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "x.sif").touch()
     tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "docker").write_text("#!/bin/sh\nexit 1\n")
-    (tools / "docker").chmod(0o755)
+    write_program(tools / "docker", "#!/bin/sh\nexit 1\n")
     argv = ("run", "hello", "hello", "--dry-run", "--cpu", "--runtime", "docker", "--sif", "x.sif")
     stderr = run_cli(*argv, code=2, env={"PATH": f"{tools}:{os.environ['PATH']}"}).stderr
     assert "--sif: docker runs no SIF" in stderr
