@@ -13,25 +13,14 @@ from pathlib import Path
 
 from chaos.lab import Case, Lab, digest
 from ekiben.core.errors import EkibenError
+from support.hostile import NO_RECORDS, VALUES, flip
 
-# What no command rewrites: an error that names the file is enough.
-FIXED = ("version", "oci-layout", "CACHEDIR.TAG")
-HOSTILE = (b"", b"\xff\xfe\0", b"{", b"[1]", b"{}", b"null", b"[" * 100_000, b'{"a":' * 5000,
+HOSTILE = (*NO_RECORDS, b"{}", b'{"a":' * 5000,
            b'{"digest": "sha256:../../../../victim", "name": "../../victim", "file": "../../victim", "cache_key": "../x", "size": 7}')  # fmt: skip
 
 
-def flip(path: Path, dice: random.Random) -> None:
-    """Flip one bit, as a disk does: the times of the file stay."""
-    status, mode = path.stat(), path.stat().st_mode
-    path.chmod(0o600)
-    with path.open("r+b") as stream:
-        position = dice.randrange(status.st_size)
-        stream.seek(position)
-        (byte,) = stream.read(1)
-        stream.seek(position)
-        stream.write(bytes([byte ^ 1 << dice.randrange(8)]))
-    path.chmod(mode)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+def flip_any(path: Path, dice: random.Random) -> None:
+    flip(path, dice.randrange(path.stat().st_size), dice.randrange(8))
 
 
 def files_of(folder: Path, *patterns: str) -> list[Path]:
@@ -58,7 +47,7 @@ def flip_store(lab: Lab) -> list[str]:
         path = dice.choice(
             [case.out, *created_by(case, "blobs/sha256/*", "keys/*", "refs/*", "last/*", "checks/*", "index.json")]
         )
-        flip(path, dice)
+        flip_any(path, dice)
         if path != case.out:
             if dice.random() < 0.5:  # the SIF is there, and no layer is read
                 case.run(case.build(version))
@@ -82,7 +71,7 @@ def flip_shared(lab: Lab) -> list[str]:
         path = dice.choice(
             files_of(images, "*.sif", "*.json", "*.sha256") + files_of(case.shared / "store", "keys/*", "last/*")
         )
-        flip(path, dice)
+        flip_any(path, dice)
         reader = case.folder / "reader"
         argv = case.build(0)
         argv[1] = str(case.lab.copy(lab.store, f"{reader.relative_to(lab.folder)}/store"))
@@ -132,22 +121,7 @@ def _hostile(data: bytes, dice: random.Random) -> bytes:
     if dice.random() < 0.4 or not record:
         return dice.choice(HOSTILE)
     name = dice.choice(sorted(record))
-    value: object = dice.choice(
-        (
-            None,
-            -1,
-            10**400,
-            "",
-            "../../../victim",
-            "sha256:../../../victim",
-            [],
-            {},
-            [None],
-            [[[]]],
-            "x" * 10_000,
-            "a\0b",
-        )
-    )
+    value: object = dice.choice((*VALUES, "../../../victim", "sha256:../../../victim", [[[]]]))
     return json.dumps({**record, name: value, "of a later version": {"a": 1}}).encode()
 
 

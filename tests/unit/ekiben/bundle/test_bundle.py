@@ -23,6 +23,7 @@ from ekiben.resolve.graph import stages_of
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import StageOutput, Store, StoredResult
+from support.hostile import NO_RECORDS
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 from support.tars import plain_tar
 
@@ -303,12 +304,9 @@ def test_an_index_with_a_wrong_field_is_refused_by_name(
         opened(path, store)
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b"\xff", b'{"format": NaN}'])
+@pytest.mark.parametrize("data", NO_RECORDS)
 def test_an_index_that_is_not_json_is_refused(tmp_path: Path, store: Store, data: bytes) -> None:
-    with tarfile.open(tmp_path / "x.bundle", "w") as tar:
-        info = tarfile.TarInfo("bundle.json")
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
+    (tmp_path / "x.bundle").write_bytes(plain_tar({"bundle.json": data}))
     with pytest.raises(StoreError, match=r"an incomplete bundle|is no bundle"):
         opened(tmp_path / "x.bundle", store)
 

@@ -26,6 +26,7 @@ from ekiben.publish.prune import prune, published
 from ekiben.publish.publish import publish
 from ekiben.store import Store, StoredLayer, known_sif
 from ekiben.store.shared import SharedStore, open_shared
+from support.hostile import damage, flip
 from support.published import Lab, unused
 from support.sample_recipe import RunCli, SampleRecipe, image_of, quiet, seeded
 
@@ -62,15 +63,6 @@ def test_shared_folder_layout_is_as_documented(lab: Lab) -> None:
     assert record.previous is None
     documented = (_records.__doc__ or "").split("The record, one JSON object:")[1]
     assert [name for name in record.data if not re.search(rf"\b{name}\b", documented)] == []
-
-
-def flip(path: Path, at: int) -> None:
-    """Change one bit and restore the modification time."""
-    before, data = path.stat(), bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.chmod(0o644)
-    path.write_bytes(data)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @pytest.mark.parametrize("of_another", [False, True])
@@ -189,10 +181,7 @@ def test_a_published_layer_that_is_damaged_is_not_copied(lab: Lab) -> None:
     """The next version copies what the folder has; where that has other bytes, from the publisher's store."""
     first = lab.put()
     part = open_shared(lab.folder).partition(lab.image().layers[0])
-    first.sif.chmod(0o644)
-    with first.sif.open("r+b") as stream:
-        stream.seek(part.offset + part.size // 2)
-        stream.write(b"other bytes")
+    damage(first.sif, b"other bytes", part.offset + part.size // 2)
     second = lab.put_next()
     assert second.bytes_copied == sum(layer.size for layer in second.record.layers)
     assert hashlib.sha256(second.sif.read_bytes()).hexdigest() == second.record.sha256
@@ -269,8 +258,7 @@ def test_concurrent_publisher_keeps_its_layers(lab: Lab, monkeypatch: pytest.Mon
 def test_a_damaged_layer_is_not_published(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     image = image_of(files_only, store)
     path = store.blob_path(image.layers[1].digest)
-    path.chmod(0o644)
-    path.write_bytes(bytes(image.layers[1].size))
+    damage(path, bytes(image.layers[1].size))
     with pytest.raises(StoreError, match=r"blob sha256:\w+ is damaged"):
         publish(image, store, tmp_path / "lab", quiet(), check=False)
     assert published(tmp_path / "lab") == {}

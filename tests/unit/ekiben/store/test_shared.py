@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import re
 import stat
@@ -14,26 +13,15 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.exporters.sif import make_sif
-from ekiben.builder.build import Options, build, plan
+from ekiben.builder.build import plan
 from ekiben.core.errors import CorruptBlob, StoreError
 from ekiben.core.folder import Folder
-from ekiben.core.progress import Progress
 from ekiben.formats.partition import read_partition
-from ekiben.resolve.graph import ResolvedRecipe
-from ekiben.resolve.resolve import resolve
-from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, prune, reachable
 from ekiben.store.shared import Policy, SharedStore, open_shared
 from support.cli_audit import ROOT
-from support.sample_recipe import RunCli, SampleRecipe, seed, seeded
-
-
-def chain_of(sample: SampleRecipe) -> ResolvedRecipe:
-    return resolve(find_recipe(str(sample.path)))
-
-
-def make(sample: SampleRecipe, store: Store) -> Image:
-    return build(chain_of(sample), store, Options(), Progress(io.StringIO(), quiet=True))
+from support.hostile import damage
+from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, seed, seeded
 
 
 def copy_layers(store: Store, shared: SharedStore, image: Image) -> None:
@@ -55,7 +43,7 @@ def shared(tmp_path: Path) -> SharedStore:
 def filled(files_only: SampleRecipe, tmp_path: Path, shared: SharedStore) -> SharedStore:
     """A shared store with every layer of the recipe."""
     store = seeded(files_only, tmp_path / "other", "ground")
-    copy_layers(store, shared, make(files_only, store))
+    copy_layers(store, shared, image_of(files_only, store))
     return shared
 
 
@@ -73,7 +61,7 @@ def test_layers_of_the_upstream_store_are_not_built(
     mine = Store(tmp_path / "mine", open_shared(filled.shared_dir))
     assert [action.reason for action in plan(chain_of(files_only), mine)] == ["stored"] * 3
     assert not (tmp_path / "mine").exists()
-    image = make(files_only, mine)
+    image = image_of(files_only, mine)
     blobs = {path.name for path in (tmp_path / "mine/blobs/sha256").iterdir()}
     assert not blobs & {layer.digest[7:] for layer in image.layers}  # config and manifest only
     assert all(mine.partition(layer).path.is_relative_to(filled.shared_dir) for layer in image.layers)
@@ -86,7 +74,7 @@ def test_own_blobs_come_first_and_upstream_is_never_written(
     before = {path: path.stat().st_mtime_ns for path in filled.shared_dir.rglob("*")}
     mine = Store(tmp_path / "mine", open_shared(filled.shared_dir))
     seed(mine, chain_of(files_only).layers[0])
-    image = make(files_only, mine)
+    image = image_of(files_only, mine)
     assert mine.partition(image.layers[0]).path.is_relative_to(tmp_path / "mine")
     assert mine.partition(image.layers[1]).path.is_relative_to(filled.shared_dir)
     prune(mine, untag=["own"])
@@ -97,17 +85,14 @@ def test_a_damaged_upstream_blob_is_rebuilt_in_the_own_store(
     files_only: SampleRecipe, tmp_path: Path, filled: SharedStore
 ) -> None:
     mine = Store(tmp_path / "mine", open_shared(filled.shared_dir))
-    roof = make(files_only, mine).layers[1]
+    roof = image_of(files_only, mine).layers[1]
     part = filled.partition(roof)
-    part.path.chmod(0o644)
-    with part.path.open("r+b") as stream:
-        stream.seek(part.offset)
-        stream.write(bytes(roof.size))
+    damage(part.path, bytes(roof.size), part.offset)
     with pytest.raises(CorruptBlob):
         mine.check_blob(roof.digest, again=True)
     mine.drop_blob(roof.digest)
     assert part.path.exists()
-    assert make(files_only, mine).layers[1].digest == roof.digest
+    assert image_of(files_only, mine).layers[1].digest == roof.digest
     mine.check_blob(roof.digest, again=True)
     assert mine.partition(roof).path.is_relative_to(tmp_path / "mine")
 
@@ -117,7 +102,7 @@ def test_a_truncated_blob_is_not_found(
     files_only: SampleRecipe, tmp_path: Path, filled: SharedStore, where: str
 ) -> None:
     mine = Store(tmp_path / "mine", open_shared(filled.shared_dir))
-    roof = make(files_only, mine).layers[1]
+    roof = image_of(files_only, mine).layers[1]
     part = filled.partition(roof)
     data = b"".join(read_partition(part))
     if where == "shared":
@@ -126,7 +111,7 @@ def test_a_truncated_blob_is_not_found(
     else:
         mine.blobs.path(roof.digest).write_bytes(data[:100])
     assert mine.layer(roof.cache_key) is None
-    image = make(files_only, mine)
+    image = image_of(files_only, mine)
     assert b"".join(read_partition(mine.partition(image.layers[1]))) == data
 
 
@@ -135,7 +120,7 @@ def test_layer_file_copies_a_partition_once_and_checks_it(
 ) -> None:
     """For what mounts no part of a file: copied here, once, and compared."""
     mine = Store(tmp_path / "mine", open_shared(filled.shared_dir))
-    ground, roof, _ = make(files_only, mine).layers
+    ground, roof, _ = image_of(files_only, mine).layers
     path = mine.layer_file(roof)
     assert path == mine.blobs.path(roof.digest)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == roof.digest[7:]
@@ -143,10 +128,7 @@ def test_layer_file_copies_a_partition_once_and_checks_it(
     assert mine.layer_file(roof) == path
     assert path.stat().st_ino == before.st_ino
     part = filled.partition(ground)
-    part.path.chmod(0o644)
-    with part.path.open("r+b") as stream:
-        stream.seek(part.offset + 100)
-        stream.write(b"other")
+    damage(part.path, b"other", part.offset + 100)
     with pytest.raises(StoreError, match=r"should be sha256:.*, is sha256:"):
         mine.layer_file(ground)
     assert not mine.blobs.path(ground.digest).exists()
@@ -172,7 +154,7 @@ def test_published_files_inherit_group_and_mode_under_any_umask(
     try:
         shared = SharedStore(shared_dir)
         shared.open_for_writing()
-        copy_layers(store, shared, make(files_only, store))
+        copy_layers(store, shared, image_of(files_only, store))
     finally:
         os.umask(before)
     assert modes(shared_dir / "store") | modes(shared_dir / "images") == {

@@ -14,6 +14,7 @@ from ekiben.builder.verify import verify_image, verify_sif
 from ekiben.core.errors import StoreError, UsageError, VerifyError
 from ekiben.formats.sif import read_sif
 from ekiben.store import Image, Store, check_sif
+from support.hostile import flip
 from support.programs import write_program
 from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, seeded
 
@@ -21,16 +22,6 @@ from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, seed
 @pytest.fixture
 def image(files_only: SampleRecipe, store: Store) -> Image:
     return image_of(files_only, store)
-
-
-def flip(path: Path, at: int) -> None:
-    """Change one bit behind the back of whoever looks at the modification time."""
-    before = path.stat()
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    with path.open("r+b") as file:
-        file.write(data)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @pytest.mark.parametrize("squash", [False, True])
