@@ -43,7 +43,6 @@ from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune as prune_published
 from ekiben.registry.auth import find_credentials
-from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 from ekiben.resolve.resolve import resolve
 from ekiben.run.jobs.runs import find_runs, request_again
@@ -58,7 +57,7 @@ from ekiben.store import Store, prune
 from ekiben.store.shared import open_shared
 from fuzz import world as samples
 from fuzz.world import World
-from support.registries import Answer
+from support.registries import Answer, at
 from support.sample_recipe import GROUND, STACK, WALLS, quiet
 from support.tars import plain_tar
 
@@ -381,11 +380,8 @@ def bundle_record(world: World) -> Case:
     path, store = world.path("x.bundle"), Store(world.folder / "bundle-cache/store")
 
     def read(data: bytes) -> object:
-        files = {
-            "compiled/stage-9.json": data,
-            f"compiled/{digest_of(b'wheel')[7:]}": b"wheel",
-            "sources/repositories.json": data,
-        }
+        files = {"compiled/stage-9.json": data, "sources/repositories.json": data}
+        files[f"compiled/{digest_of(b'wheel')[7:]}"] = b"wheel"
         world.put(path, plain_tar({"bundle.json": json.dumps(index_of(files)).encode(), **files}))
         with open_bundle(path, store, quiet()) as unpacked:
             with suppress(EkibenError):
@@ -448,11 +444,8 @@ def sif_of(world: World, layer: bytes) -> bytes:
 
     blob, out = world.path("made/layer"), world.path("made/x.sif")
     blob.write_bytes(layer)
-    write_sif(
-        out,
-        [Partition(blob, 0, len(layer), digest_of(layer))],
-        SifHeader(sif_id([digest_of(layer)], "x"), "x", "amd64", 1),
-    )
+    header = SifHeader(sif_id([digest_of(layer)], "x"), "x", "amd64", 1)
+    write_sif(out, [Partition(blob, 0, len(layer), digest_of(layer))], header)
     return out.read_bytes()
 
 
@@ -537,60 +530,32 @@ def manifest_of(config: bytes, *layers: bytes) -> bytes:
 def registry_manifest(world: World) -> Case:
     """Manifest or index of an image, as a pull and a base out of a registry read it."""
     layer = samples.layer_tar()
-    index = {
-        "schemaVersion": 2,
-        "manifests": [
-            {
-                "mediaType": MANIFEST,
-                "digest": digest_of(b"x"),
-                "size": 1,
-                "platform": {"os": "linux", "architecture": "amd64"},
-            }
-        ],
-    }
-    host, answers = world.registry
+    child = {"mediaType": MANIFEST, "digest": digest_of(b"x"), "size": 1}
+    index = {"schemaVersion": 2, "manifests": [{**child, "platform": {"os": "linux", "architecture": "amd64"}}]}
 
     def read(data: bytes) -> object:
-        answers.clear()
-        answers.update(
-            {
-                "/manifests/": Answer(body=data),
-                digest_of(CONFIG): Answer(body=CONFIG),
-                digest_of(layer): Answer(body=layer),
-            }
-        )
-        registry = Registry(Reference(host, "lab/x", tag="1"))
+        host = world.answer({"/manifests/": data, digest_of(CONFIG): CONFIG, digest_of(layer): layer})
+        registry = at(host, tag="1")
         registry.config(registry.manifest("linux/amd64"))
         return None
 
-    return Case([manifest_of(CONFIG, layer), json.dumps(index).encode()], read, host)
+    return Case([manifest_of(CONFIG, layer), json.dumps(index).encode()], read, world.registry[0])
 
 
 def registry_config(world: World) -> Case:
-    host, answers = world.registry
-
     def read(data: bytes) -> object:
-        answers.clear()
-        answers.update({"/manifests/": Answer(body=manifest_of(data, b"x")), digest_of(data): Answer(body=data)})
-        registry = Registry(Reference(host, "lab/x", tag="1"))
+        registry = at(world.answer({"/manifests/": manifest_of(data, b"x"), digest_of(data): data}), tag="1")
         return registry.config(registry.manifest("linux/amd64"))
 
-    return Case([CONFIG], read, host)
+    return Case([CONFIG], read, world.registry[0])
 
 
 def answer_image(world: World, layer: bytes) -> str:
     """Let the registry have an image of this one layer, and return its reference."""
-    host, answers = world.registry
     config = CONFIG.replace(digest_of(b"tar").encode(), digest_of(samples.layer_tar()).encode())
-    answers.clear()
-    answers.update(
-        {
-            "/manifests/": Answer(body=manifest_of(config, layer)),
-            digest_of(config): Answer(body=config),
-            digest_of(layer): Answer(body=layer),
-        }
-    )
-    return f"http://{host}/lab/x@{digest_of(manifest_of(config, layer))}"
+    manifest = manifest_of(config, layer)
+    host = world.answer({"/manifests/": manifest, digest_of(config): config, digest_of(layer): layer})
+    return f"http://{host}/lab/x@{digest_of(manifest)}"
 
 
 def registry_base(world: World) -> Case:
@@ -626,8 +591,7 @@ def registry_layer(world: World) -> Case:
     """The record of a layer in a registry of layers."""
     from ekiben.store.remote import LayerCache
 
-    host, answers = world.registry
-    layer = world.image.layers[-1]
+    layer, head = world.image.layers[-1], {"Docker-Content-Digest": digest_of(b"")}
     blob = world.store.partition(layer)
     content = blob.path.read_bytes()[blob.offset : blob.offset + blob.size]
     record = json.dumps({"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "tar_size": layer.tar_size, "digest": layer.digest,
@@ -636,18 +600,11 @@ def registry_layer(world: World) -> Case:
     into.open_for_writing()
 
     def read(data: bytes) -> object:
-        answers.clear()
-        head = {"Docker-Content-Digest": digest_of(b"")}
-        answers.update(
-            {
-                "/manifests/": Answer(body=manifest_of(data, content), headers=head),
-                digest_of(data): Answer(body=data),
-                layer.digest: Answer(body=content),
-            }
-        )
+        known = {digest_of(data): data, layer.digest: content}
+        host = world.answer({"/manifests/": Answer(body=manifest_of(data, content), headers=head), **known})
         result = LayerCache(f"http://{host}/lab/layers", quiet()).fetch(layer.cache_key, into)
         assert result is None or (result.digest, result.size) == (layer.digest, layer.size)
-        answers["/manifests/"] = Answer(body=data, headers=head)
+        world.answer({"/manifests/": Answer(body=data, headers=head), **known})
         LayerCache(f"http://{host}/lab/layers", quiet()).fetch(layer.cache_key, into)
         return None
 
@@ -656,35 +613,32 @@ def registry_layer(world: World) -> Case:
 
 def registry_referrers(world: World) -> Case:
     """The list of what was attached to an image, and an attached artifact."""
-    host, answers = world.registry
-    index = {
-        "schemaVersion": 2,
-        "manifests": [
-            {"mediaType": MANIFEST, "digest": digest_of(b"x"), "size": 1, "artifactType": "t", "annotations": {}}
-        ],
-    }
+    child = {"mediaType": MANIFEST, "digest": digest_of(b"x"), "size": 1, "artifactType": "t", "annotations": {}}
+    index = {"schemaVersion": 2, "manifests": [child]}
+    kind = {"Content-Type": "application/vnd.oci.image.index.v1+json"}
 
     def read(data: bytes) -> object:
-        answers.clear()
-        answers.update({"/referrers/": Answer(body=data, headers={"Content-Type": "application/vnd.oci.image.index.v1+json"}),
-                        "/manifests/": Answer(body=data), "/blobs/": Answer(body=data)})  # fmt: skip
-        registry = Registry(Reference(host, "lab/x", tag="1"))
+        answers: dict[str, Answer | bytes] = {
+            "/referrers/": Answer(body=data, headers=kind),
+            "/manifests/": data,
+            "/blobs/": data,
+        }
+        registry = at(world.answer(answers), tag="1")
         with suppress(EkibenError):
             registry.attached("1")
         return registry.referrers(digest_of(b"y"))
 
-    return Case([json.dumps(index).encode(), manifest_of(b"{}", b"x")], read, host)
+    return Case([json.dumps(index).encode(), manifest_of(b"{}", b"x")], read, world.registry[0])
 
 
 def registry_token(world: World) -> Case:
     """What a login answers."""
-    host, answers = world.registry
+    host, _ = world.registry
+    challenge = {"WWW-Authenticate": f'Bearer realm="http://{host}/token",service="x"'}
 
     def read(data: bytes) -> object:
-        challenge = {"WWW-Authenticate": f'Bearer realm="http://{host}/token",service="x"'}
-        answers.clear()
-        answers.update({"/token": Answer(body=data), "/manifests/": Answer(401, headers=challenge)})
-        return Registry(Reference(host, "lab/x", tag="1")).fetch_manifest()
+        world.answer({"/token": data, "/manifests/": Answer(401, headers=challenge)})
+        return at(host, tag="1").fetch_manifest()
 
     return Case([b'{"token": "abc", "expires_in": 300}', b'{"access_token": "abc"}'], read, host)
 
@@ -703,13 +657,8 @@ def registry_login(world: World) -> Case:
 
 
 def signed_claim(world: World) -> Case:
-    claim = {
-        "critical": {
-            "identity": {"docker-reference": "a/b:1"},
-            "image": {"docker-manifest-digest": digest_of(b"x")},
-            "type": "atomic container signature",
-        }
-    }
+    names = {"identity": {"docker-reference": "a/b:1"}, "image": {"docker-manifest-digest": digest_of(b"x")}}
+    claim = {"critical": {**names, "type": "atomic container signature"}}
     return Case([json.dumps(claim).encode()], _claim)
 
 
@@ -725,25 +674,13 @@ def job_record(world: World) -> Case:
         "request": {"nodes": 1, "gpus": None, "env": ["A"], "binds": ["/data"], "seeds": [], "options": [], "max_resubmits": 20, "stage": False},
         "steps": [{"name": "1-greet", "argv": ["greet", "a"], "nodes": 1, "gpus": 0, "processes": 1, "resource_args": [], "seeds": ["1", "2"]}],
     }  # fmt: skip
-    files = (
-        "1-greet.job",
-        "1-greet.exit",
-        "1-greet.times",
-        "1-greet.array",
-        "1-greet.1.job",
-        "1-greet.1.exit",
-        "1-greet.1.times",
-    )
+    endings = ("job", "exit", "times", "array", "1.job", "1.exit", "1.times")
 
     def read(data: bytes) -> object:
-        if data[:1] not in (b"{", b"["):
-            world.put(folder / "run.json", json.dumps(record).encode())
-            for name in files:
-                world.put(folder / name, data)
-        else:
-            world.put(folder / "run.json", data)
-            for name in files:
-                world.put(folder / name, b"7\n")
+        is_record = data[:1] in (b"{", b"[")
+        world.put(folder / "run.json", data if is_record else json.dumps(record).encode())
+        for ending in endings:
+            world.put(folder / f"1-greet.{ending}", b"7\n" if is_record else data)
         result = []
         for run in find_runs([], folder.parent):
             result.append([(run.exit_code(job), run.times(job), id) for job, id in run.ids.items()])
@@ -784,10 +721,8 @@ def pbs_answer(world: World) -> Case:
     }
 
     def read(data: bytes) -> object:
-        return [
-            (record["job_state"], int(record.get("Exit_status", 0)), pbs._detail(record))
-            for record in pbs._records(data.decode("utf-8", "replace")).values()
-        ]
+        records = pbs._records(data.decode("utf-8", "replace")).values()
+        return [(one["job_state"], int(one.get("Exit_status", 0)), pbs._detail(one)) for one in records]
 
     return Case([json.dumps({"pbs_version": "20", "Jobs": jobs}).encode(), b""], read, "qstat")
 
@@ -799,10 +734,8 @@ def oar_answer(world: World) -> Case:
            "assigned_network_address": ["n1", "n1"], "exit_code": None, "events": [{"type": "WALLTIME", "description": ""}]}  # fmt: skip
 
     def read(data: bytes) -> object:
-        return [
-            (oar._key(record), oar._nodes(record), oar._started(record))
-            for record in oar._records(data.decode("utf-8", "replace"))
-        ]
+        records = oar._records(data.decode("utf-8", "replace"))
+        return [(oar._key(record), oar._nodes(record), oar._started(record)) for record in records]
 
     return Case([json.dumps({"7": job, "8": {**job, "exit_code": "256"}}).encode()], read, "oarstat")
 
@@ -817,90 +750,61 @@ CASES: dict[str, Make] = {
 }  # fmt: skip
 
 _OURS = "reads what Ekiben itself has just written, or a program of this machine"
-# file:function → its case, or in a sentence why none is needed.
-READERS: dict[str, str] = {
-    "api.py:metadata": "packages",
-    "builder/_stage.py:_read_measured": "compiled_record",
-    "builder/layer.py:_files_tar": _OURS,
-    "builder/wheels.py:read_record": "compiled_record",
-    "bundle/_index.py:parse": "bundle_index",
-    "bundle/read.py:_unpack": "bundle",
-    "bundle/read.py:import_compiled": "bundle_record",
-    "bundle/write.py:_write": _OURS,
-    "cli/commands/sbom.py:command": _OURS,
-    "core/checked.py:parse_json": "version_record",
-    "core/files.py:read_source": "definition",
-    "core/files.py:read_yaml": "recipe",
-    "core/settings.py:read_settings": "config",
-    "doctor/consult.py:known_stacks": "stack",
-    "executors/buildah.py:unavailable": _OURS,
-    "executors/podman.py:load": _OURS,
-    "executors/podman.py:unavailable": _OURS,
-    "formats/changeset.py:_tar_members": "changes",
-    "formats/changeset.py:unordered_entries": "registry_base",
-    "formats/foreign_tar.py:_entries": "registry_base",
-    "formats/foreign_tar.py:_write_out": "registry_base",
-    "formats/sif.py:_descriptor": "sif",
-    "formats/sif.py:_difference_between": "sif",
-    "formats/sif.py:_fixed_fields": "sif",
-    "formats/sif.py:read_sif": "sif",
-    "formats/sif.py:signed_descriptor": "sif",
-    "formats/sif.py:signed_header": "sif",
-    "formats/squashfs/reader.py:__init__": "squashfs",
-    "formats/squashfs/reader.py:_block": "squashfs",
-    "formats/squashfs/reader.py:_directory_inode": "squashfs",
-    "formats/squashfs/reader.py:_file_inode": "squashfs",
-    "formats/squashfs/reader.py:_inode": "squashfs",
-    "formats/squashfs/reader.py:_listing": "squashfs",
-    "formats/squashfs/reader.py:_table": "squashfs",
-    "formats/squashfs/reader.py:_xattr_pairs": "squashfs",
-    "formats/squashfs/reader.py:_xattr_sets": "squashfs",
-    "formats/squashfs/reader.py:_xattr_value": "squashfs",
-    "formats/tar.py:tar_entries": "registry_image",
-    "gpu/device_code.py:_entries": "libraries",
-    "gpu/device_code.py:_fatbin_sections": "libraries",
-    "gpu/device_code.py:_fatbins": "libraries",
-    "inspect/_records.py:parse": "packages",
-    "inspect/_records.py:published_layers": "version_record",
-    "inspect/_records.py:stored_image": "stored_blobs",
-    "inspect/sbom.py:_image_info": "packages",
-    "inspect/sbom.py:_installed_from": "packages",
-    "packages/git.py:mount_kept": "bundle_record",
-    "packages/lock.py:open_stack": "stack",
-    "packages/outdated.py:_read_records": "advisories",
-    "packages/outdated.py:find_advisories": "advisory",
-    "packages/outdated.py:find_newer": _OURS,
-    "packages/outdated.py:read_locks": "locks",
-    "project/lock.py:find_local_recipe": "recipe",
-    "project/lock.py:read_requirements": "requirements",
-    "publish/_records.py:read_record": "version_record",
-    "publish/catalog/runs.py:_read": "run_record",
-    "publish/catalog/runs.py:image_metadata": "catalog",
-    "publish/catalog/write.py:_is_replaceable": "catalog_replaced",
-    "publish/publish.py:_is_intact": "compares an SBOM with its digest, and reads nothing of it",
-    "registry/auth.py:_ask_helper": "registry_login",
-    "registry/auth.py:_parsed": "registry_login",
-    "registry/client.py:_media_type": "registry_manifest",
-    "registry/manifest.py:parse": "registry_manifest",
-    "registry/manifest.py:parse_index": "registry_referrers",
-    "registry/session.py:_token": "registry_token",
-    "resolve/resolve.py:check_arguments": "project",
-    "run/jobs/runs.py:_open_run": "job_record",
-    "run/schedulers/oar.py:_records": "oar_answer",
-    "run/schedulers/pbs.py:_records": "pbs_answer",
-    "run/site.py:find_site": "site",
-    "signing/registry.py:_claim": "signed_claim",
-    "signing/sif.py:_check_group": "sif",
-    "signing/sif.py:_refuse_changes": "sif",
-    "spec/definition.py:read_definition": "definition",
-    "spec/recipe.py:find_recipe": "recipe",
-    "spec/recipe.py:parse": "packages",
-    "spec/stack.py:apt_lock": "locks",
-    "spec/stack.py:find_stack": "stack",
-    "spec/stack.py:stacks": "stack",
-    "spec/sums.py:check_recipe_locks": "project",
-    "spec/sums.py:check_sums": "locks",
-    "store/_records.py:_read": "store_records",
-    "store/gc.py:reachable": "stored_blobs",
-    "store/remote.py:_fetch": "registry_layer",
+# A case → the functions whose bytes it has, file by file; or in a sentence why these need none.
+_READERS = {
+    "packages": """
+        api.py:metadata inspect/_records.py:parse inspect/sbom.py:_image_info,_installed_from spec/recipe.py:parse
+    """,
+    "compiled_record": "builder/_stage.py:_read_measured builder/wheels.py:read_record",
+    _OURS: """
+        builder/layer.py:_files_tar bundle/write.py:_write cli/commands/sbom.py:command
+        executors/buildah.py:unavailable executors/podman.py:load,unavailable packages/outdated.py:find_newer
+    """,
+    "bundle_index": "bundle/_index.py:parse",
+    "bundle": "bundle/read.py:_unpack",
+    "bundle_record": "bundle/read.py:import_compiled packages/git.py:mount_kept",
+    "version_record": "core/checked.py:parse_json inspect/_records.py:published_layers publish/_records.py:read_record",
+    "definition": "core/files.py:read_source spec/definition.py:read_definition",
+    "recipe": "core/files.py:read_yaml project/lock.py:find_local_recipe spec/recipe.py:find_recipe",
+    "config": "core/settings.py:read_settings",
+    "stack": "doctor/consult.py:known_stacks packages/lock.py:open_stack spec/stack.py:find_stack,stacks",
+    "changes": "formats/changeset.py:_tar_members",
+    "registry_base": "formats/changeset.py:unordered_entries formats/foreign_tar.py:_entries,_write_out",
+    "sif": """
+        formats/sif.py:_descriptor,_difference_between,_fixed_fields,read_sif,signed_descriptor,signed_header
+        signing/sif.py:_check_group,_refuse_changes
+    """,
+    "squashfs": """
+        formats/squashfs/reader.py:__init__,_block,_directory_inode,_file_inode,_inode,_listing,_table
+        formats/squashfs/reader.py:_xattr_pairs,_xattr_sets,_xattr_value
+    """,
+    "registry_image": "formats/tar.py:tar_entries",
+    "libraries": "gpu/device_code.py:_entries,_fatbin_sections,_fatbins",
+    "stored_blobs": "inspect/_records.py:stored_image store/gc.py:reachable",
+    "advisories": "packages/outdated.py:_read_records",
+    "advisory": "packages/outdated.py:find_advisories",
+    "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
+    "requirements": "project/lock.py:read_requirements",
+    "run_record": "publish/catalog/runs.py:_read",
+    "catalog": "publish/catalog/runs.py:image_metadata",
+    "catalog_replaced": "publish/catalog/write.py:_is_replaceable",
+    "compares an SBOM with its digest, and reads nothing of it": "publish/publish.py:_is_intact",
+    "registry_login": "registry/auth.py:_ask_helper,_parsed",
+    "registry_manifest": "registry/client.py:_media_type registry/manifest.py:parse",
+    "registry_referrers": "registry/manifest.py:parse_index",
+    "registry_token": "registry/session.py:_token",
+    "project": "resolve/resolve.py:check_arguments spec/sums.py:check_recipe_locks",
+    "job_record": "run/jobs/runs.py:_open_run",
+    "oar_answer": "run/schedulers/oar.py:_records",
+    "pbs_answer": "run/schedulers/pbs.py:_records",
+    "site": "run/site.py:find_site",
+    "signed_claim": "signing/registry.py:_claim",
+    "store_records": "store/_records.py:_read",
+    "registry_layer": "store/remote.py:_fetch",
+}
+READERS = {
+    f"{file}:{function}": case
+    for case, files in _READERS.items()
+    for file, _, functions in (entry.partition(":") for entry in files.split())
+    for function in functions.split(",")
 }
