@@ -30,7 +30,7 @@ from ekiben.publish._records import read_records
 from ekiben.publish.publish import publish
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore
-from support.sample_recipe import GROUND, RECIPE, SampleRecipe, image_of, quiet, seeded
+from support.sample_recipe import AS_SIF, GROUND, RECIPE, SampleRecipe, image_of, quiet, seeded
 
 ROOF = "Bootstrap: localimage\nFrom: ground.sif\n\n%files\n    files/data.bin /opt/data\n"
 VERSIONS = 6
@@ -177,29 +177,11 @@ class Case:
 
     def build(self, version: int) -> list[str]:
         """The arguments that build a version and export it."""
-        return [
-            "--store",
-            str(self.store),
-            "image",
-            str(self.lab.recipes[version].path),
-            "--format",
-            "sif",
-            "--no-verify",
-            "-o",
-            str(self.out),
-        ]
+        return ["--store", str(self.store), "image", str(self.lab.recipes[version].path), *AS_SIF, "-o", str(self.out)]
 
     def publish(self, version: int, *more: str) -> list[str]:
-        return [
-            "--store",
-            str(self.store),
-            "publish",
-            str(self.lab.recipes[version].path),
-            "--to",
-            str(self.shared),
-            "--no-verify",
-            *more,
-        ]
+        recipe = str(self.lab.recipes[version].path)
+        return ["--store", str(self.store), "publish", recipe, "--to", str(self.shared), "--no-verify", *more]
 
     def start(self, argv: Sequence[str], before: Callable[[], None] = lambda: None) -> Running:
         """Start a command in a fork; ``before`` runs in it first."""

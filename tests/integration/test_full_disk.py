@@ -12,7 +12,7 @@ import pytest
 
 from ekiben.core.paths import PROJECT_ROOT
 from support.registries import real_registry
-from support.sample_recipe import Done, RunCli, SampleRecipe, becomes_empty, seeded
+from support.sample_recipe import AS_SIF, Done, RunCli, SampleRecipe, becomes_empty, seeded
 from support.small_disk import mount_tmpfs
 
 pytestmark = pytest.mark.covers("ekiben/core", "ekiben/store", "ekiben/publish")
@@ -74,31 +74,11 @@ def test_build_without_inodes(disk: Path, run: RunCli, files_only: SampleRecipe,
     seeded(files_only, tmp_path / "seed", "ground")
     subprocess.run(["cp", "-a", tmp_path / "seed", disk / "store"], check=True)
     blobs = {path.name for path in (disk / "store/blobs/sha256").iterdir()}
-    argv = (
-        "--store",
-        disk / "store",
-        "image",
-        files_only.path,
-        "--format",
-        "sif",
-        "--no-verify",
-        "-o",
-        disk / "own.sif",
-    )
+    argv = ("--store", disk / "store", "image", files_only.path, *AS_SIF, "-o", disk / "own.sif")
     try_with_few_inodes(disk, run, *argv)
     assert blobs <= {path.name for path in (disk / "store/blobs/sha256").iterdir()}
     assert becomes_empty(disk / "store/staging")
-    run(
-        "--store",
-        tmp_path / "seed",
-        "image",
-        files_only.path,
-        "--format",
-        "sif",
-        "--no-verify",
-        "-o",
-        tmp_path / "own.sif",
-    )
+    run("--store", tmp_path / "seed", "image", files_only.path, *AS_SIF, "-o", tmp_path / "own.sif")
     assert (disk / "own.sif").read_bytes() == (tmp_path / "own.sif").read_bytes()
     assert {path.name for path in disk.iterdir()} == {"store", "own.sif"}
 
@@ -141,7 +121,7 @@ def test_verify_on_a_full_disk(disk: Path, run: RunCli, files_only: SampleRecipe
     """It reads only: what it cannot note is read again."""
     seeded(files_only, tmp_path / "seed", "ground")
     subprocess.run(["cp", "-a", tmp_path / "seed", disk / "store"], check=True)
-    run("--store", disk / "store", "image", files_only.path, "--format", "sif", "--no-verify", "-o", disk / "own.sif")
+    run("--store", disk / "store", "image", files_only.path, *AS_SIF, "-o", disk / "own.sif")
     for options in (f"nr_inodes={used(disk)}", "nr_inodes=1000"):
         remount(disk, options)
         if options == "nr_inodes=1000":

@@ -36,6 +36,7 @@ RECIPE: dict[str, Any] = {
     "name": "own", "description": "a recipe outside the repository", "stack": "tiny", "layer": "roof",
     "tasks": {"greet": {"entrypoint": "greet.py", "config": "configs/greet.yaml", "help": "say hello"}}, "test": "greet\n",
 }  # fmt: skip
+AS_SIF = ("--format", "sif", "--no-verify")
 GROUND = (
     "Bootstrap: debootstrap\nOSVersion: bookworm\nInclude: b a\nMirrorURL: {{ mirror }}\n\n%arguments\n    mirror=\n"
 )

@@ -27,7 +27,7 @@ from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, LayerHandle, Store, prune
 from support.compiled import compiled
-from support.sample_recipe import SampleRecipe, becomes_empty, chain_of, seed, seeded
+from support.sample_recipe import AS_SIF, SampleRecipe, becomes_empty, chain_of, seed, seeded
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -224,19 +224,8 @@ def test_build_killed_at_any_moment_is_resumed(files_only: SampleRecipe, tmp_pat
 def test_two_builds_at_once_store_one_copy(files_only: SampleRecipe, tmp_path: Path) -> None:
     files_only.write("files/tree/big.bin", "x" * 5_000_000)
     store = seeded(files_only, tmp_path / "store", "ground")
-    argv = [
-        sys.executable,
-        str(ROOT / "build.py"),
-        "--store",
-        str(store.root),
-        "image",
-        str(files_only.path),
-        "--format",
-        "sif",
-        "--no-verify",
-        "--json",
-    ]
-    running = [subprocess.Popen([*argv, "-o", str(tmp_path / f"{name}.sif")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    argv = [sys.executable, ROOT / "build.py", "--store", store.root, "image", files_only.path, *AS_SIF, "--json"]
+    running = [subprocess.Popen([*argv, "-o", tmp_path / f"{name}.sif"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                for name in ("one", "two")]  # fmt: skip
     outputs = [process.communicate() for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
@@ -264,17 +253,7 @@ def test_ctrl_c_in_a_build_ends_with_130_and_leaves_the_store_usable(files_only:
     store = seeded(files_only, tmp_path / "store", "ground")
     with files_only.write("files/tree/large", "").open("wb") as large:
         large.truncate(600 << 20)
-    argv = [
-        sys.executable,
-        str(ROOT / "build.py"),
-        "--store",
-        str(store.root),
-        "image",
-        str(files_only.path),
-        "--format",
-        "sif",
-        "--no-verify",
-    ]
+    argv = [sys.executable, ROOT / "build.py", "--store", store.root, "image", files_only.path, *AS_SIF]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         assert any(line.startswith("layer roof") for line in process.stderr)

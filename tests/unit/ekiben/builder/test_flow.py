@@ -22,7 +22,7 @@ from ekiben.resolve import resolve as resolving
 from ekiben.resolve.graph import Layer, stages_of
 from ekiben.store import StageOutput, Store, StoredLayer, StoredResult
 from support.compiled import compiled
-from support.sample_recipe import SampleRecipe, chain_of, quiet, seed, seeded
+from support.sample_recipe import AS_SIF, SampleRecipe, chain_of, quiet, seed, seeded
 
 
 @pytest.fixture
@@ -58,18 +58,7 @@ def keep(store: Store, sample: SampleRecipe) -> StoredResult:
 
 
 def image(sample: SampleRecipe, store: Store, out: Path) -> None:
-    argv = [
-        "--store",
-        str(store.root),
-        "image",
-        str(sample.path),
-        "--format",
-        "sif",
-        "--no-verify",
-        "--json",
-        "-o",
-        str(out),
-    ]
+    argv = ["--store", str(store.root), "image", str(sample.path), *AS_SIF, "--json", "-o", str(out)]
     root.main(argv, standalone_mode=False)
 
 

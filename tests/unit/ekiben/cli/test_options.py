@@ -120,9 +120,7 @@ def test_help_shows_the_new_name_only(command: str, former: str, new: str, capsy
 
 
 @pytest.mark.parametrize("name", TO_FILE)
-def test_output_that_is_a_folder_or_pipe_is_refused(
-    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str
-) -> None:
+def test_output_to_folder_or_pipe_fails(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     argv = output_arguments(files_only)[name]
@@ -132,9 +130,7 @@ def test_output_that_is_a_folder_or_pipe_is_refused(
 
 
 @pytest.mark.parametrize("name", TO_FOLDER)
-def test_output_folder_that_is_a_file_is_refused(
-    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str
-) -> None:
+def test_output_folder_is_no_file(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("mine")
     message = run_cli(*output_arguments(files_only)[name], "-o", "file", code=2).stderr
     assert "-o file: is a file, and a folder is needed" in message
@@ -277,20 +273,10 @@ def test_scripts_of_a_dry_run_as_json(run_cli: RunCli) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["plan"],
-        ["init"],
-        ["run"],
-        ["doctor"],
-        ["verify"],
-        ["inspect"],
-        ["status"],
-        ["lock"],
-        ["image"],
-        ["bundle"],
+        *([name] for name in ("plan", "init", "run", "doctor", "verify", "inspect", "status", "lock")),
+        *([name] for name in ("image", "bundle", "notebook", "shell")),
         ["render", "--to", "def"],
         ["publish", "--to", "shared"],
-        ["notebook"],
-        ["shell"],
     ],
     ids=" ".join,
 )

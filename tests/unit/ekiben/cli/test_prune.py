@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.sample_recipe import RunCli, SampleRecipe, seeded
+from support.sample_recipe import AS_SIF, RunCli, SampleRecipe, seeded
 
 
 def test_prune_refuses_a_folder_that_is_no_store(run_cli: RunCli, tmp_path: Path) -> None:
@@ -24,17 +24,7 @@ def test_prune_names_the_damaged_record_and_an_image_heals_it(
     run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path
 ) -> None:
     store = seeded(files_only, tmp_path / "store", "ground")
-    image = (
-        "--store",
-        store.root,
-        "image",
-        files_only.path,
-        "--format",
-        "sif",
-        "--no-verify",
-        "-o",
-        tmp_path / "own.sif",
-    )
+    image = ("--store", store.root, "image", files_only.path, *AS_SIF, "-o", tmp_path / "own.sif")
     run_cli(*image)
     record = store.root / "refs/own.json"
     blobs = sorted(path.name for path in (store.root / "blobs/sha256").iterdir())
