@@ -128,9 +128,7 @@ def test_fp16_trains(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads((tmp_path / "run.json").read_text())["device"]["dtype"] == "float16"
 
 
-def test_out_of_memory_continues_with_smaller_micro_batches(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_out_of_memory_shrinks_micro_batches(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The limit is set between what the whole step and half of it need."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

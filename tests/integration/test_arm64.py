@@ -19,9 +19,7 @@ from workspaces import ME, Cli, RecipeFolder, Workspace
 pytestmark = pytest.mark.covers("ekiben/builder", "ekiben/resolve", "ekiben/artifacts", "images/base.def")
 
 
-def test_image_for_arm64_is_built_tested_and_run_under_emulation(
-    workspace: Workspace, cli: Cli, recipe_folder: RecipeFolder
-) -> None:
+def test_arm64_image_is_built_and_run_emulated(workspace: Workspace, cli: Cli, recipe_folder: RecipeFolder) -> None:
     if problem := emulation_problem("arm64"):
         pytest.skip(f"{problem[0]} (tests/services.sh install emulation)")
     bare = "Bootstrap: debootstrap\nOSVersion: bookworm\n\n%post\n    uname -m >/machine\n"

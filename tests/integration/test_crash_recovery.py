@@ -153,7 +153,7 @@ def test_interrupted_build_is_resumed(
     assert (out / "own.sif").read_bytes() != sif
 
 
-def test_a_terminated_build_leaves_nothing_running(
+def test_terminated_build_leaves_no_process(
     workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore
 ) -> None:
     """SIGTERM to us alone, as kill, timeout and batch systems send it."""

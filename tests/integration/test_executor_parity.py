@@ -128,9 +128,7 @@ def nasty(recipe_folder: RecipeFolder) -> Path:
 
 
 @pytest.mark.guard
-def test_every_engine_builds_the_same_layers(
-    engine: Engine, nasty: Path, workspace: Workspace, new_store: NewStore
-) -> None:
+def test_engines_build_the_same_layers(engine: Engine, nasty: Path, workspace: Workspace, new_store: NewStore) -> None:
     store = new_store(engine.user, "base")
     cli = Cli(workspace, engine.user)
     cwd = workspace.folder("out", engine.user)

@@ -69,9 +69,7 @@ def test_expired_or_revoked_key_does_not_sign(ring: Keyring) -> None:
     assert find_key(ring.make(ALICE)).user == ALICE  # those that cannot sign are none to choose from
 
 
-def test_unwritable_keyring_is_an_error(
-    alice: Key, ring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_keyring_fails(alice: Key, ring: Keyring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signed, file = sign(TEXT, alice, clear=True)[0], ring.export(ALICE, tmp_path / "alice.asc")
     monkeypatch.delenv("GNUPGHOME")
     monkeypatch.setenv("HOME", "/proc/nobody")

@@ -131,7 +131,7 @@ def test_damaged_blob_is_detected_and_rebuilt(
         assert cmp(out / "first", out / "second", shallow=False)
 
 
-def test_verify_finds_a_damaged_blob(
+def test_verify_names_a_bad_blob(
     cli: Cli, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore
 ) -> None:
     store, out = new_store(ME, "base"), workspace.folder("out")
@@ -142,7 +142,7 @@ def test_verify_finds_a_damaged_blob(
     assert "is damaged" in cli.run("--store", store, "verify", recipe_folder.path, cwd=out, code=6).stderr
 
 
-def test_concurrent_builds_of_one_recipe(
+def test_parallel_builds_of_one(
     cli: Cli, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore
 ) -> None:
     store = new_store(ME, "base")
@@ -161,9 +161,7 @@ def test_concurrent_builds_of_one_recipe(
     assert {path.name for path in (store / "blobs/sha256").iterdir()} == wanted
 
 
-def test_concurrent_builds_of_two_recipes_with_packages(
-    engine: Engine, workspace: Workspace, new_store: NewStore
-) -> None:
+def test_concurrent_builds_of_recipes_with_packages(engine: Engine, workspace: Workspace, new_store: NewStore) -> None:
     """They share the cache of downloaded packages."""
     cli, store = Cli(workspace, engine.user), new_store(engine.user, "base")
     meet = "touch /run/ekiben/cache/{0}; until [ -e /run/ekiben/cache/{1} ]; do sleep 0.05; done"
@@ -202,9 +200,7 @@ def with_lock(recipe_folder: RecipeFolder, new_store: NewStore) -> tuple[RecipeF
     return recipe_folder, new_store(ME, "base", "python")
 
 
-def test_unreachable_package_index_is_an_error(
-    with_lock: tuple[RecipeFolder, Path], cli: Cli, workspace: Workspace
-) -> None:
+def test_unreachable_package_index_fails(with_lock: tuple[RecipeFolder, Path], cli: Cli, workspace: Workspace) -> None:
     recipe, store = with_lock
     began = time.monotonic()
     settings = {"UV_DEFAULT_INDEX": f"{NOWHERE}/simple", "UV_CACHE_DIR": None}
@@ -215,9 +211,7 @@ def test_unreachable_package_index_is_an_error(
     assert time.monotonic() - began < 60
 
 
-def test_package_with_another_hash_is_refused(
-    with_lock: tuple[RecipeFolder, Path], cli: Cli, workspace: Workspace
-) -> None:
+def test_package_with_wrong_hash_fails(with_lock: tuple[RecipeFolder, Path], cli: Cli, workspace: Workspace) -> None:
     recipe, store = with_lock
     lock = recipe.path / "images/own.lock"
     argv = ("--store", store, "image", recipe.path, "--engine", "apptainer", "--format", "sif", "--no-verify")
@@ -299,9 +293,7 @@ def test_missing_fuse(cli: Cli, workspace: Workspace, recipe_folder: RecipeFolde
     assert "engine buildah: apptainer: /dev/fuse cannot be opened" in done.stderr
 
 
-def test_missing_user_namespaces(
-    cli: Cli, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore
-) -> None:
+def test_no_user_namespaces(cli: Cli, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore) -> None:
     """The limit holds in a user namespace made for it, and below."""
     forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
     prefix = [*AS_USER, "unshare", "--user", "--map-current-user", "--keep-caps", "sh", "-c", forbid, "sh",

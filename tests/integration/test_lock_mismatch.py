@@ -104,7 +104,7 @@ def test_lock_mismatch_is_reported_recorded_and_refused_when_locked(
     assert "ekiben-tool 1.0 → 2.0" in again.stderr
 
 
-def test_locked_version_is_installed_where_the_mirror_has_it(
+def test_locked_version_of_the_mirror_is_installed(
     cli: Cli, new_store: NewStore, archive: Archive, recipe: Path
 ) -> None:
     archive.offer("1.0", "2.0")

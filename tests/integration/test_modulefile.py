@@ -118,9 +118,7 @@ def test_pruned_version_has_no_module(lab: Lab, modules: ModuleSystem) -> None:
     assert list((lab.folder / "trash").iterdir()) == []
 
 
-def test_module_of_a_version_linked_during_prune_is_kept(
-    lab: Lab, modules: ModuleSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_linked_during_prune_is_kept(lab: Lab, modules: ModuleSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     first = lab.put(module=True)
     lab.put_next()
     discard = SharedStore.discard

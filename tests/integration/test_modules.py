@@ -125,9 +125,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_module_runs_with_the_environment_of_run(
-    case: str, lab: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_has_the_environment_of_run(case: str, lab: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same environment, folders and words as under `build.py run`, in sh."""
     argv, extra = CASES[case]
     top = here.parent

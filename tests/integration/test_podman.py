@@ -75,9 +75,7 @@ def test_image_is_loaded_tested_and_run(someone: Cli, new_store: NewStore, works
     assert asked(someone, "images", "--quiet", "--filter", "reference=localhost/layers") == []
 
 
-def test_a_task_writes_as_this_user_and_gpus_come_by_cdi(
-    someone: Cli, new_store: NewStore, workspace: Workspace
-) -> None:
+def test_task_writes_as_this_user_and_gpus_come_by_cdi(someone: Cli, new_store: NewStore, workspace: Workspace) -> None:
     store, here = new_store(someone.user, "base", "python", "hello"), workspace.folder("here", someone.user)
     someone.image(store, "hello", "--format", "podman", "--no-verify", cwd=here)
     spec = Path("/etc/cdi/ekiben-test.yaml")
@@ -138,7 +136,7 @@ def test_terminated_build_leaves_no_container(
     assert containers(someone) == []
 
 
-def test_layer_images_are_removed(
+def test_layers_are_removed(
     someone: Cli, recipe_folder: RecipeFolder, new_store: NewStore, workspace: Workspace
 ) -> None:
     recipe_folder.layer("small", "base", "touch /opt/small")

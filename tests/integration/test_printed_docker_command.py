@@ -51,9 +51,7 @@ def test_a_task_s_file_stays_and_is_the_caller_s(printed: str, user: str, worksp
     assert (made.owner(), made.stat().st_gid) == (user, pwd.getpwnam(user).pw_gid)
 
 
-def test_a_service_of_compose_writes_as_its_user(
-    printed: str, recipe_folder: RecipeFolder, workspace: Workspace
-) -> None:
+def test_service_of_compose_writes_as_its_user(printed: str, recipe_folder: RecipeFolder, workspace: Workspace) -> None:
     need("docker-compose")
     folder = workspace.folder("composed", ME)
     render = [sys.executable, ROOT / "build.py", "render", recipe_folder.path, "--to", "compose"]

@@ -137,7 +137,7 @@ def test_pull_prints_command_that_runs_a_task(
         assert f"run     singularity exec --nv {tmp_path / format} greet\n" in out
 
 
-def test_pull_resumes_and_concurrent_pulls_are_independent(
+def test_pull_resumes_beside_concurrent_pulls(
     files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
 ) -> None:
     done = send(image_of(files_only, store), store, f"{host}/lab/again:1", "sif")
@@ -167,9 +167,7 @@ def test_a_damaged_layer_is_not_sent(files_only: SampleRecipe, store: Store, hos
             Registry(Reference.parse(f"{host}/lab/damaged-{format}:1")).fetch_manifest()
 
 
-def test_moved_tag_is_updated_and_digest_stays(
-    files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
-) -> None:
+def test_moved_tag_updates_and_digest_stays(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     first = send(image_of(files_only, store), store, f"{host}/lab/moves:1", "sif")
     before = tmp_path / "before.sif"
     pull(Reference.parse(f"{host}/lab/moves:1"), store, before, quiet())
@@ -182,9 +180,7 @@ def test_moved_tag_is_updated_and_digest_stays(
     assert f"the tag 1 has moved to {second.ref.partition('@')[2]}; taking {digest} as asked" in log.getvalue()
 
 
-def test_invalid_pushes_and_pulls_are_refused(
-    files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
-) -> None:
+def test_invalid_pushes_and_pulls_fail(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     image = image_of(files_only, store)
     with pytest.raises(UsageError, match="give a tag instead"):
         send(image, store, f"{host}/lab/x@sha256:{'0' * 64}")
@@ -196,9 +192,7 @@ def test_invalid_pushes_and_pulls_are_refused(
     assert not (tmp_path / "x.sif").exists()
 
 
-def test_missing_layers_come_from_the_upstream_registry(
-    files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
-) -> None:
+def test_missing_layers_come_from_upstream(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     """What it has is fetched, not built: an empty store needs no engine and no mmdebstrap."""
     image = image_of(files_only, store)
     done = send(image, store, f"{host}/lab/layers", "layers")
@@ -283,9 +277,7 @@ def test_pulled_layer_needs_no_build_stage(files_only: SampleRecipe, store: Stor
     assert planned() == [("ground", True), ("roof", True), ("own", False)]
 
 
-def test_failing_registry_is_reported_and_skipped(
-    files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
-) -> None:
+def test_failing_registry_is_skipped(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     log = io.StringIO()
     cache = LayerCache("127.0.0.1:9/lab/layers", Progress(log))
     assert [cache.fetch("k", store), cache.fetch("l", store)] == [None, None]
@@ -293,9 +285,7 @@ def test_failing_registry_is_reported_and_skipped(
     assert build(chain_of(files_only), store, Options(registry="127.0.0.1:9/lab/layers"), Progress(log)).name == "own"
 
 
-def test_layer_with_another_layers_key_is_refused(
-    files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
-) -> None:
+def test_layer_with_a_foreign_key_is_refused(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     image = image_of(files_only, store)
     send(image, store, f"{host}/lab/wrong", "layers")
     client = Registry(Reference.parse(f"{host}/lab/wrong"))
@@ -309,9 +299,7 @@ def test_layer_with_another_layers_key_is_refused(
     assert "is another layer than its tag says" in log.getvalue()
 
 
-def test_push_and_pull_by_command(
-    run_cli: RunCli, files_only: SampleRecipe, store: Store, host: str, tmp_path: Path
-) -> None:
+def test_push_and_pull(run_cli: RunCli, files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
     image_of(files_only, store)
     argv = ("--store", store.root, "push", files_only.path)
     assert f"docker pull {host}/lab/cli:1" in run_cli(*argv, f"{host}/lab/cli:1").stdout
@@ -325,7 +313,7 @@ def test_push_and_pull_by_command(
 
 
 @pytest.mark.parametrize("blobs", [3, [], {"sha256:x": 3}, {"sha256:x": [1]}, None])
-def test_damaged_upload_record_is_ignored(
+def test_bad_upload_is_ignored(
     files_only: SampleRecipe, store: Store, host: str, tmp_path: Path, blobs: object
 ) -> None:
     image = image_of(files_only, store)

@@ -77,9 +77,7 @@ def test_open_reads_the_image_metadata(sif: Path, hello: Path) -> None:
         assert image.metadata.layers == {name: planned[name] for name in ("base", "python")}
 
 
-def test_open_takes_the_name_of_a_recipe_whose_file_is_here(
-    sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_takes_the_name_of_a_local_recipe(sif: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StoreError, match=r"hello\.sif is not here"):
         ekiben.open("hello")

@@ -52,9 +52,7 @@ def test_docker_pulls_and_runs_the_pushed_image(cli: Cli, hello: Path, plain: st
     subprocess.run(["apptainer", "exec", out / "own.sif", "hello"], check=True, capture_output=True)
 
 
-def test_pulled_sif_equals_the_built_one(
-    user_cli: Cli, cli: Cli, hello: Path, plain: str, workspace: Workspace
-) -> None:
+def test_pulled_sif_equals_built_one(user_cli: Cli, cli: Cli, hello: Path, plain: str, workspace: Workspace) -> None:
     cli.run("--store", hello, "push", "hello", f"{plain}/lab/hello:2")
     out = workspace.folder("out", BUILDER)
     user_cli.run("--store", out / "store", "pull", f"{plain}/lab/hello:2", "-o", out / "x.sif", cwd=out)

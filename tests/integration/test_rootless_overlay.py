@@ -31,9 +31,7 @@ su nobody -s /bin/sh -c 'cat /opt/first' >seen
 GONE = [f"opt/{name}/file" for name in ("renamed", "edited", "linked", "again", "twice")]
 
 
-def test_ordinary_user_gets_the_layers_of_root(
-    recipe_folder: RecipeFolder, workspace: Workspace, new_store: NewStore
-) -> None:
+def test_user_gets_the_layers_of_root(recipe_folder: RecipeFolder, workspace: Workspace, new_store: NewStore) -> None:
     recipe_folder.layer("lower", "base", LOWER)
     recipe_folder.layer("changed", "lower", CHANGES)
     recipe_folder.top("changed")

@@ -214,9 +214,7 @@ def test_image_unreadable_to_doctor_runs(looker: Looker, workspace: Workspace, c
 
 
 @pytest.mark.parametrize(("user", "runtime"), [(USER, "apptainer"), (ME, "docker")])
-def test_live_run_uses_the_scripts_of_this_folder_and_names_it(
-    user: str, runtime: str, looker: Looker, workspace: Workspace
-) -> None:
+def test_live_run_uses_and_names_this_folder(user: str, runtime: str, looker: Looker, workspace: Workspace) -> None:
     here = workspace.folder("live", user)
     edited = shutil.copytree(looker.recipe, here / "look", ignore=shutil.ignore_patterns("*.sif"))
     (edited / "entrypoints/look.py").write_text(LOOK.replace("json.dumps({", 'json.dumps({"edited": True, '))

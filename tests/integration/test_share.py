@@ -70,9 +70,7 @@ def test_colleague_runs_the_published_image_without_a_build(
     shutil.rmtree(mine)
 
 
-def test_colleague_builds_on_published_layers(
-    user_cli: Cli, cli: Cli, workspace: Workspace, hello: Path, lab: Path
-) -> None:
+def test_user_builds_on_published_layers(user_cli: Cli, cli: Cli, workspace: Workspace, hello: Path, lab: Path) -> None:
     """A layer of one's own on layers that lie in the other store."""
     publish(cli, hello, lab)
     recipe = workspace.folder("recipe", USER) / "own"
@@ -104,9 +102,7 @@ def test_colleague_builds_on_published_layers(
     shutil.rmtree(mine)
 
 
-def test_missing_permission_is_an_error_with_a_hint(
-    user_cli: Cli, cli: Cli, workspace: Workspace, hello: Path, lab: Path
-) -> None:
+def test_missing_permission_gives_a_hint(user_cli: Cli, cli: Cli, workspace: Workspace, hello: Path, lab: Path) -> None:
     alone = workspace.folder("alone")
     done = publish(user_cli, hello, alone, code=6)
     assert f"you may not publish in {alone}: it is {ME}'s" in done.stderr

@@ -331,9 +331,7 @@ def no_pull(ref: str, store: Store, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_skopeo_verifies_our_signature(
-    files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path
-) -> None:
+def test_skopeo_verifies_ours(files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path) -> None:
     if not shutil.which("skopeo"):
         pytest.skip("skopeo is not installed (tests/services.sh install registry)")
     ref = f"{host}/lab/own:1"
@@ -353,9 +351,7 @@ def test_skopeo_verifies_our_signature(
     assert subprocess.run(command, capture_output=True, check=False).returncode != 0
 
 
-def test_we_verify_skopeos_signature(
-    files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path
-) -> None:
+def test_we_verify_skopeos(files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path) -> None:
     if not shutil.which("skopeo"):
         pytest.skip("skopeo is not installed (tests/services.sh install registry)")
     ref = f"{host}/lab/theirs:1"
@@ -385,7 +381,7 @@ def test_pull_requires_a_signature(
     assert check_image(ref, alice.fingerprint) == (f"{ref}@{digest}", [alice])
 
 
-def test_embedded_sif_signature_suffices(
+def test_signature_in_sif_suffices(
     files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path
 ) -> None:
     ref, folder = f"{host}/lab/sif:1", tmp_path / "out"
@@ -412,9 +408,7 @@ def registry_digest(ref: str) -> str:
     return Registry(Reference.parse(ref)).fetch_manifest()[1]
 
 
-def test_signature_follows_a_moved_tag(
-    files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path
-) -> None:
+def test_signature_follows_a_tag(files_only: SampleRecipe, store: Store, host: str, alice: Key, tmp_path: Path) -> None:
     """Whoever can write there can move a tag, or a signature. Neither helps."""
     folder = tmp_path / "out"
     folder.mkdir()

@@ -192,9 +192,7 @@ def pixel(element: Locator) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("scheme", "paper"), [("light", (255, 255, 255)), ("dark", (30, 33, 41))])
-def test_charts_are_drawn_in_the_colours_of_the_page(
-    open_page: OpenPage, scheme: str, paper: tuple[int, int, int]
-) -> None:
+def test_charts_have_the_colours_of_the_page(open_page: OpenPage, scheme: str, paper: tuple[int, int, int]) -> None:
     page = open_page("benchmarks.html", color_scheme=scheme, viewport=PHONE)
     charts = page.locator("article img")
     assert charts.count() == 5

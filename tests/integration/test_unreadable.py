@@ -138,7 +138,7 @@ WRITING = {
 
 
 @pytest.mark.parametrize("command", WRITING)
-def test_unwritable_output_is_named(
+def test_closed_output_is_named(
     command: str, recipe: SampleRecipe, user: Cli, closed: Path, workspace: Workspace
 ) -> None:
     out = workspace.folder("out", USER)

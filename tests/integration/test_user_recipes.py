@@ -89,7 +89,7 @@ def test_recipe_and_layer_outside_the_repository(workspace: Workspace, new_store
 
 
 @pytest.mark.parametrize("name", ["docker", "buildah", "podman"])
-def test_prune_removes_layers_cached_by_an_engine(
+def test_prune_removes_layers_of_an_engine(
     name: str, recipe_folder: RecipeFolder, cli: Cli, new_store: NewStore
 ) -> None:
     recipe_folder.layer("kept", "base", "echo kept >/opt/kept")

@@ -145,9 +145,7 @@ def test_printed_engine_install_command_runs(installed: Installed) -> None:
     assert not [*installed.venv.rglob(".venv")]
 
 
-def test_an_image_is_built_and_run(
-    workspace: Workspace, new_store: NewStore, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_image_is_built(workspace: Workspace, new_store: NewStore, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The layers below are of a checkout's store: equal keys, so none is built again."""
     path = tmp_path_factory.mktemp("run")
     uv, venv = find_uv_bin(), path / "venv"

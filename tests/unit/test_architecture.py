@@ -79,9 +79,7 @@ def test_faces_are_cheap_to_import() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_checker_finds_a_circle_a_private_import_and_a_long_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.architecture.ROOT", tmp_path)
     texts = {
         "top/__init__.py": "", "top/one/__init__.py": "__all__ = ['a']\n", "top/two/__init__.py": "__all__ = []\n",

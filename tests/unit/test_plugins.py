@@ -188,7 +188,7 @@ def test_an_entry_point_offers_an_executor(tmp_path: Path, monkeypatch: pytest.M
         ("lab = lab_engine:PREFERENCE", "lab, offered as ekiben.executors, is 99; it should be a module"),
     ],
 )
-def test_an_entry_point_that_is_no_module_is_named(
+def test_entry_point_without_module_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, message: str
 ) -> None:
     distribution(tmp_path, entry)
@@ -198,9 +198,7 @@ def test_an_entry_point_that_is_no_module_is_named(
     assert message in str(error.value)
 
 
-def test_an_entry_point_does_not_replace_a_module_of_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_point_does_not_replace_a_module_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path, "buildah = lab_engine")
     monkeypatch.syspath_prepend(tmp_path)
     assert executors.load("buildah").PREFERENCE != 99

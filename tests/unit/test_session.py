@@ -93,9 +93,7 @@ def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
     assert len(set(processes)) == 1
 
 
-def test_a_pytest_that_a_test_starts_leaves_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytest_in_a_test_leaves_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
     monkeypatch.setenv("EKIBEN_TEST_RUN", str(folder))

@@ -93,7 +93,7 @@ def fetch_through(arguments: dict[str, str], mount: Path, out: Path) -> tuple[in
 
 
 @pytest.mark.parametrize("kind", ["file URL", "folder", "shallow folder", "bundle file"])
-def test_stage_fetches_through_a_mirror_of_any_kind(
+def test_stage_fetches_through_a_mirror(
     kind: str, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = git(mirror, "rev-parse", "v1" if kind != "shallow folder" else "HEAD")
@@ -171,9 +171,7 @@ def test_repository_that_git_takes_for_something_else_is_refused(
 
 
 @pytest.mark.parametrize("repository", NO_REPOSITORIES[:-2])
-def test_submodule_that_git_takes_for_something_else_is_refused(
-    repository: str, outer: GitSource, tmp_path: Path
-) -> None:
+def test_submodule_that_git_misunderstands_is_refused(repository: str, outer: GitSource, tmp_path: Path) -> None:
     folder = tmp_path / "outer"
     git(folder, "config", "--file", ".gitmodules", "submodule.inner.url", repository.format(tmp_path))
     git(folder, "commit", "--quiet", "--all", "-m", "hostile")

@@ -57,9 +57,7 @@ def test_shipped_exporters() -> None:
     assert [name for name in exporters.names() if exporters.load(name).SUFFIX is None] == ["docker", "podman"]
 
 
-def test_an_exporter_is_added_by_one_file(
-    files_only: SampleRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exporter_is_one_file(files_only: SampleRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins/digests.py").write_text(TEXT)
     monkeypatch.setattr(exporters, "__path__", [*exporters.__path__, str(tmp_path / "plugins")])

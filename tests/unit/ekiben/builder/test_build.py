@@ -113,9 +113,7 @@ def test_layers_of_files_build_without_an_engine(files_only: SampleRecipe, tmp_p
     assert (ref["config"], ref["stack"], ref["tasks"]) == (image.image_id, "tiny", {"greet": "say hello"})
 
 
-def test_empty_stores_give_equal_images_and_a_second_build_does_nothing(
-    files_only: SampleRecipe, tmp_path: Path
-) -> None:
+def test_empty_stores_give_equal_images_and_no_second_build(files_only: SampleRecipe, tmp_path: Path) -> None:
     images = [built(files_only, seeded(files_only, tmp_path / name, "ground")) for name in ("one", "two")]
     assert images[0].image_id == images[1].image_id
     assert [layer.digest for layer in images[0].layers] == [layer.digest for layer in images[1].layers]
@@ -143,9 +141,7 @@ def test_damaged_layer_is_dropped_and_rebuilt(files_only: SampleRecipe, tmp_path
     store.check_blob(image.layers[1].digest, again=True)
 
 
-def test_record_of_a_layers_last_build_that_is_damaged_is_written_again(
-    files_only: SampleRecipe, tmp_path: Path
-) -> None:
+def test_damaged_record_of_a_last_build_is_written_again(files_only: SampleRecipe, tmp_path: Path) -> None:
     """The image is there, and a build reads no such record: the next one would not know why its layer is rebuilt."""
     store = seeded(files_only, tmp_path / "store", "ground")
     image = built(files_only, store)

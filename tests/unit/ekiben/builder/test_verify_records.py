@@ -26,9 +26,7 @@ def test_verify_finds_and_repairs_a_wrong_diff_id(files_only: SampleRecipe, tmp_
     assert image_of(files_only, store).image_id == image.image_id
 
 
-def test_verify_names_the_command_that_repairs_the_store(
-    files_only: SampleRecipe, tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_verify_names_the_repairing_command(files_only: SampleRecipe, tmp_path: Path, run_cli: RunCli) -> None:
     store = seeded(files_only, tmp_path / "store", "ground")
     top = image_of(files_only, store).layers[-1]
     argv = ("--store", store.root, "verify", files_only.path)

@@ -99,9 +99,7 @@ def test_bundle_round_trip(tmp_path: Path, store: Store) -> None:
         ({"../evil": b"x"}, "../evil is not what its bundle.json says"),
     ],
 )
-def test_content_with_another_digest_is_refused(
-    tmp_path: Path, store: Store, change: dict[str, bytes], message: str
-) -> None:
+def test_content_with_wrong_digest_fails(tmp_path: Path, store: Store, change: dict[str, bytes], message: str) -> None:
     path = write(tmp_path / "x.bundle", index(FILES), {**FILES, **change})
     with pytest.raises(StoreError) as caught:
         opened(path, store)
@@ -162,7 +160,7 @@ def test_a_bundle_for_other_locks_is_refused(sample: SampleRecipe, tmp_path: Pat
         check_bundle(Bundle(tmp_path, parsed({}, platform="linux/arm64")), chain)
 
 
-def test_bundle_and_offline_build_by_command(
+def test_bundle_commands_and_offline(
     sample: SampleRecipe, files_only: SampleRecipe, tmp_path: Path, run_cli: RunCli
 ) -> None:
     store = tmp_path / "store"
@@ -296,9 +294,7 @@ def test_links_that_combine_to_lead_outside_are_refused(tmp_path: Path, store: S
         ({"platform": None}, "'platform' is not a string"),
     ],
 )
-def test_an_index_with_a_wrong_field_is_refused_by_name(
-    tmp_path: Path, store: Store, change: dict[str, Any], message: str
-) -> None:
+def test_wrong_field_of_the_index_is_named(tmp_path: Path, store: Store, change: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "x.bundle", {**index(FILES), **change}, FILES)
     with pytest.raises(StoreError, match=re.escape(message)):
         opened(path, store)

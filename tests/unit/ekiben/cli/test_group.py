@@ -225,9 +225,7 @@ def test_build_is_another_name_of_image(run_cli: RunCli) -> None:
         (["inspect", "nothing"], "no image 'nothing' in"),
     ],
 )  # fmt: skip
-def test_unknown_commands_and_options_name_the_nearest(
-    run_cli: RunCli, tmp_path: Path, argv: list[str], message: str
-) -> None:
+def test_unknown_commands_name_the_nearest(run_cli: RunCli, tmp_path: Path, argv: list[str], message: str) -> None:
     done = run_cli("--store", tmp_path / "store", *argv, code=2)
     assert message in done.stderr
     assert done.stdout == ""
@@ -351,9 +349,7 @@ def test_ctrl_c_while_arguments_are_read_has_the_code_of_an_interrupt(monkeypatc
     assert result.stderr == "interrupted; what was finished is kept, run the same command to go on\n"
 
 
-def test_ctrl_c_while_an_error_is_printed_has_the_code_of_an_interrupt(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ctrl_c_while_an_error_is_printed_has_the_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

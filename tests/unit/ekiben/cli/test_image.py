@@ -107,9 +107,7 @@ def test_image_writes_an_oci_archive(run_cli: RunCli, files_only: SampleRecipe, 
     assert (tmp_path / "own.tar").stat().st_size > 0
 
 
-def test_an_archive_instead_of_a_docker_image_without_a_daemon(
-    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path
-) -> None:
+def test_without_a_daemon_an_archive_is_written(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     store = seeded(files_only, tmp_path / "store", "ground")
     argv = ("--store", store.root, "image", files_only.path, "--format", "docker", "--no-verify")
     done = run_cli(*argv, env={"DOCKER_HOST": f"unix://{tmp_path}/none.sock"})

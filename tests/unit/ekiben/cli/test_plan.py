@@ -41,9 +41,7 @@ def test_plan_refuses_unknown_names(run_cli: RunCli, tmp_path: Path, argv: list[
     assert message in run_cli("--store", tmp_path / "store", "plan", "hello", *argv, code=3).stderr
 
 
-def test_all_problems_of_a_recipes_files_are_reported_at_once(
-    run_cli: RunCli, sample: SampleRecipe, tmp_path: Path
-) -> None:
+def test_all_problems_of_files_are_reported_at_once(run_cli: RunCli, sample: SampleRecipe, tmp_path: Path) -> None:
     sample.replace("images/walls.def", "%post", "%pots")
     sample.replace("images/walls.def", "{{ word }} > /word", "{{ wrd }}")
     lines = run_cli("--store", tmp_path / "store", "plan", sample.path, code=3).stderr.splitlines()

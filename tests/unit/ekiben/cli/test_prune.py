@@ -20,9 +20,7 @@ def test_prune_of_an_unknown_image_is_an_error(run_cli: RunCli, files_only: Samp
     assert "no image 'onw' in" in run_cli("--store", store.root, "prune", "onw", code=2).stderr
 
 
-def test_prune_names_the_damaged_record_and_an_image_heals_it(
-    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path
-) -> None:
+def test_prune_names_a_record_an_image_heals(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     store = seeded(files_only, tmp_path / "store", "ground")
     image = ("--store", store.root, "image", files_only.path, *AS_SIF, "-o", tmp_path / "own.sif")
     run_cli(*image)

@@ -37,8 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 @pytest.mark.parametrize("arguments", [[], ["plan", "hello", "-v"]], ids=len)
-def test_command_name_is_the_one_typed(
-    folder: Path, started: str, script: str, name: str, arguments: list[str]
-) -> None:
+def test_command_name_is_as_typed(folder: Path, started: str, script: str, name: str, arguments: list[str]) -> None:
     argv = shlex.split(started.format(folder))
     assert typed_name([script.format(folder), *arguments], [*argv, *arguments]) == name

@@ -111,9 +111,7 @@ def test_an_unwritable_destination_is_named(tmp_path: Path) -> None:
         atomic_write(tmp_path / "no" / "x", "x")
 
 
-def test_another_writer_removes_no_finished_file_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_file_without_its_name_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rename = tmp_path / "x", os.rename
 
     def while_another_begins(source: Path, target: Path) -> None:

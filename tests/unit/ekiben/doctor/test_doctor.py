@@ -230,9 +230,7 @@ def test_cpu_architecture_must_match() -> None:
         ("singularity", "3.8.7", True, 5, "warning"), ("singularity-pro", "4.1", None, 5, "warning"),
     ],
 )  # fmt: skip
-def test_layers_under_each_runtime(
-    kind: str, version: str | None, setuid: bool | None, partitions: int, level: str
-) -> None:
+def test_layers_per_runtime(kind: str, version: str | None, setuid: bool | None, partitions: int, level: str) -> None:
     site_file = site(runtime=Runtime(kind=kind, version=version, setuid=setuid), squashfs_zstd=True)
     finding = found(site_file, image(partitions=partitions), "runtime")
     assert finding.level == level
@@ -256,9 +254,7 @@ def test_user_namespaces(setuid: bool | None, namespaces: bool | None, level: st
         ("5.0", None, True, None), ("6.8", False, True, "error"), (None, None, True, None),
     ],
 )  # fmt: skip
-def test_zstd_where_the_kernel_mounts(
-    kernel: str | None, zstd: bool | None, setuid: bool | None, level: str | None
-) -> None:
+def test_zstd_mounted_by_kernel(kernel: str | None, zstd: bool | None, setuid: bool | None, level: str | None) -> None:
     site_file = site(
         runtime=Runtime(kind="apptainer", version="1.4.5", setuid=setuid), kernel=kernel, squashfs_zstd=zstd
     )

@@ -78,9 +78,7 @@ def test_an_image_of_another_recipe_or_without_the_task_is_refused(tmp_path: Pat
     ("arguments", "wrong"),
     [(["--data", "gone.jsonl"], "gone.jsonl: no such file"), (["--frob"], "unrecognized arguments: --frob")],
 )
-def test_arguments_refused_by_the_task_are_an_error(
-    tmp_path: Path, runtime: Path, arguments: list[str], wrong: str
-) -> None:
+def test_arguments_refused_by_the_task_fail(tmp_path: Path, runtime: Path, arguments: list[str], wrong: str) -> None:
     sif = image(tmp_path)
     with pytest.raises(UsageError, match=wrong):
         try_arguments(sif, TRAIN.encode(), ["train", *arguments], dict(os.environ), lambda line: None)

@@ -23,9 +23,7 @@ def engine(problem: str | None) -> SimpleNamespace:
     return SimpleNamespace(unavailable=lambda: problem)
 
 
-def test_decision_names_the_engines_before_and_after_the_chosen_one(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
-) -> None:
+def test_decision_names_engines_around_the_chosen_one(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
     tried = [("apptainer", engine("is not installed")), ("buildah", engine(None)), ("podman", engine(None))]
     monkeypatch.setattr(executors, "by_preference", lambda: tried)
     assert executors.choose("auto")[::2] == ("buildah", "apptainer: is not installed; usable here")

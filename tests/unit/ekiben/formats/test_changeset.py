@@ -164,7 +164,7 @@ def test_sockets_below_a_folder_are_excluded(base: Layers, upper: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EIO])
-def test_missing_xattr_support_means_no_opaque_marks(
+def test_no_xattrs_means_no_opaque_marks(
     base: Layers, upper: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system without extended attributes, and one that fails to read them: a mark that was overlooked shows old files."""

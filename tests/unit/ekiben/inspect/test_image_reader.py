@@ -51,7 +51,7 @@ def test_debian_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -
     (status(record("a", "1")),
      "there is no record of b, whose files are listed in var/lib/dpkg/info/b:amd64.list"),
 ])  # fmt: skip
-def test_a_broken_database_is_named(
+def test_bad_database_named(
     tmp_path: Path, stack: contextlib.ExitStack, files: Files, message: str
 ) -> None:  # fmt: skip
     below = {

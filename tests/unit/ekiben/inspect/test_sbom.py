@@ -289,9 +289,7 @@ def test_sbom_of_a_squashed_sif(made: Image, store: Store, tmp_path: Path) -> No
     assert properties(about["metadata"]["component"])["layer:01:cache_key"] == made.layers[0].cache_key
 
 
-def test_sbom_of_unknown_names_and_files_is_an_error(
-    made: Image, store: Store, tmp_path: Path, run_cli: RunCli
-) -> None:
+def test_sbom_of_unknown_names_and_files_fails(made: Image, store: Store, tmp_path: Path, run_cli: RunCli) -> None:
     stderr = run_cli("--store", store.root, "sbom", "owm", code=2).stderr
     assert "Did you mean 'own'" in stderr
     assert "build.py image owm" in stderr

@@ -73,9 +73,7 @@ def test_a_given_mirror() -> None:
 
 
 @pytest.mark.parametrize("apt", ["none", "another distribution's"])
-def test_mmdebstraps_mirror_is_used_without_apt_sources(
-    apt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mmdebstraps_mirror_replaces_apt_sources(apt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ubuntu, or no Debian at all."""
     programs = tmp_path / "bin"
     programs.mkdir()

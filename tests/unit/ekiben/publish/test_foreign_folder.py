@@ -149,9 +149,7 @@ DAMAGE = [*NO_RECORDS, b"{}", b'{"digest": "sha256:../../../../../home/x.sif", "
 
 
 @pytest.mark.parametrize("data", DAMAGE)
-def test_damaged_files_give_no_command_a_traceback(
-    lab: Lab, tmp_path: Path, home: Path, run_cli: RunCli, data: bytes
-) -> None:
+def test_damaged_files_give_no_traceback(lab: Lab, tmp_path: Path, home: Path, run_cli: RunCli, data: bytes) -> None:
     done = lab.put()
     before = contents(home)
     victims = [

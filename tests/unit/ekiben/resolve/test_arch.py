@@ -75,9 +75,7 @@ def test_layer_that_compiles_for_other_processors_is_refused(sample: SampleRecip
         resolved(sample, "arm64")
 
 
-def test_build_is_refused_before_it_starts_where_nothing_emulates(
-    files_only: SampleRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_without_emulation_does_not_start(files_only: SampleRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     files_only.stack(arguments={}, architectures=BOTH)
     asked: list[str] = []
 

@@ -143,9 +143,7 @@ def test_render_refuses_a_folder_with_files(chain: ResolvedRecipe, tmp_path: Pat
     assert render(chain, "def", tmp_path / "empty").is_file()
 
 
-def test_the_files_of_a_layer_go_where_cp_puts_them_after_the_scripts_below(
-    sample: SampleRecipe, tmp_path: Path
-) -> None:
+def test_files_of_a_layer_go_where_cp_puts_them_after_the_scripts_below(sample: SampleRecipe, tmp_path: Path) -> None:
     """The rendered script itself, on a folder in the place of the root."""
     sample.write("files/with space", "spaced\n")
     sample.write("files/tree/it's\nso", "quoted\n")

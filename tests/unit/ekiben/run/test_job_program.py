@@ -198,9 +198,7 @@ def test_a_folder_of_others_on_the_local_disk_is_not_used(node: Node, how: str) 
     assert_local_folder_is_unused(node, folder)
 
 
-def test_cache_writable_by_others_is_replaced_and_a_private_one_kept(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_writable_by_others_is_replaced_a_private_one_kept(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     private, shared = node.folder / "triton", node.folder / "cuda"
     private.mkdir(mode=0o755)
     shared.mkdir()
@@ -382,9 +380,7 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
     assert "task=(hello)" in run_cli("submit", "--again", job.folder, "--dry-run", "--force").stdout
 
 
-def test_submit_again_takes_values_of_unrecorded_variables(
-    node: Node, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submit_again_takes_unrecorded_variables(node: Node, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     request = JobRequest(env=("TOKEN=secret", "WANDB_MODE=offline"))
     job = plan(find_recipe("hello"), ["hello"], request, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
     _write(job)

@@ -255,9 +255,7 @@ def test_invalid_memory_is_refused(text: str) -> None:
         (["train"], {"scheduler": "sge", "gpus": 1}, "how a Grid Engine names nodes, GPUs and cores is each site's own affair"),
     ],
 )  # fmt: skip
-def test_invalid_requests_are_refused_before_the_queue(
-    argv: list[str], wanted: Mapping[str, Any], message: str
-) -> None:
+def test_invalid_requests_fail_before_the_queue(argv: list[str], wanted: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         made(*argv, **wanted)
     assert message in str(error.value)
@@ -342,9 +340,7 @@ def test_dry_run_writes_nothing(run_cli: RunCli, tmp_path: Path) -> None:
         (["--scheduler", "pbs"], 2, "lora-opencalm.sif is not there"),
     ],
 )
-def test_submit_refuses_invalid_options(
-    run_cli: RunCli, tmp_path: Path, argv: list[str], code: int, message: str
-) -> None:
+def test_submit_refuses_bad_options(run_cli: RunCli, tmp_path: Path, argv: list[str], code: int, message: str) -> None:
     assert message in run_cli("submit", "lora-opencalm", "train", *argv, code=code).stderr
     assert not (tmp_path / "ekiben-runs").exists()
 

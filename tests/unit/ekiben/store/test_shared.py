@@ -138,9 +138,7 @@ def test_layer_file_copies_a_partition_once_and_checks_it(
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o000], ids=oct)
-def test_published_files_inherit_group_and_mode_under_any_umask(
-    files_only: SampleRecipe, tmp_path: Path, umask: int
-) -> None:
+def test_published_files_inherit_group_and_mode(files_only: SampleRecipe, tmp_path: Path, umask: int) -> None:
     """A folder of a group: all below it is the group's; nobody writes into a file again."""
     group = next(
         (number for number in os.getgroups() if number != os.getegid()), 4 if os.geteuid() == 0 else os.getegid()
@@ -254,9 +252,7 @@ def test_shared_store_from_option_environment_or_config_file(
     assert "unknown key 'shraed'. Did you mean 'shared'?" in run_cli(*argv, env=written, code=3).stderr
 
 
-def test_a_missing_shared_store_is_an_error_with_a_hint(
-    run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path
-) -> None:
+def test_missing_shared_store_gives_a_hint(run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     for shared_dir, message in (

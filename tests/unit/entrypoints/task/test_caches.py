@@ -42,9 +42,7 @@ def test_ekiben_cache_is_the_second_choice(tmp_path: Path) -> None:
     assert env["HF_HOME"] == str(tmp_path / "cache" / "huggingface")
 
 
-def test_without_a_home_the_current_folder_is_used_with_a_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_home_the_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     env = {"TMPDIR": str(tmp_path / "scratch")}
     messages = caches.prepare_caches(env)

@@ -101,9 +101,7 @@ def test_interrupted_run_does_not_wait(model: Path, monkeypatch: pytest.MonkeyPa
     assert record["sha256"] is None and list(record["files"]) == ["model-4.safetensors"]  # the largest comes first
 
 
-def test_large_models_are_announced(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_large_model_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ModelChecksum(model).record(wait=True)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(checksums, "_DIGESTS", {})
