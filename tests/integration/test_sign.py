@@ -440,10 +440,8 @@ def test_invalid_signature_in_a_registry_is_refused(
     digest, registry = send(files_only, store, ref, None), Registry(Reference.parse(ref))
     sign_pushed(registry, digest, stranger)
     with used(ring):
-        assert (
-            no_pull(ref, store, folder)
-            == f"{ref}: it is signed by a key that is not in your keyring: {stranger.fingerprint}"
-        )
+        shown = no_pull(ref, store, folder)
+        assert shown == f"{ref}: it is signed by a key that is not in your keyring: {stranger.fingerprint}"
         alice = gpg.find_key(ALICE)
         data, _ = gpg.sign(b'{"critical": {"type": "a poem"}}', alice, clear=False)
         registry.attach(digest, MEDIA_SIGNATURE, data, {})

@@ -210,10 +210,8 @@ def test_names_are_found_without_an_import() -> None:
 
 
 def test_run_accepts_the_runtimes_of_the_folder(run_cli: RunCli, tmp_path: Path) -> None:
-    assert (
-        "--runtime: no runtime 'podmen'. Did you mean 'podman'?"
-        in run_cli("run", "hello", "--runtime", "podmen", code=2).stderr
-    )
+    stderr = run_cli("run", "hello", "--runtime", "podmen", code=2).stderr
+    assert "--runtime: no runtime 'podmen'. Did you mean 'podman'?" in stderr
     program = write_program(tmp_path / "bin" / "podman", "#!/bin/sh\n")
     shown = run_cli(
         "run",

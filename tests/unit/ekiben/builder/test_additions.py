@@ -88,10 +88,8 @@ def test_a_folder_is_enough_for_a_recipe(project: Path, run_cli: RunCli) -> None
 def test_a_folder_is_enough_for_a_stack(project: Path, run_cli: RunCli) -> None:
     add_stack(project, "later", epoch=1_800_000_000)
     assert planned(run_cli, project, "small", "--stack", "later")["low"] != planned(run_cli, project, "small")["low"]
-    assert (
-        "no stack 'latr'. Did you mean 'later'?"
-        in run_cli("plan", "small", "--stack", "latr", root=project, code=3).stderr
-    )
+    stderr = run_cli("plan", "small", "--stack", "latr", root=project, code=3).stderr
+    assert "no stack 'latr'. Did you mean 'later'?" in stderr
 
 
 def image_with_scratch(project: Path, run_cli: RunCli, **env: str) -> None:

@@ -175,10 +175,8 @@ def test_job_memory_is_not_in_the_key(tiny: SampleRecipe) -> None:
 def test_format_savings_of_fewer_gpu_architectures(tiny: SampleRecipe, tmp_path: Path) -> None:
     tiny.stack(compute_capabilities=["8.0", "9.0"], arguments={})
     store = Store(tmp_path / "store")
-    assert (
-        format_savings(chain_of(tiny, gpu_arch="9.0"), store)
-        == "saves  tiny: for 9.0; not for 8.0, about 1 of 2 parts of its device code"
-    )
+    shown = format_savings(chain_of(tiny, gpu_arch="9.0"), store)
+    assert shown == "saves  tiny: for 9.0; not for 8.0, about 1 of 2 parts of its device code"
     keep(store, tiny, seconds=600.0)
     assert format_savings(chain_of(tiny, gpu_arch="9.0"), store).endswith("(one for 2 took 600 s and has 0 MB)")
     tiny.replace("images/roof.def", "%labels\n    org.ekiben.wheel tiny\n", "")

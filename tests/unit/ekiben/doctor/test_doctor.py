@@ -164,10 +164,8 @@ def test_machine_without_gpu_and_image_without_device_code() -> None:
 
 
 def test_damaged_library_is_reported() -> None:
-    assert (
-        found(site(), image(damaged={"lib/x.so": "ends early"}, libraries={}), "GPU code").message
-        == "x.so could not be read: ends early"
-    )
+    shown = found(site(), image(damaged={"lib/x.so": "ends early"}, libraries={}), "GPU code").message
+    assert shown == "x.so could not be read: ends early"
 
 
 # --------------------------------------------------------------------------------------------------------------- driver
@@ -196,10 +194,8 @@ def test_old_driver_hints() -> None:
     old = found(site(driver="550.54.15"), image(), "driver")
     assert old.fix == "use --stack cu126"
     assert old.message == "driver 550.54.15 is too old for CUDA 13.0, which needs 580.65.06 or later"
-    assert (
-        found(site(driver="440.33.01"), image(), "driver").fix
-        == "ask for a newer driver, or for NVIDIA's forward compatibility package"
-    )
+    shown = found(site(driver="440.33.01"), image(), "driver").fix
+    assert shown == "ask for a newer driver, or for NVIDIA's forward compatibility package"
     assert found(site(RTX, driver="440.33.01"), image(), "driver").fix == "ask for a newer driver"
     assert found(site(driver="550.54.15"), image(compat="580.65.06"), "driver").level == "warning"
     assert found(site(RTX, driver="550.54.15"), image(compat="580.65.06"), "driver").level == "error"

@@ -122,10 +122,8 @@ class TestKeys:
     def test_epoch_and_base_inputs_change_all_keys(self, sample: SampleRecipe) -> None:
         everything = {"ground", "walls", "roof", "own"}
         assert changed(sample, lambda: sample.stack(epoch=1_700_000_001)) == everything
-        assert (
-            changed(sample, lambda: sample.replace("images/ground.def", "OSVersion: bookworm", "OSVersion: trixie"))
-            == everything
-        )
+        shown = changed(sample, lambda: sample.replace("images/ground.def", "OSVersion: bookworm", "OSVersion: trixie"))
+        assert shown == everything
         assert (
             changed(sample, lambda: sample.replace("images/ground.def", "Include: b a", "Include: b a c")) == everything
         )
@@ -201,16 +199,12 @@ class TestRefused:
 
     def test_missing_source_file_is_refused(self, sample: SampleRecipe) -> None:
         sample.replace("images/roof.def", "files/data.txt", "files/date.txt")
-        assert (
-            refusal(sample)
-            == "own/images/roof.def:5: %files files/date.txt: no such file under own. Did you mean 'data.txt'?"
-        )
+        shown = refusal(sample)
+        assert shown == "own/images/roof.def:5: %files files/date.txt: no such file under own. Did you mean 'data.txt'?"
 
     def test_unused_arguments_are_refused(self, sample: SampleRecipe) -> None:
-        assert (
-            refusal(sample, wrd="x")
-            == "--build-arg: argument 'wrd' is bound but no layer of 'own' declares it. Did you mean 'word'?"
-        )
+        shown = refusal(sample, wrd="x")
+        assert shown == "--build-arg: argument 'wrd' is bound but no layer of 'own' declares it. Did you mean 'word'?"
         sample.stack(arguments={"wird": "x"})
         message = "own/images/stacks/tiny/stack.yaml: argument 'wird' is bound but no definition file declares it. Did you mean 'word'?"
         assert refusal(sample) == message
