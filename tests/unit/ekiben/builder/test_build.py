@@ -95,8 +95,7 @@ def test_plan_rebuilds_a_layer_whose_blob_is_missing(sample: SampleRecipe, tmp_p
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-def test_layers_of_files_build_without_an_engine(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_layers_of_files_build_without_an_engine(files_only: SampleRecipe, store: Store) -> None:
     image = built(files_only, store)
     assert [layer.name for layer in image.layers] == ["ground", "roof", "own"]
     assert set(reasons(files_only, store).values()) == {"stored"}
@@ -122,8 +121,7 @@ def test_empty_stores_give_equal_images_and_no_second_build(files_only: SampleRe
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*")}
 
 
-def test_damaged_layer_is_dropped_and_rebuilt(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_damaged_layer_is_dropped_and_rebuilt(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     image = built(files_only, store)
     blob = store.blob_path(image.layers[1].digest)
     blob.chmod(0o644)
@@ -141,9 +139,8 @@ def test_damaged_layer_is_dropped_and_rebuilt(files_only: SampleRecipe, tmp_path
     store.check_blob(image.layers[1].digest, again=True)
 
 
-def test_damaged_record_of_a_last_build_is_written_again(files_only: SampleRecipe, tmp_path: Path) -> None:
+def test_damaged_record_of_a_last_build_is_written_again(files_only: SampleRecipe, store: Store) -> None:
     """The image is there, and a build reads no such record: the next one would not know why its layer is rebuilt."""
-    store = seeded(files_only, tmp_path / "store", "ground")
     image = built(files_only, store)
     record = store.root / "last" / f"{image.layers[1].name}.json"
     before = record.read_bytes()
@@ -217,9 +214,8 @@ def test_build_killed_at_any_moment_is_resumed(files_only: SampleRecipe, tmp_pat
     assert 8 <= kills < 40
 
 
-def test_two_builds_at_once_store_one_copy(files_only: SampleRecipe, tmp_path: Path) -> None:
+def test_two_builds_at_once_store_one_copy(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     files_only.write("files/tree/big.bin", "x" * 5_000_000)
-    store = seeded(files_only, tmp_path / "store", "ground")
     argv = [sys.executable, ROOT / "build.py", "--store", store.root, "image", files_only.path, *AS_SIF, "--json"]
     running = [subprocess.Popen([*argv, "-o", tmp_path / f"{name}.sif"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                for name in ("one", "two")]  # fmt: skip
@@ -229,8 +225,7 @@ def test_two_builds_at_once_store_one_copy(files_only: SampleRecipe, tmp_path: P
     assert len(list((store.root / "blobs/sha256").iterdir())) == 5  # three layers, config, manifest
 
 
-def test_prune_during_a_build_removes_nothing_it_uses(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_prune_during_a_build_removes_nothing_it_uses(files_only: SampleRecipe, store: Store) -> None:
     for path in (store.root / "blobs/sha256").iterdir():
         os.utime(path, (1, 1))
 
@@ -245,8 +240,9 @@ def test_prune_during_a_build_removes_nothing_it_uses(files_only: SampleRecipe, 
         store.check_blob(layer.digest, again=True)
 
 
-def test_ctrl_c_in_a_build_ends_with_130_and_leaves_the_store_usable(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_ctrl_c_in_a_build_ends_with_130_and_keeps_the_store(
+    files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
     with files_only.write("files/tree/large", "").open("wb") as large:
         large.truncate(600 << 20)
     argv = [sys.executable, ROOT / "build.py", "--store", store.root, "image", files_only.path, *AS_SIF]
@@ -264,8 +260,7 @@ def test_ctrl_c_in_a_build_ends_with_130_and_leaves_the_store_usable(files_only:
 # ------------------------------------------------------------------------------------------------------------ products
 
 
-def test_sif_is_reproducible_and_not_rewritten(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_sif_is_reproducible_and_not_rewritten(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     image = built(files_only, store)
     first = make_sif(image, store, tmp_path / "a.sif", squash=False, on_bytes=lambda count: None)
     second = make_sif(image, store, tmp_path / "b.sif", squash=False, on_bytes=lambda count: None)
@@ -280,8 +275,7 @@ def test_sif_is_reproducible_and_not_rewritten(files_only: SampleRecipe, tmp_pat
         make_sif(image, store, tmp_path / "no/a.sif", squash=False, on_bytes=lambda count: None)
 
 
-def test_archive_is_complete_or_absent(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_archive_is_complete_or_absent(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     image = built(files_only, store)
     with pytest.raises(StoreError, match=r"gone/x.tar cannot be written: No such file"):
         make_archive(image, store, tmp_path / "gone/x.tar", on_bytes=lambda count: None)

@@ -63,9 +63,8 @@ def image(sample: SampleRecipe, store: Store, out: Path) -> None:
 
 
 def test_image_resolves_and_plans_once_and_looks_up_only_missing_layers_twice(
-    files_only: SampleRecipe, tmp_path: Path, calls: Counter[str], capsys: pytest.CaptureFixture[str]
+    files_only: SampleRecipe, store: Store, tmp_path: Path, calls: Counter[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
     ground, roof, top = (layer.cache_key for layer in chain_of(files_only).layers)
     calls.clear()
     image(files_only, store, tmp_path / "a.sif")
@@ -77,9 +76,8 @@ def test_image_resolves_and_plans_once_and_looks_up_only_missing_layers_twice(
     assert calls == {"resolve": 1, "plan": 1, ground: 1, roof: 1, top: 1}
 
 
-def test_layer_stored_after_the_plan_is_not_rebuilt(files_only: SampleRecipe, tmp_path: Path) -> None:
+def test_layer_stored_after_the_plan_is_not_rebuilt(files_only: SampleRecipe, store: Store) -> None:
     """Another process made it meanwhile: it is found under the lock."""
-    store = seeded(files_only, tmp_path / "store", "ground")
     actions = plan(chain_of(files_only), store)
     assert [action.decision for action in actions] == ["CACHED", "BUILD", "BUILD"]
     made = build(chain_of(files_only), store, Options(), quiet())
@@ -121,8 +119,7 @@ def test_layer_is_built_when_its_planned_pull_fails(sample: SampleRecipe, tmp_pa
     assert handed == [result.files[0].path]
 
 
-def test_layer_pruned_after_the_plan_is_rebuilt(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_layer_pruned_after_the_plan_is_rebuilt(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     image_id = build(chain_of(files_only), store, Options(), quiet()).image_id
     actions = plan(chain_of(files_only), store)
     stored = actions[1].stored

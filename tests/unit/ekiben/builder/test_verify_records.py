@@ -11,11 +11,11 @@ from pathlib import Path
 from ekiben.builder.verify import _work_folder
 from ekiben.core.checked import without_checksum
 from ekiben.core.paths import PROJECT_ROOT
-from support.sample_recipe import RunCli, SampleRecipe, edit_record, image_of, seeded
+from ekiben.store import Store
+from support.sample_recipe import RunCli, SampleRecipe, edit_record, image_of
 
 
-def test_verify_finds_and_repairs_a_wrong_diff_id(files_only: SampleRecipe, tmp_path: Path, run_cli: RunCli) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_verify_finds_and_repairs_a_wrong_diff_id(files_only: SampleRecipe, run_cli: RunCli, store: Store) -> None:
     image = image_of(files_only, store)
     record = store.root / f"keys/{image.layers[1].cache_key}.json"
     edit_record(record, diff_id="sha256:" + "0" * 64)
@@ -26,8 +26,7 @@ def test_verify_finds_and_repairs_a_wrong_diff_id(files_only: SampleRecipe, tmp_
     assert image_of(files_only, store).image_id == image.image_id
 
 
-def test_verify_names_the_repairing_command(files_only: SampleRecipe, tmp_path: Path, run_cli: RunCli) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_verify_names_the_repairing_command(files_only: SampleRecipe, run_cli: RunCli, store: Store) -> None:
     top = image_of(files_only, store).layers[-1]
     argv = ("--store", store.root, "verify", files_only.path)
     blob, key = store.blob_path(top.digest), store.root / f"keys/{top.cache_key}.json"
@@ -41,8 +40,7 @@ def test_verify_names_the_repairing_command(files_only: SampleRecipe, tmp_path: 
     assert key.read_bytes() != b"\xff"
 
 
-def test_the_runtime_works_in_the_store_which_removes_it_after_a_kill(files_only: SampleRecipe, tmp_path: Path) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_the_runtime_works_in_the_store_which_removes_it_after_a_kill(store: Store, tmp_path: Path) -> None:
     script = ("import os, signal, sys; from pathlib import Path; from ekiben.builder.verify import _work_folder; from ekiben.store import Store\n"
               "with _work_folder(Store(Path(sys.argv[1]))) as folder: (folder / 'x').mkdir(); os.kill(os.getpid(), signal.SIGKILL)\n")  # fmt: skip
     (tmp_path / "tmp").mkdir()

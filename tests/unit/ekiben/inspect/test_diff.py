@@ -24,10 +24,10 @@ from ekiben.inspect.image_reader import open_image
 from ekiben.inspect.text import format_diff
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
-from ekiben.store import StoredLayer
+from ekiben.store import Store, StoredLayer
 from support.cli_audit import ROOT
 from support.layered_images import SITE, Files, image, write
-from support.sample_recipe import RunCli, SampleRecipe, seeded
+from support.sample_recipe import RunCli, SampleRecipe
 
 
 @pytest.fixture
@@ -130,8 +130,9 @@ def test_rebuild_error_names_differing_entries() -> None:
     assert message.endswith("drift: libc6 1 → 2")
 
 
-def test_diff_of_stored_images_and_sif_files(files_only: SampleRecipe, tmp_path: Path, run_cli: RunCli) -> None:
-    store = seeded(files_only, tmp_path / "store", "ground")
+def test_diff_of_stored_images_and_sif_files(
+    files_only: SampleRecipe, store: Store, tmp_path: Path, run_cli: RunCli
+) -> None:
     made = build(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(quiet=True))
     parts = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in made.layers]
     write_sif(tmp_path / "own.sif", parts, SifHeader(sif_id([], "x"), "x", "amd64", 1))
