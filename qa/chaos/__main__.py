@@ -123,17 +123,8 @@ def fuzz(seed: int, seconds: float) -> Tally:
     tally, began, examples = Tally(), time.monotonic(), 200
     while (left := seconds - (time.monotonic() - began)) > 60:
         seed += 1
-        argv = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
-            f"--hypothesis-seed={seed}",
-            "qa/fuzz",
-        ]
+        pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short")
+        argv = [*pytest, f"--hypothesis-seed={seed}", "qa/fuzz"]
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 argv,

@@ -46,17 +46,9 @@ def pushed(lab: Lab, version: int, host: str = "", kind: str = "sif") -> str:
     if (upstream, version) not in _pushed:
         with lab.case() as case:
             for known in ("sif", "docker"):
-                case.run(
-                    [
-                        "--store",
-                        str(case.store),
-                        "push",
-                        str(lab.recipes[version].path),
-                        f"{upstream}/lab/own:{version}-{known}",
-                        "--format",
-                        known,
-                    ]
-                )
+                to = f"{upstream}/lab/own:{version}-{known}"
+                recipe = str(lab.recipes[version].path)
+                case.run(["--store", str(case.store), "push", recipe, to, "--format", known])
             assert not case.problems, case.problems
         _pushed.add((upstream, version))
     return f"{host or upstream}/lab/own:{version}-{kind}"

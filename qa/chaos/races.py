@@ -62,16 +62,8 @@ def race_namespaces(lab: Lab) -> list[str]:
         for version in versions:
             argv = case.build(version)
             argv[-1] = str(case.folder / f"{version}.sif")
-            argv = [
-                "unshare",
-                "--pid",
-                "--fork",
-                "--mount-proc",
-                "--kill-child",
-                sys.executable,
-                str(PROJECT_ROOT / "build.py"),
-                *argv,
-            ]
+            apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+            argv = [*apart, sys.executable, str(PROJECT_ROOT / "build.py"), *argv]
             started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                             env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(case.folder / "home"), "TMPDIR": str(case.folder / "tmp")}))  # fmt: skip
         for process, version in zip(started, versions, strict=True):

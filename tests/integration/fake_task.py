@@ -34,16 +34,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start = len(list(folder.glob(f"start-*-{rank}"))) + 1
     print(f"this is rank {rank} of {size}, start {start}", flush=True)
-    names = (
-        "NODE_RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "SLURM_NODEID",
-        "CUDA_VISIBLE_DEVICES",
-        "PYTHONPATH",
-        "HF_HOME",
-        "HF_TOKEN",
-    )
+    ranks = ("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_NODEID")
+    names = (*ranks, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "HF_HOME", "HF_TOKEN")
     about = {"pid": os.getpid(), "argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}
     (folder / f"start-{start}-{rank}").write_text(json.dumps(about))
     end = time.monotonic() + 300

@@ -58,18 +58,8 @@ def run_in(
         "mount --rbind /sys sys && "
         'pivot_root . mnt && cd / && umount -l /mnt && exec sh -c "$0"'
     )
-    command = [
-        *prefix,
-        "unshare",
-        "--mount",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "sh",
-        "-c",
-        enter,
-        f"cd /src; {script}",
-    ]
+    apart = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+    command = [*prefix, *apart, "sh", "-c", enter, f"cd /src; {script}"]
     passed = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
     trust = {"PIP_CERT": str(CA_BUNDLE), "SSL_CERT_FILE": str(CA_BUNDLE)}
     env = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **passed, **trust}

@@ -581,17 +581,8 @@ def test_docker_and_apptainer_build_the_rendered_files(pushed: Pushed, cli: Cli,
 
     cli.run("render", tiny.path, "--to", "dockerfile", "-o", folder / "docker")
     name = "ekiben-test/stages"
-    build = [
-        "/usr/bin/docker",
-        "build",
-        "--quiet",
-        "--no-cache",
-        "--network",
-        "none",
-        "-t",
-        name,
-        str(folder / "docker"),
-    ]
+    options = ("--quiet", "--no-cache", "--network", "none")
+    build = ["/usr/bin/docker", "build", *options, "-t", name, str(folder / "docker")]
     done = subprocess.run(
         build, env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True, text=True, check=False
     )

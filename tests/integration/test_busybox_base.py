@@ -49,20 +49,8 @@ def busybox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (package,) = folder.glob("*.deb")
     subprocess.run(["dpkg", "-x", package, folder / "package"], check=True)
     root = folder / "root"
-    for name in (
-        "bin",
-        "usr/bin",
-        "etc",
-        "opt/folder",
-        "opt/gone",
-        "tmp",
-        "var/tmp",
-        "dev",
-        "proc",
-        "sys",
-        "run",
-        "root",
-    ):
+    mounts = ("tmp", "var/tmp", "dev", "proc", "sys", "run", "root")
+    for name in ("bin", "usr/bin", "etc", "opt/folder", "opt/gone", *mounts):
         (root / name).mkdir(parents=True)
     (program,) = folder.glob("package/**/bin/busybox")
     shutil.copy(program, root / "bin/busybox")

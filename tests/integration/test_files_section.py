@@ -76,15 +76,8 @@ def theirs(tree: Path, lines: str, out: Path) -> Tree | None:
     """None when Apptainer refuses."""
     if not shutil.which("apptainer") or os.geteuid():
         pytest.skip("apptainer and root are needed")
-    argv = [
-        "apptainer",
-        "--quiet",
-        "build",
-        "--force",
-        "--sandbox",
-        str(out),
-        str(definition(tree, lines, f"{tree}/base")),
-    ]
+    source = definition(tree, lines, f"{tree}/base")
+    argv = ["apptainer", "--quiet", "build", "--force", "--sandbox", str(out), str(source)]
     if subprocess.run(argv, cwd=tree, capture_output=True, check=False, timeout=60).returncode:
         return None
     kept = ("etc/conf", "etc", "opt", "usr", "bin", "empty", "srv", "to-opt", "to-conf", "a", "d")

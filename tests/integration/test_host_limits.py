@@ -272,19 +272,8 @@ def test_missing_fuse(cli: Cli, workspace: Workspace, recipe_folder: RecipeFolde
     closed.touch()
     closed.chmod(0)
     hide = f'mount --bind {closed} /dev/fuse && exec "$@"'
-    prefix = [
-        "unshare",
-        "--mount",
-        "sh",
-        "-c",
-        hide,
-        "sh",
-        *AS_USER,
-        "env",
-        f"HOME=/home/{USER}",
-        f"USER={USER}",
-        f"LOGNAME={USER}",
-    ]
+    home = ("env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}")
+    prefix = ["unshare", "--mount", "sh", "-c", hide, "sh", *AS_USER, *home]
     argv = build_words(new_store(USER, "base"), recipe_folder, "apptainer")
     done = cli.run(*argv, cwd=out, prefix=prefix, code=4)
     assert "/dev/fuse cannot be opened" in done.stderr

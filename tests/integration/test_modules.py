@@ -36,19 +36,8 @@ def lab(workspace: Workspace, cli: Cli, hello: Path) -> Iterator[Path]:
     os.chown(shared_dir, -1, grp.getgrnam(LAB).gr_gid)
     shared_dir.chmod(0o2750)
     masked = ["sh", "-c", 'umask 077; exec "$@"', "sh"]
-    cli.run(
-        "--store",
-        hello,
-        "publish",
-        "hello",
-        "--to",
-        shared_dir,
-        "--version",
-        "1",
-        "--modulefile",
-        "--no-verify",
-        prefix=masked,
-    )
+    options = ("--version", "1", "--modulefile", "--no-verify")
+    cli.run("--store", hello, "publish", "hello", "--to", shared_dir, *options, prefix=masked)
     yield shared_dir
     shutil.rmtree(shared_dir)
 

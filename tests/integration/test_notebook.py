@@ -151,16 +151,6 @@ def test_second_start_builds_nothing_and_ports_in_use_are_named(folder: Path, he
     assert "(existing)" in again.stderr
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        done = cli.run(
-            "--store",
-            hello,
-            "notebook",
-            "hello",
-            "--sif",
-            "hello-notebook.sif",
-            "--port",
-            str(port),
-            cwd=folder,
-            code=2,
-        )
+        argv = ("--store", hello, "notebook", "hello", "--sif", "hello-notebook.sif", "--port", str(port))
+        done = cli.run(*argv, cwd=folder, code=2)
     assert f"--port {port} is in use" in done.stderr

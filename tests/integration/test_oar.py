@@ -33,19 +33,8 @@ def oar(job_recipe: Path, workspace: Workspace, user_cli: Cli) -> Iterator[Submi
 
 @pytest.mark.guard
 def test_hello_runs_and_its_log_is_read(oar: Submitter, hello: Path, workspace: Workspace) -> None:
-    done = oar.cli.run(
-        "submit",
-        "hello",
-        "hello",
-        "--scheduler",
-        "oar",
-        "--sif",
-        workspace.path / "hello.sif",
-        "--time",
-        "10m",
-        "--wait",
-        cwd=oar.folder,
-    )
+    argv = ("submit", "hello", "hello", "--scheduler", "oar", "--sif", workspace.path / "hello.sif")
+    done = oar.cli.run(*argv, "--time", "10m", "--wait", cwd=oar.folder)
     assert "1-hello: done" in done.stderr
     assert "ended " in oar.cli.run("logs", cwd=oar.folder).stdout
 
@@ -125,17 +114,8 @@ def test_a_folder_with_special_characters(oar: Submitter) -> None:
     folder = oar.folder / "a b'c%j:d,e;touch pwned"
     folder.mkdir()
     give(folder, USER)
-    argv = (
-        "submit",
-        oar.recipe,
-        "--scheduler",
-        "oar",
-        "--sif",
-        oar.recipe.parent / "fake.sif",
-        "fake",
-        "--time",
-        "10m",
-    )
+    sif = oar.recipe.parent / "fake.sif"
+    argv = ("submit", oar.recipe, "--scheduler", "oar", "--sif", sif, "fake", "--time", "10m")
     done = oar.cli.run(*argv, cwd=folder, code=2)
     assert "oarsub takes no script in" in done.stderr
     assert not list(oar.folder.rglob("pwned"))

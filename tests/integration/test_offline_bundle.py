@@ -28,19 +28,8 @@ def test_offline_build_gives_the_same_image(cli: Cli, hello: Path, workspace: Wo
     alone = ("unshare", "--net")
     refused = cli.run("--store", store, "image", "hello", "--offline", cwd=folder, code=2, prefix=alone)
     assert "give what it is built from with --bundle" in refused.stderr
-    argv = (
-        "image",
-        "hello",
-        "--bundle",
-        "hello.bundle",
-        "--engine",
-        "apptainer",
-        "--format",
-        "sif",
-        "-o",
-        "off.sif",
-        "--json",
-    )
+    options = ("--engine", "apptainer", "--format", "sif", "-o", "off.sif", "--json")
+    argv = ("image", "hello", "--bundle", "hello.bundle", *options)
     made = json.loads(cli.run("--store", store, *argv, cwd=folder, prefix=alone).stdout)
     assert made["built"] == ["base", "python", "hello"]
     assert made["data"] == ["hello-data/model"]

@@ -42,17 +42,8 @@ def session_members_at_last(session: int) -> list[str]:
 
 
 def start(files_only: SampleRecipe, store_root: Path, shared_dir: Path) -> subprocess.Popen[str]:
-    argv = [
-        sys.executable,
-        ROOT / "build.py",
-        "--store",
-        store_root,
-        "publish",
-        files_only.path,
-        "--to",
-        shared_dir,
-        "--no-verify",
-    ]
+    command = ("publish", files_only.path, "--to", shared_dir, "--no-verify")
+    argv = [sys.executable, ROOT / "build.py", "--store", store_root, *command]
     return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
                             env={**os.environ, "EKIBEN_SHARED": ""})  # fmt: skip
 

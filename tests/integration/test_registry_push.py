@@ -93,15 +93,8 @@ def test_password_and_custom_ca(user_cli: Cli, new_store: NewStore, workspace: W
         env["SSL_CERT_FILE"] = str(folder / "cert.pem")
         refused = user_cli.run(*argv, env=env, code=7, cwd=home).stderr
         assert "401" in refused and f"apptainer registry login oras://{host}" in refused
-        as_user = [
-            "runuser",
-            "-u",
-            BUILDER,
-            "--",
-            "env",
-            *(f"{name}={value}" for name, value in env.items()),
-            "apptainer",
-        ]
+        variables = [f"{name}={value}" for name, value in env.items()]
+        as_user = ["runuser", "-u", BUILDER, "--", "env", *variables, "apptainer"]
         login = [*as_user, "registry", "login", "--username", USER, "--password-stdin", f"oras://{host}"]
         subprocess.run(login, input=PASSWORD, text=True, check=True, capture_output=True, cwd=home)
         user_cli.run(*argv, env=env, cwd=home)

@@ -46,19 +46,8 @@ def context(workspace: Workspace, cli: Cli) -> Path:
 
 def docker_build(context: Path, name: str) -> str:
     """Build ``context`` with BuildKit, and return what it printed of its steps."""
-    argv = [
-        "/usr/bin/docker",
-        "build",
-        "--progress",
-        "plain",
-        "--network",
-        "host",
-        "--secret",
-        f"id=ca,src={CA_BUNDLE}",
-        "-t",
-        name,
-        ".",
-    ]
+    build = ("/usr/bin/docker", "build", "--progress", "plain", "--network", "host")
+    argv = [*build, "--secret", f"id=ca,src={CA_BUNDLE}", "-t", name, "."]
     return subprocess.run(
         argv, cwd=context, check=True, env={**os.environ, "DOCKER_BUILDKIT": "1"}, capture_output=True, text=True
     ).stderr
@@ -99,18 +88,8 @@ def test_an_edited_entrypoint_runs_no_step_again(context: Path) -> None:
 
 def test_buildah_builds_the_rendered_dockerfile(context: Path, ours: set[str]) -> None:
     name = "localhost/ekiben-test/rendered"
-    build = [
-        "buildah",
-        "bud",
-        "--quiet",
-        "--isolation",
-        "chroot",
-        "--secret",
-        f"id=ca,src={CA_BUNDLE}",
-        "-t",
-        name,
-        ".",
-    ]
+    secret = ("--secret", f"id=ca,src={CA_BUNDLE}")
+    build = ["buildah", "bud", "--quiet", "--isolation", "chroot", *secret, "-t", name, "."]
     subprocess.run(build, cwd=context, check=True, capture_output=True)
     container = subprocess.run(["buildah", "from", name], check=True, capture_output=True, text=True).stdout.strip()
     try:

@@ -25,14 +25,8 @@ def recipe(workspace: Workspace) -> SampleRecipe:
     sample.stack(arguments={})
     sample.write("images/ground.def", GROUND)
     sample.write("images/roof.def", ROOF.replace("walls.sif", "ground.sif"))
-    for file in (
-        "files/data.txt",
-        "files/tree/a.txt",
-        "files/tree/sub/b.txt",
-        "entrypoints/library/part.py",
-        "entrypoints/greet.py",
-        "configs/greet.yaml",
-    ):
+    entrypoints = ("entrypoints/library/part.py", "entrypoints/greet.py")
+    for file in ("files/data.txt", "files/tree/a.txt", "files/tree/sub/b.txt", "configs/greet.yaml", *entrypoints):
         sample.write(file, "text\n")
     for folder in (sample.path, *(path for path in sample.path.rglob("*") if path.is_dir())):
         folder.chmod(0o755)

@@ -23,20 +23,8 @@ def sources(root: Path) -> None:
     (root / "fifo-in").mkdir()
     (root / "bad").mkdir()
     (root / "round").mkdir()
-    for name in (
-        "a",
-        "b",
-        "tool.sh",
-        "with space",
-        "it's",
-        "d/x",
-        "d/sub/y",
-        "d/sub/deep/z",
-        "d/.hidden",
-        "g1.txt",
-        "g2.txt",
-        "日本",
-    ):
+    inside = ("d/x", "d/sub/y", "d/sub/deep/z", "d/.hidden")
+    for name in ("a", "b", "tool.sh", "with space", "it's", *inside, "g1.txt", "g2.txt", "日本"):
         (root / name).write_text(f"{name}\n", encoding="utf-8")
     (root / "tool.sh").chmod(0o755)
     (root / "link-a").symlink_to("a")

@@ -13,17 +13,8 @@ from support.sample_recipe import RunCli
 
 
 def test_of_all_characters_only_controls_are_escaped() -> None:
-    turning = {
-        "LRE",
-        "RLE",
-        "LRO",
-        "RLO",
-        "PDF",
-        "LRI",
-        "RLI",
-        "FSI",
-        "PDI",
-    }  # Unicode's names of what turns text around
+    # Unicode's names of what turns text around
+    turning = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     for letter in map(chr, range(sys.maxunicode + 1)):
         is_control = unicodedata.category(letter) == "Cc" or unicodedata.bidirectional(letter) in turning
         assert (printable(letter) != letter) == (is_control and letter not in "\n\t"), hex(ord(letter))

@@ -12,16 +12,8 @@ import pytest
 from ekiben.core.errors import EngineError
 from ekiben.executors import FIND_MARKED, marked_folders
 
-NAMES = [
-    b"plain",
-    b"new\nline",
-    "sep\u2028arator".encode(),
-    "日本".encode(),
-    b"caf\xe9",
-    b"a b",
-    b"tab\there",
-    b"cr\rhere",
-]
+UNUSUAL = ("new\nline", "sep\u2028arator", "日本", "a b", "tab\there", "cr\rhere")
+NAMES = [b"plain", b"caf\xe9", *map(str.encode, UNUSUAL)]
 
 
 def listing(folder: Path) -> bytes:
