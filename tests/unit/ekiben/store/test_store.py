@@ -41,6 +41,15 @@ def name_image(store: Store, name: str, *layers: StoredLayer) -> str:
     return str(store.put_image(name, store_manifest(config, layers), about)["manifest"])
 
 
+def kill_in(store: Store, context: str) -> None:
+    """Run ``context``, of the store, in a process that is killed before it leaves it."""
+    script = (
+        "import os, signal, sys; from pathlib import Path; from ekiben.store import Store\n"
+        f"with Store(Path(sys.argv[1])).{context}; os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", script, store.root], cwd=ROOT, check=False)
+
+
 def age(store: Store, seconds: float = 3600) -> None:
     for path in (store.root / "blobs/sha256").iterdir():
         os.utime(path, (time.time() - seconds, time.time() - seconds))
@@ -184,14 +193,8 @@ def test_staging_is_removed_after_an_interrupt(store: Store) -> None:
 
 
 def test_prune_keeps_staging_of_live_processes(store: Store) -> None:
-    script = (
-        "import os, signal, sys; from pathlib import Path; from ekiben.store.store import Store\n"
-        "store = Store(Path(sys.argv[1]))\n"
-        "with store.staging() as staging:\n"
-        "    (staging / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
     for _ in range(3):
-        subprocess.run([sys.executable, "-c", script, store.root], cwd=ROOT, check=False)
+        kill_in(store, "staging() as staging: (staging / 'half').write_text('x')")
     staging, host = store.root / "staging", socket.gethostname()
     folders = [path.name for path in staging.iterdir() if path.is_dir()]
     assert len(folders) == 3
@@ -221,11 +224,7 @@ def test_staging_of_a_live_process_in_another_pid_namespace_is_kept(store: Store
 
 
 def test_staging_of_an_ended_process_in_another_pid_namespace_is_removed(store: Store) -> None:
-    script = (
-        "import os, signal, sys; from pathlib import Path; from ekiben.store import Store\n"
-        "with Store(Path(sys.argv[1])).staging(): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, store.root], cwd=ROOT, check=False)
+    kill_in(store, "staging(): pass")
     assert len(list((store.root / "staging").iterdir())) == 2
     sweep_elsewhere(store)
     assert list((store.root / "staging").iterdir()) == []
@@ -385,11 +384,7 @@ def test_prune_leaves_a_running_build_alone(store: Store) -> None:
 def test_prune_ignores_the_staging_of_a_killed_build(store: Store) -> None:
     layer = put(store, "base")
     age(store)
-    script = (
-        "import os, signal, sys; from pathlib import Path; from ekiben.store.store import Store\n"
-        "with Store(Path(sys.argv[1])).building(['k1']): os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    subprocess.run([sys.executable, "-c", script, store.root], cwd=ROOT, check=False)
+    kill_in(store, "building(['k1']): pass")
     assert list((store.root / "staging").iterdir()) != []
     assert prune(store) == [(layer.digest, 5)]
 
