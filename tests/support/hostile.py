@@ -1,4 +1,4 @@
-"""What a disk or somebody else puts in the place of a file: bytes that are no record, names that lead out, flipped bits."""
+"""Damage by a disk or by somebody else: bytes that are no record, names that lead out of a folder, flipped bits."""
 
 from __future__ import annotations
 

@@ -216,8 +216,8 @@ def test_build_killed_at_any_moment_is_resumed(files_only: SampleRecipe, tmp_pat
 
 def test_two_builds_at_once_store_one_copy(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     files_only.write("files/tree/big.bin", "x" * 5_000_000)
-    argv = [sys.executable, ROOT / "build.py", "--store", store.root, "image", files_only.path, *AS_SIF, "--json"]
-    running = [subprocess.Popen([*argv, "-o", tmp_path / f"{name}.sif"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    argv = [sys.executable, f"{ROOT}/build.py", "--store", str(store.root), "image", str(files_only.path), *AS_SIF]
+    running = [subprocess.Popen([*argv, "--json", "-o", f"{tmp_path}/{name}.sif"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                for name in ("one", "two")]  # fmt: skip
     outputs = [process.communicate() for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
@@ -245,7 +245,7 @@ def test_ctrl_c_in_a_build_ends_with_130_and_keeps_the_store(
 ) -> None:
     with files_only.write("files/tree/large", "").open("wb") as large:
         large.truncate(600 << 20)
-    argv = [sys.executable, ROOT / "build.py", "--store", store.root, "image", files_only.path, *AS_SIF]
+    argv = [sys.executable, f"{ROOT}/build.py", "--store", str(store.root), "image", str(files_only.path), *AS_SIF]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         assert any(line.startswith("layer roof") for line in process.stderr)

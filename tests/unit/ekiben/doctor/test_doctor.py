@@ -476,6 +476,7 @@ def test_doctor_by_command(run_cli: RunCli, tmp_path: Path) -> None:
     [
         (["--site", "abci3.0"], "no site 'abci3.0'. Did you mean 'abci-3.0'?"),
         (["--site", "abci-3.0", "lora-opencal"], "no recipe 'lora-opencal'. Did you mean 'lora-opencalm'?"),
+        (["--record", "hello"], "--record describes this machine; leave out the image, --site and --json"),
         (["--record", "-o", "no/such/folder.yaml"], "-o no/such/folder.yaml: there is no folder"),
     ],
 )

@@ -170,6 +170,7 @@ def test_damaged_files_give_no_traceback(lab: Lab, tmp_path: Path, home: Path, r
     (runs / "0123456789ab.json").write_bytes(data)
     for argv in (("prune", "--in", lab.folder, "--unused-for", "0", "--grace", "0"), ("catalog", lab.folder),
                   ("--shared", lab.folder, "--store", tmp_path / "reader", "plan", lab.recipe.path),
-                  ("--store", lab.store.root, "publish", lab.recipe.path, "--to", lab.folder, "--no-verify")):  # fmt: skip
+                  ("--store", lab.store.root, "publish", lab.recipe.path, "--to", lab.folder,
+                   "--no-verify")):  # fmt: skip
         assert "Traceback" not in run_cli(*argv).stderr
     assert contents(home) == before
