@@ -165,7 +165,7 @@ class Folder:
     def new_file(self, name: str) -> Iterator[BinaryIO]:
         """Yield a file, private until its mode is changed, that gets ``name`` when the block ends without an exception.
 
-        Raises OSError, also when it is another file by now meanwhile.
+        Raises OSError, also when its temporary name is another file by then.
         """
         temporary = f".{name}.{secrets.token_hex(4)}"
         with self._named(temporary):

@@ -174,12 +174,12 @@ class SharedAccess:
                     f"no {what} left in {self.shared_dir}: {reason_of(error, self.shared_dir)}{whose}{free}; nothing there was changed",
                     hint=f"free space with `{command_name()} prune --in {shlex.quote(str(self.shared_dir))}`",
                 ) from error
-            if error.errno in _EXCHANGED:
+            if error.errno in _EXCHANGED and self.shared_dir in Path(where).parents:
                 raise StoreError(
                     f"{where} was made a link or another file while this command worked there ({error.strerror})",
                     hint=f"somebody who may write in {self.shared_dir} did that, and nothing was followed: ask who, and again",
                 ) from error
-            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT):
+            if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
                 raise StoreError(
                     f"{self.shared_dir} cannot be written: {error.strerror}: {where}",
                     hint="give a folder whose parent is there and in which you may write",
