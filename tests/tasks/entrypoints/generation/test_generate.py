@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from ekiben_tasks.models.architecture import names as architecture_names
 from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.output_lock import lock_output
 from support import forkserver, multiprocess
+from support.launchers import wait_for
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import SAMPLE
 
@@ -229,6 +229,11 @@ def test_two_processes_split_the_examples(model_dir: Path, tmp_path: Path) -> No
     assert "done  " not in (tmp_path / "log-1").read_text()
 
 
+def answered(log: Path) -> int:
+    """Return how many batches a process says in its log that it has answered."""
+    return log.read_text(encoding="utf-8").count("answered a batch")
+
+
 def test_signal_while_another_process_has_answered_all(model_dir: Path, tmp_path: Path) -> None:
     """One stops after the batch at work, the other waits for it: both end with 75, and the rest is answered by the next start."""
     configured = settings(model_dir, tmp_path / "a.jsonl", batch_size=1)
@@ -237,12 +242,14 @@ def test_signal_while_another_process_has_answered_all(model_dir: Path, tmp_path
         answer_batch = batch.answer_batch
 
         def get_signal(*args: Any) -> Any:
-            time.sleep(3)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return answer_batch(*args)
+            if os.environ["RANK"] == "0":
+                wait_for(lambda: answered(tmp_path / "log-1") == 4)  # its part of 9 prompts
+                os.kill(os.getpid(), signal.SIGTERM)
+            answer = answer_batch(*args)
+            print("answered a batch", flush=True)
+            return answer
 
-        if os.environ["RANK"] == "0":
-            batch.answer_batch = get_signal
+        batch.answer_batch = get_signal
         return generate.generate(configured, Path("/nonexistent"))
 
     codes = multiprocess.wait(multiprocess.start(2, tmp_path / "log", work))
@@ -258,11 +265,12 @@ def test_continued_run_shares_what_is_left(model_dir: Path, tmp_path: Path) -> N
         answer_batch = batch.answer_batch
 
         def get_signal(*args: Any) -> Any:
-            print("answers a batch", flush=True)
             if os.environ["RANK"] == "1" and "STOP" in os.environ:
-                time.sleep(3)
+                wait_for(lambda: answered(tmp_path / "stopped-0") == 10)
                 os.kill(os.getpid(), signal.SIGTERM)
-            return answer_batch(*args)
+            answer = answer_batch(*args)
+            print("answered a batch", flush=True)
+            return answer
 
         batch.answer_batch = get_signal
         return generate.generate(chosen, Path("/nonexistent"))
@@ -270,7 +278,7 @@ def test_continued_run_shares_what_is_left(model_dir: Path, tmp_path: Path) -> N
     stopped = multiprocess.start(2, tmp_path / "stopped", work, env={"STOP": "1"})
     assert multiprocess.wait(stopped) == [REQUEUE] * 2, multiprocess.read_logs(tmp_path / "stopped")
     multiprocess.run(2, tmp_path / "log", work)
-    counts = {name: [(tmp_path / f"{name}-{rank}").read_text().count("answers a batch") for rank in range(2)]
+    counts = {name: [answered(tmp_path / f"{name}-{rank}") for rank in range(2)]
               for name in ("stopped", "log")}  # fmt: skip
     assert counts == {"stopped": [10, 1], "log": [5, 4]}
     assert lines(tmp_path / "a.jsonl") == run(replace(chosen, output=str(tmp_path / "b.jsonl")))
