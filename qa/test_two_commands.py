@@ -34,7 +34,7 @@ def test_root_builds_runs_and_tests(debian: Path) -> None:
     image = run_in(debian, "make --no-print-directory image recipe=hello")
     assert image.returncode == 0, image.stderr
     assert "tested  under" in image.stdout  # an engine that it has installed; Debian 12 has no Apptainer
-    options = "--ignore=qa/test_two_commands.py --reruns 1"
+    options = "--ignore=qa/test_two_commands.py --reruns 1 -rR"
     with separate_network() as prefix:
         tests = run_in(debian, f'make --no-print-directory test options="{options}"', prefix=prefix, timeout=3600)
     assert tests.returncode == 0, tests.stdout[-20000:] + tests.stderr[-5000:]
