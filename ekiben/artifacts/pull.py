@@ -18,7 +18,7 @@ from ekiben.artifacts.push import MEDIA_LAYER_CONFIG, MEDIA_SIF, MEDIA_SIF_CONFI
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import host_arch, platform
 from ekiben.core.errors import FetchError, StoreError
-from ekiben.core.files import digest_of, free_bytes, reason_of
+from ekiben.core.files import digest_of, free_bytes, open_regular, reason_of
 from ekiben.core.output import check_output_file
 from ekiben.core.progress import Progress
 from ekiben.formats.layer import write_entries
@@ -170,7 +170,7 @@ def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path,
                 tar.unlink()
             partitions.append(Partition(path, 0, path.stat().st_size, digest, is_checked=True))
         with contextlib.ExitStack() as stack:
-            readers = [SquashfsReader(stack.enter_context(item.path.open("rb"))) for item in partitions]
+            readers = [SquashfsReader(stack.enter_context(open_regular(item.path))) for item in partitions]
             deffile = readers[-1].read_file(_DEFFILE).decode("utf-8", "surrogateescape")
             users = users_partition(readers, epoch)
         with progress.step(f"write {out}", total=sum(item.size for item in partitions)):

@@ -26,7 +26,7 @@ from ekiben.builder.wheels import validate_wheel
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import LayerError, StoreError
-from ekiben.core.files import remove_tree
+from ekiben.core.files import make_folders, remove_tree
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed
@@ -48,7 +48,7 @@ def compile_stage(
     jobs = jobs_for(allowed, stats.get("job_memory") or stage.job_memory, units=stats.get("units"),
                     capabilities=len(stage.inputs.get("capabilities", ())))  # fmt: skip
     work = work_folder(stage.name, stage.cache_key, store)
-    work.mkdir(parents=True, exist_ok=True)
+    make_folders(work)
     goes_on = any(work.iterdir())  # then what is compiled now is not all there is to it
     os.utime(work)  # it is in use: prune leaves it alone
     paths = {

@@ -19,6 +19,7 @@ from ekiben.builder.plan import Options
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
+from ekiben.core.files import make_folders
 from ekiben.core.progress import Progress
 from ekiben.formats.changeset import file_entries
 from ekiben.formats.layer import File
@@ -283,7 +284,7 @@ def prepare_job(
     scratch.mkdir()
     cache = store.cache
     for folder in ("uv", "apt/partial"):
-        (cache / folder).mkdir(parents=True, exist_ok=True)
+        make_folders(cache / folder)
     if files:
         (mount / "files.tar").write_bytes(_files_tar(files))
     write_run_script(mount, environment, script)

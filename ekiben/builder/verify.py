@@ -18,6 +18,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError, UsageError, VerifyError
+from ekiben.core.inner_path import AnyPath
 from ekiben.core.process import stream
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed, by_preference, runtimes
@@ -43,7 +44,7 @@ def verify(
     store: Store,
     progress: Progress,
     *,
-    sifs: Sequence[Path] = (),
+    sifs: Sequence[AnyPath] = (),
     loaded: Sequence[str] = (),
     again: bool = False,
 ) -> list[Check]:
@@ -70,7 +71,7 @@ def verify(
     return [check for check in checks if check]
 
 
-def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool = False) -> Check | None:
+def verify_sif(image: Image, sif: AnyPath, store: Store, log: Log, *, again: bool = False) -> Check | None:
     """Run the tests in the SIF under Apptainer or SingularityCE; None when there is neither.
 
     Raises VerifyError when one fails, and when the file is not the image's, StoreError when it cannot be read.
@@ -93,7 +94,7 @@ def verify_sif(image: Image, sif: Path, store: Store, log: Log, *, again: bool =
                 "--no-home",
                 "--workdir",
                 folder,
-                sif,
+                str(sif),  # Apptainer resolves the path of a descriptor, too
             ]
             return stream(argv, _both(lines, log), env=_without_settings())
 

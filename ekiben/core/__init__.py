@@ -9,6 +9,7 @@ __all__ = [
     "errors",
     "files",
     "folder",
+    "inner_path",
     "mounts",
     "output",
     "owner",

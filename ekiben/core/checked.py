@@ -27,6 +27,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _MAX_SIZE = 2**63 - 1  # bytes; what a file system can hold
 _MAX_BASENAME = 255  # bytes of a file's name on every file system here
 _MAX_DEPTH = 32
+_MAX_DIGITS = 40
 MAX_JSON = 16 << 20  # bytes
 _CHECKSUM = "checksum"
 
@@ -65,7 +66,7 @@ def parse_json(data: bytes | str, *, max_size: int = MAX_JSON, nan: bool = False
     if len(data) > max_size:
         raise ValueError(f"has {len(data)} bytes, more than {max_size}")
     try:
-        value = json.loads(data, parse_constant=float if nan else _refuse_constant)
+        value = json.loads(data, parse_constant=float if nan else _refuse_constant, parse_int=_parse_int)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -83,6 +84,13 @@ def parse_json(data: bytes | str, *, max_size: int = MAX_JSON, nan: bool = False
 def _inside(value: Any) -> Iterator[Any]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (item for item in items if isinstance(item, dict | list))
+
+
+def _parse_int(text: str) -> int:
+    """Return an integer. One of 400 digits has no place in a float, and reading many digits takes their square of time."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"has an integer of {len(text)} digits, more than {_MAX_DIGITS}")
+    return int(text)
 
 
 def _refuse_constant(name: str) -> NoReturn:

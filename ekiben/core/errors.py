@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 
 
 class EkibenError(Exception):
@@ -102,9 +101,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 class CorruptBlob(StoreError):
     """A blob's bytes are not those of its digest."""
 
-    def __init__(self, digest: str, path: Path) -> None:
+    def __init__(self, digest: str, path: object) -> None:
         super().__init__(f"blob {digest} is damaged: {path} has other bytes than its name says")
-        self.digest, self.path = digest, path
+        self.digest, self.path = digest, str(path)
 
-    def __reduce__(self) -> tuple[type[CorruptBlob], tuple[str, Path]]:
+    def __reduce__(self) -> tuple[type[CorruptBlob], tuple[str, str]]:
         return CorruptBlob, (self.digest, self.path)  # from one process to another

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar, cast, get_args, get_origin,
 
 from ekiben.core.checked import read_regular, shorten
 from ekiben.core.errors import DefinitionError, EkibenError, UsageError, nearest
+from ekiben.core.inner_path import AnyPath
 
 Model = TypeVar("Model")
 
@@ -49,8 +50,20 @@ def tree_paths(folder: Path) -> list[Path]:
     return sorted(Path(top, name) for top, folders, files in walked for name in (*folders, *files))
 
 
-def free_bytes(folder: Path) -> int:
+def make_folders(path: Path) -> None:
+    """Make a folder with its parents, which its user alone may write, whatever the umask: code is read from there. Idempotent.
+
+    Raises OSError.
+    """
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            folder.mkdir(0o755, exist_ok=True)
+
+
+def free_bytes(folder: AnyPath) -> int:
     """Return how many bytes an ordinary user may still write there. Raises OSError."""
+    if not isinstance(folder, Path):
+        return folder.free_bytes()
     stats = os.statvfs(folder)
     return stats.f_bavail * stats.f_frsize
 
@@ -289,10 +302,15 @@ def atomic_write(path: Path, content: str | bytes | Iterable[bytes], *, error: t
         raise error(f"{path} cannot be written: {reason_of(failure, path)}") from failure
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file that a user names, links followed. Raises OSError, also for a pipe, which would block, and a device."""
+def open_regular(path: AnyPath, buffering: int = -1) -> BinaryIO:
+    """Open a file for reading: one that a user names, links followed, or one below a folder of other users, which is none.
+
+    Raises OSError, also for a pipe, which would block, and a device.
+    """
+    if not isinstance(path, Path):
+        return path.open_file(buffering)
     with contextlib.ExitStack() as stack:
-        stream = stack.enter_context(open(path, "rb", opener=_open_unblocked))
+        stream = stack.enter_context(open(path, "rb", buffering, opener=_open_unblocked))
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         stack.pop_all()
@@ -303,11 +321,11 @@ def _open_unblocked(name: str, flags: int) -> int:
     return os.open(name, flags | os.O_NONBLOCK)
 
 
-def digest_of(content: bytes | Path | BinaryIO) -> str:
+def digest_of(content: bytes | AnyPath | BinaryIO) -> str:
     """Return the SHA-256 of bytes, of a file, or of the rest of an open file: ``sha256:`` and 64 hex digits. Raises OSError."""
     if isinstance(content, bytes):
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
-    with open_regular(content) if isinstance(content, Path) else contextlib.nullcontext(content) as stream:
+    with open_regular(content) if isinstance(content, AnyPath) else contextlib.nullcontext(content) as stream:
         return f"sha256:{hashlib.file_digest(cast(Any, stream), 'sha256').hexdigest()}"
 
 

@@ -40,6 +40,9 @@ class Folder:
     def __enter__(self) -> Self:
         return self
 
+    def __del__(self) -> None:
+        self.close()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -69,7 +72,7 @@ class Folder:
         with self._named(name):
             return os.stat(name, dir_fd=self.handle, follow_symlinks=False)
 
-    def exists(self, name: str) -> bool:
+    def lexists(self, name: str) -> bool:
         """Return whether there is an entry of this name, be it a link that leads nowhere."""
         with contextlib.suppress(FileNotFoundError):
             self.status(name)
@@ -87,7 +90,12 @@ class Folder:
         inner = Folder(os.dup(self.handle), self.path)
         for name in names:
             with inner, inner._named(name):
-                inner = Folder(os.open(name, _FOLDER, dir_fd=inner.handle), inner.path / name)
+                try:
+                    inner = Folder(os.open(name, _FOLDER, dir_fd=inner.handle), inner.path / name)
+                except NotADirectoryError as error:
+                    if inner.link_target(name) is not None:
+                        error.strerror = "it is a link"
+                    raise
         return inner
 
     def folders(self) -> Iterator[Folder]:
@@ -100,17 +108,25 @@ class Folder:
                     continue
                 yield inner
 
+    def new_folder(self, name: str, give: Callable[[int], None] | None = None) -> None:
+        """Make a folder under its name: private until ``give`` has given its descriptor a mode, or as the umask has it.
+
+        Raises FileExistsError, OSError.
+        """
+        with self._named(name):
+            os.mkdir(name, 0o700 if give else 0o777, dir_fd=self.handle)
+        if give:
+            self.change(name, give)
+
     def make_folder(self, name: str, give: Callable[[int], None]) -> None:
         """Make a folder, which takes its name once ``give`` has given its descriptor a mode and a group. Idempotent.
 
         Raises OSError, also where a link or a file has the name.
         """
         temporary = f".{name}.{secrets.token_hex(4)}"
-        with self._named(temporary):
-            os.mkdir(temporary, 0o700, dir_fd=self.handle)
         try:
-            self.change(temporary, give)
-            self.rename(temporary, name)
+            self.new_folder(temporary, give)
+            self.move(temporary, name)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) or not self.is_folder(name):
                 raise
@@ -141,14 +157,19 @@ class Folder:
 
     # -- files
 
-    def open_file(self, name: str) -> BinaryIO:
+    def open_file(self, name: str, buffering: int = 0) -> BinaryIO:
         """Open a regular file for reading. Raises OSError: ELOOP for a link, EINVAL for a pipe or a device."""
         with self._named(name):
-            handle = os.open(name, os.O_RDONLY | _FILE, dir_fd=self.handle)
+            try:
+                handle = os.open(name, os.O_RDONLY | _FILE, dir_fd=self.handle)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    error.strerror = "it is a link"
+                raise
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file", str(self.path / name))
-            return open(handle, "rb")
+            return open(handle, "rb", buffering)
         except BaseException:
             os.close(handle)
             raise
@@ -161,27 +182,41 @@ class Folder:
                 raise ValueError(f"has {size} bytes, more than {max_size}")
             return stream.read(size)
 
+    def create(self, name: str, mode: int = 0o600) -> BinaryIO:
+        """Make a file of this mode, less the umask, and open it for writing and reading, unbuffered. Raises FileExistsError, OSError."""
+        with self._named(name):
+            handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE, mode, dir_fd=self.handle)
+        return open(handle, "w+b", 0)
+
     @contextlib.contextmanager
-    def new_file(self, name: str) -> Iterator[BinaryIO]:
+    def new_file(self, name: str, *, within: Folder | None = None, temporary: str = "") -> Iterator[BinaryIO]:
         """Yield a file, private until its mode is changed, that gets ``name`` when the block ends without an exception.
 
+        within: the folder of the same file system, by default this one, where it is called ``temporary`` until then.
         Raises OSError, also when its temporary name is another file by then.
         """
-        temporary = f".{name}.{secrets.token_hex(4)}"
-        with self._named(temporary):
-            handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.handle)
+        source, temporary = within or self, temporary or f".{name}.{secrets.token_hex(4)}"
+        stream = source.create(temporary)
         try:
-            with open(handle, "w+b") as stream:
+            with stream:
                 yield stream
-                stream.flush()
-                if not os.path.samestat(os.fstat(handle), self.status(temporary)):
-                    raise OSError(errno.ESTALE, "it is another file by now", str(self.path / temporary))
-                self.rename(temporary, name)
+                if not os.path.samestat(os.fstat(stream.fileno()), source.status(temporary)):
+                    raise OSError(errno.ESTALE, "it is another file by now", str(source.path / temporary))
+                source.move(temporary, name, self)
         finally:
             with contextlib.suppress(OSError):
-                self.remove(temporary)
+                source.remove(temporary)
 
-    def rename(self, name: str, new: str, into: Folder | None = None) -> None:
+    def open_lock(self, name: str) -> int:
+        """Return the handle of a file to lock, which is made where there is none. Raises OSError, also for a link or a pipe."""
+        with self._named(name):
+            handle = os.open(name, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=self.handle)
+            if stat.S_ISREG(os.fstat(handle).st_mode):
+                return handle
+            os.close(handle)
+            raise OSError(errno.EINVAL, "it is not a regular file")
+
+    def move(self, name: str, new: str, into: Folder | None = None) -> None:
         """Give an entry another name, and replace what has it. Raises OSError."""
         with self._named(name), (into or self)._named(new):
             os.rename(name, new, src_dir_fd=self.handle, dst_dir_fd=(into or self).handle)
@@ -196,13 +231,17 @@ class Folder:
         except OSError:
             return None
 
+    def new_link(self, name: str, target: str) -> None:
+        """Make a link. Raises FileExistsError, OSError."""
+        with self._named(name):
+            os.symlink(target, name, dir_fd=self.handle)
+
     def link(self, name: str, target: str) -> None:
         """Let the link ``name`` lead to ``target``; to what it did before until then. Raises OSError."""
         temporary = f".{name}.{secrets.token_hex(4)}"
-        with self._named(temporary):
-            os.symlink(target, temporary, dir_fd=self.handle)
+        self.new_link(temporary, target)
         try:
-            self.rename(temporary, name)
+            self.move(temporary, name)
         finally:
             with contextlib.suppress(OSError):
                 self.remove(temporary)
@@ -213,6 +252,11 @@ class Folder:
         """Remove a file or a link. Raises OSError."""
         with self._named(name):
             os.unlink(name, dir_fd=self.handle)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove an empty folder. Raises OSError."""
+        with self._named(name):
+            os.rmdir(name, dir_fd=self.handle)
 
     def remove_tree(self, name: str) -> int:
         """Remove an entry with all that is below it, but nothing in a folder where something is mounted.
@@ -249,7 +293,7 @@ def _empty(top: Folder) -> int:
                 size += _remove_files(inner)
                 for deeper in inner.names():
                     with contextlib.suppress(OSError):  # something is mounted there, or it is another's
-                        inner.rename(deeper, secrets.token_hex(8), top)
+                        inner.move(deeper, secrets.token_hex(8), top)
                 os.rmdir(name, dir_fd=top.handle)
                 removed += 1
         if not removed:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ekiben.core.folder import Folder
+from ekiben.core.inner_path import InnerPath
 
 _LOCK = "lock"
 
@@ -23,7 +24,7 @@ _LOCK = "lock"
 class Owner:
     """What this process makes in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without locks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: InnerPath) -> None:
         self.folder = folder
         self._token = secrets.token_hex(4)
         self._guard = threading.Lock()
@@ -37,7 +38,7 @@ class Owner:
                 self._process, self._count, self._handle = os.getpid(), 0, -1
                 self._token = secrets.token_hex(4)
             if self._count == 0:
-                self._handle = _hold(self.folder / f"{self._locked_prefix}{_LOCK}")
+                self._handle = _hold(self.folder, f"{self._locked_prefix}{_LOCK}")
             self._count += 1
             prefix = self._locked_prefix if self._handle >= 0 else _unlocked_prefix()
         try:
@@ -47,7 +48,7 @@ class Owner:
                 self._count -= 1
                 if self._count == 0 and self._handle >= 0:
                     with contextlib.suppress(OSError):
-                        (self.folder / f"{self._locked_prefix}{_LOCK}").unlink()
+                        (self.folder / f"{self._locked_prefix}{_LOCK}").remove()
                     os.close(self._handle)
                     self._handle = -1
 
@@ -99,27 +100,20 @@ def remove_lock(folder: Folder, name: str) -> bool:
     return True
 
 
-def lock_new(handle: int, path: Path) -> bool:
-    """Lock the file that was just made at ``path``; False when another process removed it meanwhile. Raises OSError."""
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    return _is_same(handle, path)
-
-
-def _hold(path: Path) -> int:
-    """Return the handle of a lock on ``path``, or -1 where there is none."""
-    for _ in range(9):
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError:
-            return -1
-        try:
-            if lock_new(handle, path):
-                return handle
-        except OSError:  # this file system has no locks
-            path.unlink(missing_ok=True)
+def _hold(staging: InnerPath, name: str) -> int:
+    """Return the handle of a lock on the file ``name``, or -1 where there is none."""
+    with contextlib.suppress(OSError), staging.open_folder() as folder:
+        for _ in range(9):
+            handle = folder.open_lock(name)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                if _is_same(handle, folder, name):  # else another process took it for abandoned, and removed it
+                    return handle
+            except OSError:  # this file system has no locks
+                os.close(handle)
+                folder.remove(name)
+                return -1
             os.close(handle)
-            return -1
-        os.close(handle)
     return -1
 
 
@@ -134,9 +128,9 @@ def _is_held(folder: Folder, name: str) -> bool:
     return False
 
 
-def _is_same(handle: int, path: Path) -> bool:
+def _is_same(handle: int, folder: Folder, name: str) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), path.lstat())
+        return os.path.samestat(os.fstat(handle), folder.status(name))
     return False
 
 

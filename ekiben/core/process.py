@@ -83,18 +83,20 @@ def run(
     return done
 
 
-def stream(argv: Argv, on_line: Callable[[str], None], *, env: Mapping[str, str] | None = None) -> int:
+def stream(
+    argv: Argv, on_line: Callable[[str], None], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
+) -> int:
     """Run a program, call ``on_line`` with each line of stdout and stderr, and return the exit code.
 
-    The child gets a process group of its own, which is ended when we are interrupted: a compiler deep in a
-    container must not outlive the build.
+    ``pass_fds``: descriptors that the child inherits. It gets a process group of its own, which is ended when we are interrupted:
+    a compiler deep in a container must not outlive the build.
     """
     _trace(f"+ {quoted(argv)}")
     try:
         started = subprocess.Popen(
             [os.fspath(word) for word in argv],
             env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            encoding="utf-8", errors="replace", start_new_session=True,
+            encoding="utf-8", errors="replace", start_new_session=True, pass_fds=pass_fds,
         )  # fmt: skip
     except OSError as error:
         on_line(f"{os.fspath(argv[0])}: {error.strerror}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from ekiben.core.errors import EngineError
 from ekiben.core.files import remove_tree
 from ekiben.core.folder import Folder
+from ekiben.core.inner_path import program_files
 from ekiben.core.mounts import bind_args
 from ekiben.core.owner import is_abandoned
 from ekiben.core.paths import BUILD_MOUNT
@@ -129,7 +130,6 @@ def try_run(job: Job) -> None:
 def _execute(job: Job, overlay: Path, is_fuse: bool) -> None:
     work = job.scratch / "work"
     work.mkdir(exist_ok=True)
-    argv = _with_overlays(job, overlay) if is_fuse else _with_kernel_mounts(job, overlay)
     refused: list[str] = []
 
     def log(line: str) -> None:
@@ -137,8 +137,12 @@ def _execute(job: Job, overlay: Path, is_fuse: bool) -> None:
             refused.append(line)
         job.log(line)
 
-    with shared_packages(job):
-        code = stream(argv, log, env=_environment())
+    with shared_packages(job), contextlib.ExitStack() as stack:
+        partitions = [] if is_fuse else [layer.partition() for layer in job.lower]
+        paths, handles = program_files((item.path for item in partitions), stack)
+        squashfs = [(path, item.offset) for path, item in zip(paths, partitions, strict=True)]
+        argv = _with_overlays(job, overlay) if is_fuse else _with_kernel_mounts(job, overlay, squashfs)
+        code = stream(argv, log, env=_environment(), pass_fds=handles)
     if code and refused and os.geteuid():
         _check_capabilities(job, refused[-1])
     if code:
@@ -175,14 +179,13 @@ def _with_overlays(job: Job, overlay: Path) -> Argv:
     return ["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', job.scratch, *argv]
 
 
-def _with_kernel_mounts(job: Job, overlay: Path) -> Argv:
+def _with_kernel_mounts(job: Job, overlay: Path, squashfs: Sequence[tuple[Path, int]]) -> Argv:
     """As root Apptainer mounts an overlay with so few capabilities that a setgid bit is lost without a word, and with
     whatever the kernel does about renamed directories by default; as a user it takes fuse-overlayfs. So the mounts are ours,
     in a namespace that ends with the script. Names are relative: mount's options hold a page, and no commas."""
     for name in ("upper", "work", "merged"):
         (overlay / name).mkdir()
     is_root, merged = os.geteuid() == 0, overlay / "merged"
-    squashfs = [(partition.path, partition.offset) for partition in (layer.partition() for layer in job.lower)]
     command = quoted(
         [*_base_argv(fakeroot=False), "--writable", *_binds(job), merged, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"]
     )
@@ -203,7 +206,7 @@ def _mounts_of_root(layers: Sequence[tuple[Path, int]]) -> list[str]:
     names = [str(number) for number in range(len(layers))]
     for name, (path, offset) in zip(names, layers, strict=True):
         where = f"loop,offset={offset}" if offset else "loop"
-        lines += [f"mkdir {name}", f"mount -t squashfs -o ro,{where} {shlex.quote(str(path))} {name}"]
+        lines += [f"mkdir {name}", f"mount --no-canonicalize -t squashfs -o ro,{where} {shlex.quote(str(path))} {name}"]
     options = (
         f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
     )

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from ekiben.core.errors import StoreError
+from ekiben.core.files import open_regular
+from ekiben.core.inner_path import AnyPath
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +32,7 @@ class Partition:
     ``is_checked``: they were compared with it, and the file has not been written to since.
     """
 
-    path: Path
+    path: AnyPath
     offset: int
     size: int
     digest: str
@@ -125,9 +127,9 @@ def copy_checked(partition: Partition, to: Path) -> None:
 _HINT = "the stored layer is damaged: remove it and build again"
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: AnyPath) -> BinaryIO:
     try:
-        return path.open("rb", buffering=0)
+        return open_regular(path, 0)
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 

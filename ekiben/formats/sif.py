@@ -22,6 +22,7 @@ from typing import BinaryIO
 
 from ekiben.core.errors import StoreError
 from ekiben.core.files import digest_of, format_size, free_bytes, new_file, open_regular, reason_of
+from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.formats.partition import FULL, Hasher, Partition, copy_partition, read_partition
 
 LAUNCH = b"#!/usr/bin/env run-singularity\n"
@@ -133,7 +134,7 @@ def sif_id(digests: Sequence[str], deffile: str) -> str:
 
 
 def write_sif(
-    out: Path,
+    out: AnyPath,
     partitions: Sequence[Partition],
     header: SifHeader,
     *,
@@ -279,20 +280,21 @@ def _head(descriptors: Sequence[Descriptor], sif_header: SifHeader) -> bytes:
 
 
 @contextlib.contextmanager
-def _new_sif(out: Path, size: int) -> Iterator[BinaryIO]:
+def _new_sif(out: AnyPath, size: int) -> Iterator[BinaryIO]:
     """Yield a file of ``size`` bytes to be, that takes the place of ``out`` at the end. Raises StoreError."""
     try:
         if free_bytes(out.parent) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # Executable: a SIF starts with a launch line. No fsync, a third of the time: what a power failure cuts short read_sif
         # finds, and it is made again.
-        with new_file(out, mode=0o777, obey_umask=True, buffering=0) as file:
+        new = out.new_file() if isinstance(out, InnerPath) else new_file(out, mode=0o777, obey_umask=True, buffering=0)
+        with new as file:
             _reserve(file, size)
             yield file
     except OSError as error:
         hint = "make room, or choose another disk with -o" if error.errno in FULL else None
         raise StoreError(
-            f"{out} cannot be written: {reason_of(error, out)}; it takes {format_size(size)}", hint=hint
+            f"{out} cannot be written: {reason_of(error, Path(str(out)))}; it takes {format_size(size)}", hint=hint
         ) from error
 
 
@@ -309,7 +311,7 @@ def _reserve(file: BinaryIO, size: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def read_sif(path: Path) -> SifInfo:
+def read_sif(path: AnyPath) -> SifInfo:
     """Read what a SIF says of itself, from its first 32 KiB. Raises StoreError when it is no complete SIF."""
     import uuid  # late, see sif_id()
 
@@ -331,7 +333,7 @@ def read_sif(path: Path) -> SifInfo:
     return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors, head)
 
 
-def difference(path: Path, partitions: Sequence[Partition], header: SifHeader) -> str:
+def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader) -> str:
     """Read all of a SIF and say where it differs from what write_sif() writes, signatures apart; "" when it does not.
 
     Raises StoreError when it is no complete SIF.
@@ -355,7 +357,7 @@ def difference(path: Path, partitions: Sequence[Partition], header: SifHeader) -
     return _difference_between(path, info, table)
 
 
-def _difference_between(path: Path, info: SifInfo, table: bytes) -> str:
+def _difference_between(path: AnyPath, info: SifInfo, table: bytes) -> str:
     """Say which bytes outside the data objects differ from what write_sif() writes: nobody reads them, but equal files are promised.
 
     Of a signed file only those before the end of the last layer, and not what the signature changes in the header and the table.
@@ -372,7 +374,7 @@ def _difference_between(path: Path, info: SifInfo, table: bytes) -> str:
     ]
     if not signed:
         gaps.append((len(table), DATA_AT))
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for start, end in gaps:
             file.seek(start)
             if any(file.read(max(0, end - start))):
@@ -388,7 +390,7 @@ def _fixed_fields(head: bytes) -> tuple[bytes | int, ...]:
     return HEADER.unpack(head)[:6]
 
 
-def _read_table(path: Path, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:
+def _read_table(path: AnyPath, file: BinaryIO, total: int, offset: int, length: int) -> list[bytes]:
     if not (0 <= total <= 1 << 16 and 0 < offset < 1 << 40 and length == total * DESCRIPTOR.size):
         raise StoreError(f"{path}: its header does not fit a SIF's: {total} descriptors in {length} bytes at {offset}")
     file.seek(offset)

@@ -28,10 +28,10 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ekiben.core.checked import Fields, is_basename, parse_json, read_regular, without_checksum
+from ekiben.core.checked import Fields, is_basename, parse_json, without_checksum
+from ekiben.core.inner_path import InnerPath
 from ekiben.formats import oci
 from ekiben.signing.gpg import Key
 from ekiben.store import StoredLayer
@@ -90,16 +90,16 @@ class VersionRecord:
         return tuple(str(labels.get(oci.LAYER_LABEL, "")).split()) if isinstance(labels, Mapping) else ()
 
 
-def read_record(path: Path) -> VersionRecord:
+def read_record(path: InnerPath) -> VersionRecord:
     """Read the record ``path`` of a version in its image's folder. Raises ValueError that says what is wrong with it."""
     try:
-        record = parse_record(parse_json(read_regular(path, max_size=_MAX_RECORD)), path.parent.name)
+        record = parse_record(parse_json(path.read(max_size=_MAX_RECORD)), path.parent.name)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     if record.stem != path.name.removesuffix(".json"):
         raise ValueError(f"'file' is of another version: {record.file}")
     try:
-        status = path.with_name(record.file).lstat()
+        status = path.with_name(record.file).status()
     except OSError as error:
         raise ValueError(f"its {record.file} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):
@@ -137,12 +137,15 @@ def parse_record(data: object, name: str) -> VersionRecord:
     )  # fmt: skip
 
 
-def record_files(folder: Path) -> list[Path]:
+def record_files(folder: InnerPath) -> list[InnerPath]:
     """Return the files of ``folder`` that are records by their names."""
-    return sorted(path for path in folder.glob("*.json") if _RECORD_FILE.fullmatch(path.name))
+    try:
+        return [path for path in folder.entries() if _RECORD_FILE.fullmatch(path.name)]
+    except FileNotFoundError:  # nothing was published under this name
+        return []
 
 
-def read_records(folder: Path) -> tuple[list[VersionRecord], list[tuple[str, str]]]:
+def read_records(folder: InnerPath) -> tuple[list[VersionRecord], list[tuple[str, str]]]:
     """Return the versions of the image in ``folder``, oldest first, and (file, reason) of each record that cannot be used."""
     records, skipped = list[VersionRecord](), list[tuple[str, str]]()
     for path in record_files(folder):
@@ -155,26 +158,12 @@ def read_records(folder: Path) -> tuple[list[VersionRecord], list[tuple[str, str
     return sorted(records, key=lambda record: (record.published, record.file)), skipped
 
 
-def image_folders(shared_dir: Path) -> list[Path]:
+def image_folders(shared_dir: InnerPath) -> list[InnerPath]:
     """Return the folders of images, sorted by name. A link is none: it may lead out of the shared folder. Raises OSError."""
-    return sorted(
-        path for path in (shared_dir / IMAGES).iterdir()
-        if is_basename(path.name) and not path.is_symlink() and path.is_dir()
-    )  # fmt: skip
+    return [path for path in (shared_dir / IMAGES).entries() if is_basename(path.name) and path.is_folder()]
 
 
-def tags(folder: Path) -> dict[str, str]:
+def tags(folder: InnerPath) -> dict[str, str]:
     """Return the links in an image's folder: name → the file it names."""
-    return {
-        path.name: target
-        for path in folder.iterdir()
-        if not path.name.startswith(".") and (target := link_target(path))
-    }
-
-
-def link_target(path: Path) -> str | None:
-    """Return what a link says, None where there is no link."""
-    try:
-        return str(path.readlink())
-    except OSError:
-        return None
+    links = ((path.name, path.link_target()) for path in folder.entries() if not path.name.startswith("."))
+    return {name: target for name, target in links if target}

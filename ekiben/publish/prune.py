@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import glob
+import os
 import re
+import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish._records import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
 from ekiben.run.modulefile import MODULES
 from ekiben.store.shared import IMAGES, SharedStore, open_shared
@@ -31,9 +33,8 @@ class PruneDecision:
 
 def published(shared_dir: Path) -> dict[str, list[VersionRecord]]:
     """Return every image of the folder: name → its versions, oldest first. Raises StoreError."""
-    open_shared(shared_dir)
     try:
-        return {folder.name: read_records(folder)[0] for folder in image_folders(shared_dir)}
+        return {folder.name: read_records(folder)[0] for folder in image_folders(open_shared(shared_dir).folder)}
     except OSError as error:
         raise StoreError(f"{shared_dir / IMAGES} cannot be read: {error.strerror}") from error
 
@@ -63,8 +64,8 @@ def prune(
                     if record.stem in going and _is_kept_by_now(shared, record, names, unused_for):
                         going.remove(record.stem)
                     elif record.stem in going:
-                        _discard_version(shared, shared_dir / IMAGES / name, record.stem)
-                _discard_strays(shared, shared_dir / IMAGES / name)
+                        _discard_version(shared, shared.folder / IMAGES / name, record.stem)
+                _discard_strays(shared, shared.folder / IMAGES / name)
             _discard_dangling(shared)
             shared.drop_dangling()
         removed = shared.empty_trash(grace * _DAY, dry_run=dry_run)
@@ -79,11 +80,10 @@ def _refuse_unknown(names: Sequence[str], known: Mapping[str, Sequence[VersionRe
 
 
 def _decide(shared: SharedStore, record: VersionRecord, names: Sequence[str], unused_for: float) -> PruneDecision:
-    folder = shared.shared_dir / IMAGES / record.name
-    path = folder / record.file
+    folder = shared.folder / IMAGES / record.name
     named = [tag for tag, target in sorted(tags(folder).items()) if target == record.file]
-    days = (time.time() - shared.last_use(path.lstat())) / _DAY
-    if path.with_suffix(".pin").exists():
+    days = (time.time() - shared.last_use((folder / record.file).status())) / _DAY
+    if (folder / f"{record.stem}.pin").lexists():
         keep, reason = True, "pinned"
     elif named:
         keep, reason = True, f"tagged {', '.join(named)}"
@@ -106,9 +106,10 @@ def _is_kept_by_now(shared: SharedStore, record: VersionRecord, names: Sequence[
         return False
 
 
-def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:
+def _discard_version(shared: SharedStore, folder: InnerPath, stem: str) -> None:
     """The record first: without it the version is not there."""
-    beside = sorted(folder.glob(f"{glob.escape(stem)}.*"), key=lambda path: path.name != f"{stem}.json")
+    beside = [path for path in folder.entries() if path.name.startswith(f"{stem}.")]
+    beside.sort(key=lambda path: path.name != f"{stem}.json")
     for path in beside:
         with contextlib.suppress(FileNotFoundError):
             shared.discard(path)
@@ -117,28 +118,33 @@ def _discard_version(shared: SharedStore, folder: Path, stem: str) -> None:
             shared.restore(path)
 
 
-def _discard_strays(shared: SharedStore, folder: Path) -> None:
+def _discard_strays(shared: SharedStore, folder: InnerPath) -> None:
     """What a killed publisher left: files without a record, and names that were not taken, both a day old."""
-    recorded = {path.stem for path in folder.glob("*.json") if not path.name.endswith(SBOM_SUFFIX)}
-    for path in folder.iterdir():
+    entries = folder.entries()
+    records = [path.name for path in entries if path.name.endswith(".json") and not path.name.endswith(SBOM_SUFFIX)]
+    recorded = {name.removesuffix(".json") for name in records}
+    for path in entries:
         with contextlib.suppress(FileNotFoundError):
-            match = None if path.is_symlink() else _OF_A_VERSION.fullmatch(path.name)
+            status = path.status()
+            match = None if stat.S_ISLNK(status.st_mode) else _OF_A_VERSION.fullmatch(path.name)
             stray = path.name.startswith(".") or (match is not None and match[1] not in recorded)
-            if stray and path.lstat().st_mtime < time.time() - _DAY:
+            if stray and status.st_mtime < time.time() - _DAY:
                 shared.discard(path)
 
 
 def _discard_dangling(shared: SharedStore) -> None:
     """Remove links to modulefiles of versions that are gone. A folder that is a link is not entered: it may lead elsewhere."""
-    folders = [shared.shared_dir / MODULES]
+    folders = [shared.folder / MODULES]
     for _ in range(2):
-        folders = [path for folder in folders for path in _subfolders(folder)]
-    for path in (path for folder in folders for path in folder.iterdir()):
+        folders = [path for folder in folders if folder.is_folder() for path in folder.entries() if path.is_folder()]
+    for path in (path for folder in folders for path in folder.entries()):
         with contextlib.suppress(FileNotFoundError):
-            if path.is_symlink() and not path.exists():
+            target = path.link_target()
+            if target is not None and not _module_exists(shared, path, target):
                 shared.discard(path)
 
 
-def _subfolders(folder: Path) -> Iterator[Path]:
-    if folder.is_dir() and not folder.is_symlink():
-        yield from (path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+def _module_exists(shared: SharedStore, link: InnerPath, target: str) -> bool:
+    """Whether a link of modulefiles/ekiben/IMAGE leads to a modulefile in images/IMAGE."""
+    inner = PurePosixPath(os.path.normpath(PurePosixPath(*link.parts[:-1], target)))
+    return ".." not in inner.parts and not inner.is_absolute() and (shared.folder / inner).is_regular()

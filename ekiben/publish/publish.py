@@ -26,28 +26,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
-import glob
 import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ekiben.builder.verify import Check, verify
-from ekiben.core.checked import read_regular, with_checksum
+from ekiben.core.checked import with_checksum
 from ekiben.core.errors import StoreError, UsageError, VerifyError
-from ekiben.core.files import digest_of, free_bytes
+from ekiben.core.files import digest_of
+from ekiben.core.inner_path import InnerPath
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition, copy_partition
 from ekiben.formats.sif import SifHeader, Signature, write_sif
-from ekiben.publish._records import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, link_target, read_records
+from ekiben.publish._records import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, read_records
 from ekiben.run.modulefile import (
-    MODULES,
     check_shared_dir,
     command_files,
     module_folder,
@@ -101,8 +99,8 @@ class _Request:
     key: Key | None
 
     @property
-    def folder(self) -> Path:
-        return self.shared.shared_dir / IMAGES / self.image.name
+    def folder(self) -> InnerPath:
+        return self.shared.folder / IMAGES / self.image.name
 
 
 def publish(
@@ -136,12 +134,12 @@ def publish(
             if pin:
                 _write(shared, folder / f"{record.stem}.pin", b"")
             for tag in (*([CURRENT] if current else []), *tags):
-                _link(folder, tag, record.file)
+                _link(folder / tag, record.file)
             module_loaded = None
-            if module or (shared_dir / module_folder(image.name)).is_dir():
+            if module or (shared.folder / module_folder(image.name)).is_folder():
                 module_loaded = _put_module(shared, folder, image, record.stem)
             if _find_intact(request) is not None:
-                return Published(folder / record.file, record, bytes_copied, created, module_loaded)
+                return Published((folder / record.file).path, record, bytes_copied, created, module_loaded)
     raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
                      hint="somebody prunes it: publish it again afterwards")  # fmt: skip
 
@@ -194,7 +192,7 @@ def _is_intact(request: _Request, record: VersionRecord) -> bool:
         header = check_sif(request.image, sif, request.store)
         if sif_sha256(header, sif, request.store) != record.sha256:
             raise VerifyError(f"{sif} is damaged: its SHA-256 is not {record.sha256}")
-        if record.sbom_sha256 and digest_of(read_regular(sbom)) != f"sha256:{record.sbom_sha256}":
+        if record.sbom_sha256 and digest_of(sbom.read()) != f"sha256:{record.sbom_sha256}":
             raise VerifyError(f"{sbom} is damaged: its SHA-256 is not {record.sbom_sha256}")
     except FileNotFoundError as error:  # a prune took it meanwhile
         request.progress.log(f"{error.filename} is gone; it is written again")
@@ -215,18 +213,20 @@ def _stem(request: _Request, sha256: str) -> str:
     image, end = request.image, sha256[:12]
     version = request.version
     if version is None:
-        names = (path.name for path in request.folder.glob(f"{glob.escape(image.name)}-*-{end}.json"))
-        versions = (name.removeprefix(f"{image.name}-").removesuffix(f"-{end}.json") for name in names)
-        version = next((item for item in sorted(versions) if VERSION.fullmatch(item)), None)
+        start, end_of_record = f"{image.name}-", f"-{end}.json"
+        names = [path.name for path in request.folder.entries()]
+        records = [name for name in names if name.startswith(start) and name.endswith(end_of_record)]
+        versions = (name.removeprefix(start).removesuffix(end_of_record) for name in records)
+        version = next((item for item in versions if VERSION.fullmatch(item)), None)
     return f"{image.name}-{version or f'{datetime.now(UTC):%Y.%m.%d}'}-{end}"
 
 
-def _put_layers(shared: SharedStore, sif: Path, image: Image) -> bool:
+def _put_layers(shared: SharedStore, sif: InnerPath, image: Image) -> bool:
     """False when a prune took the file meanwhile."""
     try:
         shared.put_layers(sif, image.layers)
     except (StoreError, OSError):
-        if sif.exists():
+        if sif.lexists():
             raise
         return False
     return True
@@ -238,12 +238,12 @@ def _put(request: _Request, *, check: bool) -> int:
     Returns the bytes of layers that were copied from the store.
     """
     image, store, shared, progress = request.image, request.store, request.shared, request.progress
-    if free_bytes(shared.shared_dir) < image.size:
+    if shared.folder.free_bytes() < image.size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     signature = (
         sign_image(image, store, request.key) if request.key else None
     )  # before the work: it may ask for a passphrase
-    with shared.staging() as staging:
+    with shared.new_folder() as staging:
         sif = staging / "image.sif"
         with progress.step(f"write the SIF in {request.folder}", total=image.size):
             sha256, bytes_copied = _write_sif(sif, request, signature)
@@ -284,7 +284,7 @@ def _record_of(
         "environment": dict(image.environment),
         "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
         "published": datetime.now(UTC).isoformat(timespec="milliseconds"), "by": getpass.getuser(),
-        "previous": link_target(request.folder / CURRENT),
+        "previous": (request.folder / CURRENT).link_target(),
     }  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
         return None
 
 
-def _write_sif(sif: Path, request: _Request, signature: Signature | None) -> tuple[str, int]:
+def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -> tuple[str, int]:
     """Returns its SHA-256 in hex, and how many bytes came from outside the place: what it has, its own server may copy.
 
     What is there is compared with its digest while it is copied, and left where it is damaged; what comes from the store
@@ -332,7 +332,7 @@ def _write_sif(sif: Path, request: _Request, signature: Signature | None) -> tup
     return (keep_sif(store, header.id, file_digest, signed) if file_digest else str(known)), bytes_copied
 
 
-def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, progress: Progress) -> None:
+def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: InnerPath, progress: Progress) -> None:
     """What was compiled for the image, for whoever builds another one with it."""
     for key in image.result_keys:
         result = store.result(key)
@@ -345,59 +345,59 @@ def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: Path, 
         shared.put_result(result)
 
 
-def _copy_blob(source: Partition, shared: SharedStore, target: Path, progress: Progress) -> None:
-    with target.open("xb", buffering=0) as out:
+def _copy_blob(source: Partition, shared: SharedStore, target: InnerPath, progress: Progress) -> None:
+    with target.create() as out:
         shared.apply_permissions(out.fileno(), 0o600)  # before there is anything in it: a quota may be the group's
         copy_partition(source, out, progress.count)
 
 
-def _put_sif(shared: SharedStore, sif: Path, target: Path, sha256: str) -> int:
+def _put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str) -> int:
     """Never over a file that is whole: a job may have it open, which NFS does not forgive. Returns its size."""
-    size = sif.stat().st_size
+    size = sif.status().st_size
     shared.policy.apply_to(sif, 0o555)
-    with sif.open("rb") as stream:
-        os.fsync(stream.fileno())
+    sif.change(os.fsync)
     with contextlib.suppress(FileNotFoundError):
-        if target.stat().st_size == size and digest_of(target) == f"sha256:{sha256}":
+        if target.status().st_size == size and _has_digest(target, sha256):
             return size
         shared.discard(target)
-    sif.rename(target)
+    sif.move(target)
     return size
 
 
-def _put_module(shared: SharedStore, folder: Path, image: Image, stem: str) -> str:
+def _has_digest(path: InnerPath, sha256: str) -> bool:
+    """False for what is no file, too: it is moved away."""
+    with contextlib.suppress(OSError):
+        return digest_of(path) == f"sha256:{sha256}"
+    return False
+
+
+def _put_module(shared: SharedStore, folder: InnerPath, image: Image, stem: str) -> str:
     """The link by which it is found comes last. Returns the module's name."""
     name, tasks = module_name(image.name, stem), image.tasks
-    modules = shared.shared_dir / module_folder(image.name)
-    for needed in (shared.shared_dir / MODULES, modules.parent, modules, folder / f"{stem}.bin"):
+    modules = shared.folder / module_folder(image.name)
+    for needed in (*modules.way(), folder / f"{stem}.bin"):
         shared.policy.make_folder(needed)
     for command, script in command_files(image.name, stem, tasks).items():
         _write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
     _write(shared, folder / f"{stem}.module", modulefile(image.name, stem, image.description, tasks).encode())
     _write(shared, modules / ".modulerc", rc_file(image.name).encode())
-    _link(modules, Path(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
+    _link(modules / PurePosixPath(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
     return name
 
 
 def _write_readme(shared: SharedStore) -> None:
-    if not (shared.shared_dir / "README").exists():
-        _write(shared, shared.shared_dir / "README", _README.encode())
+    if not (shared.folder / "README").lexists():
+        _write(shared, shared.folder / "README", _README.encode())
 
 
-def _write(shared: SharedStore, path: Path, data: bytes, mode: int = 0o444) -> None:
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == data:
+def _write(shared: SharedStore, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        if path.read(max_size=len(data)) == data:
             return
     shared.write_file(path, data, mode)
 
 
-def _link(folder: Path, name: str, target: str) -> None:
-    """``name`` leads to ``target`` afterwards; to what it did before until then, whoever looks."""
-    if link_target(folder / name) == target:
-        return
-    temporary = folder / f".{name}.{secrets.token_hex(4)}"
-    temporary.symlink_to(target)
-    try:
-        temporary.rename(folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _link(path: InnerPath, target: str) -> None:
+    """Let ``path`` lead to ``target``; to what it did before until then, whoever looks."""
+    if path.link_target() != target:
+        path.link(target)

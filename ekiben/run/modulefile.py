@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ekiben.core.errors import UsageError
 from ekiben.gpu.devices import GPU_DEVICE
@@ -28,9 +28,9 @@ MODULES = "modulefiles"
 _FAMILY = "ekiben"
 
 
-def module_folder(image: str) -> Path:
+def module_folder(image: str) -> PurePosixPath:
     """Return the folder of the module's versions, below the shared folder."""
-    return Path(MODULES, _FAMILY, image)
+    return PurePosixPath(MODULES, _FAMILY, image)
 
 
 def module_name(image: str, stem: str) -> str:

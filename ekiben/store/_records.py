@@ -6,11 +6,11 @@ import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, cast
 
-from ekiben.core.checked import Fields, is_basename, parse_json, read_regular, with_checksum, without_checksum
+from ekiben.core.checked import Fields, is_basename, parse_json, with_checksum, without_checksum
 from ekiben.core.errors import StoreError
+from ekiben.core.inner_path import InnerPath
 from ekiben.formats.oci import MEDIA_INDEX, MEDIA_MANIFEST
 from ekiben.store._staging import StagingArea
 
@@ -146,13 +146,13 @@ class CompileStats(TypedDict, total=False):
 
 
 class Records:
-    """The records below ``root``, each with a checksum. One that cannot be read, or whose checksum is another, is none: what it
+    """The records of a store, each with a checksum. One that cannot be read, or whose checksum is another, is none: what it
     stood for is made again."""
 
-    def __init__(self, root: Path, staging: StagingArea) -> None:
-        self.root, self._staging = root, staging
+    def __init__(self, staging: StagingArea) -> None:
+        self.root, self._staging = staging.root, staging
 
-    def _path(self, kind: Kind, name: str) -> Path:
+    def path(self, kind: Kind, name: str) -> InnerPath:
         """Raises StoreError when ``name`` is no file's: names come from records that others wrote."""
         if not is_basename(f"{name}.json"):
             raise StoreError(f"{name!r:.80} does not name a record of {self.root}")
@@ -160,23 +160,26 @@ class Records:
 
     def read(self, kind: Kind, name: str) -> dict[str, Any] | None:
         """Return a record, or None: also for one that is damaged, a link, or not a file's name."""
-        data = _read(self._path(kind, name)) if is_basename(f"{name}.json") else None
+        data = _read(self.path(kind, name)) if is_basename(f"{name}.json") else None
         if data is None and kind in _FORMER:
             data = _read(self.root / _FORMER[kind] / f"{name}.json") if is_basename(f"{name}.json") else None
         return data
 
     def write(self, kind: Kind, name: str, record: Mapping[str, Any]) -> None:
         """Write a record atomically. Raises StoreError."""
-        self._staging.write(self._path(kind, name), dump(with_checksum(record)))
+        self._staging.write(self.path(kind, name), dump(with_checksum(record)))
 
     def drop(self, kind: Kind, name: str) -> None:
         """Remove a record. Idempotent. Raises StoreError."""
         with self._staging.access.translated_errors():
-            self._path(kind, name).unlink(missing_ok=True)
+            self.path(kind, name).remove(missing_ok=True)
 
     def names(self, kind: Kind) -> list[str]:
         """Return the names of all records of a kind."""
-        return sorted(path.name.removesuffix(".json") for path in (self.root / kind).glob("*.json"))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = (path.name for path in (self.root / kind).entries())
+            return [name.removesuffix(".json") for name in names if name.endswith(".json") and not name.startswith(".")]
+        return []
 
     def layer(self, cache_key: str) -> StoredLayer | None:
         """Return the record of a layer, whether its blob is there or not."""
@@ -253,9 +256,9 @@ class Records:
             images, seen = self.images(), images
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: InnerPath) -> dict[str, Any] | None:
     try:
-        data = parse_json(read_regular(path))
+        data = parse_json(path.read())
         return without_checksum(data) if isinstance(data, dict) else None
     except (OSError, ValueError):
         return None

@@ -12,17 +12,17 @@ import fcntl
 import os
 import secrets
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError
-from ekiben.core.files import format_size, free_bytes, lacks_inodes, new_file, reason_of, remove_tree
+from ekiben.core.files import format_size, free_bytes, lacks_inodes, make_folders, reason_of
 from ekiben.core.folder import Folder
+from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.core.owner import Owner, is_abandoned, remove_lock
 
 if TYPE_CHECKING:
@@ -38,10 +38,14 @@ class Access(Protocol):
     def prepare(self) -> None:
         """Make the folder that the store is in, or refuse it. Raises StoreError."""
 
-    def open_root(self) -> Folder:
-        """Open the store's folder. Raises OSError, also for a link that another user may have put there."""
+    @property
+    def folder(self) -> InnerPath:
+        """Return the store's folder."""
 
-    def make_folder(self, folder: Path) -> None:
+    def readable(self, path: InnerPath) -> AnyPath:
+        """Return ``path`` for who reads a file of the store: as a Path where no other user can exchange it."""
+
+    def make_folder(self, folder: InnerPath) -> None:
         """Make a folder with its parents. Idempotent. Raises StoreError, OSError."""
 
     def apply_permissions(self, handle: int, mode: int) -> None:
@@ -58,22 +62,30 @@ class UserAccess:
     """A store of one user: modes are as given, and errors name --store."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.folder = root, InnerPath.below(root)
+
+    def readable(self, path: InnerPath) -> AnyPath:
+        """Return the path itself: the store is its user's."""
+        return path.path
 
     def prepare(self) -> None:
-        """See Access."""
-
-    def open_root(self) -> Folder:
-        """Open the store's folder, which may be a link of the user's."""
-        return Folder.open(self.root)
-
-    def make_folder(self, folder: Path) -> None:
-        """Create a folder with its parents."""
+        """Make the store's folder, which other users cannot enter: what is in it runs as its user."""
+        if self.root.is_dir():
+            return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            with self.translated_errors():
+                make_folders(self.root.parent)
+                with contextlib.suppress(FileExistsError):  # another process made it just now
+                    self.root.mkdir(0o700)
         except FileNotFoundError as error:  # below /proc, say
             raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
                              hint="give another folder with --store or EKIBEN_STORE") from error  # fmt: skip
+
+    def make_folder(self, folder: InnerPath) -> None:
+        """Make a folder with its parents."""
+        for inner in folder.way():
+            if not inner.is_folder():
+                inner.make_folder(lambda handle: os.fchmod(handle, 0o755))
 
     def apply_permissions(self, handle: int, mode: int) -> None:
         """Set the mode of a file."""
@@ -101,51 +113,52 @@ class UserAccess:
 
 
 class StagingArea:
-    """Temporary files and folders of the store in ``root``, with its locks and the background work of a build."""
+    """Temporary files and folders of a store, with its locks and the background work of a build."""
 
-    def __init__(self, root: Path, access: Access) -> None:
-        self.root, self.folder, self.access = root, root / "staging", access
+    def __init__(self, access: Access) -> None:
+        self.root, self.folder, self.access = access.folder, access.folder / "staging", access
         self._owner = Owner(self.folder)
         self._pool: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []
-        self._finished: list[Path] = []  # folders that nobody needs, removed when no script runs any more
+        self._finished: list[InnerPath] = []  # folders that nobody needs, removed when no script runs any more
 
     # -- files and folders
 
+    def inner(self, path: Path) -> InnerPath:
+        """Return a path of this store's as one below its folder."""
+        return self.root / PurePosixPath(path.relative_to(self.root.path))
+
     @contextlib.contextmanager
-    def temporary_folder(self) -> Iterator[Path]:
+    def temporary_folder(self) -> Iterator[InnerPath]:
         """Yield a folder of this process, removed afterwards."""
         with self._owner.active() as prefix:
+            folder = self.folder / f"{prefix}{secrets.token_hex(4)}"
             with self.access.translated_errors():
-                folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self.folder))
-                with self._open() as staging, staging.folder(folder.name) as inner:
-                    self.access.apply_permissions(inner.handle, 0o700)
+                folder.new_folder(lambda handle: self.access.apply_permissions(handle, 0o700))
             try:
                 with self.access.translated_errors():
                     yield folder
             finally:
                 self._release(folder)
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: InnerPath, data: bytes) -> None:
         """Write a file atomically, without fsync: a record that a power failure leaves empty is no record."""
         with self.access.translated_errors(), self._owner.active() as prefix:
             temporary = self.folder / f"{prefix}{secrets.token_hex(4)}"
-            with new_file(path, temporary=temporary) as stream:
+            with path.new_file(temporary) as stream:
                 stream.write(data)
                 self.access.apply_permissions(stream.fileno(), 0o644)
 
     def probe(self) -> None:
         """Make a file and remove it. Raises StoreError when the store cannot be written."""
-        with (
-            self.access.translated_errors(),
-            self._owner.active() as prefix,
-            tempfile.NamedTemporaryFile(prefix=prefix, dir=self.folder),
-        ):
-            pass
+        with self.access.translated_errors(), self._owner.active() as prefix:
+            probe = self.folder / f"{prefix}{secrets.token_hex(4)}"
+            probe.create().close()
+            probe.remove()
 
     def sweep(self) -> None:
         """Remove what dead processes left, and end what they left running."""
-        with self._open() as staging:
+        with self.folder.open_folder() as staging:
             for name in staging.names():
                 with contextlib.suppress(OSError):
                     if is_abandoned(staging, name):
@@ -159,15 +172,10 @@ class StagingArea:
         """Remove what this process has left; for its end, which Ctrl-C and SIGTERM do not interrupt any more."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        with contextlib.suppress(OSError), self._open() as staging:
+        with contextlib.suppress(OSError), self.folder.open_folder() as staging:
             for name in staging.names():
                 if self._owner.has_prefix(name):
                     staging.remove_tree(name)
-
-    def _open(self) -> Folder:
-        """Open staging/, which no link stands for. Raises OSError."""
-        with self.access.open_root() as root:
-            return root.folder(self.folder.name)
 
     # -- what running builds need
 
@@ -175,7 +183,7 @@ class StagingArea:
     def announce(self, cache_keys: Iterable[str]) -> Iterator[None]:
         """Make prune() keep these layers, and all that is stored meanwhile, until the block ends."""
         with self.temporary_folder() as folder:
-            with self._open() as staging, staging.folder(folder.name) as inner, inner.new_file(_NEEDED) as stream:
+            with (folder / _NEEDED).new_file() as stream:
                 stream.write("\n".join(cache_keys).encode())
                 self.access.apply_permissions(stream.fileno(), 0o644)  # it has its name only when all may read it
             yield
@@ -183,7 +191,7 @@ class StagingArea:
     def announced_keys(self) -> set[str]:
         """Return the cache keys of the layers that running builds and publishers stand on."""
         keys: set[str] = set()
-        with contextlib.suppress(OSError), self._open() as staging:
+        with contextlib.suppress(OSError), self.folder.open_folder() as staging:
             for folder in staging.folders():
                 with contextlib.suppress(OSError, ValueError):  # it has just ended, or is no file of ours
                     keys |= set(folder.read(_NEEDED).decode(errors="replace").split())
@@ -191,7 +199,7 @@ class StagingArea:
 
     def oldest_running(self, now: float) -> float:
         """Return when the oldest running build began, or ``now``: younger blobs may be about to be named by its image."""
-        with self._open() as staging:
+        with self.folder.open_folder() as staging:
             return min((folder.status().st_mtime for folder in staging.folders()), default=now)
 
     # -- background work
@@ -228,13 +236,13 @@ class StagingArea:
         if folders:
             threading.Thread(target=_remove_all, args=(folders,), name="removal").start()
 
-    def _release(self, folder: Path) -> None:
+    def _release(self, folder: InnerPath) -> None:
         """Remove a folder, but in a build only after its last script where the disk has room: on ext4, above all, mass
         deletion slows file creation in the next layer."""
         if self._pool is None:
-            remove_tree(folder)
-        elif free_bytes(self.root) < DEFERRED_REMOVAL_BYTES:
-            self.defer(remove_tree, folder)
+            folder.remove_tree()
+        elif self.root.free_bytes() < DEFERRED_REMOVAL_BYTES:
+            self.defer(_remove_all, [folder])
         else:
             self._finished.append(folder)
 
@@ -242,29 +250,23 @@ class StagingArea:
     def lock(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
         """Save two processes the same work. Correctness does not rest on it: flock may be absent on NFS or Lustre."""
         try:
-            stream = (self.root / "locks" / name).open("w", encoding="utf-8")
+            handle = (self.root / "locks" / name).open_lock()
         except OSError:
             yield
             return
-        with stream:
+        try:
             try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 on_wait()
-                fcntl.flock(stream, fcntl.LOCK_EX)
+                fcntl.flock(handle, fcntl.LOCK_EX)
             except OSError:
                 pass
             yield
+        finally:
+            os.close(handle)
 
 
-def stat_or_none(path: Path) -> os.stat_result | None:
-    """Return ``path.stat()``, or None when it fails."""
-    try:
-        return path.stat()
-    except OSError:
-        return None
-
-
-def _remove_all(folders: Iterable[Path]) -> None:
+def _remove_all(folders: Iterable[InnerPath]) -> None:
     for folder in folders:
-        remove_tree(folder)
+        folder.remove_tree()

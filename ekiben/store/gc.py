@@ -24,8 +24,7 @@ def prune(
     Returns digest and bytes of what is removed: none while there are damaged_records(). Raises StoreError when the folder is no store, since nothing is ever removed
     from a folder without Ekiben's tag; UsageError for a name that no image has.
     """
-    tag = store.root / "CACHEDIR.TAG"
-    if not tag.exists() or "Ekiben" not in tag.read_text(encoding="utf-8"):
+    if not _is_store(store):
         raise StoreError(f"{store.root} is not an Ekiben store (no CACHEDIR.TAG of ours); nothing was removed",
                          hint="name the store's folder with --store or EKIBEN_STORE")  # fmt: skip
     untag, area = tuple(untag), store.staging_area
@@ -51,6 +50,12 @@ def prune(
     return gone
 
 
+def _is_store(store: Store) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return b"Ekiben" in (store.staging_area.root / "CACHEDIR.TAG").read()
+    return False
+
+
 def damaged_records(store: Store, untag: Collection[str] = ()) -> list[Path]:
     """Return the records of images, but for ``untag``, of results and of layers being built that are there and cannot be read.
 
@@ -63,9 +68,7 @@ def damaged_records(store: Store, untag: Collection[str] = ()) -> list[Path]:
     ]
     layers = set(records.names("keys")) & store.staging_area.announced_keys()
     damaged += [("keys", key) for key in sorted(layers) if records.layer(key) is None]
-    return [
-        store.root / kind / f"{name}.json" for kind, name in damaged if (store.root / kind / f"{name}.json").exists()
-    ]
+    return [path.path for kind, name in damaged if (path := records.path(kind, name)).lexists()]
 
 
 def _unneeded(store: Store, untag: Collection[str], wheels: bool, since: float) -> list[tuple[str, int]]:
@@ -121,6 +124,6 @@ def _drop_dangling(store: Store) -> None:
     for key in store.records.names("results"):
         if store.result(key) is None:
             store.records.drop("results", key)
-    for log in (store.root / "logs").glob("*.log"):
-        if log.stat().st_mtime < time.time() - _LOG_DAYS * 86400:
-            log.unlink(missing_ok=True)
+    for log in (store.staging_area.root / "logs").entries():
+        if log.name.endswith(".log") and log.status().st_mtime < time.time() - _LOG_DAYS * 86400:
+            log.remove(missing_ok=True)

@@ -22,15 +22,15 @@ import getpass
 import grp
 import os
 import pwd
+import re
 import secrets
 import shlex
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from ekiben.core.checked import is_digest
@@ -38,6 +38,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError
 from ekiben.core.files import format_size, lacks_inodes, reason_of
 from ekiben.core.folder import Folder
+from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.core.owner import is_abandoned
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import read_sif
@@ -56,14 +57,14 @@ _LEFT = 7 * 86400  # seconds after which a folder in staging/ is nobody's: its m
 class Policy:
     """What everything below ``folder`` gets: its group, its mode for folders, its readers for files."""
 
-    folder: Path
+    folder: InnerPath
     group: int
     mode: int
 
     @classmethod
-    def of(cls, folder: Path) -> Policy:
+    def of(cls, folder: InnerPath) -> Policy:
         """Read a folder's policy. Raises OSError."""
-        status = folder.stat()
+        status = folder.status()
         return cls(folder, status.st_gid, stat.S_IMODE(status.st_mode) | stat.S_ISGID)
 
     def apply_permissions(self, handle: int, mode: int) -> None:
@@ -84,27 +85,18 @@ class Policy:
         readers = 0o700 | (0o050 if self.mode & 0o050 == 0o050 else 0) | (0o005 if self.mode & 0o005 == 0o005 else 0)
         os.fchmod(handle, self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
 
-    def make_folder(self, folder: Path) -> None:
+    def make_folder(self, folder: InnerPath) -> None:
         """Make a folder, which takes its name when it has its mode: others may be about to write into it. Idempotent."""
-        if folder == self.folder:
-            return
-        with self.open(folder.parent) as parent:
-            if parent.link_target(folder.name) is not None:
-                raise StoreError(
-                    f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
-                )
-            if not parent.is_folder(folder.name):
-                parent.make_folder(folder.name, lambda handle: self.apply_permissions(handle, 0))
+        if folder.link_target() is not None:
+            raise StoreError(
+                f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
+            )
+        if not folder.is_folder():
+            folder.make_folder(lambda handle: self.apply_permissions(handle, 0))
 
-    def apply_to(self, path: Path, mode: int) -> None:
+    def apply_to(self, path: InnerPath, mode: int) -> None:
         """Give a file or a folder what apply_permissions() gives. Raises OSError for a link."""
-        with self.open(path.parent) as parent:
-            parent.change(path.name, lambda handle: self.apply_permissions(handle, mode))
-
-    def open(self, path: Path) -> Folder:
-        """Open a folder below the shared one, whose name is the user's; the rest of the way leads through no link. Raises OSError."""
-        with Folder.open(self.folder) as shared:
-            return shared.folder(*path.relative_to(self.folder).parts)
+        path.change(lambda handle: self.apply_permissions(handle, mode))
 
 
 def group_name(number: int) -> str:
@@ -127,26 +119,25 @@ class SharedAccess:
     """Access to a shared store: what is written gets its folder's group and mode. Errors name the folder."""
 
     def __init__(self, shared_dir: Path) -> None:
-        self.shared_dir = shared_dir
+        self.shared_dir, self.shared = shared_dir, InnerPath.below(shared_dir)
+        self.folder = self.shared / STORE
         self._policy: Policy | None = None
 
     @property
     def policy(self) -> Policy:
         """Return the folder's group and mode, read once."""
         if self._policy is None:
-            self._policy = Policy.of(self.shared_dir)
+            self._policy = Policy.of(self.shared)
         return self._policy
 
-    def open_root(self) -> Folder:
-        """Open the store below the shared folder, which no link stands for."""
-        with Folder.open(self.shared_dir) as shared:
-            return shared.folder(STORE)
+    def readable(self, path: InnerPath) -> AnyPath:
+        """Return the path as it is: other users may exchange what is there."""
+        return path
 
-    def make_folder(self, folder: Path) -> None:
-        """Create a folder of the shared folder's group and mode."""
-        inside = folder.relative_to(self.shared_dir)
-        for parent in reversed([inside, *inside.parents]):
-            self.policy.make_folder(self.shared_dir / parent)
+    def make_folder(self, folder: InnerPath) -> None:
+        """Create a folder of the shared folder's group and mode, with its parents."""
+        for inner in folder.way():
+            self.policy.make_folder(inner)
 
     def apply_permissions(self, handle: int, mode: int) -> None:
         """Give an open file the shared folder's group and mode."""
@@ -167,7 +158,7 @@ class SharedAccess:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = ""
                 with contextlib.suppress(OSError):
-                    free = f"; {format_size(shutil.disk_usage(self.shared_dir).free)} free"
+                    free = f"; {format_size(self.shared.free_bytes())} free"
                 what = "inodes" if lacks_inodes(self.shared_dir) else "space"
                 whose = f", of the group {group_name(self.policy.group)}" if error.errno == errno.EDQUOT else ""
                 raise StoreError(
@@ -195,28 +186,28 @@ class SharedAccess:
                     status = "a link that leads to no folder" if shared_dir.is_symlink() else "a file"
                     raise StoreError(f"{shared_dir} is {status}, and what is published goes into a folder",
                                      hint="give a folder that is there, or a new name for one to be made")  # fmt: skip
-                shared_dir.mkdir()
-                shared_dir.chmod(0o2755)
+                new = InnerPath.below(shared_dir.parent) / shared_dir.name
+                new.make_folder(lambda handle: os.fchmod(handle, 0o2755))
         self._refuse_unusable()
         with self.translated_errors():
-            for name in (STORE, IMAGES, TRASH, f"{STORE}/{_LAYERS}"):
-                self.policy.make_folder(shared_dir / name)
+            for inner in (STORE, IMAGES, TRASH, f"{STORE}/{_LAYERS}"):
+                self.policy.make_folder(self.shared / inner)
 
     def _refuse_unusable(self) -> None:
         policy, mine = self.policy, {os.getegid(), *os.getgroups()}
-        if not os.access(self.shared_dir, os.W_OK | os.X_OK):
+        if not self.shared.is_writable():
             self._refuse_access()
         if policy.mode & 0o050 != 0o050:
             raise StoreError(
                 f"{self.shared_dir} is closed to its group ({group_name(policy.group)}): nobody would find what is published there",
                 hint=f"chmod 2750 {self.shared_dir} (its group may read), or chmod 2755 {self.shared_dir} (everyone may)",
             )
-        if os.geteuid() and policy.group not in mine and not self.shared_dir.stat().st_mode & stat.S_ISGID:
-            with Folder.open(self.shared_dir) as folder:
+        if os.geteuid() and policy.group not in mine and not self.shared.status().st_mode & stat.S_ISGID:
+            with self.shared.open_folder() as folder:
                 policy.apply_permissions(folder.handle, 0)  # says what to do
 
     def _refuse_access(self) -> NoReturn:
-        status = self.shared_dir.stat()
+        status = self.shared.status()
         group, owner = group_name(status.st_gid), user_name(status.st_uid)
         whose = f"it is {owner}'s, group {group}, {stat.filemode(status.st_mode)}"
         is_in_group = getpass.getuser() in _members(status.st_gid)
@@ -234,6 +225,7 @@ class SharedStore(Store):
 
     def __init__(self, shared_dir: Path) -> None:
         self.shared_dir, self._access = shared_dir, SharedAccess(shared_dir)
+        self.folder = self._access.shared
         super().__init__(shared_dir / STORE, access=self._access, locate=self._locate, version="2 shared",
                          replace_hint="publish to a new folder")  # fmt: skip
 
@@ -254,39 +246,51 @@ class SharedStore(Store):
         """Return the cache keys of the layers that running publishers need."""
         return self.staging_area.announced_keys()
 
+    @contextlib.contextmanager
+    def new_folder(self) -> Iterator[InnerPath]:
+        """Yield a temporary folder in the shared folder, removed afterwards."""
+        with self.staging_area.temporary_folder() as folder:
+            yield folder
+
     def _locate(self, digest: str) -> Partition | None:
         for link in self._links(digest):
             with contextlib.suppress(OSError, ValueError):  # ValueError: a file that is not one of ours
                 start, length, _ = link.name.split("-", 2)
-                offset, size = int(start), int(length)
-                target = Path(os.path.normpath(link.parent / link.readlink()))
-                if min(offset, size) >= 0 and self._is_image_file(target) and target.stat().st_size >= offset + size:
-                    return Partition(target, offset, size, digest)
+                offset, size = int(start[:_DIGITS]), int(length[:_DIGITS])
+                sif = self._image_file(link)
+                if sif and min(offset, size) >= 0 and sif.status().st_size >= offset + size:
+                    return Partition(sif, offset, size, digest)
         return None
 
-    def _is_image_file(self, path: Path) -> bool:
-        """Whether it lies below images/ of this folder, without a link on the way: one could lead out of it."""
-        images = Path(os.path.normpath(self.shared_dir / IMAGES))
-        way = [path, *path.parents]
-        return images in way and not any(step.is_symlink() for step in way[: way.index(images)])
+    def _image_file(self, link: InnerPath, target: str | None = None) -> InnerPath | None:
+        """Return the regular file below images/ that a link of layers/ names, or would with ``target``; None where it names none."""
+        target = target or link.link_target()
+        inner = PurePosixPath(os.path.normpath(PurePosixPath(*link.parts[:-1], target or "/")))
+        return path if inner.parts[0] == IMAGES and (path := self.folder / inner).is_regular() else None
 
-    def _links(self, digest: str) -> list[Path]:
+    def _links(self, digest: str) -> list[InnerPath]:
         """The newest first: it is the last to be pruned, and a damaged one gets behind."""
+        layer = self._layers / digest[7:]
         try:
-            links = [(path.lstat().st_mtime, path) for path in (self.root / _LAYERS / digest[7:]).iterdir()]
+            with layer.open_folder() as folder:
+                links = [(folder.status(name).st_mtime, name) for name in folder.names() if not name.startswith(".")]
         except OSError:  # there is none, or prune is at work
             return []
-        return [path for _, path in sorted(links, reverse=True) if not path.name.startswith(".")]
+        return [layer / name for _, name in sorted(links, reverse=True)]
 
-    def put_layers(self, sif: Path, layers: Sequence[StoredLayer]) -> None:
+    @property
+    def _layers(self) -> InnerPath:
+        return self.folder / STORE / _LAYERS
+
+    def put_layers(self, sif: InnerPath, layers: Sequence[StoredLayer]) -> None:
         """Let readers find these layers in ``sif``, a published file of them. Idempotent."""
         for layer, partition in zip(layers, read_sif(sif).layers[-len(layers) :], strict=True):
-            folder = self.root / _LAYERS / layer.digest[7:]
-            target = os.path.relpath(sif, folder)
+            folder = self._layers / layer.digest[7:]
+            target = os.path.relpath(PurePosixPath(*sif.parts), PurePosixPath(*folder.parts))
             for _ in range(_ATTEMPTS):
                 self.policy.make_folder(folder)
                 with contextlib.suppress(FileExistsError, FileNotFoundError):  # prune may remove an empty folder
-                    (folder / f"{partition.offset}-{partition.size}-{sif.name}").symlink_to(target)
+                    (folder / f"{partition.offset}-{partition.size}-{sif.name}").new_link(target)
                 if self.find(layer.digest):
                     break
             self.put_layer(layer)
@@ -294,19 +298,18 @@ class SharedStore(Store):
     def drop_dangling(self) -> None:
         """Remove links to SIFs that are gone, and keys of layers that no SIF has any more."""
         with self.translated_errors():
-            for folder in (self.root / _LAYERS).iterdir():
+            for folder in self._layers.entries():
                 for link in self._links(f"sha256:{folder.name}") if is_digest(f"sha256:{folder.name}") else ():
-                    with contextlib.suppress(
-                        FileNotFoundError, FileExistsError
-                    ):  # another prune is at work, or a publisher
-                        if not link.exists():
-                            target = link.readlink()
-                            link.unlink()
-                            if (folder / target).exists():  # it was published again between the two
-                                link.symlink_to(target)
+                    # Another prune is at work, or a publisher.
+                    with contextlib.suppress(FileNotFoundError, FileExistsError):
+                        if not self._image_file(link):
+                            target = link.link_target()
+                            link.remove()
+                            if target and self._image_file(link, target):  # it was published again between the two
+                                link.new_link(target)
                 with contextlib.suppress(OSError):
-                    if not folder.name.startswith(".") or folder.stat().st_mtime < time.time() - _LEFT:
-                        folder.rmdir()  # one with a dot is about to get its name
+                    if not folder.name.startswith(".") or folder.status().st_mtime < time.time() - _LEFT:
+                        folder.remove_folder()  # one with a dot is about to get its name
             for key in self.records.names("keys"):
                 layer = self.records.layer(key)
                 if layer and self.find(layer.digest) is None and key not in self.announced_keys():
@@ -314,20 +317,20 @@ class SharedStore(Store):
                     if self.find(layer.digest):  # it was published again between the two
                         self.put_layer(layer)
 
-    def write_file(self, path: Path, data: bytes, mode: int = 0o444) -> None:
+    def write_file(self, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
         """Write a small file that is no blob atomically. Raises OSError."""
-        with self.policy.open(path.parent) as folder, folder.new_file(path.name) as stream:
+        with path.new_file() as stream:
             stream.write(data)
             self.apply_permissions(stream.fileno(), mode)
 
-    def discard(self, path: Path) -> None:
+    def discard(self, path: InnerPath) -> None:
         """Move a path to trash/; its grace period begins now."""
-        path.rename(self.shared_dir / TRASH / f"{int(time.time())}__{secrets.token_hex(4)}__{path.name}")
+        path.move(self.folder / TRASH / f"{int(time.time())}__{secrets.token_hex(4)}__{path.name}")
 
     def empty_trash(self, older_than: float, *, dry_run: bool) -> int:
         """Remove what was discarded more than ``older_than`` seconds ago. Returns bytes."""
         total = 0
-        with self.policy.open(self.shared_dir / TRASH) as trash:
+        with (self.folder / TRASH).open_folder() as trash:
             for name in trash.names():
                 when = name.partition("__")[0]
                 with contextlib.suppress(FileNotFoundError):
@@ -339,18 +342,19 @@ class SharedStore(Store):
 
     def knows_last_use(self) -> bool:
         """Whether the file system records when a file was read."""
-        return not os.statvfs(self.shared_dir).f_flag & os.ST_NOATIME
+        with self.folder.open_folder() as folder:
+            return not os.fstatvfs(folder.handle).f_flag & os.ST_NOATIME
 
     def last_use(self, status: os.stat_result) -> float:
         """Return when a file was read or written last, as far as the file system knows."""
         return max(status.st_mtime, status.st_atime if self.knows_last_use() else 0)
 
-    def restore(self, path: Path) -> None:
+    def restore(self, path: InnerPath) -> None:
         """Move a path back out of trash/, where nothing has taken its name."""
-        for aside in (self.shared_dir / TRASH).glob(f"*__*__{path.name}"):
-            if not path.exists():
+        for aside in (self.folder / TRASH).entries():
+            if re.fullmatch(rf"[^_]+__[^_]+__{re.escape(path.name)}", aside.name) and not path.lexists():
                 with contextlib.suppress(FileNotFoundError):
-                    aside.rename(path)
+                    aside.move(path)
 
 
 def _members(group: int) -> list[str]:
@@ -363,8 +367,9 @@ def _members(group: int) -> list[str]:
 
 def open_shared(shared_dir: Path) -> SharedStore:
     """Open a shared store for reading. Raises StoreError when nothing was published there."""
+    folder = InnerPath.below(shared_dir)
     try:
-        exists = (shared_dir / STORE / "version").exists()
+        exists = _exists(folder / STORE / "version")
     except OSError as error:
         raise StoreError(f"the shared store {shared_dir} cannot be read: {error.strerror}", hint=_hint()) from error
     if not exists:
@@ -372,6 +377,17 @@ def open_shared(shared_dir: Path) -> SharedStore:
         reason = "nothing was published there yet" if shared_dir.is_dir() else missing
         raise StoreError(f"no shared store in {shared_dir}: {reason}", hint=_hint())
     return SharedStore(shared_dir)
+
+
+def _exists(version: InnerPath) -> bool:
+    try:
+        return bool(version.status())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        if version.outermost.path.is_dir():  # then it is store/ that is a link or a file
+            raise
+        return False
 
 
 def _hint() -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, VerifyError
-from ekiben.core.files import digest_of
+from ekiben.core.files import digest_of, open_regular
+from ekiben.core.inner_path import AnyPath
 from ekiben.formats.partition import Partition, read_partition
 from ekiben.formats.sif import SifHeader, difference, read_sif
 from ekiben.store._blobs import identity
@@ -16,7 +17,7 @@ from ekiben.store.image import Image
 from ekiben.store.store import Store
 
 
-def check_sif(image: Image, path: Path, store: Store, *, again: bool = False) -> SifHeader:
+def check_sif(image: Image, path: AnyPath, store: Store, *, again: bool = False) -> SifHeader:
     """Compare a SIF with the image, and return the header that it has: of the layers, or of all as one partition.
 
     A file that has not changed since it was compared is read only if ``again``.
@@ -39,7 +40,7 @@ def check_sif(image: Image, path: Path, store: Store, *, again: bool = False) ->
     return header
 
 
-def sif_sha256(header: SifHeader, path: Path, store: Store) -> str:
+def sif_sha256(header: SifHeader, path: AnyPath, store: Store) -> str:
     """Return the SHA-256 of a SIF, 64 hex digits: of all of its bytes, its signature among them.
 
     A file that check_sif() compared and that has not changed since is read once. Raises OSError.
@@ -55,7 +56,7 @@ def sif_sha256(header: SifHeader, path: Path, store: Store) -> str:
 
 
 def note_sif(
-    header: SifHeader, path: Path, store: Store, squashed_digest: str | None = None, *, sha256: str | None = None
+    header: SifHeader, path: AnyPath, store: Store, squashed_digest: str | None = None, *, sha256: str | None = None
 ) -> None:
     """Remember that a SIF has what its header promises, until the file changes.
 
@@ -74,7 +75,7 @@ def note_sif(
         store.put_check(_name(header.id), note)
 
 
-def _partitions(image: Image, path: Path, header: SifHeader, store: Store) -> list[Partition]:
+def _partitions(image: Image, path: AnyPath, header: SifHeader, store: Store) -> list[Partition]:
     if header.id != image.squashed_header().id:
         return [Partition(path, 0, layer.size, layer.digest) for layer in image.layers]
     layers = read_sif(path).layers
@@ -96,7 +97,7 @@ def _partition_digest(partition: Partition) -> str:
     return sha.hexdigest()
 
 
-def _content_difference(image: Image, path: Path, store: Store) -> str:
+def _content_difference(image: Image, path: AnyPath, store: Store) -> str:
     """Of one partition that was compressed elsewhere only the files can be compared."""
     from ekiben.formats.layer import write_entries
     from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
@@ -108,7 +109,7 @@ def _content_difference(image: Image, path: Path, store: Store) -> str:
             merged_layer([stack.enter_context(store.reader(layer.digest)) for layer in image.layers]), expected
         )
         try:
-            file = stack.enter_context(path.open("rb"))
+            file = stack.enter_context(open_regular(path))
             diff_id, _ = tar_digest(SquashfsReader(file, read_sif(path).layers[0].offset))
         except (StoreError, OSError, ValueError) as error:
             return f"its partition cannot be read: {error}"
@@ -130,8 +131,8 @@ def _sums(store: Store, id: str) -> dict[str, object]:
     return sums if isinstance(sums, dict) else {}
 
 
-def _key(path: Path) -> str:
-    return str(path.resolve())
+def _key(path: AnyPath) -> str:
+    return str(path.resolve() if isinstance(path, Path) else path)
 
 
 def _name(id: str) -> str:

@@ -26,8 +26,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ekiben.core.checked import MAX_JSON
 from ekiben.core.errors import CorruptBlob, StoreError
-from ekiben.core.files import digest_of
+from ekiben.core.files import digest_of, open_regular
+from ekiben.core.inner_path import AnyPath
 from ekiben.formats.partition import Partition, copy_checked, read_partition
 from ekiben.store._blobs import Blobs
 from ekiben.store._records import CompileStats, ImageRecord, Records, StageOutput, StoredLayer, StoredResult, dump
@@ -61,15 +63,16 @@ class Store:
         locate: Callable[[str], Partition | None] = lambda digest: None, version: str = VERSION, replace_hint: str = _REPLACE,
     ) -> None:  # fmt: skip
         self.root, self.upstream, self.version = root, upstream, version
-        self.staging_area = StagingArea(root, access or UserAccess(root))
-        self.blobs, self.records = Blobs(root, self.staging_area, locate), Records(root, self.staging_area)
+        self.staging_area = StagingArea(access or UserAccess(root))
+        self.blobs, self.records = Blobs(self.staging_area, locate), Records(self.staging_area)
         self._refused: set[str] = set()  # damaged blobs of ``upstream``: made again here
         try:
-            stored_version = (root / "version").read_text(encoding="utf-8", errors="replace").strip()
+            stored_version = (self.staging_area.root / "version").read().decode(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return
-        except OSError as error:
-            raise StoreError(f"the store {root} cannot be read: {error.strerror}",
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"its file 'version' {error}"
+            raise StoreError(f"the store {root} cannot be read: {reason}",
                              hint="give a folder of your own with --store or EKIBEN_STORE") from error  # fmt: skip
         if stored_version != version:
             raise StoreError(
@@ -84,7 +87,7 @@ class Store:
     @property
     def staging_root(self) -> Path:
         """Return the folder of all temporary folders."""
-        return self.staging_area.folder
+        return self.staging_area.folder.path
 
     def log_path(self, name: str) -> Path:
         """Return where a log is to be written. prune() removes it after a month."""
@@ -92,17 +95,23 @@ class Store:
 
     def is_writable(self) -> bool:
         """Whether the store is there and this user may write to it."""
-        return os.access(self.root, os.W_OK)
+        return self.staging_area.root.is_writable()
 
     # -- blobs
 
     def blob_path(self, digest: str) -> Path:
-        """Return the file of a blob that is no layer, for programs that want a path; here, or upstream."""
+        """Return the file of a blob that is no layer, for programs that want a path: copied here from upstream. Raises StoreError."""
         local = self.blobs.path(digest)
-        if self.upstream is None or local.exists():
-            return local
-        path = self.upstream.blob_path(digest)
-        return path if path.exists() and digest not in self._refused else local
+        if not local.lexists() and (partition := self.find(digest)):
+            self._copy_here(partition)
+        return local.path
+
+    def _copy_here(self, partition: Partition) -> None:
+        if not self.staging_area.folder.is_folder():
+            self.open_for_writing()
+        with self.staging() as staging:
+            copy_checked(partition, staging / "blob")
+            self.put_file(staging / "blob", partition.digest)
 
     def find(self, digest: str) -> Partition | None:
         """Return where a blob's bytes are: a file here or upstream, or a part of one."""
@@ -113,7 +122,10 @@ class Store:
     def partition(self, blob: StoredLayer | StageOutput, *, is_checked: bool = False) -> Partition:
         """Return where the bytes of ``blob`` are. Reading them raises StoreError when it was removed meanwhile."""
         located = self.find(blob.digest) or Partition(self.blobs.path(blob.digest), 0, 0, blob.digest)
-        return Partition(located.path, located.offset, blob.size, blob.digest, is_checked)
+        # What lies in a folder of other users may be written after it was checked: it is compared again while it is copied.
+        return Partition(
+            located.path, located.offset, blob.size, blob.digest, is_checked and isinstance(located.path, Path)
+        )
 
     @contextlib.contextmanager
     def reader(self, digest: str) -> Iterator[SquashfsReader]:
@@ -121,19 +133,17 @@ class Store:
         from ekiben.formats.squashfs.reader import SquashfsReader
 
         located = self.find(digest)
-        with (located.path if located else self.blobs.path(digest)).open("rb") as file:
+        with open_regular(located.path if located else self.blobs.path(digest)) as file:
             yield SquashfsReader(file, located.offset if located else 0)
 
     def layer_file(self, layer: StoredLayer) -> Path:
         """Return a file that is this layer alone, for who can mount no part of one; copy it here where there is none."""
-        partition = self.partition(layer)
+        local = self.blobs.path(layer.digest)
         with contextlib.suppress(OSError):
-            if partition.offset == 0 and partition.path.stat().st_size == layer.size:
-                return partition.path
-        with self.staging() as staging:
-            copy_checked(partition, staging / "layer")
-            self.put_file(staging / "layer", layer.digest)
-        return self.blobs.path(layer.digest)
+            if local.status().st_size == layer.size:
+                return local.path
+        self._copy_here(self.partition(layer))
+        return local.path
 
     def has_blob(self, digest: str, size: int) -> bool:
         """Whether a blob of this size is there: a cheap look. Its bytes are checked when they are used."""
@@ -142,9 +152,11 @@ class Store:
 
     def get_blob(self, digest: str) -> bytes:
         """Return a small blob, checked. Raises CorruptBlob."""
-        path = self.blob_path(digest)
+        located = self.find(digest)
+        path = located.path if located else self.blobs.path(digest)
         try:
-            data = path.read_bytes()
+            with open_regular(path) as file:
+                data = file.read(MAX_JSON + 1)
         except OSError as error:
             raise StoreError(f"blob {digest} is not in {self.root}: {error.strerror}") from error
         if digest_of(data) != digest:
@@ -166,9 +178,9 @@ class Store:
         """Store small data and return its digest. Idempotent."""
         return self.blobs.put(data)
 
-    def put_file(self, path: Path, digest: str) -> None:
+    def put_file(self, path: AnyPath, digest: str) -> None:
         """Take a finished file from staging() as a blob, its digest just computed. Idempotent."""
-        self.blobs.put_file(path, digest)
+        self.blobs.put_file(self.staging_area.inner(path) if isinstance(path, Path) else path, digest)
 
     def drop_blob(self, digest: str) -> None:
         """Remove a damaged blob, so that it is made again. One that is upstream is left there and no longer used."""
@@ -276,20 +288,22 @@ class Store:
         access.prepare()
         with access.translated_errors():
             for folder in _FOLDERS:
-                access.make_folder(self.root / folder)
+                access.make_folder(self.staging_area.root / folder)
             for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", self.version + "\n"),
                                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
-                if not (self.root / name).exists():
-                    self.staging_area.write(self.root / name, text.encode())
+                if not (path := self.staging_area.root / name).lexists():
+                    self.staging_area.write(path, text.encode())
             self.staging_area.probe()
             self.staging_area.sweep()
         atexit.register(
             self.staging_area.sweep_process
         )  # ^C may come between making a folder and the block that removes it
 
-    def staging(self) -> AbstractContextManager[Path]:
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
         """Yield a temporary folder inside the store, removed afterwards."""
-        return self.staging_area.temporary_folder()
+        with self.staging_area.temporary_folder() as folder:
+            yield folder.path
 
     @contextlib.contextmanager
     def building(self, cache_keys: Iterable[str], *, background: bool = False) -> Iterator[None]:

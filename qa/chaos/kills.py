@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from chaos import network
 from chaos.lab import Case, Lab, digest
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish._records import read_records
 from ekiben.store import Store, check_sif
 from support.sample_recipe import image_of
@@ -145,7 +146,7 @@ def check_published(case: Case, version: int) -> None:
         if not path.is_symlink():
             os.utime(path, (old, old))
     case.run(["--store", str(case.store), "prune", "--in", str(case.shared), "--unused-for", "99", "--grace", "0"])
-    known = {record.stem for record in read_records(images)[0]}
+    known = {record.stem for record in read_records(InnerPath.below(images))[0]}
     for path in images.iterdir():
         if not path.is_symlink() and not any(path.name.startswith(f"{stem}.") for stem in known):
             case.problem(f"left over in the shared folder: {path.name}")

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.cli import commands, main
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish._records import read_records
 from ekiben.publish.publish import publish
 from ekiben.store import Store
@@ -281,7 +282,7 @@ class Case:
                 except ValueError:
                     self.problem(f"{record.parent.name}/{record.name} is cut short")
         images = self.shared / "images/own"
-        records, skipped = read_records(images)
+        records, skipped = read_records(InnerPath.below(images))
         for name, reason in skipped:
             self.problem(f"{name} {reason}")
         for one in records:

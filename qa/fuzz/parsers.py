@@ -26,6 +26,7 @@ from ekiben.bundle.read import import_compiled, open_bundle
 from ekiben.core.environment import platform
 from ekiben.core.errors import EkibenError
 from ekiben.core.files import digest_of
+from ekiben.core.inner_path import InnerPath
 from ekiben.core.settings import read_settings
 from ekiben.doctor.image_requirements import requirements_of_layers, requirements_of_sif
 from ekiben.formats.changeset import Lower, normalize
@@ -280,7 +281,7 @@ def version_record(world: World) -> Case:
     def read(data: bytes) -> object:
         world.put(path, data)
         try:
-            read_records(path.parent)
+            read_records(InnerPath.below(path.parent))
             prune_published(lab, unused_for=0, grace=1, dry_run=True)
             return published_layers(path)
         finally:
@@ -336,7 +337,7 @@ def run_record(world: World) -> Case:
     def read(data: bytes) -> object:
         world.put(result, data), world.put(kept, data)
         try:
-            return import_runs(shared, [result.parent]), runs_of(kept.parent.parent, sif.stem)
+            return import_runs(shared, [result.parent]), runs_of(InnerPath.below(kept.parent.parent), sif.stem)
         finally:
             kept.unlink()
 
@@ -589,11 +590,12 @@ def registry_image(world: World) -> Case:
 
 def registry_layer(world: World) -> Case:
     """The record of a layer in a registry of layers."""
+    from ekiben.formats.partition import read_partition
     from ekiben.store.remote import LayerCache
 
     layer, head = world.image.layers[-1], {"Docker-Content-Digest": digest_of(b"")}
     blob = world.store.partition(layer)
-    content = blob.path.read_bytes()[blob.offset : blob.offset + blob.size]
+    content = b"".join(read_partition(blob))
     record = json.dumps({"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "tar_size": layer.tar_size, "digest": layer.digest,
                          "size": layer.size, "executor": "x", "seconds": 1.0, "inputs": {}, "notes": {}}).encode()  # fmt: skip
     into = Store(world.folder / "from-registry")

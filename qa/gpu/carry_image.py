@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ekiben.core.checked import Fields, is_basename
 from ekiben.core.errors import EkibenError
-from ekiben.core.files import digest_of, tree_paths
+from ekiben.core.files import digest_of, open_regular, tree_paths
 from ekiben.formats.layer import Entry, LayerEntry, read_chunks, write_entries
 from ekiben.formats.partition import Partition, read_partition
 from ekiben.formats.sif import DEFFILE, PARTITION, USERS, Descriptor, SifHeader, difference, read_sif, write_sif
@@ -160,7 +160,7 @@ class Cargo:
         from ekiben.formats.squashfs import SquashfsReader
 
         entries = []
-        with partition.path.open("rb") as file:
+        with open_regular(partition.path) as file:
             reader = SquashfsReader(file, partition.offset)
             for entry, chunks in reader.contents():
                 fields = dataclasses.asdict(entry) | {"xattrs": [(name, value.hex()) for name, value in entry.xattrs]}

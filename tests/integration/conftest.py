@@ -90,6 +90,7 @@ def hello(workspace: Workspace, cli: Cli, run_folder: Path) -> Path:
     with locked(run_folder / "hello.lock"):
         if layers.exists() and not store.exists():
             share_layers(layers, store, ["base", "python", "hello"], ME)
+        store.mkdir(exist_ok=True)  # the ordinary user reads it, too
         made = cli.image(store, "hello", "--engine", "apptainer", "--format", "sif", "-o", workspace.path / "hello.sif")
         if not layers.exists():
             share_layers(store, layers, ["base", "python", "hello"], ME)

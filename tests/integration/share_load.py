@@ -22,6 +22,8 @@ from pathlib import Path
 
 from ekiben.builder.build import build
 from ekiben.builder.plan import Options
+from ekiben.core.files import open_regular
+from ekiben.core.inner_path import InnerPath
 from ekiben.core.progress import Progress
 from ekiben.publish._records import read_records
 from ekiben.publish.prune import prune
@@ -47,6 +49,7 @@ def prepare(folder: Path) -> tuple[list[Image], Store]:
     sample.write("images/roof.def", ROOF)
     sample.write("files/data.bin", "")
     store = seeded(sample, folder / "store", "ground")
+    store.root.chmod(0o755)  # the writers are other users
     images = []
     for number in range(IMAGES):
         (sample.path / "files/data.bin").write_bytes(random.Random(number).randbytes(1_000_000))
@@ -95,13 +98,13 @@ def reader(number: int, say: Callable[[str], None], shared_dir: Path, images: li
                     assert found_layer.digest == layer.digest
                     part = shared.partition(layer)
                     try:
-                        with part.path.open("rb") as stream:
+                        with open_regular(part.path) as stream:
                             stream.seek(part.offset)
                             data = stream.read(part.size)
                     except FileNotFoundError:
                         continue
                     assert "sha256:" + hashlib.sha256(data).hexdigest() == layer.digest
-            for record in read_records(folder)[0]:
+            for record in read_records(InnerPath.below(folder))[0]:
                 assert record.layers
             say("looked")
 
@@ -174,7 +177,7 @@ def look(shared_dir: Path, folder: Path) -> dict[str, object]:
     lines = [line for path in (folder / "logs").iterdir() for line in path.read_text().splitlines()]
     pinned = {line.split()[1] for line in lines if line.startswith("pinned ") and line.endswith(".sif")}
     images = shared_dir / "images/own"
-    there = {record.file: record for record in read_records(images)[0]}
+    there = {record.file: record for record in read_records(InnerPath.below(images))[0]}
     shared = open_shared(shared_dir)
     damaged = [path.name for path in images.glob("own-*.sif")
                if not path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:12])]  # fmt: skip

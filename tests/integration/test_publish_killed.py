@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish._records import read_records
 from support.sample_recipe import SampleRecipe
 
@@ -77,4 +78,4 @@ def test_a_killed_publish_leaves_no_process_and_no_traceback(
         assert code in ({-sign, 143, 0} if sign == signal.SIGTERM else {-sign, 0})
     with start(files_only, root, shared_dir) as again:
         assert again.wait(60) == 0
-    assert len(read_records(shared_dir / "images/own")[0]) >= 1
+    assert len(read_records(InnerPath.below(shared_dir / "images/own"))[0]) >= 1

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish._records import read_records
 from workspaces import ME, ROOT, USER, Cli, Workspace, home_of
 
@@ -52,7 +53,7 @@ def test_colleague_runs_the_published_image_without_a_build(
 ) -> None:
     done = publish(cli, hello, lab, "--version", "1", prefix=["sh", "-c", 'umask 077; exec "$@"', "sh"])
     assert f"singularity exec --nv {lab}/images/hello/current hello" in done.stdout
-    (record,) = read_records(lab / "images/hello")[0]
+    (record,) = read_records(InnerPath.below(lab / "images/hello"))[0]
     assert [check.runtime for check in record.checks] == ["apptainer"]
     assert cmp(lab / "images/hello" / record.file, workspace.path / "hello.sif", shallow=False)
 
@@ -146,7 +147,7 @@ def test_full_disk_while_publishing(cli: Cli, hello: Path, small_disk: Path) -> 
             if path.name != "index.json"] == []  # fmt: skip
     subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
     publish(cli, hello, shared_dir)
-    assert len(read_records(shared_dir / "images/hello")[0]) == 1
+    assert len(read_records(InnerPath.below(shared_dir / "images/hello"))[0]) == 1
 
 
 def test_publish_killed_at_any_moment_is_resumed(cli: Cli, workspace: Workspace, hello: Path, lab: Path) -> None:
@@ -162,12 +163,12 @@ def test_publish_killed_at_any_moment_is_resumed(cli: Cli, workspace: Workspace,
             time.sleep(random.uniform(0.1, 1) * whole)
             process.send_signal(signal.SIGKILL)
         killed += 1
-        for record in read_records(lab / "images/hello")[0]:
+        for record in read_records(InnerPath.below(lab / "images/hello"))[0]:
             subprocess.run(
                 ["sha256sum", "-c", "--quiet", record.file + ".sha256"], cwd=lab / "images/hello", check=True
             )
     cli.run(*argv)
-    (record,) = read_records(lab / "images/hello")[0]
+    (record,) = read_records(InnerPath.below(lab / "images/hello"))[0]
     subprocess.run(["sha256sum", "-c", "--quiet", record.file + ".sha256"], cwd=lab / "images/hello", check=True)
     assert list((lab / "store/staging").iterdir()) == []
 

@@ -14,6 +14,7 @@ import pytest
 from ekiben.artifacts.pull import pull
 from ekiben.artifacts.push import push
 from ekiben.core.errors import UsageError
+from ekiben.core.inner_path import InnerPath
 from ekiben.formats.sif import (
     DESCRIPTOR,
     DESCRIPTORS_AT,
@@ -266,7 +267,7 @@ def test_signed_version_is_added_beside_the_unsigned_one(
         assert (again.created, again.sif) == (False, signed.sif)
     assert tags(signed.sif.parent) == {"current": signed.sif.name}
     assert put(files_only, store, shared_dir, bob).record.signature == bob
-    assert len(read_records(signed.sif.parent)[0]) == 3
+    assert len(read_records(InnerPath.below(signed.sif.parent))[0]) == 3
 
 
 def test_signing_again_gives_the_same_file(files_only: SampleRecipe, store: Store, tmp_path: Path, alice: Key) -> None:

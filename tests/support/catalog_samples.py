@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish.catalog.gather import commands
 from ekiben.publish.catalog.pages import render
 from ekiben.publish.catalog.runs import reduced
@@ -75,7 +76,7 @@ def image(name: str, text: str = "") -> dict[str, Any]:
                      signature={"fingerprint": text or "9F3A"}, sbom=f"{name}-2.0-{'2' * 12}.cdx.json")  # fmt: skip
     return {
         "name": name, "description": second["description"], "recipe": name, "current": second["stem"], "shown": second["stem"],
-        "commands": commands(PLACE, PLACE / "images" / name, cast(Any, second), name, True), "versions": [second, first],
+        "commands": commands(PLACE, InnerPath.below(PLACE) / "images" / name, cast(Any, second), name, True), "versions": [second, first],
     }  # fmt: skip
 
 

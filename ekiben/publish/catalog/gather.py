@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ekiben.core.errors import StoreError
+from ekiben.core.inner_path import InnerPath
 from ekiben.doctor.consult import check_image
 from ekiben.doctor.findings import worst
 from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_layers
@@ -57,7 +58,7 @@ def gather(shared: SharedStore, store: Store, log: Log) -> Catalog:
     """Collect what the folder holds. ``store`` has the shared folder upstream, and caches what is read from its layers. Raises StoreError."""
     skipped: list[SkippedFile] = []
     try:
-        folders = image_folders(shared.shared_dir)
+        folders = image_folders(shared.folder)
     except OSError as error:
         raise StoreError(f"{shared.shared_dir / IMAGES} cannot be read: {error.strerror}") from error
     images = [_image(shared, folder, LayerInspector(store, log), skipped) for folder in folders]
@@ -70,7 +71,7 @@ def gather(shared: SharedStore, store: Store, log: Log) -> Catalog:
 
 
 def _image(
-    shared: SharedStore, folder: Path, inspector: LayerInspector, skipped: list[SkippedFile]
+    shared: SharedStore, folder: InnerPath, inspector: LayerInspector, skipped: list[SkippedFile]
 ) -> CatalogImage | None:
     records, unusable = read_records(folder)
     skipped += [{"file": f"{IMAGES}/{folder.name}/{name}", "reason": reason} for name, reason in unusable]
@@ -96,7 +97,11 @@ def _image(
 
 
 def _version(
-    record: VersionRecord, folder: Path, links: Mapping[str, str], inspector: LayerInspector, skipped: list[SkippedFile]
+    record: VersionRecord,
+    folder: InnerPath,
+    links: Mapping[str, str],
+    inspector: LayerInspector,
+    skipped: list[SkippedFile],
 ) -> CatalogVersion:
     sbom = f"{record.stem}{SBOM_SUFFIX}"
     runs, broken = runs_of(folder, record.stem)
@@ -106,9 +111,9 @@ def _version(
         "tasks": dict(record.tasks), "environment": dict(record.environment),
         "checks": [asdict(check) for check in record.checks],
         "tags": sorted(tag for tag, target in links.items() if target == record.file),
-        "pinned": (folder / f"{record.stem}.pin").exists(),
+        "pinned": (folder / f"{record.stem}.pin").lexists(),
         "signature": asdict(record.signature) if record.signature else None,
-        "sbom": sbom if (folder / sbom).is_file() else None,
+        "sbom": sbom if (folder / sbom).is_regular() else None,
         "layers": [{name: getattr(layer, name) for name in _LAYER_FIELDS} for layer in record.layers],
         "drift": [f"{layer.name}: {line}" for layer in record.layers for line in _lines(layer.notes.get("drift"))],
         **inspector.of(record),
@@ -226,7 +231,12 @@ def _driver(cuda: str | None) -> DriverVersions | None:
 
 
 def commands(
-    shared_dir: Path, folder: Path, version: CatalogVersion, recipe: str, is_current: bool, layers: Sequence[str] = ()
+    shared_dir: Path,
+    folder: InnerPath,
+    version: CatalogVersion,
+    recipe: str,
+    is_current: bool,
+    layers: Sequence[str] = (),
 ) -> list[RunCommand]:
     """Return the ways to run a version: commands with a title and a description. Paths are quoted for a shell."""
     task = shlex.quote(next(iter(version["tasks"]), "TASK"))
@@ -238,7 +248,7 @@ def commands(
     stack += "".join(f" --layer {shlex.quote(layer)}" for layer in layers)
     ways: list[RunCommand] = [{"title": "Singularity, Apptainer", "description": "Nothing else is needed.",
              "lines": [f"{run} {file} {task}", f"{run.replace('singularity', 'apptainer')} {file} {task}"]}]  # fmt: skip
-    if (folder / f"{version['stem']}.module").exists():
+    if (folder / f"{version['stem']}.module").lexists():
         module = f"ekiben/{folder.name}" if is_current else module_name(folder.name, version["stem"])
         ways.append({"title": "Environment Modules, Lmod", "description": "The tasks are then on PATH.",
                      "lines": [f"module use {shlex.quote(str(shared_dir / MODULES))}", f"module load {shlex.quote(module)}", task]})  # fmt: skip

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import StoreError, UsageError
+from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.publish._records import image_folders, read_records
 from ekiben.publish.catalog._types import CatalogRun, ReducedRun
@@ -76,7 +77,7 @@ def import_runs(shared: SharedStore, folders: Sequence[Path]) -> ImportedRuns:
     shared.open_for_writing()
     for path in (path for folder in folders for path in _find(folder, imported.broken)):
         try:
-            run = _read(path.resolve())  # your own results may be links
+            run = _read(path)
             if not isinstance(run.get("image"), dict):
                 if "image" not in run and "scheduler" in run and isinstance(run.get("steps"), list):
                     imported.jobs += 1
@@ -110,10 +111,15 @@ def _find(folder: Path, unreadable: list[tuple[str, str]]) -> Iterator[Path]:
         yield from (Path(parent, name) for name in sorted(files) if name == "run.json" or name.endswith(".run.json"))
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return a record's fields. Raises ValueError when it is none."""
+def _read(path: AnyPath) -> dict[str, Any]:
+    """Return a record's fields. Your own results may be links. Raises ValueError when it is none."""
     try:
-        data = parse_json(read_regular(path, max_size=_MOST), nan=True)  # of a loss that diverged
+        text = (
+            path.read(max_size=_MOST)
+            if isinstance(path, InnerPath)
+            else read_regular(path, max_size=_MOST, follow=True)
+        )
+        data = parse_json(text, nan=True)  # of a loss that diverged
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     if not isinstance(data, dict):
@@ -123,14 +129,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    folder: Path  # of its runs
+    folder: InnerPath  # of its runs
     published: str
     metadata: dict[str, Any]
 
 
 def _versions(shared: SharedStore, unreadable: list[tuple[str, str]]) -> Iterator[_Version]:
     """Yield the published versions; add those whose last layer cannot be read, so that no run is theirs, to ``unreadable``."""
-    for folder in image_folders(shared.shared_dir):
+    for folder in image_folders(shared.folder):
         for record in read_records(folder)[0]:
             try:
                 with shared.reader(record.layers[-1].digest) as reader:
@@ -152,7 +158,7 @@ def image_metadata(layer: SquashfsReader) -> dict[str, Any]:
     return {**Fields.of(parse_json(layer.read_file("opt/ekiben/image.json"))).data, "recipe_sha256": digest.hexdigest()}
 
 
-def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> Path | None:
+def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> InnerPath | None:
     image = run["image"]
     same = [
         one
@@ -164,11 +170,11 @@ def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> Path | 
     return (before or same[:1])[-1].folder if same else None
 
 
-def _put(shared: SharedStore, folder: Path, kept: ReducedRun) -> bool:
+def _put(shared: SharedStore, folder: InnerPath, kept: ReducedRun) -> bool:
     """False when it was there."""
     data = json.dumps(kept, indent=1, sort_keys=True).encode() + b"\n"
     path = folder / f"{hashlib.sha256(data).hexdigest()[:12]}.json"
-    if path.exists():
+    if path.lexists():
         return False
     with shared.translated_errors():
         shared.policy.make_folder(folder)
@@ -238,16 +244,18 @@ def _numbers(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def runs_of(folder: Path, stem: str) -> tuple[list[CatalogRun], list[tuple[str, str]]]:
+def runs_of(folder: InnerPath, stem: str) -> tuple[list[CatalogRun], list[tuple[str, str]]]:
     """Return the records kept with a version, newest first, and (file, reason) of those that cannot be read."""
     records, broken = list[CatalogRun](), list[tuple[str, str]]()
     runs = folder / f"{stem}.runs"
-    for path in sorted(runs.glob("*.json")) if not runs.is_symlink() else ():
+    for path in runs.entries() if runs.is_folder() else ():
+        if not path.name.endswith(".json") or path.name.startswith("."):
+            continue
         try:
             run = _read(path)
             if run.get("format") != FORMAT:
                 raise ValueError(f"is no record of format {FORMAT}")
-            records.append({"id": path.stem, **reduced(_as_run(run))})
+            records.append({"id": path.name.removesuffix(".json"), **reduced(_as_run(run))})
         except (ValueError, OSError) as error:
             broken.append((f"{stem}.runs/{path.name}", str(error)))
     records.sort(key=lambda run: (run["started"], run["id"]), reverse=True)

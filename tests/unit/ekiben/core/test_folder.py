@@ -48,7 +48,7 @@ def write(folder: Folder) -> None:
 OPERATIONS: dict[str, Callable[[Folder], object]] = {
     "remove": lambda folder: folder.remove("file"),
     "remove_tree": lambda folder: folder.remove_tree("sub"),
-    "rename": lambda folder: folder.rename("file", "other"),
+    "move": lambda folder: folder.move("file", "other"),
     "change": lambda folder: folder.change("file", lambda handle: os.fchmod(handle, 0o777)),
     "link": lambda folder: folder.link("file", "elsewhere"),
     "make_folder": lambda folder: folder.make_folder("new", lambda handle: os.fchmod(handle, 0o777)),
@@ -67,7 +67,7 @@ def test_a_folder_exchanged_for_it_is_left_alone(name: str, shared: Path, victim
     assert names(victim) == ["file", "sub"]
 
 
-@pytest.mark.parametrize("name", ["remove", "remove_tree", "rename", "link"])
+@pytest.mark.parametrize("name", ["remove", "remove_tree", "move", "link"])
 def test_a_link_is_removed_or_replaced_and_not_followed(name: str, shared: Path, victim: Path) -> None:
     for entry in ("file", "sub"):
         (shared / entry).rename(shared / f"old-{entry}")

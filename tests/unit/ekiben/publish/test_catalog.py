@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ekiben.core.errors import StoreError, UsageError
+from ekiben.core.inner_path import InnerPath
 from ekiben.doctor.image_requirements import LayerRequirements, _keep
 from ekiben.gpu.device_code import DeviceCode
 from ekiben.publish import catalog as module
@@ -185,12 +186,14 @@ def test_shown_shell_lines_are_quoted(tmp_path: Path) -> None:
 
     folder = tmp_path / "o'the $lab" / "images" / "own"
     version = {**image("own")["versions"][0], "file": "own-1-000000000000.sif", "tasks": {"greet": "x"}}
-    for way in commands(folder.parent.parent, folder, version, "own", False):
+    for way in commands(folder.parent.parent, InnerPath.below(folder), version, "own", False):
         for line in way["lines"]:
             checked = subprocess.run(["bash", "-nc", line], capture_output=True, text=True, check=False)
             assert checked.returncode == 0, line
     slurm = next(
-        way for way in commands(folder.parent.parent, folder, version, "own", False) if way["title"] == "Slurm"
+        way
+        for way in commands(folder.parent.parent, InnerPath.below(folder), version, "own", False)
+        if way["title"] == "Slurm"
     )
     stdout = subprocess.run(
         ["bash", "-c", slurm["lines"][0].replace("sbatch", "printf '%s\\n'", 1)],
@@ -212,7 +215,7 @@ def test_line_of_an_image_with_added_layers_names_them(tmp_path: Path) -> None:
     version = {**image("mine")["versions"][0], "file": "mine-deepspeed-1-000000000000.sif", "tasks": {"greet": "x"}}
     ways = {
         way["title"]: way["lines"]
-        for way in commands(folder.parent.parent, folder, version, "mine", False, ["deepspeed"])
+        for way in commands(folder.parent.parent, InnerPath.below(folder), version, "mine", False, ["deepspeed"])
     }
     assert "ekiben image mine --stack cu130 --layer deepspeed --format docker" in ways["Docker"][0]
 
@@ -275,7 +278,7 @@ def test_failed_write_keeps_the_former_catalog(lab: Lab, tmp_path: Path, monkeyp
     failed: list[Any] = []
 
     def fail_once(source: Any, target: Any, **options: Any) -> None:
-        if Path(target) == made.out and not failed:
+        if target == made.out.name and not failed:
             failed.append(source)
             raise OSError(28, "No space left on device")
         rename(source, target, **options)

@@ -17,10 +17,10 @@ import pytest
 
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.core.errors import StoreError, UsageError
+from ekiben.core.inner_path import InnerPath
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import read_sif
 from ekiben.publish import _records
-from ekiben.publish import publish as module
 from ekiben.publish._records import read_records, tags
 from ekiben.publish.prune import prune, published
 from ekiben.publish.publish import publish
@@ -32,7 +32,7 @@ from support.sample_recipe import RunCli, SampleRecipe, image_of, quiet, seeded
 
 
 def stems(shared_dir: Path) -> list[str]:
-    return [record.file for record in read_records(shared_dir / "images/own")[0]]
+    return [record.file for record in read_records(InnerPath.below(shared_dir / "images/own"))[0]]
 
 
 # ----------------------------------------------------------------------------------------------------------- what is there
@@ -54,7 +54,7 @@ def test_shared_folder_layout_is_as_documented(lab: Lab) -> None:
         ["sha256sum", "-c", f"{stem}.sif.sha256"], cwd=done.sif.parent, capture_output=True, check=False
     )
     assert checked.returncode == 0, checked.stderr
-    assert tags(done.sif.parent) == {"current": done.sif.name, "stable": done.sif.name}
+    assert tags(InnerPath.below(done.sif.parent)) == {"current": done.sif.name, "stable": done.sif.name}
     image, record = lab.image(), done.record
     assert read_sif(done.sif).id == record.sif
     assert (record.name, record.version, record.sha256, record.size) == ("own", "1.2", digest, done.sif.stat().st_size)
@@ -120,7 +120,7 @@ def test_only_missing_layers_are_copied(lab: Lab) -> None:
     assert len(list((lab.folder / "store/layers" / base.digest[7:]).iterdir())) == 2
     assert second.bytes_copied == sum(layer.size for layer in second.record.layers[1:])
     assert second.record.previous == first.sif.name
-    assert tags(first.sif.parent) == {"current": second.sif.name, "good": first.sif.name}
+    assert tags(InnerPath.below(first.sif.parent)) == {"current": second.sif.name, "good": first.sif.name}
     assert stems(lab.folder) == [first.sif.name, second.sif.name]
 
 
@@ -136,7 +136,7 @@ def test_digest_taken_while_writing_is_that_of_the_published_file(lab: Lab, tmp_
 def test_current_is_left_alone_when_asked(lab: Lab) -> None:
     first = lab.put()
     second = lab.put_next(current=False, tags=["trial"])
-    assert tags(first.sif.parent) == {"current": first.sif.name, "trial": second.sif.name}
+    assert tags(InnerPath.below(first.sif.parent)) == {"current": first.sif.name, "trial": second.sif.name}
 
 
 @pytest.mark.parametrize(("options", "message"), [({"version": "a/b"}, "--version a/b"), ({"tags": ["../x"]}, "--tag ../x"),
@@ -157,7 +157,7 @@ def test_incomplete_file_of_the_name_is_replaced(lab: Lab) -> None:
     data = done.sif.read_bytes()
     done.sif.unlink()
     done.sif.write_bytes(data[:1000])
-    assert read_records(done.sif.parent)[0] == []
+    assert read_records(InnerPath.below(done.sif.parent))[0] == []
     again = lab.put()
     assert again.sif == done.sif
     assert again.sif.read_bytes() == data
@@ -205,12 +205,12 @@ def test_version_pruned_while_another_one_copies_from_it(lab: Lab, when: str, mo
             take(first.sif)
         part = partition(shared, layer, **options)
         if when == "before it is opened":
-            take(part.path)
+            take(Path(str(part.path)))
         return part
 
-    def noted(shared: SharedStore, sif: Path, layers: Sequence[StoredLayer]) -> None:
+    def noted(shared: SharedStore, sif: InnerPath, layers: Sequence[StoredLayer]) -> None:
         if when == "before its layers are noted":
-            take(sif)
+            take(sif.path)
         put_layers(shared, sif, layers)
 
     monkeypatch.setattr(SharedStore, "partition", found)
@@ -241,14 +241,14 @@ def test_concurrent_publisher_keeps_its_layers(lab: Lab, monkeypatch: pytest.Mon
     first = lab.put()
     image = lab.image()
     lab.put_next()
-    unlink, came = Path.unlink, []
+    remove, came = InnerPath.remove, []
 
-    def publish_and_unlink(path: Path, *, missing_ok: bool = False) -> None:
+    def publish_and_remove(path: InnerPath, *, missing_ok: bool = False) -> None:
         if path.parent.parent.name == "layers" and not came:
             came.append(publish(image, lab.store, lab.folder, quiet(), check=False, current=False))
-        unlink(path, missing_ok=missing_ok)
+        remove(path, missing_ok=missing_ok)
 
-    monkeypatch.setattr(Path, "unlink", publish_and_unlink)
+    monkeypatch.setattr(InnerPath, "remove", publish_and_remove)
     prune(lab.folder, names=[first.sif.name])
     monkeypatch.undo()
     assert came[0].sif == first.sif
@@ -291,7 +291,7 @@ def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, mo
     else:
         assert (count, where) == (RENAMES, RENAMES + 1)
     monkeypatch.undo()
-    seen = read_records(first.sif.parent)[0]
+    seen = read_records(InnerPath.below(first.sif.parent))[0]
     assert seen[0].file == first.sif.name
     for record in seen:
         assert hashlib.sha256((first.sif.parent / record.file).read_bytes()).hexdigest() == record.sha256
@@ -299,7 +299,7 @@ def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, mo
     assert (first.sif.parent / "current").exists()
     assert list((lab.folder / "store/staging").iterdir()) == []
     second = publish(image, lab.store, lab.folder, quiet(), check=False)
-    assert tags(first.sif.parent)["current"] == second.sif.name != first.sif.name
+    assert tags(InnerPath.below(first.sif.parent))["current"] == second.sif.name != first.sif.name
 
 
 # ------------------------------------------------------------------------------------------------------------------- prune
@@ -334,7 +334,7 @@ def test_prune_keeps_what_is_pinned_tagged_or_used(lab: Lab) -> None:
         f"{stem}.cdx.json",
     }
     shared = open_shared(lab.folder)
-    for record in read_records(lab.folder / "images/own")[0]:
+    for record in read_records(InnerPath.below(lab.folder / "images/own"))[0]:
         assert all(shared.layer(layer.cache_key) for layer in record.layers)
     _, _, removed = prune(lab.folder, unused_for=30, grace=0)
     assert removed >= aside
@@ -393,9 +393,9 @@ def test_version_linked_during_prune_is_kept(lab: Lab, monkeypatch: pytest.Monke
     lab.put_next()
     discard = SharedStore.discard
 
-    def link_and_discard(shared: SharedStore, path: Path) -> None:
-        if path.suffix == ".json":
-            module._link(first.sif.parent, "mine", first.sif.name)
+    def link_and_discard(shared: SharedStore, path: InnerPath) -> None:
+        if path.name.endswith(".json"):
+            path.with_name("mine").link(first.sif.name)
         discard(shared, path)
 
     monkeypatch.setattr(SharedStore, "discard", link_and_discard)

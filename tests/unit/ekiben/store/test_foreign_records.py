@@ -213,7 +213,7 @@ def test_nothing_is_written_through_a_link(shared: SharedStore, tmp_path: Path) 
     (tmp_path / "home").mkdir()
     (shared.shared_dir / IMAGES / "own").symlink_to(tmp_path / "home")
     with pytest.raises(StoreError, match="is a link"):
-        shared.policy.make_folder(shared.shared_dir / IMAGES / "own")
+        shared.policy.make_folder(shared.folder / IMAGES / "own")
 
 
 def test_stray_file_in_the_trash_is_ignored(shared: SharedStore) -> None:

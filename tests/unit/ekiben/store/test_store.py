@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 
 from ekiben.core.errors import CorruptBlob, StoreError, UsageError
 from ekiben.core.files import digest_of
+from ekiben.core.inner_path import InnerPath
 from ekiben.formats.oci import MEDIA_MANIFEST, store_manifest
 from ekiben.store import Store, StoredLayer, damaged_records, prune
 from ekiben.store._blobs import identity
@@ -357,7 +359,7 @@ def test_temporary_trees_stay_until_the_build_ends_if_space_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, stays: bool
 ) -> None:
     """Where the disk is nearly full, at once."""
-    monkeypatch.setattr("ekiben.store._staging.free_bytes", lambda folder: free)
+    monkeypatch.setattr(InnerPath, "free_bytes", lambda folder: free)
     store = Store(tmp_path)
     store.open_for_writing()
     with store.building([], background=True):
@@ -460,3 +462,17 @@ def test_small_data_are_written_over_a_damaged_blob(store: Store) -> None:
     damage(store.blob_path(digest), b'{"config": 3}')
     assert store.put_blob(b'{"config": 1}') == digest
     assert store.get_blob(digest) == b'{"config": 1}'
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_nobody_else_writes_or_enters_a_new_store(tmp_path: Path, umask: int) -> None:
+    """What is in it runs as its user."""
+    former = os.umask(umask)
+    try:
+        store = Store(tmp_path / "cache/store")
+        store.open_for_writing()
+        store.put_blob(b"x")
+    finally:
+        os.umask(former)
+    assert stat.S_IMODE(store.root.stat().st_mode) == 0o700
+    assert [path for path in store.root.rglob("*") if path.stat().st_mode & 0o022] == []
