@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from chaos import damage, kills, network, races
+from chaos import damage, exchange, kills, network, races
 from chaos.lab import Lab, load_commands
 from fuzz.parsers import CASES
 
-KINDS = {**kills.KINDS, **races.KINDS, **network.KINDS, **damage.KINDS}
+KINDS = {**kills.KINDS, **races.KINDS, **network.KINDS, **damage.KINDS, **exchange.KINDS}
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Tally:
     cases: int = 0
     failed: int = 0
     kills: int = 0
+    exchanges: int = 0
     seconds: float = 0
     problems: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
@@ -72,9 +73,13 @@ def _is_open(kind: str, turn: int, tallies: Mapping[str, Tally], count: int, kil
 
 def _run_case(lab: Lab, kind: str, seed: int, tally: Tally) -> None:
     lab.dice.seed(seed)
-    began, kills.sent = time.monotonic(), 0
+    began, kills.sent, exchange.sent = time.monotonic(), 0, 0
     problems = KINDS[kind](lab)
-    tally.cases, tally.kills = tally.cases + 1, tally.kills + kills.sent
+    tally.cases, tally.kills, tally.exchanges = (
+        tally.cases + 1,
+        tally.kills + kills.sent,
+        tally.exchanges + exchange.sent,
+    )
     tally.seconds += time.monotonic() - began
     if problems:
         tally.failed += 1
@@ -108,13 +113,12 @@ def share_out(args: argparse.Namespace, folder: Path, seconds: float) -> dict[st
 
 def table(tallies: dict[str, Tally]) -> str:
     """The counts as a Markdown table."""
-    lines = [
-        f"| {kind} | {tally.cases} | {tally.kills} | {tally.failed} | {tally.seconds:.0f} |"
-        for kind, tally in tallies.items()
-    ]
-    total = f"| all | {sum(t.cases for t in tallies.values())} | {sum(t.kills for t in tallies.values())} | {sum(t.failed for t in tallies.values())} | {sum(t.seconds for t in tallies.values()):.0f} |"
+    names = ("cases", "kills", "exchanges", "failed", "seconds")
+    counts = {kind: [round(getattr(tally, name)) for name in names] for kind, tally in tallies.items()}
+    counts["all"] = [sum(column) for column in zip(*counts.values(), strict=True)]
+    lines = [f"| {kind} | {' | '.join(map(str, numbers))} |" for kind, numbers in counts.items()]
     return "\n".join(
-        ["| kind | cases | kills | with a problem | seconds |", "|---|---:|---:|---:|---:|", *lines, total]
+        ["| kind | cases | kills | exchanges | with a problem | seconds |", "|---|---:|---:|---:|---:|---:|", *lines]
     )
 
 

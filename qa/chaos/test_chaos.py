@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from chaos import kills
+from chaos import exchange, kills
 from chaos.__main__ import KINDS
 from support.architecture import ROOT
 
@@ -20,21 +21,36 @@ NAMESPACES = "race namespaces"
 CUT = {"kills": 200, "count": 12, "minutes": 8}
 
 
+def campaign(kinds: list[str], folder: Path, **options: int) -> dict[str, dict[str, int]]:
+    """Run a cut of some minutes, in processes of its own, which may fork: no thread of another test is in them. Return its counts."""
+    argv = [sys.executable, "-m", "chaos", "--seed", "16", "--json", folder / "counts.json", *kinds]
+    argv += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}", "TMPDIR": str(folder)},
+                          capture_output=True, text=True, timeout=600, check=False)  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts: dict[str, dict[str, int]] = json.loads((folder / "counts.json").read_text())["kinds"]
+    assert list(counts) == kinds
+    return counts
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the table of system calls is of x86-64")
+def test_nothing_of_the_users_is_touched_through_a_link_put_in_a_shared_folder(tmp_path: Path) -> None:
+    """Each folder of each path at each system call, then some entries."""
+    counts = campaign([*exchange.KINDS], tmp_path, workers=1, kills=0, count=2, minutes=8)
+    assert {tally["cases"] for tally in counts.values()} == {2}
+    assert sum(tally["exchanges"] for tally in counts.values()) >= 1000
+
+
 @pytest.mark.parametrize(
-    "kinds", [[kind for kind in KINDS if kind != NAMESPACES], [NAMESPACES]], ids=["all but namespaces", "namespaces"]
+    "kinds",
+    [[kind for kind in KINDS if kind != NAMESPACES and kind not in exchange.KINDS], [NAMESPACES]],
+    ids=["all but namespaces", "namespaces"],
 )
 def test_faults_lose_nothing_and_leave_nothing(kinds: list[str], tmp_path: Path) -> None:
-    """A cut of some minutes, in processes of its own, which may fork: no thread of another test is in them."""
     if kinds == [NAMESPACES] and os.geteuid():
         pytest.skip("unshare --pid needs root")
-    argv = [sys.executable, "-m", "chaos", "--seed", "16", "--json", tmp_path / "counts.json", *kinds]
-    argv += [word for name, value in CUT.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}", "TMPDIR": str(tmp_path)},
-                          capture_output=True, text=True, timeout=600, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts = json.loads((tmp_path / "counts.json").read_text())["kinds"]
-    assert list(counts) == kinds
-    print(done.stdout)
+    counts = campaign(kinds, tmp_path, **CUT)
     assert {kind: counts[kind]["cases"] for kind in kinds if kind not in kills.KINDS} == {
         kind: CUT["count"] for kind in kinds if kind not in kills.KINDS
     }

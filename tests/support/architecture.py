@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,3 +211,49 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+# ------------------------------------------------------------------------------------------------------ files by their path
+
+_OF_PATHS = re.compile(
+    "chmod|exists|glob|group|hardlink_to|is_dir|is_file|is_mount|is_symlink|iterdir|lchmod|lstat|mkdir|open|owner|read_bytes|read_text|"
+    "readlink|rglob|rmdir|samefile|stat|symlink_to|touch|unlink|write_bytes|write_text"
+)  # methods of pathlib; an InnerPath has none of these names
+_MODULES = {"os", "os.path", "shutil", "tempfile", "glob", "io"}
+_WITHOUT_PATHS = re.compile(
+    "abspath|close|dup|fchmod|fchown|fsencode|fspath|fstat|fstatvfs|fsync|get(eg|eu|p|u)id|getgroups|kill|normpath|relpath|samestat|"
+    "strerror|uname"
+)  # of these modules
+_HELPERS = {
+    "atomic_write",
+    "make_folders",
+    "new_file",
+    "read_regular",
+    "read_source",
+    "read_yaml",
+    "remove_tree",
+}  # of ekiben.core
+
+
+def calls_by_path(path: Path) -> set[str]:
+    """Return ``FUNCTION CALL`` of each call in a module that names a file to the kernel by its path, relative to no descriptor."""
+    calls = set()
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            keywords = {keyword.arg for keyword in call.keywords}
+            if _names_path(call) and not keywords & {"dir_fd", "src_dir_fd", "dst_dir_fd"}:
+                calls.add(f"{function.name} {ast.unparse(call.func)}")
+    return calls
+
+
+def _names_path(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Name):
+        return call.func.id in _HELPERS | {"open"}
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    module = ast.unparse(call.func.value)
+    if module in _MODULES:
+        return not _WITHOUT_PATHS.fullmatch(call.func.attr)
+    return bool(_OF_PATHS.fullmatch(call.func.attr))

@@ -11,6 +11,7 @@ import pytest
 from support.architecture import (
     ROOT,
     builder_modules,
+    calls_by_path,
     circles,
     edges,
     floors,
@@ -94,3 +95,53 @@ def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monke
     assert circles(edges(modules)) == [["top.one.a", "top.two.b"]]
     assert passed_faces(modules) == ["top/one/a.py:2: b is not in top.two's __all__"]
     assert long_functions(modules.values(), 60) == ["top/one/a.py:1 f: 62 lines"]
+
+
+# What works in a folder that other users may write, and the calls by path that are left there: FILE FUNCTION CALL → why it is safe.
+SHARED_FOLDER = ("ekiben/publish/", "ekiben/store/", "ekiben/core/owner.py")
+BY_PATH = {
+    "core/owner.py has_ended Path('/proc', owner.partition('-')[0]).exists": "a process",
+    "core/owner.py is_abandoned Path('/proc', pid).exists": "a process",
+    "core/owner.py has_ended Folder.open": "staging/ of your own store: engines call it",
+    "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
+    "publish/catalog/runs.py import_runs folder.exists": "your folders of results",
+    "publish/catalog/runs.py _find folder.is_dir": "your folders of results",
+    "publish/catalog/runs.py _find os.walk": "your folders of results",
+    "publish/catalog/runs.py _read read_regular": "your results",
+    "publish/catalog/write.py _inner os.path.realpath": "whether -o lies in the shared folder, which is then walked without links",
+    "store/_staging.py prepare self.root.is_dir": "your own store, before it is opened",
+    "store/_staging.py prepare make_folders": "your own store, before it is opened",
+    "store/_staging.py prepare self.root.mkdir": "your own store, before it is opened",
+    "store/_staging.py translated_errors self.root.exists": "your own store, for a message",
+    "store/gc.py _drop_unfinished (store.cache / 'work').glob": "your own cache",
+    "store/gc.py _drop_unfinished folder.stat": "your own cache",
+    "store/gc.py _drop_unfinished remove_tree": "your own cache",
+    "store/shared.py prepare shared_dir.is_dir": "the folder that you name, before it is opened",
+    "store/shared.py prepare shared_dir.is_symlink": "the folder that you name, for a message",
+    "store/shared.py prepare os.path.lexists": "the folder that you name, for a message",
+    "store/shared.py open_shared shared_dir.exists": "the folder that you name, for a message",
+    "store/shared.py open_shared shared_dir.is_dir": "the folder that you name, for a message",
+    "store/shared.py _exists version.outermost.path.is_dir": "the folder that you name, for a message",
+    "store/sif_check.py note_sif Path(name).is_file": "which notes are kept in your own store",
+}  # fmt: skip
+
+
+def test_nothing_in_a_shared_folder_is_named_by_its_path() -> None:
+    """Only core/folder.py names entries of such a folder to the kernel, each relative to a descriptor."""
+    calls = set()
+    for path in MODULES["builder"].values():
+        file = path.relative_to(ROOT).as_posix()
+        if file.startswith(SHARED_FOLDER):
+            calls |= {f"{file.removeprefix('ekiben/')} {call}" for call in calls_by_path(path)}
+    assert calls == BY_PATH.keys()
+
+
+def test_each_call_of_the_kernel_in_an_open_folder_is_relative_to_it() -> None:
+    assert calls_by_path(ROOT / "ekiben/core/folder.py") == {
+        "open os.open",
+        "names os.listdir",
+        "open_file open",
+        "create open",
+        "_mount_of open",
+    }
+    assert calls_by_path(ROOT / "ekiben/core/inner_path.py") == {"folder Folder.open"}
