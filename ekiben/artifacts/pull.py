@@ -74,7 +74,7 @@ def pull(
 def _pull_sif(
     registry: Registry, layer: Descriptor, out: Path, progress: Progress, keys: Keys | None
 ) -> tuple[Artifact, Key | None]:
-    digest, size = layer.digest, layer.size or 0
+    digest, size = layer.digest, layer.size
     with contextlib.suppress(OSError):
         if out.stat().st_size == size and digest_of(out) == digest:
             return Artifact("sif", str(out), size, False), check_sif(out, keys)[0] if keys else None
@@ -152,7 +152,7 @@ def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path,
     with store.staging() as staging:
         partitions = []
         for number, (layer, diff_id) in enumerate(zip(manifest.layers, diff_ids, strict=True), 1):
-            with progress.step(f"layer {number} of {len(diff_ids)}", total=layer.size or 0):
+            with progress.step(f"layer {number} of {len(diff_ids)}", total=layer.size):
                 tar, path = staging / "layer", staging / f"{number}.squashfs"
                 registry.blob(layer.digest, tar, progress.count, layer.size)
                 with unpacked(tar) as archive, path.open("w+b") as blob:

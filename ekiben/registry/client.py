@@ -11,22 +11,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from ekiben.core.checked import Fields, is_digest, parse_json
 from ekiben.core.errors import FetchError
+from ekiben.core.files import format_size
 from ekiben.registry import session as http
+from ekiben.registry._pace import MINIMUM_BYTES
 from ekiben.registry.manifest import Descriptor, ImageConfig, Manifest, parse_index
 from ekiben.registry.reference import Reference, digest_of
 from ekiben.registry.session import BUSY, MAX_MANIFEST, MEDIA_MANIFESTS, BrokenConnection, RegistrySession
 
+if TYPE_CHECKING:
+    from requests import Response
+
 MEDIA_INDEX = MEDIA_MANIFESTS[2]
 PIECE = 16 << 20  # bytes of one piece of an upload: what is lost when a connection breaks
+_RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,19})")
 _Parsed = TypeVar("_Parsed")
 
 
@@ -52,10 +60,10 @@ class Registry:
         """Return the manifest for ``platform``; an index on the way is followed."""
         data, _ = self.fetch_manifest()
         if (listed := self._parse(parse_index, data)) is not None:
-            digests = {item.platform: item.digest for item in listed}
-            if platform not in digests:
-                raise FetchError(f"{self.reference}: no image for {platform}; it has {', '.join(sorted(digests))}")
-            data, _ = self.fetch_manifest(digests[platform])
+            items = {item.platform: item for item in listed}
+            if platform not in items:
+                raise FetchError(f"{self.reference}: no image for {platform}; it has {', '.join(sorted(items))}")
+            data, _ = self.fetch_manifest(items[platform].digest, items[platform].size)
         manifest = self._parse(Manifest.parse, data)
         if not manifest.layers:
             raise FetchError(f"{self.reference}: the registry answered with something that is no image's manifest")
@@ -71,10 +79,13 @@ class Registry:
                 hint="is that the registry's address, and not a web page's?" if web else None,
             ) from error
 
-    def fetch_manifest(self, tag_or_digest: str = "") -> tuple[bytes, str]:
-        """Return a manifest's bytes and their digest, which is checked when one was requested. Raises FetchError."""
+    def fetch_manifest(self, tag_or_digest: str = "", size: int | None = None) -> tuple[bytes, str]:
+        """Return a manifest's bytes and their digest, which is checked when one was requested. Raises FetchError.
+
+        ``size``: its bytes, where a descriptor names it; more are not read.
+        """
         digest = tag_or_digest if ":" in tag_or_digest else "" if tag_or_digest else self.reference.digest
-        data = self.session.read_small(f"manifests/{tag_or_digest or self.reference.tag_or_digest}")
+        data = self.session.read_small(f"manifests/{tag_or_digest or self.reference.tag_or_digest}", size)
         actual = digest_of(data)
         if digest and actual != digest:
             raise FetchError(
@@ -106,7 +117,7 @@ class Registry:
 
     def config(self, manifest: Manifest) -> ImageConfig:
         """Return the config of an image. Raises FetchError."""
-        return self._parse(ImageConfig.parse, self.small_blob(manifest.config.digest))
+        return self._parse(ImageConfig.parse, self.small_blob(manifest.config.digest, manifest.config.size))
 
     # -- what refers to a manifest ------------------------------------------------------------------------------
 
@@ -135,7 +146,7 @@ class Registry:
     def attached(self, digest: str) -> list[bytes]:
         """Return the content of an attached artifact. Raises FetchError."""
         manifest = self._parse(Manifest.parse, self.fetch_manifest(digest)[0])
-        return [self.small_blob(layer.digest) for layer in manifest.layers]
+        return [self.small_blob(layer.digest, layer.size) for layer in manifest.layers]
 
     def attach(self, subject: str, kind: str, data: bytes, annotations: Mapping[str, str]) -> str:
         """Store ``data`` as an artifact of the media type ``kind`` that refers to the manifest ``subject``. Returns its digest."""
@@ -183,47 +194,74 @@ class Registry:
 
     # -- blobs, down --------------------------------------------------------------------------------------------
 
-    def small_blob(self, digest: str) -> bytes:
-        """Return a blob that fits into memory, checked against its digest. Raises FetchError."""
-        data = self.session.read_small(f"blobs/{digest}")
+    def small_blob(self, digest: str, size: int | None = None) -> bytes:
+        """Return a blob that fits into memory, checked against its digest; ``size``: as its descriptor says. Raises FetchError."""
+        data = self.session.read_small(f"blobs/{digest}", size)
         if digest_of(data) != digest:
             raise FetchError(
                 f"{self.reference}: the registry answered {digest} with other bytes than the digest promises"
             )
         return data
 
-    def blob(self, digest: str, out: Path, on_bytes: Callable[[int], None], size: int | None = None) -> None:
-        """Download a blob to ``out``, and resume where an earlier attempt left a part of it. Raises FetchError."""
-        sha, failures, furthest = hashlib.sha256(), 0, 0
+    def blob(self, digest: str, out: Path, on_bytes: Callable[[int], None], size: int) -> None:
+        """Download a blob to ``out``, in a folder of this user's, and resume where an earlier attempt left a part of it.
+
+        Raises FetchError.
+        """
         with out.open("a+b") as stream:
-            stream.seek(0)
-            while chunk := stream.read(1 << 20):
-                sha.update(chunk)
-                on_bytes(len(chunk))
-            while True:
-                before = stream.tell()
-                try:
-                    if size is None or before < size:
-                        self._receive(digest, stream, sha, on_bytes, size)
-                    break
-                except BrokenConnection as error:
-                    failures = failures + 1 if stream.tell() <= furthest else 1
-                    furthest = max(furthest, stream.tell())
-                    if failures > len(http.PAUSES):
-                        raise FetchError(f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
-                                         hint="the same command goes on from there") from error  # fmt: skip
-                    time.sleep(http.PAUSES[failures - 1])
-                    sha, before = self._hash_again(stream, sha, before)
+            try:
+                self.download(digest, size, stream, on_bytes)
+            except FetchError:
+                if os.fstat(stream.fileno()).st_size == 0:
+                    out.unlink(missing_ok=True)
+                raise
+
+    def download(self, digest: str, size: int, stream: BinaryIO, on_bytes: Callable[[int], None]) -> None:
+        """Download a blob of ``size`` bytes to an open file, and resume after the part that it has.
+
+        Raises FetchError; when the bytes have another digest, the file is empty afterwards.
+        """
+        sha, failures, furthest = hashlib.sha256(), 0, 0
+        self._check_space(digest, size, stream)
+        stream.seek(0)
+        while chunk := stream.read(1 << 20):
+            sha.update(chunk)
+            on_bytes(len(chunk))
+        while True:
+            before = stream.tell()
+            try:
+                if before < size:
+                    self._receive(digest, size, stream, sha, on_bytes)
+                break
+            except BrokenConnection as error:
+                # A connection that ends after a few bytes, again and again, is as slow as one that sends them slowly.
+                failures = failures + 1 if stream.tell() < furthest + MINIMUM_BYTES else 1
+                furthest = max(furthest, stream.tell())
+                if failures > len(http.PAUSES):
+                    raise FetchError(f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
+                                     hint="the same command goes on from there") from error  # fmt: skip
+                time.sleep(http.PAUSES[failures - 1])
+                sha, before = self._hash_again(stream, sha, before)
         if "sha256:" + sha.hexdigest() != digest:
-            out.unlink(missing_ok=True)
+            stream.seek(0)
+            stream.truncate()
             raise FetchError(f"{self.reference}: blob {digest} arrived damaged", hint="run the same command again")
 
-    def _hash_again(self, stream: IO[bytes], sha: hashlib._Hash, before: int) -> tuple[hashlib._Hash, int]:
+    def _check_space(self, digest: str, size: int, stream: BinaryIO) -> None:
+        """A size is what a registry says, and the bytes that it goes on to send may be as many."""
+        status, volume = os.fstat(stream.fileno()), os.fstatvfs(stream.fileno())
+        missing, free = size - status.st_size, volume.f_bavail * volume.f_frsize
+        if missing > free:
+            raise FetchError(
+                f"{self.reference}: no space left for {digest}: it needs {format_size(missing)}, {format_size(free)} are free"
+            )
+
+    def _hash_again(self, stream: BinaryIO, sha: hashlib._Hash, before: int) -> tuple[hashlib._Hash, int]:
         """A server that knows no ranges began from the start, and so did the file."""
         return (hashlib.sha256(), 0) if stream.tell() == 0 and before else (sha, before)
 
     def _receive(
-        self, digest: str, stream: IO[bytes], sha: hashlib._Hash, on_bytes: Callable[[int], None], size: int | None
+        self, digest: str, size: int, stream: BinaryIO, sha: hashlib._Hash, on_bytes: Callable[[int], None]
     ) -> None:
         at = stream.tell()
         headers = {"Range": f"bytes={at}-"} if at else {}
@@ -232,12 +270,11 @@ class Registry:
                 stream.seek(0)
                 stream.truncate()
                 raise BrokenConnection("it knows no ranges: from the start again")
-            remaining = None if size is None else size - at
-            for chunk in self.session.received(answer, remaining):
+            for chunk in self.session.received(answer, size - at):
                 stream.write(chunk)
                 sha.update(chunk)
                 on_bytes(len(chunk))
-            if size is not None and stream.tell() < size:
+            if stream.tell() < size:
                 raise BrokenConnection(f"{size - stream.tell()} bytes are missing")
 
     # -- blobs, up ----------------------------------------------------------------------------------------------
@@ -252,10 +289,18 @@ class Registry:
         answer = self.session.ask(
             "POST", f"blobs/uploads/?{query}", good=(201, 202, 401, 403, 404), push=True, other=other
         )
-        if answer.status_code == 202 and (location := answer.headers.get("Location")):  # it began an upload instead
-            with contextlib.suppress(FetchError):
-                self.session.ask("DELETE", self.session.absolute(location), good=(202, 204, 404, 405), push=True)
+        if answer.status_code == 202:  # it began an upload instead
+            self._cancel(answer)
         return answer.status_code == 201
+
+    def _cancel(self, upload: Response) -> None:
+        with contextlib.suppress(FetchError):
+            if location := self.session.location(upload):
+                self.session.ask("DELETE", location, good=(202, 204, 404, 405), push=True)
+
+    def check_push(self) -> None:
+        """Begin an upload, and cancel it: whether the registry answers, and whether this login may write. Raises FetchError."""
+        self._cancel(self.session.ask("POST", "blobs/uploads/", good=(202,), push=True))
 
     def send_blob(
         self, blob: Blob, on_bytes: Callable[[int], None], *, location: str = "", on_location: Callable[[str], None] = lambda location: None
@@ -268,14 +313,16 @@ class Registry:
         if offset > blob.size:  # not ours
             location, offset = self._resume("")
         on_bytes(offset)
-        failures = out = 0
+        failures = out = furthest = 0
         while True:
             on_location(location)
             sent = offset
             try:
                 for piece in _pieces(blob.read(offset)):
                     location = self._send_piece(location, piece, sent)
-                    sent, out, failures = sent + len(piece), out + len(piece), 0
+                    sent, out = sent + len(piece), out + len(piece)
+                    if sent > furthest:  # a registry that forgets what it has is not asked for ever
+                        failures, furthest = 0, sent
                     on_location(location)
                     on_bytes(len(piece))
                 break
@@ -299,14 +346,13 @@ class Registry:
         if location:
             answer = self.session.ask("GET", location, good=(204, 404, 400, 416), push=True)
             if answer.status_code == 204:
-                end = answer.headers.get("Range", "").rpartition("-")[2]
-                offset = int(end) + 1 if end.isdigit() and end != "0" else 0
-                return self.session.absolute(answer.headers.get("Location", location)), offset
+                match = _RANGE.fullmatch(answer.headers.get("Range", ""))
+                offset = int(match[1]) + 1 if match and match[1] != "0" else 0
+                return self.session.location(answer) or self.session.absolute(location), offset
         answer = self.session.ask("POST", "blobs/uploads/", good=(202,), push=True)
-        location = answer.headers.get("Location", "")
-        if not location:
+        if not (location := self.session.location(answer)):
             raise FetchError(f"{self.reference}: the registry began an upload without a Location")
-        return self.session.absolute(location), 0
+        return location, 0
 
     def _send_piece(self, location: str, piece: bytes, start: int) -> str:
         headers = {"Content-Type": "application/octet-stream", "Content-Range": f"{start}-{start + len(piece) - 1}"}
@@ -315,7 +361,7 @@ class Registry:
         )
         if answer.status_code != 202:
             raise BrokenConnection(f"{answer.status_code} {answer.reason}")
-        return self.session.absolute(answer.headers.get("Location", location))
+        return self.session.location(answer) or location
 
 
 def _pieces(chunks: Iterable[bytes]) -> Iterator[bytes]:

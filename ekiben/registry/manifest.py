@@ -11,10 +11,10 @@ from ekiben.core.checked import Fields, parse_json
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A blob or a manifest that another one names. ``size`` is None where a registry does not say it."""
+    """A blob or a manifest that another one names. ``size`` is required: it is the limit of a download."""
 
     digest: str
-    size: int | None
+    size: int
     media_type: str
     artifact_type: str
     platform: str
@@ -25,7 +25,7 @@ class Descriptor:
         """Parse the fields. Raises ValueError for what is wrong."""
         platform = fields.mapping("platform", {})
         return cls(
-            fields.digest("digest"), fields.size("size") if "size" in fields else None, fields.text("mediaType", ""),
+            fields.digest("digest"), fields.size("size"), fields.text("mediaType", ""),
             fields.text("artifactType", ""), f"{platform.get('os')}/{platform.get('architecture')}", fields.data,
         )  # fmt: skip
 

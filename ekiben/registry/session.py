@@ -1,4 +1,9 @@
-"""HTTP requests to one repository of a registry: retries, logins, certificates, proxies, and the errors that come of them."""
+"""HTTP requests to one repository of a registry: retries, logins, certificates, proxies, and the errors that come of them.
+
+A registry names other hosts: where a redirect leads, where an upload goes on, who gives tokens. Each request is sent to one origin
+(scheme, host and port), and what is secret goes to the registry's own, or to the token server that the registry itself names:
+passwords, tokens, client certificates. Cookies are not kept, and ~/.netrc is not read.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +15,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import FetchError
+from ekiben.core.errors import FetchError, UsageError
+from ekiben.registry._addresses import Origin, is_private, names_private, origin
 from ekiben.registry.auth import Credentials, find_credentials
 from ekiben.registry.reference import HUB, Reference
 
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from requests import Response, Session
+
+    from ekiben.registry._connection import Guard
 
 MEDIA_MANIFESTS = (
     "application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json",
@@ -33,13 +42,29 @@ TIMEOUT = (10, 120)  # seconds: to connect, between two pieces
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each further try
 PATIENCE = 60.0  # seconds; who asks for a longer pause is not waited for
 MAX_MANIFEST = 4 << 20  # bytes; the spec's own limit
+MAX_ERROR = 16 << 10  # bytes of an error's text that are read
+MAX_REDIRECTS = 10
 BUSY = {429, 500, 502, 503, 504}
+_URL_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"  # RFC 3986
+_REDIRECTS = {301, 302, 303, 307, 308}
 _TOKEN = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
 _LOCAL = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
 
 class BrokenConnection(Exception):
     """A connection that ended early: worth another try."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """``may_leave``: a redirect may lead to another origin, without ``secret``, the Authorization header for ``url``'s."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    data: bytes | None = None
+    secret: str | None = None
+    may_leave: bool = True
 
 
 class RegistrySession:
@@ -50,10 +75,13 @@ class RegistrySession:
         self._sessions, open_sessions = threading.local(), list["Session"]()
         self._open_sessions = open_sessions
         weakref.finalize(self, _close_all, open_sessions)
+        self._contexts: dict[bool, SSLContext] = {}
         self._authorizations: dict[str, str] = {}
-        self._lock = threading.Lock()
+        # A token is fetched while it is held, and may be this thread's first request to another host.
+        self._lock = threading.RLock()
         self._base: str | None = None
         self._answered = False
+        self._addresses: set[bool] = set()  # whether those of the registry were private
 
     @property
     def base(self) -> str:
@@ -77,20 +105,146 @@ class RegistrySession:
         from requests import RequestException
 
         try:
-            answer = self._session().get(f"http://{host}/v2/", timeout=TIMEOUT, allow_redirects=False)
+            answer = self._session(at_registry=True).get(
+                f"http://{host}/v2/", timeout=TIMEOUT, allow_redirects=False, stream=True
+            )
         except RequestException:
             return "http"
-        return "https" if answer.status_code == 400 and "HTTPS" in answer.text[:1000] else "http"
+        return "https" if answer.status_code == 400 and b"HTTPS" in self._read_error(answer) else "http"
 
     def absolute(self, location: str) -> str:
-        """Return the URL of ``location``, which a registry may send as a path."""
-        return urljoin(self.base, location)
+        """Return the URL of ``location``, which a registry may send as a path. Raises FetchError."""
+        return self._join(self.base, location)
 
-    def _session(self) -> Session:
-        if not hasattr(self._sessions, "session"):
-            self._sessions.session = _new_session(self.reference.host)
-            self._open_sessions.append(self._sessions.session)
-        return cast("Session", self._sessions.session)
+    def location(self, answer: Response) -> str:
+        """Return the URL in a response's Location, "" where there is none. Raises FetchError."""
+        location = answer.headers.get("Location", "")
+        return self._join(answer.url, location) if location else ""
+
+    def _join(self, url: str, location: str) -> str:
+        try:
+            # Bytes, as http.client decodes those of headers.
+            return urljoin(url, quote(location.encode("latin-1"), safe=_URL_CHARACTERS))
+        except ValueError as error:
+            raise FetchError(
+                f"{self.reference}: {self.reference.host} leads to {location!r:.100}, which is no URL"
+            ) from error
+
+    # -- where a request goes
+
+    def _session(self, *, at_registry: bool) -> Session:
+        """Return this thread's session: that of the registry, or that of other hosts."""
+        name = "registry" if at_registry else "other"
+        if not hasattr(self._sessions, name):
+            from ekiben.registry._connection import Guard
+
+            with self._lock:  # reading a machine's certificates takes 30 ms
+                if at_registry not in self._contexts:
+                    self._contexts[at_registry] = _trusted(self.reference.host, at_registry=at_registry)
+            guard = Guard(self._note_address if at_registry else self._check_address, self._refuse_slow)
+            session = _new_session(self.reference.host, self._contexts[at_registry], guard)
+            setattr(self._sessions, name, session)
+            self._open_sessions.append(session)
+        return cast("Session", getattr(self._sessions, name))
+
+    def _note_address(self, address: str) -> None:
+        self._addresses.add(is_private(address))
+
+    def _check_address(self, address: str) -> None:
+        if is_private(address):
+            self._check_private(address)
+
+    def _check_private(self, host: str) -> None:
+        """Raise FetchError when the registry is on the internet: it would make this machine ask what it cannot reach itself."""
+        is_public = False in self._addresses
+        if not self._addresses:  # by a proxy, none is known
+            is_public = not names_private(self._registry_origin[1])
+        if is_public:
+            raise FetchError(
+                f"{self.reference}: {self.reference.host} is on the internet, and leads to {host}, an address of this machine or of a "
+                "private network"
+            )
+
+    def _refuse_slow(self, what: str) -> None:
+        raise FetchError(f"{self.reference}: {self.reference.host} {what}",
+                         hint="the same command resumes a download; try again, or from another network")  # fmt: skip
+
+    def _origin(self, url: str) -> Origin:
+        try:
+            return origin(url)
+        except ValueError as error:
+            raise FetchError(f"{self.reference}: {self.reference.host} leads to {url!r:.100}, which {error}") from error
+
+    @property
+    def _registry_origin(self) -> Origin:
+        try:
+            return origin(self.base)
+        except ValueError as error:
+            raise UsageError(
+                f"{self.reference.host} is not the address of a registry",
+                hint="as in registry.example.org/lab/name:tag",
+            ) from error
+
+    def _at_registry(self, url: str) -> bool:
+        return self._origin(url) == self._registry_origin
+
+    def _check_url(self, url: str) -> None:
+        """Raise FetchError for a URL that a registry may not lead to."""
+        scheme, host, _ = self._origin(url)
+        if scheme == "http" and self._registry_origin[0] == "https":
+            raise FetchError(
+                f"{self.reference}: {self.reference.host} leads to {url.partition('?')[0]!r:.200}, in clear text"
+            )
+        if names_private(host):  # the others are looked at when they are connected to
+            self._check_private(host)
+
+    def _follow(self, request: _Request) -> Response:
+        """Send a request, and follow redirects where the method allows it: secrets stay with the origin of ``request.url``.
+
+        Raises FetchError, BrokenConnection.
+        """
+        first = self._origin(request.url)
+        for _ in range(MAX_REDIRECTS + 1):
+            answer = self._send(request, first)
+            location = answer.headers.get("Location")
+            if answer.status_code not in _REDIRECTS or location is None:
+                return answer
+            url = self._join(request.url, location)
+            is_same = self._origin(url) == first
+            if request.method not in ("GET", "HEAD") and not (is_same and answer.status_code in (307, 308)):
+                return answer
+            answer.close()
+            if not (is_same or request.may_leave):
+                raise FetchError(
+                    f"{self.reference}: {request.url.partition('?')[0]} leads to another host, {urlsplit(url).netloc}, "
+                    "which does not get your login"
+                )
+            request = replace(request, url=url)
+        raise FetchError(f"{self.reference}: {self.reference.host} redirects more than {MAX_REDIRECTS} times")
+
+    def _send(self, request: _Request, first: Origin) -> Response:
+        from requests import RequestException
+
+        at_registry = self._at_registry(request.url)
+        if not at_registry:
+            self._check_url(request.url)
+        try:
+            return self._session(at_registry=at_registry).request(
+                request.method, request.url, headers=dict(request.headers), data=request.data, stream=True, timeout=TIMEOUT,
+                auth=_Header(request.secret, first), allow_redirects=False,
+            )  # fmt: skip
+        except RequestException as error:
+            host = self.reference.host if at_registry else urlsplit(request.url).netloc
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise FetchError(f"{self.reference}: the certificate of {host} is not trusted: {_reason(error)}",
+                                 hint=f"put your site's CA into /etc/docker/certs.d/{self.reference.host}/ca.crt, or name a bundle in "
+                                      "SSL_CERT_FILE") from error  # fmt: skip
+            if "WRONG_VERSION_NUMBER" in str(error) or "record layer failure" in str(error):
+                raise FetchError(f"{self.reference}: {host} does not speak https",
+                                 hint=f"if its plain http is what you want: http://{self.reference}" if at_registry else None) from error  # fmt: skip
+            raise BrokenConnection(_reason(error)) from error
+
+    # -- requests to the registry
 
     def ask(
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, data: bytes | None = None, stream: bool = False,
@@ -102,9 +256,10 @@ class RegistrySession:
         """
         scope = f"repository:{self.reference.repository}:{'pull,push' if push else 'pull'}"
         scope += f" repository:{other}:pull" if other else ""
+        request = _Request(method, self.absolute(path), headers or {}, data)
         for pause in (*PAUSES, None) if again else (None,):
             try:
-                answer = self._authorized(method, self.absolute(path), scope, headers or {}, data, stream)
+                answer = self._authorized(request, scope)
             except BrokenConnection as error:
                 if not again:
                     raise
@@ -114,43 +269,28 @@ class RegistrySession:
                 continue
             self._answered = True
             if answer.status_code in good:
+                if not stream:
+                    self._read_error(answer)  # what it says is of no interest, but the connection is
                 return answer
             if answer.status_code not in BUSY or pause is None or (pause := _asked_pause(answer, pause)) is None:
-                with answer:
-                    raise self._refused(answer, method, path)
+                raise self._refused(answer, method, path)
             answer.close()
             time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def _authorized(
-        self, method: str, url: str, scope: str, headers: Mapping[str, str], data: bytes | None, stream: bool
-    ) -> Response:
-        from requests import RequestException
-
+    def _authorized(self, request: _Request, scope: str) -> Response:
+        """Send a request, and once more with what a 401 asks for. What another host asks for, it does not get."""
         known = self._authorizations.get(scope)
-        try:
-            for attempt in range(2):
-                answer = self._session().request(
-                    method, url, headers=dict(headers), data=data, stream=stream, timeout=TIMEOUT,
-                    auth=_Header(known, urlsplit(self.base).netloc), allow_redirects=method in ("GET", "HEAD"),
-                )  # fmt: skip
-                if answer.status_code != 401 or attempt:
-                    return answer
-                answer.close()
-                with self._lock:
-                    if self._authorizations.get(scope) == known:
-                        self._authorizations[scope] = self._authorize(answer.headers.get("WWW-Authenticate", ""), scope)
-                    known = self._authorizations[scope]
-            return answer
-        except RequestException as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise FetchError(f"{self.reference}: the certificate of {self.reference.host} is not trusted: {_reason(error)}",
-                                 hint=f"put your site's CA into /etc/docker/certs.d/{self.reference.host}/ca.crt, or name a bundle in "
-                                      "SSL_CERT_FILE") from error  # fmt: skip
-            if "WRONG_VERSION_NUMBER" in str(error) or "record layer failure" in str(error):
-                raise FetchError(f"{self.reference}: {self.reference.host} does not speak https",
-                                 hint=f"if its plain http is what you want: http://{self.reference}") from error  # fmt: skip
-            raise BrokenConnection(_reason(error)) from error
+        for attempt in range(2):
+            answer = self._follow(replace(request, secret=known if self._at_registry(request.url) else None))
+            if answer.status_code != 401 or attempt or not self._at_registry(answer.url):
+                return answer
+            self._read_error(answer)
+            with self._lock:
+                if self._authorizations.get(scope) == known:
+                    self._authorizations[scope] = self._authorize(answer.headers.get("WWW-Authenticate", ""), scope)
+                known = self._authorizations[scope]
+        return answer
 
     def _authorize(self, challenge: str, scope: str) -> str:
         """The header that answers a 401."""
@@ -161,7 +301,7 @@ class RegistrySession:
         if kind.lower() == "basic":
             if credentials is None:
                 raise self._nobody()
-            return "Basic " + base64.b64encode(f"{credentials.user}:{credentials.password}".encode()).decode()
+            return _basic(credentials)
         asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
         if kind.lower() != "bearer" or "realm" not in asked:
             raise FetchError(
@@ -174,20 +314,26 @@ class RegistrySession:
         return f"Bearer {self._token(asked, scope, credentials)}"
 
     def _token(self, asked: Mapping[str, str], scope: str, credentials: Credentials | None) -> str:
-        query = [(key, asked[key]) for key in ("service",) if key in asked] + [
-            ("scope", item) for item in scope.split(" ")
-        ]
+        realm = asked["realm"]
         if credentials and credentials.token:
             form = {"grant_type": "refresh_token", "refresh_token": credentials.token, "client_id": "ekiben",
                     "service": asked.get("service", ""), "scope": scope}  # fmt: skip
-            answer = self._session().post(asked["realm"], data=form, timeout=TIMEOUT)
+            headers = {"Content-Type": "application/x-www-form-urlencoded"}
+            request = _Request("POST", realm, headers, urlencode(form).encode(), may_leave=False)
         else:
-            basic = (credentials.user, credentials.password) if credentials else None
-            answer = self._session().get(asked["realm"], params=query, auth=basic or _Header(None, ""), timeout=TIMEOUT)
+            query = [("service", asked["service"])] if "service" in asked else []
+            query += [("scope", item) for item in scope.split(" ")]
+            url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(query)}"
+            request = _Request(
+                "GET", url, secret=_basic(credentials) if credentials else None, may_leave=not credentials
+            )
+        answer = self._follow(request)
         if answer.status_code in (401, 403):
+            answer.close()
             raise self._nobody(credentials)
         try:
-            fields = Fields.of(parse_json(answer.content, max_size=MAX_MANIFEST))
+            with answer:
+                fields = Fields.of(parse_json(b"".join(self.received(answer, MAX_MANIFEST)), max_size=MAX_MANIFEST))
             return fields.matching("token" if fields.data.get("token") else "access_token", _TOKEN, "a token")
         except ValueError as error:
             raise FetchError(
@@ -203,7 +349,16 @@ class RegistrySession:
         return FetchError(f"{self.reference}: access refused (401): {reason}", hint=_login(self.reference.host))
 
     def _refused(self, answer: Response, method: str, path: str) -> FetchError:
-        code = answer.status_code
+        code, text = answer.status_code, self._read_error(answer).decode(errors="replace")[:200]
+        if not self._at_registry(answer.url):
+            host = urlsplit(answer.url).netloc
+            return FetchError(
+                f"{self.reference}: {self.reference.host} leads to {host}, which answers {code} {answer.reason}"
+            )
+        if code in _REDIRECTS:
+            return FetchError(
+                f"{self.reference}: {self.reference.host} redirects {method} elsewhere, which is not supported: {code}"
+            )
         if code == 401:
             return self._nobody(find_credentials(self.reference.host, self.reference.repository))
         if code == 403:
@@ -216,31 +371,43 @@ class RegistrySession:
             wait = f" (it asks for {answer.headers['Retry-After']} s)" if "Retry-After" in answer.headers else ""
             return FetchError(f"{self.reference}: {self.reference.host} answered 429: too many requests from this address{wait}; "
                               "log in, or wait", hint=_login(self.reference.host))  # fmt: skip
-        text = "" if method == "HEAD" else answer.text[:200]
         return FetchError(
             f"{self.reference}: {method} {path.partition('?')[0]}: {code} {answer.reason}: {text}".rstrip(": ")
         )
 
-    def read_small(self, path: str) -> bytes:
-        """Return a body that fits into memory: a manifest, a config, a signature."""
+    def _read_error(self, answer: Response) -> bytes:
+        """Return the beginning of a body, and close the response: one that was read to its end leaves its connection open."""
+        data = b""
+        with answer, contextlib.suppress(BrokenConnection):
+            for chunk in self.received(answer, None, piece=MAX_ERROR):
+                data += chunk
+                if len(data) >= MAX_ERROR:
+                    break
+        return data
+
+    def read_small(self, path: str, size: int | None = None) -> bytes:
+        """Return a body that fits into memory: a manifest, a config, a signature, of ``size`` bytes where they are known."""
+        limit = MAX_MANIFEST if size is None else size
+        if limit > MAX_MANIFEST:
+            raise FetchError(f"{self.reference}: {path} has {limit} bytes, more than {MAX_MANIFEST}")
         for pause in (*PAUSES, None):
             try:
                 with self.ask("GET", path, headers={"Accept": ", ".join(MEDIA_MANIFESTS)}, stream=True) as answer:
-                    return b"".join(self.received(answer, MAX_MANIFEST))
+                    return b"".join(self.received(answer, limit))
             except BrokenConnection as error:
                 if pause is None:
                     raise FetchError(f"{self.reference}: {self.reference.host} broke off: {error}") from error
                 time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def received(self, answer: Response, max_size: int | None) -> Iterator[bytes]:
+    def received(self, answer: Response, max_size: int | None, *, piece: int = 1 << 16) -> Iterator[bytes]:
         """Yield the body in pieces, at most ``max_size`` bytes. Raises FetchError for more, BrokenConnection when it ends early."""
         from requests import RequestException
         from urllib3.exceptions import HTTPError
 
         total = 0
         try:
-            for chunk in answer.iter_content(1 << 20):
+            for chunk in answer.iter_content(piece):
                 total += len(chunk)
                 if max_size is not None and total > max_size:
                     raise FetchError(
@@ -252,39 +419,42 @@ class RegistrySession:
 
 
 class _Header:
-    """Sends what we know to the registry itself, and keeps requests from adding what ~/.netrc says."""
+    """Sends ``value`` to one origin alone, and keeps requests from adding what ~/.netrc or the URL says."""
 
-    def __init__(self, value: str | None, host: str) -> None:
-        self._value, self._host = value, host
+    def __init__(self, value: str | None, only: Origin) -> None:
+        self._value, self._only = value, only
 
     def __call__(self, request: Any) -> Any:
-        if self._value and urlsplit(request.url).netloc == self._host:
+        if self._value and origin(request.url) == self._only:  # of the URL as it is sent
             request.headers["Authorization"] = self._value
         return request
 
 
-def _new_session(host: str) -> Session:
+def _new_session(host: str, context: SSLContext, guard: Guard) -> Session:
+    from http.cookiejar import DefaultCookiePolicy
+
     from requests import Session
-    from requests.adapters import HTTPAdapter
 
-    context = _trusted(host)
+    from ekiben.registry._connection import new_adapter
 
-    class Adapter(HTTPAdapter):
-        def init_poolmanager(self, *args: Any, **options: Any) -> Any:
-            return super().init_poolmanager(*args, ssl_context=context, **options)
+    class UnledSession(Session):
+        def get_redirect_target(self, resp: Response) -> str | None:
+            """Return none: to prepare the next request, which we do, it would read all of the body of this one."""
+            return None
 
-        def proxy_manager_for(self, *args: Any, **options: Any) -> Any:
-            return super().proxy_manager_for(*args, ssl_context=context, **options)
-
-    session = Session()
+    session = UnledSession()
     session.headers["User-Agent"] = "ekiben"
-    session.mount("https://", Adapter())
+    session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # they know no ports
+    adapter = new_adapter(context, guard)
+    session.mount("https://", adapter)
+    session.mount("http://", adapter)
     if _LOCAL.match(host):
         session.trust_env = False  # no proxy leads here
     return session
 
 
-def _trusted(host: str) -> SSLContext:
+def _trusted(host: str, *, at_registry: bool) -> SSLContext:
+    """Return whose certificates are trusted by ``host``'s folders; with ``at_registry`` also who we are, which others do not see."""
     import ssl
 
     from ekiben.core.environment import ca_bundle
@@ -307,9 +477,13 @@ def _trusted(host: str) -> SSLContext:
             with contextlib.suppress(OSError):
                 if certificate.suffix == ".crt":
                     context.load_verify_locations(certificate)
-                elif (key := certificate.with_suffix(".key")).exists():  # .cert and .key: who we are
+                elif at_registry and (key := certificate.with_suffix(".key")).exists():  # .cert and .key: who we are
                     context.load_cert_chain(certificate, key)
     return context
+
+
+def _basic(credentials: Credentials) -> str:
+    return "Basic " + base64.b64encode(f"{credentials.user}:{credentials.password}".encode()).decode()
 
 
 def _close_all(sessions: Sequence[Session]) -> None:

@@ -144,15 +144,20 @@ Script = Callable[[str, str, dict[str, str]], Answer]
 
 @contextlib.contextmanager
 def bad_registry(script: Script) -> Iterator[tuple[str, list[tuple[str, str, dict[str, str]]]]]:
-    """A server that answers what ``script(method, path, headers)`` says: its host, and what it was asked."""
+    """A server that answers what ``script(method, path, headers)`` says: its host, and what it was asked.
+
+    A body stands among the headers, as ``:body``.
+    """
     asked: list[tuple[str, str, dict[str, str]]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # it makes a client wait 40 ms for each body
 
         def _answer(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
-            self.rfile.read(int(headers.get("content-length", 0)))
+            if body := self.rfile.read(int(headers.get("content-length", 0))):
+                headers[":body"] = body.decode("latin-1")
             if self.path == "/v2/":  # which of http and https it is
                 answer = Answer()
             else:
@@ -203,7 +208,8 @@ def nothing(size: int) -> None:
     pass
 
 
-def login(home: Path, host: str, password: str = PASSWORD) -> None:
+def login(home: Path, host: str, password: str = PASSWORD, *, identity_token: str = "") -> None:
     (home / ".docker").mkdir(parents=True, exist_ok=True)
-    known = {"auths": {host: {"auth": base64.b64encode(f"{USER}:{password}".encode()).decode()}}}
+    entry = {"auth": base64.b64encode(f"{USER}:{password}".encode()).decode()}
+    known = {"auths": {host: {"identitytoken": identity_token} if identity_token else entry}}
     (home / ".docker/config.json").write_text(json.dumps(known))

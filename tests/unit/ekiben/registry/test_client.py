@@ -296,9 +296,9 @@ def test_invalid_manifest_is_refused(answer: bytes) -> None:
 def test_fields_of_a_later_specification_are_ignored() -> None:
     layer = {"digest": DIGEST, "size": 3, "mediaType": "x", "artifactType": "y", "later": {"a": [1]}}
     found = Manifest.parse(
-        json.dumps({"config": {"digest": DIGEST, "later": 1}, "layers": [layer], "subject": {}}).encode()
+        json.dumps({"config": {"digest": DIGEST, "size": 2, "later": 1}, "layers": [layer], "subject": {}}).encode()
     )
-    assert (found.layers[0].size, found.layers[0].artifact_type, found.config.size) == (3, "y", None)
+    assert (found.layers[0].size, found.layers[0].artifact_type, found.config.size) == (3, "y", 2)
 
 
 @pytest.mark.parametrize(

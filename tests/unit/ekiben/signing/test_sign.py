@@ -32,7 +32,7 @@ def test_signatures_are_found_by_the_referrers_api() -> None:
 
     def answer(method: str, path: str, headers: dict[str, str]) -> Answer:
         if f"/referrers/{digest}" in path:
-            listed = [{"digest": "sha256:" + "1" * 64, "artifactType": "application/spdx+json"}]
+            listed = [{"digest": "sha256:" + "1" * 64, "size": 2, "artifactType": "application/spdx+json"}]
             return Answer(
                 body=json.dumps({"manifests": listed}).encode(),
                 headers={"Content-Type": kept.get("type", b"").decode()},
