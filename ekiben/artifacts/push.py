@@ -57,6 +57,22 @@ class Pushed:
     sbom: str = ""
 
 
+def check_push(reference: Reference, format: str) -> None:
+    """Ask the registry whether it takes an upload, which need not be made first.
+
+    Raises UsageError for a reference that ``format`` is not pushed to, FetchError when the registry is not there or refuses.
+    """
+    _check_reference(reference, format)
+    Registry(reference).check_push()
+
+
+def _check_reference(reference: Reference, format: str) -> None:
+    if reference.digest:
+        raise UsageError(f"{reference}: a push determines the digest; give a tag instead")
+    if format == "layers" and reference.tag:
+        raise UsageError(f"{reference}: layers are tagged with their keys; give a repository without a tag")
+
+
 def push(
     image: Image,
     store: Store,
@@ -73,15 +89,12 @@ def push(
     Raises FetchError, StoreError, EngineError; UsageError when the arguments contradict each other; VerifyError when a package
     database of the image is broken, with ``sbom``.
     """
-    if reference.digest:
-        raise UsageError(f"{reference}: a push determines the digest; give a tag instead")
+    _check_reference(reference, format)
     if format == "layers":
         if sbom:
             raise UsageError("--sbom: layers have no SBOM; push the image")
         if key:
             raise UsageError("--sign: layers are not signed, a build identifies them by their keys; sign the image")
-        if reference.tag:
-            raise UsageError(f"{reference}: layers are tagged with their keys; give a repository without a tag")
         return _push_layers(image, store, reference, progress)
     document = _make_sbom(image, store) if sbom else None  # first: it may fail, and then nothing is sent
     sender = _Sender(store, reference, progress)

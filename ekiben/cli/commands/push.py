@@ -1,6 +1,7 @@
 """Send an image to a registry.
 
-Blobs the registry has are not sent again; an interrupted upload is resumed.
+Blobs the registry has are not sent again; an interrupted upload is resumed. The registry is asked whether it takes an upload before
+anything is built.
 
 \b
 Examples:
@@ -18,7 +19,7 @@ from typing import Any
 
 import click
 
-from ekiben.artifacts.push import FORMATS, Pushed, push
+from ekiben.artifacts.push import FORMATS, Pushed, check_push, push
 from ekiben.builder.build import Options, build
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
@@ -78,13 +79,14 @@ def command(
     context: Context, /, recipe: str, reference: str, format_: str, sign: str | None, sbom: bool,
     recipe_options: RecipeOptions,
 ) -> None:  # fmt: skip
-    """Find the key, build, push."""
+    """Find the key, ask the registry, build, push."""
     if format_ == "layers":  # before anything is built; push() refuses it, too
         refuse_ignored("is for an image; layers have none, and are found by their keys", "sbom", "sign")
     target, progress = Reference.parse(reference), context.progress
     resolved, store = recipe_options.resolve(recipe), context.store
     options = Options(mirror=recipe_options.mirror, registry=context.settings.registry)
     key = find_key(sign) if sign is not None else None
+    check_push(target, format_)  # before a build of minutes
     pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
     use = {"docker": f"docker pull {target}", "sif": f"apptainer pull oras://{target}",
            "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {resolved.cli_args}"}[format_]  # fmt: skip
