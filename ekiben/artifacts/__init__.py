@@ -3,7 +3,8 @@
 export      build an image and export it in the formats asked for, with one repair of damaged blobs
 exporters   the formats, one module each: sif, docker, oci
 push, pull  an image in a registry
+partial     a download that a later process resumes (for pull)
 reproduce   build an image again, and compare every byte
 """
 
-__all__ = ["export", "exporters", "pull", "push", "reproduce"]
+__all__ = ["export", "exporters", "partial", "pull", "push", "reproduce"]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import secrets
 import tarfile
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 from ekiben.artifacts.exporters import Artifact
+from ekiben.artifacts.partial import Partial, partial_file
 from ekiben.artifacts.push import MEDIA_LAYER_CONFIG, MEDIA_SIF, MEDIA_SIF_CONFIG
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import host_arch, platform
 from ekiben.core.errors import FetchError, StoreError
-from ekiben.core.files import digest_of, free_bytes, open_regular, reason_of
+from ekiben.core.files import digest_of, free_bytes, open_regular
 from ekiben.core.output import check_output_file
 from ekiben.core.progress import Progress
 from ekiben.formats.layer import write_entries
@@ -64,7 +61,7 @@ def pull(
         raise FetchError(f"{reference} has no layer")
     if kind == MEDIA_SIF_CONFIG or manifest.layers[0].media_type == MEDIA_SIF:
         inside = keys if keys and signer is None else None  # nobody signed it in the registry: it may be signed itself
-        artifact, file_signer = _pull_sif(registry, manifest.layers[0], out, progress, inside)
+        artifact, file_signer = _pull_sif(registry, manifest.layers[0], out, store, progress, inside)
         return artifact, digest, signer or file_signer
     if keys and signer is None:
         raise unsigned(str(reference), f"{command_name()} push RECIPE {reference} --sign")
@@ -72,68 +69,41 @@ def pull(
 
 
 def _pull_sif(
-    registry: Registry, layer: Descriptor, out: Path, progress: Progress, keys: Keys | None
+    registry: Registry, layer: Descriptor, out: Path, store: Store, progress: Progress, keys: Keys | None
 ) -> tuple[Artifact, Key | None]:
     digest, size = layer.digest, layer.size
     with contextlib.suppress(OSError):
         if out.stat().st_size == size and digest_of(out) == digest:
             return Artifact("sif", str(out), size, False), check_sif(out, keys)[0] if keys else None
-    with _partial(out, digest) as partial:
-        had = partial.stat().st_size
-        if free_bytes(out.absolute().parent) < size - had:
+    with partial_file(out, digest, store) as partial:
+        if free_bytes(out.absolute().parent) < size - partial.had:
             raise StoreError(
-                f"no space left for {out}: it needs {(size - had) / 1e9:.1f} GB more",
+                f"no space left for {out}: it needs {(size - partial.had) / 1e9:.1f} GB more",
                 hint="choose another path with -o",
             )
-        if had:
-            progress.log(f"resuming after {had / 1e6:.0f} MB")
+        if partial.had:
+            progress.log(f"resuming after {partial.had / 1e6:.0f} MB")
         with progress.step(f"pull {out}", total=size):
-            registry.blob(digest, partial, progress.count, size)
-        read_sif(partial)
-        try:
-            signer = check_sif(partial, keys)[0] if keys else None
-        except SignatureError as error:
-            partial.unlink()
-            raise SignatureError(
-                f"{registry.reference}{str(error).removeprefix(str(partial))}", rank=0, hint=error.hint
-            ) from error
+            registry.download(digest, size, partial.stream, progress.count)
+        signer = _check_pulled(registry.reference, partial, keys)
         umask = os.umask(0)
         os.umask(umask)
-        partial.chmod(0o777 & ~umask)
-        partial.rename(out)
+        partial.finish(out.name, 0o777 & ~umask)
     return Artifact("sif", str(out), size, True), signer
 
 
-@contextlib.contextmanager
-def _partial(out: Path, digest: str) -> Iterator[Path]:
-    """Where the file grows, kept when it breaks off. Of two at once on one place, the second has a name of its own."""
-    path = out.with_name(f".{out.name}.{digest[7:19]}.part")
+def _check_pulled(reference: Reference, partial: Partial, keys: Keys | None) -> Key | None:
+    """Return who signed the SIF. Raises StoreError, SignatureError."""
+    partial.stream.flush()
     try:
-        with path.open("ab") as stream:
-            if _is_ours(stream, path):
-                yield path
-                return
-        path = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        path.touch()
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(
-            f"{out} cannot be written: {reason_of(error, out)}", hint="choose another path with -o"
-        ) from error
-
-
-def _is_ours(stream: IO[bytes], path: Path) -> bool:
-    """Whether nobody else writes there. Where there are no locks, the digest decides."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(stream.fileno()).st_ino == path.stat().st_ino  # it may have become the finished file meanwhile
-    except (BlockingIOError, FileNotFoundError):
-        return False
-    except OSError:
-        return True
+        read_sif(partial.path)
+        return check_sif(partial.path, keys)[0] if keys else None
+    except (StoreError, SignatureError) as error:
+        partial.discard()
+        message = f"{reference}{str(error).removeprefix(str(partial.path))}"
+        if isinstance(error, SignatureError):
+            raise SignatureError(message, rank=0, hint=error.hint) from error
+        raise StoreError(message, hint=error.hint) from error
 
 
 def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path, progress: Progress) -> Artifact:

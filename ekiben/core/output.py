@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import stat
 from pathlib import Path
 
@@ -20,9 +22,10 @@ def check_output_file(path: Path, label: str = "") -> Path:
     the file it was made for. ``label`` is how errors name the path; default: the path itself.
 
     Raises:
-        UsageError: something else than a regular file is there, or the folder is missing.
+        UsageError: something else than a regular file is there, a link that another user made, or the folder is missing.
     """
     label = label or str(path)
+    _check_link(path, label)
     kind = _kind(path, label)
     if kind == stat.S_IFDIR:
         raise UsageError(f"{label}: is a folder; name a file in it")
@@ -32,6 +35,16 @@ def check_output_file(path: Path, label: str = "") -> Path:
     if not path.absolute().parent.is_dir():
         raise UsageError(f"{label}: there is no folder {path.absolute().parent}; make it first")
     return path
+
+
+def _check_link(path: Path, label: str) -> None:
+    """In a folder that others may write, a link of theirs would lead to a file of one's own."""
+    with contextlib.suppress(OSError):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+            raise UsageError(
+                f"{label}: is a link that another user made, to {path.readlink()}; name the file itself, or remove the link"
+            )
 
 
 def check_output_folder(path: Path, label: str = "") -> Path:

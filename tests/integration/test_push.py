@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.exporters.sif import make_sif
+from ekiben.artifacts.partial import partial_file
 from ekiben.artifacts.pull import pull
 from ekiben.artifacts.push import MEDIA_SBOM, Pushed, push
 from ekiben.builder.build import build
@@ -145,7 +146,8 @@ def test_pull_resumes_beside_concurrent_pulls(
     pull(reference, store, tmp_path / "whole.sif", quiet())
     data = (tmp_path / "whole.sif").read_bytes()
     digest = json.loads(Registry(reference).fetch_manifest()[0])["layers"][0]["digest"]
-    (tmp_path / f".a.sif.{digest[7:19]}.part").write_bytes(data[:30_000])  # as a killed one leaves it
+    with partial_file(tmp_path / "a.sif", digest, store) as partial:  # as a killed one leaves it
+        partial.stream.write(data[:30_000])
     log = io.StringIO()
     assert pull(reference, store, tmp_path / "a.sif", Progress(log))[1] == done.ref.partition("@")[2]
     assert "resuming after" in log.getvalue()
