@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +22,15 @@ DIGEST = "sha256:" + "0" * 64
 SIZES: list[object] = [None, "3", 3.5, True, -1, 2**63, [], {}]
 
 
+@pytest.fixture(scope="module")
+def context() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: ssl.SSLContext) -> None:
     monkeypatch.setattr(session, "PAUSES", (0.001, 0.001))
+    monkeypatch.setattr(session, "_trusted", lambda host, *, at_registry: context)  # which takes 30 ms to read
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
