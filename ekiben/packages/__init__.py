@@ -6,6 +6,7 @@ git          git sources of build stages: mirrors, and repositories for a bundle
 installed    which packages a file system holds
 lock         write a stack's lock files
 outdated     which locked packages have a newer release, or a known advisory
+requirements what a file asks for, and uv, which runs none of its code
 """
 
-__all__ = ["apt", "git", "host_config", "installed", "lock", "outdated"]
+__all__ = ["apt", "git", "host_config", "installed", "lock", "outdated", "requirements"]

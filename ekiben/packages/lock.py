@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,10 +25,11 @@ from packaging.version import Version
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
-from ekiben.core.files import atomic_write, read_yaml
+from ekiben.core.files import atomic_write, read_source, read_yaml
 from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
+from ekiben.packages.requirements import read_requirements, run_uv
 from ekiben.spec.definition import Definition, Stage, read_definition
 from ekiben.spec.stack import (
     UNLOCKED,
@@ -114,7 +114,7 @@ def _write_locks(stack: Stack, locked: Mapping[Path, str]) -> None:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_source(path, default="")
 
 
 def open_stack(name: str) -> Stack:
@@ -185,11 +185,12 @@ def _blocks_beyond(text: str, known: str) -> str:
 
 def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
     """``source``'s lock. A requirement with a local version, when no index here has it, is named as not locked."""
+    read_requirements(source)  # refuses what is no package of an index, before uv sees it
     absent = [line.removeprefix(UNLOCKED) for line in below.splitlines() if line.startswith(UNLOCKED)]
     try:
         text = _compile(source, below, old, stack, absent)
     except FetchError:
-        here = [match[0] for match in _LOCAL.finditer(source.read_text(encoding="utf-8"))]
+        here = [match[0] for match in _LOCAL.finditer(read_source(source))]
         if not here:
             raise
         text = "".join(f"{UNLOCKED}{line}\n" for line in here) + _compile(source, below, old, stack, [*absent, *here])
@@ -197,7 +198,6 @@ def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
 
 
 def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[str]) -> str:
-    uv = Path(sys.executable).with_name("uv")
     with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
         constraints, overrides, out = (Path(folder) / name for name in ("below.txt", "absent.txt", "out.lock"))
         constraints.write_text(below, encoding="utf-8")
@@ -208,14 +208,14 @@ def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[
             out.write_text(
                 old, encoding="utf-8"
             )  # uv keeps what is there as long as it still fits: only what must change shows
-        date = _DATE.search(source.read_text(encoding="utf-8"))
+        date = _DATE.search(read_source(source))
         try:
-            run([uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
-                 "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
-                 *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
-                 *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
-                 "--constraints", constraints, source, "--output-file", out],
-                env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
+            run_uv(["compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
+                    "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
+                    # Without dependencies uv asks for no metadata, for which it would build a source distribution.
+                    *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
+                    *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
+                    "--constraints", constraints, source, "--output-file", out], Path(folder))  # fmt: skip
         except ProcessError as error:
             raise FetchError(f"{source} could not be resolved:\n{error.stderr.strip()}") from error
         known = {canonicalize_name(match[1]) for match in _PIN.finditer(below)}
@@ -384,7 +384,7 @@ def _sum_problems(stack: Stack) -> Iterator[str]:
     """Yield a line for each file whose content `lock` did not write, or read."""
     path = stack.folder / SUMS
     before, now = (dict(line.split("  ")[::-1] for line in text.splitlines())
-                   for text in (path.read_text(encoding="utf-8") if path.exists() else "", _sums(stack)))  # fmt: skip
+                   for text in (_read(path), _sums(stack)))  # fmt: skip
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             yield f"{short_path(stack.folder / name)}: is not as `{command_name()} lock` left it"

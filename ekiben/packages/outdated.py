@@ -6,8 +6,6 @@ Newer releases are asked of the package index, by uv. Advisories come from a dat
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 import zipfile
 import zlib
@@ -17,12 +15,12 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
-from uv import find_uv_bin
 
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import DefinitionError, FetchError, UsageError
 from ekiben.core.files import read_source
-from ekiben.core.process import ProcessError, run
+from ekiben.core.process import ProcessError
+from ekiben.packages.requirements import run_uv
 from ekiben.spec.stack import read_pins, shared_lock
 
 _MAX_RECORD = 4 << 20  # bytes of one advisory; the longest of osv.dev have some 300 kB
@@ -78,8 +76,7 @@ def find_newer(versions: Mapping[str, str]) -> dict[str, str]:
             metadata.parent.mkdir()
             metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
         try:
-            done = run([find_uv_bin(), "pip", "list", "--outdated", "--quiet", "--format", "json", "--target", folder,
-                        "--python", sys.executable], env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
+            done = run_uv(["list", "--outdated", "--quiet", "--format", "json", "--target", folder], Path(folder))
         except ProcessError as error:
             raise FetchError(f"no index said which packages are newer:\n{error.stderr.strip()}") from error
     try:

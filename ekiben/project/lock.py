@@ -6,31 +6,28 @@ constraint, and is not installed a second time. SHA256SUMS tells later whether e
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from uv import find_uv_bin
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
-from ekiben.core.files import atomic_write, read_yaml
-from ekiben.core.process import ProcessError, run
+from ekiben.core.files import atomic_write, read_source, read_yaml
+from ekiben.core.process import ProcessError
 from ekiben.packages.lock import PYTHON_PLATFORMS
+from ekiben.packages.requirements import read_requirements, run_uv
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, RecipeFile
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
 _WHEEL = "org.ekiben.wheel"  # of a build stage: the package that it compiles for the layer
-_INDEX_OPTION = re.compile(r"(-i|-f|--index-url|--extra-index-url|--find-links)[ =]+\S+|--pre|--prefer-binary")
 _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 
 
@@ -131,7 +128,7 @@ def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_source(path, default="")
 
 
 def _requirements_of(recipe: Recipe) -> Path:
@@ -164,7 +161,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
             for lock in locks:
                 if not lock.is_file():
                     raise DefinitionError(f"{definition.path}: %files: {lock} is not there")
-            text = "".join(lock.read_text(encoding="utf-8") for lock in locks)
+            text = "".join(map(read_source, locks))
             if stage is definition.final:
                 pins += text
             elif name := stage.labels.get(_WHEEL):
@@ -194,45 +191,6 @@ def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
     return definitions[:0:-1]
 
 
-def read_requirements(source: Path) -> list[Requirement]:
-    """Return the requirements in requirements.txt or pyproject.toml.
-
-    uv runs the build scripts of what is a folder, an archive or a repository, so those are refused before uv starts.
-
-    Raises:
-        DefinitionError: something in it is not a package of an index, or cannot be read.
-    """
-    try:
-        text = source.read_text(encoding="utf-8")
-        if source.suffix == ".toml":
-            project = tomllib.loads(text).get("project", {})
-            if "dependencies" in project.get("dynamic", ()):
-                raise DefinitionError(f"{source}: dependencies are dynamic, so its own code would be run to know them; list them in "
-                                      "[project] dependencies")  # fmt: skip
-            lines = list(enumerate(project.get("dependencies", ()), 1))
-        else:
-            joined = re.sub(r"\\\n", " ", text)
-            lines = list(enumerate((re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines()), 1))
-        return [
-            _requirement(source, number, line) for number, line in lines if line and not _INDEX_OPTION.fullmatch(line)
-        ]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise DefinitionError(f"{source}: cannot be read: {error}") from error
-
-
-def _requirement(source: Path, number: int, line: str) -> Requirement:
-    try:
-        requirement = Requirement(line)
-    except InvalidRequirement:
-        requirement = None
-    if requirement is None or requirement.url:
-        raise DefinitionError(
-            f"{source}:{number}: {line:.200}: only packages of an index can be locked, with a version and hashes",
-            hint="write one NAME, or NAME==VERSION, a line; options other than of indexes, files and URLs are refused",
-        )
-    return requirement
-
-
 def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Below) -> None:
     """A package that a layer below compiled is left out of the resolution, so what is asked of its version is compared here."""
     for asked in requirements:
@@ -250,13 +208,12 @@ def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
         overrides.write_text("".join(f"{line} ; python_version < '3'\n" for line in nowhere), encoding="utf-8")
         if old:
             out.write_text(below.pins + old, encoding="utf-8")  # uv keeps what is in the file as long as it fits
-        date = _DATE.search(source.read_text(encoding="utf-8"))
+        date = _DATE.search(read_source(source))
         try:
-            run([find_uv_bin(), "pip", "compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header",
-                 "--no-annotate", "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
-                 "--only-binary", ":all:", "--no-sources", *(["--exclude-newer", date[1]] if date else []),
-                 "--override", overrides, "--constraints", constraints, source, "--output-file", out],
-                env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
+            run_uv(["compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
+                    "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
+                    "--only-binary", ":all:", "--no-sources", *(["--exclude-newer", date[1]] if date else []),
+                    "--override", overrides, "--constraints", constraints, source, "--output-file", out], Path(folder))  # fmt: skip
         except ProcessError as error:
             raise _explained(source, error.stderr.strip(), below) from error
         return _new_blocks(source, out.read_text(encoding="utf-8"), below.versions)

@@ -38,7 +38,7 @@ from ekiben.gpu.elf import read_library
 from ekiben.inspect._records import published_layers, stored_image
 from ekiben.inspect.sbom import sbom_of
 from ekiben.packages.outdated import find_advisories
-from ekiben.project.lock import read_requirements
+from ekiben.packages.requirements import read_requirements
 from ekiben.publish._records import read_records
 from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.catalog.write import make_catalog
@@ -786,7 +786,7 @@ _READERS = {
     "advisories": "packages/outdated.py:_read_records",
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
-    "requirements": "project/lock.py:read_requirements",
+    "requirements": "packages/requirements.py:read_requirements",
     "run_record": "publish/catalog/runs.py:_read",
     "catalog": "publish/catalog/runs.py:image_metadata",
     "catalog_replaced": "publish/catalog/write.py:_is_replaceable",

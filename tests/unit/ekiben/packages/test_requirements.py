@@ -1,0 +1,116 @@
+"""What a file of requirements from elsewhere asks for runs no code on this machine. uv is the real one; no index is asked."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.errors import DefinitionError, FetchError
+from ekiben.packages.lock import _resolve
+from ekiben.packages.outdated import find_newer
+from ekiben.packages.requirements import read_requirements
+from ekiben.project.lock import lock_recipe
+from ekiben.spec.stack import Stack, find_stack
+from support.own_recipes import recipe_in
+from support.sample_recipe import SampleRecipe
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is there once code of ``evil`` has run: a folder with a build backend and setup.py, and a source distribution of it."""
+    ran, evil = tmp_path / "ran", tmp_path / "evil-1.0"
+    evil.mkdir()
+    code = f"open({str(ran)!r}, 'w')\n"
+    (evil / "backend.py").write_text(code)
+    (evil / "setup.py").write_text(code)
+    (evil / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (evil / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
+    (tmp_path / "links").mkdir()
+    with tarfile.open(tmp_path / "links/evil-1.0.tar.gz", "w:gz") as archive:
+        archive.add(evil, "evil-1.0")
+    for name, value in (
+        ("NO_INDEX", "1"),
+        ("FIND_LINKS", str(tmp_path / "links")),
+        ("CACHE_DIR", str(tmp_path / "uv")),
+    ):
+        monkeypatch.setenv(f"UV_{name}", value)
+    return ran
+
+
+@pytest.fixture
+def stack(sample: SampleRecipe) -> Stack:
+    return find_stack("tiny", [sample.path / "images"])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-e {0}", "--editable={0}", "{0}", "evil @ file://{0}", "evil @ git+file://{0}", "-r {0}/PKG-INFO", "-c {0}/PKG-INFO",
+     "--no-binary :all:", "./evil-1.0"],
+)  # fmt: skip
+def test_an_in_file_of_a_stack_names_packages_of_an_index_alone(
+    stack: Stack, ran: Path, tmp_path: Path, line: str
+) -> None:
+    source = stack.folder / "top.in"
+    source.write_text(f"{line.format(tmp_path / 'evil-1.0')}\n")
+    with pytest.raises(DefinitionError, match=r"top\.in:1: .*only packages of an index can be locked"):
+        _resolve(source, "", "", stack)
+    assert not ran.exists()
+
+
+def test_a_source_distribution_is_refused_and_not_built(stack: Stack, ran: Path) -> None:
+    source = stack.folder / "top.in"
+    source.write_text("evil==1.0\n")
+    with pytest.raises(FetchError, match=r"evil==1\.0 has no usable wheels"):
+        _resolve(source, "", "", stack)
+    assert not ran.exists()
+
+
+def test_what_a_stage_compiles_is_locked_and_not_built(stack: Stack, ran: Path) -> None:
+    source = stack.folder / "evil-source.in"
+    source.write_text("evil==1.0\n")
+    assert _resolve(source, "", "", stack) == "evil==1.0\n"  # the hash comes from an index
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("setting", ["uv.toml", "pyproject.toml", ".venv"])
+def test_settings_of_the_working_folder_start_no_interpreter(
+    stack: Stack, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """`ekiben lock .` in a recipe from elsewhere: uv would start the interpreter that uv.toml names, or that of .venv."""
+    cloned = tmp_path / "cloned"
+    (cloned / ".venv/bin").mkdir(parents=True)
+    python = cloned / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\ntouch {ran}\nexec {shutil.which("python3")} "$@"\n')
+    python.chmod(0o755)
+    if setting == ".venv":
+        (cloned / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n")
+    else:
+        table = "[pip]" if setting == "uv.toml" else '[project]\nname = "x"\nversion = "1"\n[tool.uv.pip]'
+        (cloned / setting).write_text(f'{table}\npython = "{python}"\n')
+    monkeypatch.chdir(cloned)
+    (stack.folder / "evil-source.in").write_text("evil==1.0\n")
+    assert _resolve(stack.folder / "evil-source.in", "", "", stack)
+    assert find_newer({}) == {}
+    assert not ran.exists()
+
+
+def test_a_recipe_with_a_source_distribution_alone_is_refused(sample: SampleRecipe, ran: Path) -> None:
+    sample.replace("images/roof.def", "%files", "%files\n    images/roof.lock /opt/")
+    sample.write("requirements.txt", "evil==1.0\n")
+    with pytest.raises(DefinitionError, match="or an index has no wheel for it"):
+        list(lock_recipe(recipe_in(sample.path), arch="amd64"))
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["[project]\ndependencies = 3\n", "project = 3\n", '[project]\ndynamic = ["dependencies"]\n', "[" * 9999]
+)
+def test_a_project_without_a_list_of_dependencies_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(DefinitionError, match=r"pyproject\.toml: "):
+        read_requirements(tmp_path / "pyproject.toml")
