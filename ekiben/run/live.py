@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ekiben.core.checked import read_regular
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.core.process import run, which
 from ekiben.spec.recipe import Recipe
 
 VARIABLE = "EKIBEN_LIVE"  # tells a task that its scripts are not the image's, for its record
+_PATIENCE = 30.0  # seconds
+_MAX_INDEX = 1 << 30  # bytes of git's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +62,42 @@ def _root(path: Path, inside: PurePosixPath) -> Path | None:
 
 def _origin(folder: Path) -> str:
     """Return a folder and, where git knows it, the commit, with ``-dirty`` where files differ from it."""
-    if which("git"):
-        done = run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], check=False
-        )
-        if done.returncode == 0:
-            return f"{folder} at {done.stdout.strip()}"
-    return str(folder)
+    commit = _commit_of(folder) if which("git") else ""
+    return f"{folder} at {commit}" if commit else str(folder)
+
+
+def _commit_of(folder: Path) -> str:
+    """Return the commit that is checked out, "" where git does not say.
+
+    A folder that came as an archive has its own .git/config, and git runs what that names when it compares files: fsmonitor, filters.
+    So they are compared in a repository of ours, which has the objects and the index of that one and none of its settings.
+    """
+    asked = ["--path-format=absolute", "--show-toplevel", "--git-common-dir", "--absolute-git-dir", "HEAD"]
+    lines = _git("-C", str(folder), "rev-parse", *asked).stdout.splitlines()
+    if len(lines) != len(asked) - 1:
+        return ""
+    top, shared, git_dir, commit = lines
+    modes = _git("-C", str(folder), "config", "--type=bool", "--get", "core.fileMode").stdout.strip() or "true"
+    with tempfile.TemporaryDirectory(prefix="ekiben-git-") as name:
+        ours = Path(name)
+        (ours / "refs").mkdir()
+        (ours / "HEAD").write_text(f"{commit}\n", encoding="utf-8")
+        is_sha256 = len(commit) == 64
+        version = "1\n[extensions]\nobjectFormat = sha256" if is_sha256 else "0"
+        settings = f"[core]\nfileMode = {modes}\nfsmonitor = false\nrepositoryFormatVersion = {version}\n"
+        (ours / "config").write_text(settings, encoding="utf-8")
+        try:
+            (ours / "index").write_bytes(read_regular(Path(git_dir) / "index", max_size=_MAX_INDEX))
+        except (OSError, ValueError):
+            return ""
+        environment = {"GIT_DIR": name, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": f"{shared}/objects",
+                       "GIT_INDEX_FILE": f"{name}/index"}  # fmt: skip
+        _git("update-index", "-q", "--refresh", "--ignore-submodules", environment=environment)
+        compare = ["diff-index", "--quiet", "--ignore-submodules=all", "HEAD", "--"]
+        differs = _git(*compare, environment=environment).returncode
+    return f"{commit[:12]}{'-dirty' if differs else ''}" if differs in (0, 1) else ""
+
+
+def _git(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    # A pipe in the place of a file of .git would have git wait for ever.
+    return run(["git", *arguments], check=False, env={**os.environ, **(environment or {})}, timeout=_PATIENCE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -68,3 +69,42 @@ def test_origin_names_the_commit_and_whether_files_differ(tmp_path: Path) -> Non
     assert live_files(find_recipe(str(folder))).origin == f"{folder} at {commit}"
     (folder / "entrypoints/go.py").write_text("print(2)\n")
     assert live_files(find_recipe(str(folder))).origin == f"{folder} at {commit}-dirty"
+
+
+@pytest.mark.parametrize("setting", ["fsmonitor", "clean", "process", "hook"])
+def test_nothing_that_the_settings_of_a_repository_name_is_run(tmp_path: Path, setting: str) -> None:
+    """A folder that came as an archive has a .git/config of its own."""
+    folder, evil = make_recipe(tmp_path / "mine", "go.py"), tmp_path / "evil"
+    evil.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    evil.chmod(0o755)
+    (folder / ".gitattributes").write_text("*.py filter=evil\n")
+
+    def git(*args: str) -> None:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@localhost"]
+        subprocess.run(["git", "-C", folder, *identity, *args], check=True, capture_output=True)
+
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "x")
+    (folder / "entrypoints/go.py").write_text("print(2)\n")
+    key = {"fsmonitor": "core.fsmonitor", "hook": "core.hooksPath"}.get(setting, f"filter.evil.{setting}")
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "post-index-change").symlink_to(evil)
+    git("config", key, str(hooks if setting == "hook" else evil))
+    assert live_files(find_recipe(str(folder))).origin.endswith("-dirty")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pipe_instead_of_the_index_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ekiben.run.live._PATIENCE", 1.0)
+    folder = make_recipe(tmp_path / "mine", "go.py")
+    for argv in (
+        ["init", "--quiet"],
+        ["add", "."],
+        ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"],
+    ):
+        subprocess.run(["git", "-C", folder, *argv], check=True)
+    (folder / ".git/index").unlink()
+    os.mkfifo(folder / ".git/index")
+    assert live_files(find_recipe(str(folder))).origin == str(folder)
