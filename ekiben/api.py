@@ -27,6 +27,7 @@ from ekiben.run.containers import Inspection, Instance, Result, Runtime
 
 if TYPE_CHECKING:
     from ekiben.resolve.graph import ResolvedRecipe
+    from ekiben.spec.recipe import Recipe
     from ekiben.store import Store
 
 __all__ = [
@@ -81,7 +82,7 @@ class Metadata:
 
 def plan(
     recipe: str | Path, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
-    arch: str | None = None, store: Path | None = None, layers: Sequence[str] = (),
+    arch: str | None = None, store: Path | None = None, layers: Sequence[str] = (), include: Sequence[str | Path] = (),
 ) -> list[PlannedLayer]:  # fmt: skip
     """Return each layer of a recipe, bottom first, and whether it would be built. Nothing is run or written.
 
@@ -93,6 +94,7 @@ def plan(
         arch: "amd64" or "arm64" (default: this machine's).
         store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
         layers: layers to put on the recipe's, in this order.
+        include: files and folders outside the recipe's own that it may use.
 
     Raises:
         UsageError: there is no such recipe.
@@ -100,7 +102,9 @@ def plan(
     """
     from ekiben.builder.build import plan as plan_layers
 
-    actions = plan_layers(_resolve(recipe, stack, arguments, gpu_arch, arch, layers), _open_store(store))
+    actions = plan_layers(
+        _resolve(_find(recipe, layers, include), stack, arguments, gpu_arch, arch), _open_store(store)
+    )
     return [
         PlannedLayer(item.layer.name, item.layer.cache_key, item.stored is not None, item.reason) for item in actions
     ]
@@ -110,6 +114,7 @@ def build(
     recipe: str | Path, *, output: str | Path | None = None, stack: str | None = None,
     arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None, arch: str | None = None, engine: str = "auto",
     locked: bool = False, verify: bool = True, store: Path | None = None, layers: Sequence[str] = (),
+    include: Sequence[str | Path] = (),
 ) -> Image:  # fmt: skip
     """Build a recipe's missing layers, write its SIF, run every test in it, and open it.
 
@@ -125,6 +130,7 @@ def build(
         verify: run the tests.
         store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
         layers: layers to put on the recipe's, in this order.
+        include: files and folders outside the recipe's own that it may use.
 
     Raises:
         UsageError: there is no such recipe or engine.
@@ -142,7 +148,10 @@ def build(
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
-    resolved, layer_store = _resolve(recipe, stack, arguments, gpu_arch, arch, layers), _open_store(store)
+    resolved, layer_store = (
+        _resolve(_find(recipe, layers, include), stack, arguments, gpu_arch, arch),
+        _open_store(store),
+    )
     progress = Progress()
     options = Options(
         engine=engine,
@@ -150,16 +159,10 @@ def build(
         mirror=(arguments or {}).get("mirror"),
         registry=read_settings(os.environ).registry,
     )
-    path = Path(output) if output else None
     image, artifacts = build_and_export(
-        resolved,
-        layer_store,
-        options,
-        progress,
-        formats=("sif",),
-        output=path,
+        resolved, layer_store, options, progress, formats=("sif",), output=Path(output) if output else None,
         export_options=ExportOptions(with_sha256=verify),
-    )
+    )  # fmt: skip
     sif = Path(artifacts[0].ref)
     if verify:
         run_tests(image, layer_store, progress, sifs=[sif])
@@ -330,19 +333,22 @@ def _has_gpu() -> bool:
 
 
 def _resolve(
-    recipe: str | Path,
+    recipe: Recipe,
     stack: str | None,
     arguments: Mapping[str, str] | None,
     gpu_arch: str | None,
     arch: str | None,
-    layers: Sequence[str],
 ) -> ResolvedRecipe:
     from ekiben.resolve.resolve import resolve
+
+    return resolve(recipe, stack=stack, arguments=arguments, gpu_arch=gpu_arch, arch=arch)
+
+
+def _find(recipe: str | Path, layers: Sequence[str], include: Sequence[str | Path]) -> Recipe:
     from ekiben.spec.recipe import find_recipe
 
     name = f"{recipe}/" if isinstance(recipe, Path) else recipe  # a Path is a folder, also one of one word
-    with_layers = replace(find_recipe(name), layers=tuple(layers))
-    return resolve(with_layers, stack=stack, arguments=arguments, gpu_arch=gpu_arch, arch=arch)
+    return replace(find_recipe(name, map(Path, include)), layers=tuple(layers))
 
 
 def _open_store(path: Path | None) -> Store:

@@ -51,6 +51,8 @@ def build(
     layers = [action.stored for action in actions if action.stored]
     if options.locked:
         refuse_drift([line for layer in layers for line in layer.drift])
+    for path in resolved.included_files:
+        progress.log(f"{resolved.recipe.name}: includes {path}, outside the recipe's folder")
     if len(layers) < len(actions):
         _refuse_unlocked(resolved, actions)
         _refuse_emulation(resolved, actions)

@@ -302,7 +302,7 @@ def _files_tar(files: Sequence[File]) -> bytes:
             info = tarfile.TarInfo(file.destination.lstrip("/"))
             info.type = tarfile.DIRTYPE if file.is_folder else tarfile.REGTYPE
             info.size, info.mode = file.size, file.mode
-            with file.source.open("rb") if file.source else io.BytesIO(file.content) as content:
+            with file.open() as content:
                 tar.addfile(info, content)
     return buffer.getvalue()
 

@@ -124,7 +124,8 @@ def _is_source_lock(file: File) -> bool:
 def _copy_locks(locks: Sequence[File], mount: Path) -> None:
     for number, file in enumerate(locks):
         assert file.source
-        shutil.copyfile(file.source, make_folder(mount / "locks") / f"{number}-{file.source.name}")
+        with file.open() as lock, (make_folder(mount / "locks") / f"{number}-{file.source.name}").open("wb") as out:
+            shutil.copyfileobj(lock, out)
 
 
 def _run_in(

@@ -261,27 +261,40 @@ def option(*names: str, former: str | None = None, **settings: Any) -> Callable[
 @dataclass(frozen=True, slots=True)
 class RecipeOptions:
     """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files; ``layers`` are
-    put on the recipe's."""
+    put on the recipe's; ``included`` are files and folders elsewhere that it may use."""
 
     stack: str | None
     gpu_arch: str | None
     arguments: Mapping[str, str]
     layers: tuple[str, ...] = ()
     arch: str | None = None
+    included: tuple[Path, ...] = ()
 
     @property
     def mirror(self) -> str | None:
         """Return the URI of a Debian archive, where an argument names one."""
         return self.arguments.get("mirror")
 
+    def find(self, recipe: str) -> Recipe:
+        """Find the recipe of a name or folder. Raises UsageError, DefinitionError."""
+        from ekiben.spec.recipe import find_recipe
+
+        return replace(find_recipe(recipe, self.included), layers=self.layers)
+
     def resolve(self, recipe: str | Recipe) -> ResolvedRecipe:
         """Resolve a recipe, or the one of a name or folder. Raises UsageError, DefinitionError."""
         from ekiben.resolve.resolve import resolve
-        from ekiben.spec.recipe import find_recipe
 
-        named = replace(find_recipe(recipe), layers=self.layers) if isinstance(recipe, str) else recipe
+        named = self.find(recipe) if isinstance(recipe, str) else recipe
         return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch,
                        arch=self.arch)  # fmt: skip
+
+
+def include_option(
+    purpose: str = "Let the recipe use this file or folder outside its own; may repeat.", former: str | None = None
+) -> Callable[[Function], Function]:
+    """Add --include; the command gets ``included``. ``former`` is the name that the option had before."""
+    return option("--include", "included", former=former, multiple=True, type=PathType(), metavar="FILE|DIR", help=purpose)  # fmt: skip
 
 
 def image_options(function: Function) -> Function:
@@ -292,18 +305,26 @@ def image_options(function: Function) -> Function:
 
 
 def recipe_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add --stack, --layer, --arch, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
+    """Add --stack, --layer, --include, --arch, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
+    return recipe_options_with(include_option())(function)
 
-    @functools.wraps(function)
-    def with_options(
-        *args: Any, stack: str | None, layers: tuple[str, ...], arch: str | None, gpu_arch: str | None,
-        arguments: tuple[str, ...], **rest: Any,
-    ) -> None:  # fmt: skip
-        options = RecipeOptions(stack, gpu_arch, bind_arguments(arguments), layers, arch)
-        function(*args, recipe_options=options, **rest)
 
-    return image_options(arch_option("Build for this processor (default: this machine's); another one is emulated.")(
-        definition_options(with_options)))  # fmt: skip
+def recipe_options_with(
+    include: Callable[[Callable[..., None]], Callable[..., None]],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the same options, with the command's own --include."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def with_options(*args: Any, **params: Any) -> None:
+            values = {name: params.pop(name) for name in RecipeOptions.__slots__}
+            values["arguments"] = bind_arguments(values["arguments"])
+            function(*args, recipe_options=RecipeOptions(**values), **params)
+
+        arch = arch_option("Build for this processor (default: this machine's); another one is emulated.")
+        return image_options(include(arch(definition_options(with_options))))
+
+    return decorate
 
 
 def arch_option(purpose: str) -> Callable[[Function], Function]:

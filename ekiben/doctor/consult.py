@@ -9,7 +9,6 @@ import grp
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from ekiben.doctor.rules import building, device_code, nodes, runtimes
 from ekiben.gpu.device_code import DeviceCode
 from ekiben.run.launch import RunRequest, choose_runtime, launch
 from ekiben.run.site import SiteFile
-from ekiben.spec.recipe import find_recipe
+from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import StackFile
 from ekiben.store import Store
 
@@ -67,19 +66,16 @@ def check_stack(site: SiteFile, stack: StackFile) -> list[Finding]:
     return check(STACK_RULES, site, CheckedImage(declared_requirements(stack, site.node.architecture, 1)))
 
 
-def ask_task(
-    recipe: str, stack: str | None, argv: Sequence[str], environment: Mapping[str, str], layers: tuple[str, ...] = ()
-) -> float | Finding:
+def ask_task(recipe: Recipe, stack: str | None, argv: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
     """Return the GiB that ``task --dry-run ARGS`` expects, run in the image here without a GPU.
 
     Raises EngineError when the image cannot be run here, UsageError when it has no such task.
     """
     task, *arguments = argv
-    recipe_spec = replace(find_recipe(recipe), layers=layers)
-    recipe_spec.task(task)
-    name = recipe_spec.image_name(stack)
+    recipe.task(task)
+    name = recipe.image_name(stack)
     sif = Path(f"{name}.sif")
-    program = choose_runtime(name, sif, build_args=recipe_spec.cli_args(stack))
+    program = choose_runtime(name, sif, build_args=recipe.cli_args(stack))
     request = RunRequest(argv=[task, "--dry-run", *arguments], gpu=False)
     ready = launch(program, sif, f"ekiben/{name}:latest", request, environment)
     done = run(ready.argv, env=ready.environment, check=False)
@@ -124,11 +120,12 @@ def _foreign(arch: str) -> Finding:
 
 def consult(
     store: Store, image: str | None, site: SiteFile | None, output: Path, *,
-    argv: Sequence[str], stack: str | None, layers: tuple[str, ...] = (), resolved: Callable[[str], ResolvedRecipe], log: Callable[[str], None],
+    argv: Sequence[str], stack: str | None, find: Callable[[str], Recipe], resolved: Callable[[str], ResolvedRecipe],
+    log: Callable[[str], None],
 ) -> list[Section]:  # fmt: skip
     """Return all findings about an image, on a site's nodes or here, and about building here.
 
-    ``argv``: a task and its arguments, whose memory is checked too; ``resolved`` resolves a recipe. Raises UsageError,
+    ``argv``: a task and its arguments, whose memory is checked too; ``find`` finds a recipe, ``resolved`` resolves it. Raises UsageError,
     DefinitionError, StoreError.
     """
     where = site or SiteFile(name="this machine", description="", node=node_here(), runtimes=runtimes_here())
@@ -141,7 +138,7 @@ def consult(
         findings = [*notes, *check_image(where, requirements, known_stacks())]
         if argv:
             log(f"asking {argv[0]} --dry-run for the memory it expects")
-            asked = ask_task(image, stack, argv, os.environ, layers)
+            asked = ask_task(find(image), stack, argv, os.environ)
             findings += [asked] if isinstance(asked, Finding) else nodes.check_memory(where, argv[0], asked)
         sections.append(Section("run", title, findings))
         needed = building.TORCH_BUILD if missing else requirements.size

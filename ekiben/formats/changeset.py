@@ -435,10 +435,7 @@ def file_entries(files: Iterable[File], lower: Lower, *, epoch: int) -> Iterator
 
 
 def _file_chunks(file: File) -> Iterator[bytes]:
-    if file.source is None:
-        yield file.content
-        return
-    with file.source.open("rb") as stream:
+    with file.open() as stream:
         yield from read_chunks(stream.read, file.size)
 
 

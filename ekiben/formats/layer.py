@@ -12,12 +12,16 @@ The canonical form is what makes equal layers equal bytes under every executor:
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
-from ekiben.core.files import digest_of
+from ekiben.core.checked import MAX_JSON
+from ekiben.core.files import digest_of, open_regular
 
 Kind = Literal["dir", "file", "symlink", "hardlink", "fifo", "whiteout"]
 
@@ -124,6 +128,7 @@ class File:
     What %files copies has the ``line`` that says so, with the ``target`` it names and the ``name`` of what it copies: where the
     target is a folder of the layers below, it goes into it by that name (see ekiben.formats.placement), which then decides
     about the content when ``name_counts``. ``is_folder``: a folder in which nothing is. ``stage``: the build stage that made it.
+    ``real`` is the path without links that was checked: what is read must still lie there.
     """
 
     destination: str
@@ -136,12 +141,30 @@ class File:
     name: str = ""
     name_counts: bool = False
     stage: str = ""
+    real: Path | None = None
 
     @property
     def size(self) -> int:
         """Return the bytes of its content."""
         return self.source.stat().st_size if self.source else len(self.content)
 
+    def open(self) -> BinaryIO:
+        """Open its content for reading. Raises OSError, also when it is no regular file, or lies elsewhere than when it was checked."""
+        if self.source is None:
+            return io.BytesIO(self.content)
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(open_regular(self.source))
+            if self.real is not None and Path(f"/proc/self/fd/{stream.fileno()}").readlink() != self.real:
+                raise OSError(errno.ELOOP, f"it no longer leads to {self.real}", str(self.source))
+            stack.pop_all()
+            return stream
+
+    def text(self) -> str:
+        """Return its content, a small file of text. Raises OSError."""
+        with self.open() as stream:
+            return stream.read(MAX_JSON).decode("utf-8", "replace")
+
     def sha256(self) -> str:
         """Return 64 hex digits. Raises OSError."""
-        return digest_of(self.source or self.content).removeprefix("sha256:")
+        with self.open() as stream:
+            return digest_of(stream).removeprefix("sha256:")

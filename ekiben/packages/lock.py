@@ -25,21 +25,22 @@ from packaging.version import Version
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
-from ekiben.core.files import atomic_write, read_source, read_yaml
+from ekiben.core.files import atomic_write, read_source
 from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
 from ekiben.packages.requirements import read_requirements, run_uv
 from ekiben.spec.definition import Definition, Stage, read_definition
+from ekiben.spec.source_folders import SourceFolders, included_paths
 from ekiben.spec.stack import (
     UNLOCKED,
     AptLock,
     Stack,
-    StackFile,
     arch_lock,
     find_stack,
     lock_for,
     read_apt_lock,
+    read_stack,
     shared_lock,
 )
 from ekiben.spec.sums import SUMS, format_sums
@@ -56,15 +57,16 @@ _CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
 
 
 def refresh(
-    name: str, *, check: bool, keep: bool = False, mirror: str | None = None, arch: str | None = None
-) -> Iterator[str]:
+    name: str, *, check: bool, keep: bool = False, mirror: str | None = None, arch: str | None = None,
+    included: Iterable[Path] = (),
+) -> Iterator[str]:  # fmt: skip
     """Lock every layer of a stack, lowest first; yields a line per change. With ``check`` nothing is written.
 
     ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it fits.
-    ``arch``: lock for this architecture only, not for all that stack.yaml names.
+    ``arch``: lock for this architecture only, not for all that stack.yaml names. ``included``: what it may use outside its images/ folder.
     Raises FetchError when an index or a mirror does not answer; LockMismatchError when ``check`` finds a lock out of date.
     """
-    stack = open_stack(name)
+    stack = open_stack(name, included)
     if IS_INSTALLED and not check and stack.folder.is_relative_to(PROJECT_ROOT):
         raise UsageError(
             f"stack '{stack.name}' is part of the installed Ekiben, and is not locked anew in place",
@@ -73,7 +75,7 @@ def refresh(
     if arch and arch not in stack.file.architectures:
         raise UsageError(f"--arch {arch}: {short_path(stack.folder / 'stack.yaml')} has architectures: [{', '.join(stack.file.architectures)}]",
                          hint=f"add {arch} there, then lock")  # fmt: skip
-    definitions = _definitions(stack)
+    definitions = _definitions(stack, included)
     locked: dict[Path, str] = {}
     changes = 0
     for architecture in (
@@ -117,11 +119,11 @@ def _read(path: Path) -> str:
     return read_source(path, default="")
 
 
-def open_stack(name: str) -> Stack:
+def open_stack(name: str, included: Iterable[Path] = ()) -> Stack:
     """Read a stack of images/stacks/, or the one whose path ``name`` is. Raises DefinitionError."""
     folder = Path(name).resolve()
     if "/" in name:
-        return Stack(folder, read_yaml(folder / "stack.yaml", StackFile))
+        return read_stack(folder, _sources(folder, included))
     return find_stack(name, [PROJECT_ROOT / "images"])
 
 
@@ -130,10 +132,19 @@ def short_path(path: Path) -> Path:
     return path.relative_to(PROJECT_ROOT) if path.is_relative_to(PROJECT_ROOT) else path
 
 
-def _definitions(stack: Stack) -> dict[str, Definition]:
+def _sources(stack: Path, included: Iterable[Path]) -> SourceFolders:
+    """Return where the files of the stack in a folder, images/stacks/NAME, may lie: in images/."""
+    return SourceFolders(stack.parent.parent, included_paths(included))
+
+
+def _definitions(stack: Stack, included: Iterable[Path]) -> dict[str, Definition]:
     """Every definition file this stack can bind, by layer."""
     folders = dict.fromkeys([PROJECT_ROOT / "images", stack.folder.parent.parent])
     arguments = {**stack.file.arguments, "stack": str(stack.folder)}
+    sources = _sources(stack.folder, included)
+    for folder in folders:
+        for path in folder.glob("*.def"):
+            sources.check(path)
     return {path.stem: read_definition(path, root=folder.parent, arguments=arguments)
             for folder in folders for path in sorted(folder.glob("*.def"))}  # fmt: skip
 

@@ -21,6 +21,7 @@ from ekiben.core.errors import DefinitionError, FetchError, UsageError
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.requirements import run_uv
+from ekiben.spec.source_folders import SourceFolders
 from ekiben.spec.stack import read_pins, shared_lock
 
 _MAX_RECORD = 4 << 20  # bytes of one advisory; the longest of osv.dev have some 300 kB
@@ -43,12 +44,17 @@ class Advisory:
         return f"{self.name} {self.version}: {self.identifier}, {end}: {self.summary}"
 
 
-def read_locks(folder: Path) -> dict[Path, dict[str, str]]:
-    """Return what the lock files of Python packages in ``folder`` pin: file → name → version. Raises UsageError, DefinitionError."""
+def read_locks(folder: Path, sources: SourceFolders | None = None) -> dict[Path, dict[str, str]]:
+    """Return what the lock files of Python packages in ``folder`` pin: file → name → version.
+
+    Raises UsageError; DefinitionError, also for a file that is not in ``sources``.
+    """
     locks: dict[Path, dict[str, str]] = {}
     for path in sorted(folder.glob("*.lock")):
         if shared_lock(path).name == "apt.lock":
             continue
+        if sources:
+            sources.check(path)
         pins = locks[path] = {}
         for name, version, _ in read_pins(read_source(path)):
             try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from packaging.utils import canonicalize_name
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
-from ekiben.core.files import atomic_write, read_source, read_yaml
+from ekiben.core.files import atomic_write, read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.lock import PYTHON_PLATFORMS
 from ekiben.packages.requirements import read_requirements, run_uv
 from ekiben.spec.definition import Definition, read_definition
-from ekiben.spec.recipe import Recipe, RecipeFile
+from ekiben.spec.recipe import Recipe, read_recipe
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
@@ -47,12 +47,10 @@ class Below:
         return {canonicalize_name(name): version for name, version, _ in read_pins(self.pins)} | dict(self.compiled)
 
 
-def find_local_recipe(name: str) -> Recipe | None:
-    """Return the recipe in the folder ``name``, or None where there is none."""
+def find_local_recipe(name: str, included: Iterable[Path] = ()) -> Recipe | None:
+    """Return the recipe in the folder ``name``, or None where there is none. ``included``: files elsewhere that it may use."""
     folder = Path(name).absolute()
-    if not (folder / "recipe.yaml").is_file():
-        return None
-    return Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))
+    return read_recipe(folder, included) if (folder / "recipe.yaml").is_file() else None
 
 
 def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch: str | None = None) -> Iterator[str]:
@@ -70,10 +68,14 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
         LockMismatchError: ``check``, and the lock is out of date.
     """
     source = _requirements_of(recipe)
-    stack = find_stack(recipe.file.stack, recipe.image_folders, asked_by=str(recipe.folder / "recipe.yaml"))
+    recipe.sources.check(source)
+    asked_by = str(recipe.folder / "recipe.yaml")
+    stack = find_stack(recipe.file.stack, recipe.image_folders, asked_by=asked_by, sources=recipe.sources)
     if arch and arch not in stack.file.architectures:
         raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only")
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
+    for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures), recipe.folder / SUMS):
+        recipe.sources.check(path)
     further = [
         name
         for name in stack.file.architectures
@@ -159,6 +161,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
                 if copy.stage is None and copy.source.endswith(".lock")
             ]
             for lock in locks:
+                recipe.sources.check(lock, f"{definition.path}: %files")
                 if not lock.is_file():
                     raise DefinitionError(f"{definition.path}: %files: {lock} is not there")
             text = "".join(map(read_source, locks))
@@ -182,6 +185,7 @@ def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
         if name not in known or name in [item.name for item in definitions]:
             problem = "stands on itself" if name in known else "is no layer"
             raise DefinitionError(f"{recipe.folder / 'recipe.yaml'}: '{name}' below '{recipe.file.layer}' {problem}")
+        recipe.sources.check(known[name])
         definitions.append(
             definition := read_definition(known[name], root=known[name].parent.parent, arguments=arguments)
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from ekiben.core.errors import DefinitionError, UsageError
+from ekiben.core.files import read_source
 from ekiben.gpu.device_code import runs_on
 from ekiben.gpu.devices import nvidia_gpus
 from ekiben.spec.stack import Stack, lock_for, stacks
@@ -110,7 +111,7 @@ def check_torch(stack: Stack) -> None:
     stack_file = stack.file
     for lock in ("pytorch.lock", "toolkit.lock"):
         path = lock_for(stack.folder / lock, stack.arch)
-        for name, locked in _PIN.findall(path.read_text(encoding="utf-8")) if path.exists() else ():
+        for name, locked in _PIN.findall(read_source(path, default="")):
             if name == "torch":
                 if Version(locked).public != Version(stack_file.torch).public:
                     raise DefinitionError(

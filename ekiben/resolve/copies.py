@@ -15,27 +15,27 @@ from ekiben.formats.layer import File
 from ekiben.resolve.keys import mode_of
 from ekiben.spec.definition import Copy, Definition
 from ekiben.spec.name_confusion import find_confusion
+from ekiben.spec.source_folders import SourceFolders
 from ekiben.spec.stack import lock_for
 
 
-def copied_files(definition: Definition, copy: Copy, arch: str = "amd64") -> list[File]:
-    """Return the files that one line of %files stands for; of a lock file, that of ``arch``. Links are followed.
+def copied_files(definition: Definition, copy: Copy, folders: SourceFolders, arch: str = "amd64") -> list[File]:
+    """Return the files that one line of %files stands for; of a lock file, that of ``arch``. Links are followed within ``folders``.
 
-    Raises DefinitionError for what is not there, is neither file nor folder, or is a lock file that confuses two packages.
+    Raises DefinitionError for what is not there, lies elsewhere, is neither file nor folder, or is a lock file that confuses two packages.
     """
     where = f"{definition.path}:{copy.line}: %files {copy.source}"
     files: list[File] = []
-    sources = _matches(definition, copy, where)
+    sources = _matches(definition, copy, folders, where)
     for source in sources:
-        for file in _of_source(source, copy, where, several=len(sources) > 1):
-            is_lock = file.source is not None and file.source.suffix == ".lock"
-            files.append(replace(file, source=lock_for(file.source, arch)) if is_lock and file.source else file)
+        for file in _of_source(source, copy, folders, where, several=len(sources) > 1):
+            if file.source is None:
+                files.append(file)
+                continue
+            path = lock_for(file.source, arch) if file.source.suffix == ".lock" else file.source
+            files.append(replace(file, source=path, real=folders.check_file(path, where)))
     for file in files:
-        if (
-            file.source
-            and file.source.suffix in (".lock", ".in")
-            and (confusion := find_confusion(file.source.read_text(encoding="utf-8", errors="replace")))
-        ):
+        if file.source and file.source.suffix in (".lock", ".in") and (confusion := find_confusion(file.text())):
             raise DefinitionError(f"{file.source}: {confusion}")
     return files
 
@@ -47,38 +47,48 @@ def file_inputs(files: Sequence[File]) -> dict[str, Any]:
     return {"files": entries, **({"names": sorted(names.items())} if names else {})}
 
 
-def _matches(definition: Definition, copy: Copy, where: str) -> list[Path]:
+def _matches(definition: Definition, copy: Copy, folders: SourceFolders, where: str) -> list[Path]:
     """The file or folder of this name; else what the pattern matches, as a shell has it."""
     source = definition.root / copy.source
+    if "\0" in copy.source:
+        raise DefinitionError(f"{where!r}: no file can have this name")
     if os.path.lexists(source) and not source.exists():
         raise DefinitionError(f"{where}: a link to {source.readlink()}, which is not there")
     if source.exists():
         return [source]
     if glob.has_magic(copy.source):
-        _refuse_unreadable(definition.root, copy.source)
+        _check_pattern(definition.root, copy.source, folders, where)
         names = sorted(glob.glob(copy.source, root_dir=definition.root), key=os.fsencode)  # noqa: PTH207  Path.glob takes hidden files
         if names:
             return [definition.root / name for name in names]
         raise DefinitionError(f"{where}: nothing under {definition.root} matches")
+    folders.check(source.parent, where)  # its names are shown
     close = source.parent.iterdir() if source.parent.is_dir() else []
     raise DefinitionError(
         f"{where}: no such file under {definition.root}." + nearest(source.name, (path.name for path in close))
     )
 
 
-def _refuse_unreadable(root: Path, pattern: str) -> None:
-    """Raise OSError for a folder in which the pattern has to look and cannot: glob() leaves out what would match there."""
+def _check_pattern(root: Path, pattern: str, folders: SourceFolders, where: str) -> None:
+    """Check each folder in which the pattern has to look, before it looks there.
+
+    Raises DefinitionError for one that lies elsewhere, OSError for one that cannot be read: glob() leaves out what would match there.
+    """
     names = pattern.split("/")
     for number, name in enumerate(names):
         above = "/".join(names[:number])
         if glob.has_magic(name):
             for folder in glob.glob(above or ".", root_dir=root):  # noqa: PTH207  as below
                 if (root / folder).is_dir():
+                    folders.check(root / folder, where)
                     next((root / folder).iterdir(), None)
 
 
-def _of_source(source: Path, copy: Copy, where: str, *, several: bool) -> Iterator[File]:
+def _of_source(source: Path, copy: Copy, folders: SourceFolders, where: str, *, several: bool) -> Iterator[File]:
     """The files of one source. ``several``: it is one of those that a pattern matches, and they go into a folder."""
+    if not source.is_dir():
+        _check_kind(source, where)
+    folders.check(source, where)
     is_implicit = copy.destination == posixpath.normpath("/" + copy.source.strip("/"))  # no destination was given
     target = copy.destination
     if is_implicit:
@@ -97,10 +107,9 @@ def _of_source(source: Path, copy: Copy, where: str, *, several: bool) -> Iterat
         "name_counts": source.name != Path(target).name,
     }
     if not is_folder:
-        _check_kind(source, where)
         yield File(target, mode_of(source), source, **common)  # type: ignore[arg-type]
         return
-    for inside, path in _below(source, where, [os.path.realpath(source)]):
+    for inside, path in _below(source, folders, where, [os.path.realpath(source)]):
         destination = f"{target.rstrip('/')}/{inside}".rstrip("/")
         if path is None:
             yield File(destination, 0o755, is_folder=True, **common)  # type: ignore[arg-type]
@@ -108,7 +117,9 @@ def _of_source(source: Path, copy: Copy, where: str, *, several: bool) -> Iterat
             yield File(destination, mode_of(path), path, **common)  # type: ignore[arg-type]
 
 
-def _below(folder: Path, where: str, above: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Path | None]]:
+def _below(
+    folder: Path, folders: SourceFolders, where: str, above: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, Path | None]]:
     """Path below the folder → the file, or None for a folder in which nothing is; but for bytecode."""
     is_empty = True
     for path in sorted(folder.iterdir(), key=lambda path: os.fsencode(path.name)):
@@ -119,7 +130,8 @@ def _below(folder: Path, where: str, above: Sequence[str], prefix: str = "") -> 
             real = os.path.realpath(path)
             if real in above:
                 raise DefinitionError(f"{where}: {path} is a link to a folder that it is in")
-            yield from _below(path, where, [*above, real], f"{prefix}{path.name}/")
+            folders.check(path, where)
+            yield from _below(path, folders, where, [*above, real], f"{prefix}{path.name}/")
         else:
             _check_kind(path, where)
             yield f"{prefix}{path.name}", path

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from ekiben.formats.layer import File
 from ekiben.spec.definition import Definition, Stage
 from ekiben.spec.recipe import Recipe
+from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import Stack
 
 
@@ -88,7 +90,19 @@ class ResolvedRecipe:
         """Return the recipe and the options that are resolved into this image, as a command line gives them."""
         options = [f"--gpu-arch {','.join(self.stack.file.compute_capabilities)}"] if self.gpu_arch else []
         options += [f"--build-arg {shlex.quote(f'{name}={value}')}" for name, value in self.arguments.items()]
-        return " ".join([self.recipe.cli_args(self.stack.name, self.stack.arch), *options])
+        files = self.included_files
+        used = tuple(path for path in self.recipe.included if any(file.is_relative_to(follow(path)) for file in files))
+        recipe = replace(self.recipe, included=used)
+        return " ".join([recipe.cli_args(self.stack.name, self.stack.arch), *options])
+
+    @property
+    def included_files(self) -> list[Path]:
+        """Return the files that come from outside the recipe's folder, by --include: paths without links."""
+        sources = self.recipe.sources
+        named = [self.recipe.folder / "recipe.yaml", self.stack.folder / "stack.yaml"]
+        named += [definition.path for definition in self.definitions]
+        paths = {follow(path) for path in named} | {file.real for file in files_of(self.layers) if file.real}
+        return sorted(path for path in paths if sources.is_outside(path))
 
     @property
     def top(self) -> Layer:

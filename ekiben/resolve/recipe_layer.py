@@ -14,13 +14,17 @@ from ekiben.formats.runtime_files import runtime_files
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import make_layer, mode_of
 from ekiben.spec.recipe import Recipe
+from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
 
 
 def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Add the last, small layer: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
-    files = [File(f"{RECIPE_HOME}/{inside}", mode_of(path), path) for inside, path in recipe.members().items()]
+    files = [
+        File(f"{RECIPE_HOME}/{inside}", mode_of(path), path, real=follow(path))
+        for inside, path in recipe.members().items()
+    ]
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
     runtime = runtime_files(
         environment=resolved.environment,
@@ -81,7 +85,7 @@ def _pins(file: File) -> list[tuple[str, str, list[str]]]:
     """Name, version and hashes of what a lock file of Python packages pins."""
     if file.source is None or file.source.suffix != ".lock":
         return []
-    return read_pins(file.source.read_text(encoding="utf-8", errors="replace"))
+    return read_pins(file.text())
 
 
 def _command(recipe: Recipe, name: str) -> bytes:

@@ -63,10 +63,8 @@ def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
             (path if file.is_folder else path.parent).mkdir(parents=True, exist_ok=True)
             if file.is_folder:
                 continue
-            if file.source is not None:
-                shutil.copyfile(file.source, path)
-            else:
-                path.write_bytes(file.content)
+            with file.open() as content, path.open("wb") as out:
+                shutil.copyfileobj(content, out)
             path.chmod(file.mode)
         if _is_copied_by_script(step, target):
             (folder / "files" / _COPY).write_text(_COPY_SCRIPT, encoding="utf-8")

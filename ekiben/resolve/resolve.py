@@ -50,10 +50,10 @@ def resolve(
     stack does not know it, and when the stack is not locked for ``arch``.
     """
     asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
-    bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by)
-    bound = _bind_arch(bound, arch or host_arch(), recipe.image_folders)
+    bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by, sources=recipe.sources)
+    bound = _bind_arch(bound, arch or host_arch(), recipe)
     bound.check_locks()
-    check_recipe_locks(recipe.folder, recipe.file.layer)
+    check_recipe_locks(recipe.sources, recipe.file.layer)
     if gpu_arch:
         bound = filter_archs(bound, gpu_arch, recipe.image_folders)
     log_decision("stack", f"{bound.name} in {bound.folder}", "requested" if stack else "named in recipe.yaml")
@@ -96,11 +96,12 @@ def resolve(
     return add_recipe_layer(resolved)
 
 
-def _bind_arch(stack: Stack, arch: str, folders: Sequence[Path]) -> Stack:
+def _bind_arch(stack: Stack, arch: str, recipe: Recipe) -> Stack:
     """Return the stack for ``arch``. Raises UsageError when it has no locks for that."""
     if arch in stack.file.architectures:
         return replace(stack, arch=arch)
-    suitable = [other.name for other in stacks(folders) if arch in other.file.architectures]
+    known = stacks(recipe.image_folders, recipe.sources)
+    suitable = [other.name for other in known if arch in other.file.architectures]
     if arch not in ARCHITECTURES.values():
         raise UsageError(f"--arch {arch}: no such architecture." + nearest(arch, ARCHITECTURES.values()))
     raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only",
@@ -116,6 +117,8 @@ class _Images:
         self.known = {
             path.stem: path for folder in reversed(recipe.image_folders) for path in _definition_files(folder)
         }
+        for path in self.known.values():
+            recipe.sources.check(path)
         self.read: dict[str, Definition] = {}
         self.parents: dict[str, dict[str, str]] = {}  # of an added layer: the argument that names its parent
         self.apt_lock = stack.apt_lock()
@@ -241,7 +244,7 @@ class _Images:
             file
             for copy in stage.files
             if copy.stage is None
-            for file in copied_files(definition, copy, self.stack.arch)
+            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
         )
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
@@ -294,7 +297,7 @@ class _Images:
             file
             for copy in stage.files
             if copy.stage is None
-            for file in copied_files(definition, copy, self.stack.arch)
+            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
         )
         inputs: dict[str, Any] = {
             "format": KEY_FORMAT,

@@ -4,6 +4,7 @@ definition      a definition file of images/, and the agent of its ``Bootstrap:`
 recipe          recipe.yaml; recipes by name or by path
 stack           stack.yaml, its lock files; stacks by name
 name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
+source_folders  where the files of a recipe may lie, and what the user includes beside it
 """
 
-__all__ = ["definition", "name_confusion", "recipe", "stack", "sums"]
+__all__ = ["definition", "name_confusion", "recipe", "source_folders", "stack", "sums"]

@@ -8,17 +8,18 @@ import posixpath
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ekiben.core.checked import NAME, Fields, check_variables
+from ekiben.core.checked import NAME, Fields, check_variables, read_regular
 from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import parse_yaml, read_yaml, tree_paths
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.core.settings import read_settings
+from ekiben.spec.source_folders import SourceFolders, included_paths
 
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
@@ -116,13 +117,14 @@ class Recipe:
     """A recipe's folder and what its recipe.yaml holds.
 
     ``layers``: those that are put on the recipe's, in this order, in an image of another name. ``added_layer``: one more,
-    at the top, where the recipe does not stand on it anyway.
+    at the top, where the recipe does not stand on it anyway. ``included``: files and folders elsewhere that it may use.
     """
 
     folder: Path
     file: RecipeFile
     added_layer: str | None = None
     layers: tuple[str, ...] = ()
+    included: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
@@ -131,11 +133,12 @@ class Recipe:
 
     def cli_args(self, stack: str | None = None, arch: str | None = None) -> str:
         """Return how a command line names the recipe, by its folder where its name does not find it, with the layers that are put on
-        it, another stack, and another architecture than this host's."""
+        it, another stack, another architecture than this host's, and what it may use elsewhere."""
         other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
         other += [f"--arch {arch}"] if arch not in (None, host_arch()) else []
         folders = [folder.resolve() for folder in _folders_by_name().get(self.folder.name, [])]
         name = self.folder.name if folders == [self.folder.resolve()] else shlex.quote(str(self.folder))
+        other += [f"--include {shlex.quote(str(path))}" for path in self.included]
         return " ".join([name, *(f"--layer {layer}" for layer in self.layers), *other])
 
     def image_name(self, stack: str | None = None, arch: str | None = None) -> str:
@@ -150,6 +153,11 @@ class Recipe:
     def image_folders(self) -> tuple[Path, ...]:
         """Return the folders that are searched for definitions and stacks, nearest first."""
         return (self.folder / "images", PROJECT_ROOT / "images")
+
+    @property
+    def sources(self) -> SourceFolders:
+        """Return the folders in which its files may lie."""
+        return SourceFolders(self.folder, self.included)
 
     def task(self, name: str) -> TaskFile:
         """Return the task of that name. Raises UsageError when there is none."""
@@ -171,14 +179,14 @@ class Recipe:
                 problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is named but {path} is not a file")
         if problems:
             raise DefinitionError("\n".join(problems))
+        for path in files.values():
+            self.sources.check_file(path)
         return files
 
     def _scripts(self) -> dict[str, Path]:
         """The recipe's own entrypoints/ complete, the tasks' scripts, and the tasks' library where one of them is built on it."""
         scripts = {f"entrypoints/{inside}": path for inside, path in _tree(self.folder / "entrypoints").items()}
-        uses_library = any(
-            _LIBRARY_IMPORT.search(path.read_bytes()) for path in scripts.values() if path.suffix == ".py"
-        )
+        uses_library = any(self._imports_library(path) for path in scripts.values() if path.suffix == ".py")
         for script in sorted({task.entrypoint for task in self.file.tasks.values()}):
             ours, shipped = self.folder / "entrypoints" / script, PROJECT_ROOT / "entrypoints" / script
             if _is_file(ours) or not _is_file(shipped):
@@ -192,6 +200,14 @@ class Recipe:
             library |= {name: PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER}
             scripts = {f"entrypoints/{inside}": path for inside, path in library.items()} | scripts
         return scripts
+
+    def _imports_library(self, path: Path) -> bool:
+        """Return whether a script imports the tasks' library. Raises DefinitionError when it cannot be read."""
+        self.sources.check_file(path)
+        try:
+            return _LIBRARY_IMPORT.search(read_regular(path, follow=True)) is not None
+        except (OSError, ValueError) as error:
+            raise DefinitionError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _tree(folder: Path) -> dict[str, Path]:
@@ -229,10 +245,11 @@ def _folders_by_name() -> dict[str, list[Path]]:
     return known
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
     """Find ``name`` among recipe_folders(), else as a folder here, or take it as the path of a recipe's folder (or of its recipe.yaml).
 
-    Raises UsageError when there is none, or several of one name; DefinitionError when it is not a recipe.
+    ``included``: files and folders elsewhere that it may use. Raises UsageError when there is none, or several of one name, or
+    nothing to include; DefinitionError when it is not a recipe.
     """
     if "/" in name or name in (".", ".."):
         folder, reason = Path(name).resolve(), "named by its path"
@@ -242,7 +259,7 @@ def find_recipe(name: str) -> Recipe:
     else:
         known = _folders_by_name()
         if name not in known and (Path(name) / "recipe.yaml").is_file():
-            return find_recipe(f"./{name}")
+            return find_recipe(f"./{name}", included)
         if name not in known:
             gone = [folder for folder in read_settings(os.environ).recipes if not folder.is_dir()]
             hint = "a recipe elsewhere is given as a path"
@@ -257,12 +274,19 @@ def find_recipe(name: str) -> Recipe:
             )
         folder, reason = known[name][0], _folder_source(known[name][0])
     log_decision(f"recipe {name}", folder, reason)
-    recipe = Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile))
+    recipe = read_recipe(folder, included)
     for name, task in recipe.file.tasks.items():
         if task.runs_on is not None:
             _warn(f"{folder / 'recipe.yaml'}: tasks.{name}: write launch: {task.launch} for runs_on: {task.runs_on}, "
                   "its former name, which the next release no longer reads")  # fmt: skip
     return recipe
+
+
+def read_recipe(folder: Path, included: Iterable[Path] = ()) -> Recipe:
+    """Read the recipe in ``folder``. Raises UsageError, DefinitionError."""
+    sources = SourceFolders(folder, included_paths(included))
+    sources.check(folder / "recipe.yaml")
+    return Recipe(folder, read_yaml(folder / "recipe.yaml", RecipeFile), included=sources.included)
 
 
 def _folder_source(folder: Path) -> str:

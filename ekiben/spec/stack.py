@@ -13,6 +13,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.environment import ARCHITECTURES, host_arch
 from ekiben.core.errors import DefinitionError, nearest
 from ekiben.core.files import read_source, read_yaml
+from ekiben.spec.source_folders import SourceFolders
 from ekiben.spec.sums import check_sums
 
 UNLOCKED = "# not locked: "  # in a .lock file: a requirement that no index had where it was made
@@ -105,7 +106,7 @@ class Stack:
         """Return the requirements that ``lock``, a .lock file, could not pin."""
         return [
             line.removeprefix(UNLOCKED)
-            for line in lock.read_text(encoding="utf-8").splitlines()
+            for line in read_source(lock, errors="replace").splitlines()
             if line.startswith(UNLOCKED)
         ]
 
@@ -152,18 +153,32 @@ def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
     return [(match[1], match[2], sorted(_HASH.findall(block))) for block in blocks if (match := _PIN.match(block))]
 
 
-def stacks(folders: Sequence[Path]) -> list[Stack]:
-    """Return every stack of ``folders``, by name."""
+def stacks(folders: Sequence[Path], sources: SourceFolders | None = None) -> list[Stack]:
+    """Return every stack of ``folders``, by name. Raises DefinitionError, also for one whose files are not in ``sources``."""
     known = _stack_files(folders)
-    return [Stack(path.parent, read_yaml(path, StackFile)) for _, path in sorted(known.items())]
+    return [read_stack(path.parent, sources) for _, path in sorted(known.items())]
 
 
-def find_stack(name: str, folders: Sequence[Path], *, asked_by: str = "") -> Stack:
-    """Find ``name`` in the first of ``folders`` (each an images/ folder) that has it. Raises DefinitionError when none has."""
+def find_stack(
+    name: str, folders: Sequence[Path], *, asked_by: str = "", sources: SourceFolders | None = None
+) -> Stack:
+    """Find ``name`` in the first of ``folders`` (each an images/ folder) that has it.
+
+    Raises DefinitionError when none has, or when one of its files is not in ``sources``.
+    """
     known = _stack_files(folders)
     if name not in known:
         raise DefinitionError(f"{asked_by}: no stack '{name}'.".removeprefix(": ") + nearest(name, known))
-    return Stack(known[name].parent, read_yaml(known[name], StackFile))
+    return read_stack(known[name].parent, sources)
+
+
+def read_stack(folder: Path, sources: SourceFolders | None = None) -> Stack:
+    """Read the stack in ``folder``. Raises DefinitionError, also when one of its files is not in ``sources``."""
+    if sources:
+        sources.check(folder)
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            sources.check(path)
+    return Stack(folder, read_yaml(folder / "stack.yaml", StackFile))
 
 
 def _stack_files(folders: Sequence[Path]) -> dict[str, Path]:

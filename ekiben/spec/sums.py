@@ -10,7 +10,8 @@ from pathlib import Path
 from ekiben.core.checked import read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError
-from ekiben.core.files import read_source
+from ekiben.core.files import digest_of, read_source
+from ekiben.spec.source_folders import SourceFolders
 
 SUMS = "SHA256SUMS"
 REQUIREMENTS = ("requirements.txt", "pyproject.toml")  # what a recipe of one's own asks for; the first that is there
@@ -18,7 +19,7 @@ REQUIREMENTS = ("requirements.txt", "pyproject.toml")  # what a recipe of one's 
 
 def format_sums(folder: Path, names: Iterable[str]) -> str:
     """Return the lines for the files ``names`` of ``folder``."""
-    return "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    return "".join(f"{digest_of(folder / name).removeprefix('sha256:')}  {name}\n" for name in names)
 
 
 def check_sums(folder: Path, *, hint: str) -> None:
@@ -31,6 +32,9 @@ def check_sums(folder: Path, *, hint: str) -> None:
     for line in read_source(folder / SUMS, default="").splitlines():
         expected, _, name = line.partition("  ")
         path = folder / name
+        if name.startswith("/") or ".." in name.split("/"):
+            problems.append(f"{folder / SUMS}: {name!r:.200} is no path below {folder}")
+            continue
         try:
             actual = hashlib.sha256(read_regular(path, follow=True)).hexdigest()
         except (OSError, ValueError):
@@ -44,12 +48,16 @@ def check_sums(folder: Path, *, hint: str) -> None:
         raise DefinitionError("\n".join(problems), hint=hint)
 
 
-def check_recipe_locks(folder: Path, layer: str) -> None:
-    """Check the locks of a recipe's own ``folder``, whose top layer is ``layer``.
+def check_recipe_locks(sources: SourceFolders, layer: str) -> None:
+    """Check the locks of a recipe's own folder, whose top layer is ``layer``.
 
     Raises:
-        DefinitionError: its layer installs a lock file that was never made, or one that is not as it was locked.
+        DefinitionError: its layer installs a lock file that was never made, or one that is not as it was locked; or one of these
+            files lies elsewhere.
     """
+    folder = sources.folder
+    for name in (SUMS, *REQUIREMENTS, f"images/{layer}.def", f"images/{layer}.lock"):
+        sources.check(folder / name)
     definition, lock = folder / "images" / f"{layer}.def", folder / "images" / f"{layer}.lock"
     requirements = next((folder / name for name in REQUIREMENTS if (folder / name).is_file()), None)
     hint = f"{command_name()} lock {shlex.quote(str(folder))}"

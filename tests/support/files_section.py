@@ -11,6 +11,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.resolve.copies import copied_files
 from ekiben.spec.definition import read_definition
+from ekiben.spec.source_folders import SourceFolders
 
 Tree = dict[str, str]
 
@@ -58,7 +59,7 @@ def definition(tree: Path, lines: str, parent: str = "base.sif") -> Path:
 def ours(tree: Path, lines: str, out: Path) -> Tree:
     """The layer below with ours on it."""
     read = read_definition(definition(tree, lines), root=tree)
-    files = [file for copy in read.final.files for file in copied_files(read, copy)]
+    files = [file for copy in read.final.files for file in copied_files(read, copy, SourceFolders(read.root))]
     with out.open("w+b") as squashfs:
         write_entries(normalize(tree / "base", Lower([]), epoch=2**31 - 1), SquashfsWriter(squashfs, epoch=1))
         lower = Lower([SquashfsReader(squashfs)])

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import PathType, TextType, image_options, option, refuse_ignored
+from ekiben.cli.options import PathType, TextType, image_options, include_option, option, refuse_ignored
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
 from ekiben.executors import runtimes
@@ -33,6 +33,7 @@ class StartOptions:
     runtime: str
     stack: str | None
     layers: tuple[str, ...]
+    included: tuple[Path, ...]
     sif: Path | None
     binds: tuple[Path, ...]
     copy_local: bool
@@ -59,6 +60,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option("--runtime", default="auto", show_default=True, metavar="NAME", type=TextType(),
                  help="apptainer, singularity, docker, or an engine that keeps images: podman."),
     image_options,
+    include_option(),
     click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: the recipe's, in this folder)."),
     click.option("--bind", "binds", multiple=True, type=PathType(), metavar="DIR",
                  help="Show this folder inside, at its own path; may repeat. This folder, caches and what ARGS name are shown anyway."),

@@ -24,13 +24,12 @@ from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
     Command,
     OutputFile,
-    PathType,
     RecipeOptions,
     RecipeType,
     engine_option,
+    include_option,
     json_option,
-    option,
-    recipe_options,
+    recipe_options_with,
 )
 from ekiben.core.command_name import command_name
 from ekiben.core.output import check_output_file
@@ -60,24 +59,26 @@ class BundleResult:
 @click.command("bundle", cls=Command, help=__doc__)
 @click.argument("recipe", type=RecipeType())
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write it here (default: ./RECIPE.bundle).")
-@option("--include", "included", former="--with", multiple=True, type=PathType(), metavar="FILE|DIR",
-        help="Add a model or data set, a file or a folder; may repeat.")  # fmt: skip
 @click.option("--compiler", is_flag=True, help="Add what build stages need, to compile for other GPUs there.")
 @engine_option("What fetches the packages.")
-@recipe_options
+@recipe_options_with(
+    include_option(
+        "Add a model or data set, a file or a folder; the recipe may use it, too. May repeat.", former="--with"
+    )
+)
 @json_option
 @click.pass_obj
 def command(
-    context: Context, /, recipe: str, output: Path | None, included: tuple[Path, ...], compiler: bool, engine: str,
-    recipe_options: RecipeOptions,
-) -> None:  # fmt: skip
+    context: Context, /, recipe: str, output: Path | None, compiler: bool, engine: str, recipe_options: RecipeOptions
+) -> None:
     """Gather the sources of a stored image."""
     resolved = recipe_options.resolve(recipe)
     image = stored_image(resolved, context.store)
     file = check_output_file(output or Path(f"{image.name}.bundle"))
     options = Options(engine=engine, mirror=recipe_options.mirror)
     index = write_bundle(
-        resolved, image, context.store, file, options, context.progress, snapshots=included, compiler=compiler
-    )
+        resolved, image, context.store, file, options, context.progress, snapshots=recipe_options.included,
+        compiler=compiler,
+    )  # fmt: skip
     counts = {section: sum(name.startswith(f"{section}/") for name in index.files) for section in SECTIONS}
     context.print(BundleResult(recipe=resolved.cli_args, file=file, size=file.stat().st_size, counts=counts))

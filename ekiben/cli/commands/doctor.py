@@ -96,7 +96,7 @@ def command(
         check_output_file(output, f"-o {output}")  # an image could not be written there
     site_file = find_site(site).file if site else None
     sections = consult(context.store, image, site_file, output or Path(), argv=argv, stack=recipe_options.stack,
-                       layers=recipe_options.layers, resolved=recipe_options.resolve, log=context.log)  # fmt: skip
+                       find=recipe_options.find, resolved=recipe_options.resolve, log=context.log)  # fmt: skip
     result = DoctorResult(sections)
     context.print(result)
     if result.will_fail:

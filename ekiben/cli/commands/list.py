@@ -15,6 +15,7 @@ import click
 
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, json_option
+from ekiben.core.errors import EkibenError
 from ekiben.spec.recipe import find_recipe, recipe_folders
 
 
@@ -51,6 +52,14 @@ def command(context: Context, /) -> None:
     """Look at the recipes by name, and at the store."""
     stored = {name: ref["config"] for name, ref in context.store.images().items()}
     recipes = recipe_folders()
-    images = [ListedImage(name, find_recipe(name).file.description, stored.get(name)) for name in recipes]
+    images = [ListedImage(name, _description(name), stored.get(name)) for name in recipes]
     images += [ListedImage(name, "", image) for name, image in stored.items() if name not in recipes]
     context.print(ListResult(images))
+
+
+def _description(name: str) -> str:
+    """Return what a recipe says of itself; of one that is wrong, the reason: others are to be listed all the same."""
+    try:
+        return find_recipe(name).file.description
+    except EkibenError as error:
+        return str(error).splitlines()[0]

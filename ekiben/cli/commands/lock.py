@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.options import Command, PathType, TextType, arch_option, refuse_ignored
+from ekiben.cli.options import Command, PathType, TextType, arch_option, include_option, refuse_ignored
 from ekiben.core.errors import LockMismatchError
 from ekiben.core.printable import printable
 from ekiben.packages.lock import open_stack, refresh, short_path
@@ -44,16 +44,21 @@ from ekiben.project.lock import find_local_recipe, lock_recipe
 )
 @arch_option("Lock for this processor only (default: all that stack.yaml names).")
 @click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: as apt has it here).")
+@include_option()
 def command(
-    stack: str, check: bool, keep: bool, outdated: bool, advisories: Path | None, mirror: str | None, arch: str | None
-) -> None:
+    stack: str, check: bool, keep: bool, outdated: bool, advisories: Path | None, mirror: str | None, arch: str | None,
+    included: tuple[Path, ...],
+) -> None:  # fmt: skip
     """Update, check, or compare."""
-    recipe = find_local_recipe(stack)
+    recipe = find_local_recipe(stack, included)
     if outdated or advisories:
         refuse_ignored(
             "is for writing lock files; --outdated and --advisories only read them", "check", "keep", "mirror", "arch"
         )
-        locks = read_locks(recipe.folder / "images" if recipe else open_stack(stack).folder)
+        if recipe:
+            locks = read_locks(recipe.folder / "images", recipe.sources)
+        else:
+            locks = read_locks(open_stack(stack, included).folder)
         _compare(locks, outdated=outdated, advisories=advisories)
         return
     if check:
@@ -62,7 +67,7 @@ def command(
         refuse_ignored("is for a stack's Debian packages; a recipe of your own locks Python packages", "mirror")
         lines = lock_recipe(recipe, check=check, keep=keep, arch=arch)
     else:
-        lines = refresh(stack, check=check, keep=keep, mirror=mirror, arch=arch)
+        lines = refresh(stack, check=check, keep=keep, mirror=mirror, arch=arch, included=included)
     for line in lines:
         click.echo(printable(line))
 

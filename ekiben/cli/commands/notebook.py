@@ -70,7 +70,7 @@ def command(
             "is for starting the image, which --no-start leaves out",
             *("port", "ip", "cpu", "binds", "copy_local", "live", "force", "dry_run"),
         )
-    layered = replace(find_recipe(recipe), added_layer=LAYER, layers=start.layers)
+    layered = replace(find_recipe(recipe, start.included), added_layer=LAYER, layers=start.layers)
     kind = _export_format(start)
     if start.sif is not None:
         refuse_ignored(

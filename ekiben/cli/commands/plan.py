@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,13 +20,15 @@ import click
 from ekiben.builder.plan import Action, plan
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, RecipeOptions, RecipeType, json_option, recipe_options
+from ekiben.resolve.graph import files_of
 
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """``savings`` says what fewer GPU architectures save, where they were asked for."""
+    """``included`` are files outside the recipe's folder; ``savings`` says what fewer GPU architectures save, where they were asked for."""
 
     actions: Sequence[Action]
+    included: Sequence[Path] = ()
     savings: str | None = None
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -33,7 +36,7 @@ class PlanResult:
         return [
             {"layer": action.layer.name, "kind": action.layer.kind, "cache_key": action.layer.cache_key,
              "stored": action.stored is not None, "in_registry": action.in_registry, "reason": action.reason,
-             "inputs": action.layer.inputs, **({"stage_deps": _stages(action)} if action.stage_deps else {})}
+             "inputs": action.layer.inputs, **self._included_by(action), **({"stage_deps": _stages(action)} if action.stage_deps else {})}
             for action in self.actions
         ]  # fmt: skip
 
@@ -45,8 +48,14 @@ class PlanResult:
             yield f"{verb:<6}  {name:<{width}}  {key[:12]}  {reason}"
         if any(action.stage_deps for action in self.actions):
             yield "* a build stage: only its outputs are in the image"
+        yield from (f"included  {path}" for path in self.included)
         if self.savings:
             yield self.savings
+
+    def _included_by(self, action: Action) -> dict[str, list[str]]:
+        """Return the files of a layer that come from outside the recipe's folder."""
+        files = {file.real for file in files_of([action.layer]) if file.real in self.included}
+        return {"included": sorted(map(str, files))} if files else {}
 
 
 def _stages(action: Action) -> list[dict[str, Any]]:
@@ -78,4 +87,4 @@ def command(context: Context, /, recipe: str, recipe_options: RecipeOptions) -> 
         from ekiben.builder.wheels import format_savings
 
         savings = format_savings(resolved, context.store)
-    context.print(PlanResult(actions, savings))
+    context.print(PlanResult(actions, resolved.included_files, savings))

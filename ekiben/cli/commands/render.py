@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from ekiben.cli.options import Command, NearestChoice, OutputFolder, RecipeOptions, RecipeType, recipe_options
+from ekiben.core.printable import printable
 from ekiben.resolve.docker_files import write_compose, write_devcontainer
 from ekiben.resolve.render import render
 
@@ -43,3 +44,5 @@ def command(recipe: str, kind: str, output: Path | None, recipe_options: RecipeO
         click.echo(_WRITERS[kind](resolved, output or Path()))
     else:
         click.echo(render(resolved, kind, output or Path(f"{Path(recipe).name}-{kind}")))
+        for path in resolved.included_files:
+            click.echo(f"included  {printable(str(path))}", err=True)

@@ -29,7 +29,7 @@ from ekiben.spec.recipe import find_recipe
 @click.pass_obj
 def command(context: Context, /, recipe: str, argv: tuple[str, ...], start: StartOptions) -> None:
     """Check the machine, then become the container runtime."""
-    recipe_spec = find_recipe(recipe)
+    recipe_spec = find_recipe(recipe, start.included)
     if argv:
         recipe_spec.task(argv[0])
     start_image(context, recipe_spec, argv, start, executes=False)

@@ -30,4 +30,4 @@ _SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec s
 @click.pass_obj
 def command(context: Context, /, recipe: str, argv: tuple[str, ...], start: StartOptions) -> None:
     """Check the machine, then become the container runtime with a shell."""
-    start_image(context, find_recipe(recipe), argv or _SHELL, start, executes=True)
+    start_image(context, find_recipe(recipe, start.included), argv or _SHELL, start, executes=True)

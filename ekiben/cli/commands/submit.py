@@ -25,7 +25,17 @@ from click.core import ParameterSource
 
 from ekiben.cli.commands._jobs import new_runs_option
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, PathType, PluginType, RecipeType, TextType, json_option, option, refuse_ignored
+from ekiben.cli.options import (
+    Command,
+    PathType,
+    PluginType,
+    RecipeType,
+    TextType,
+    include_option,
+    json_option,
+    option,
+    refuse_ignored,
+)
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
@@ -112,6 +122,7 @@ class SubmitPreview:
 @option("--scheduler-arg", "options", former="--option", multiple=True, type=TextType(), metavar="WORDS",
         help="An option of the scheduler's own; may repeat.")  # fmt: skip
 @click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: ./RECIPE.sif).")
+@include_option()
 @option("--copy-local", "stage", former="--stage", is_flag=True, help="Copy the SIF to each node's own disk first, once for all jobs there.")  # fmt: skip
 @click.option(
     "--again",
@@ -129,7 +140,8 @@ class SubmitPreview:
 @click.pass_context
 def command(
     ctx: click.Context, /, recipe: str | None, argv: tuple[str, ...], scheduler: str | None, site: str | None, runs: Path, sif: Path | None,
-    walltime: str | None, notice: str, memory: str | None, seeds: str | None, again: str | None, force: bool, wait: bool, dry_run: bool, **resource_options: Any,
+    included: tuple[Path, ...], walltime: str | None, notice: str, memory: str | None, seeds: str | None, again: str | None, force: bool, wait: bool,
+    dry_run: bool, **resource_options: Any,
 ) -> None:  # fmt: skip
     """Plan the jobs, check the compute nodes, submit."""
     context = ctx.find_object(Context) or Context()
@@ -138,12 +150,13 @@ def command(
     if again:
         _check_only_again(ctx)
         (before,) = jobs.find_runs([again], runs)
-        runs = runs.absolute()
+        runs, included = runs.absolute(), tuple(path.absolute() for path in included)
         with contextlib.chdir(before.record.get("work", ".")):
             run = _plan_again(
                 before,
                 runs,
                 [*(word for known in reversed(context.settings.jobs) for word in known.env), *ctx.params["env"]],
+                included,
             )
             if not force:
                 jobs.check_same_image(before, run)
@@ -153,7 +166,7 @@ def command(
         raise UsageError(
             "Missing argument 'RECIPE TASK'", hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or --again RUN"
         )
-    recipe_spec, profile = find_recipe(recipe), find_site(site) if site else None
+    recipe_spec, profile = find_recipe(recipe, included), find_site(site) if site else None
     request = JobRequest(
         seconds=seconds_of(walltime) if walltime else None, notice=seconds_of(notice),
         memory_mib=memory_mib_of(memory) if memory else None, seeds=tuple(seeds.split(",")) if seeds else (), **resource_options,
@@ -173,7 +186,7 @@ def command(
 
 
 _ARGUMENTS = {"recipe": "recipe", "argv": "task"}
-_WITH_AGAIN = {"again", "env", "runs", "force", "wait", "dry_run", "json", "as_json"}
+_WITH_AGAIN = {"again", "included", "env", "runs", "force", "wait", "dry_run", "json", "as_json"}
 
 
 def _check_only_again(ctx: click.Context) -> None:
@@ -191,14 +204,14 @@ def _check_only_again(ctx: click.Context) -> None:
         raise UsageError(f"--again takes recipe, tasks, arguments and request from the run's record: leave out {shown}")
 
 
-def _plan_again(before: jobs.Run, runs: Path, env: Sequence[str]) -> planning.JobPlan:
+def _plan_again(before: jobs.Run, runs: Path, env: Sequence[str], included: Sequence[Path]) -> planning.JobPlan:
     """Plan a run once more. Raises UsageError when its record has too little in it."""
     profile = find_site(before.record["site_path"]) if before.record["site_path"] else None
     defaults = profile.file.scheduler.defaults.env if profile and profile.file.scheduler else ()
     names = {word.partition("=")[0] for word in before.record.get("request", {}).get("env", ())}
     known = [word for word in (*defaults, *env) if word.partition("=")[0] in names]
     recipe, argv, request = jobs.request_again(before, known)
-    return planning.plan(find_recipe(recipe), argv, request, scheduler=before.record["scheduler"], site=profile,
+    return planning.plan(find_recipe(recipe, included), argv, request, scheduler=before.record["scheduler"], site=profile,
                          sif=Path(before.record["sif"]), runs=runs)  # fmt: skip
 
 

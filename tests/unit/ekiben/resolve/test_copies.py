@@ -10,6 +10,7 @@ import pytest
 from ekiben.core.errors import DefinitionError, EkibenError
 from ekiben.resolve.copies import copied_files
 from ekiben.spec.definition import read_definition
+from ekiben.spec.source_folders import SourceFolders
 from support.files_section import base, definition, ours, sources
 
 # Apptainer copies or hangs; no layer should hold these.
@@ -56,7 +57,9 @@ def test_the_name_that_may_become_a_part_of_the_path_is_in_the_key(tree: Path) -
 
     def inputs(lines: str) -> object:
         read = read_definition(definition(tree, lines), root=tree)
-        return file_inputs([file for copy in read.final.files for file in copied_files(read, copy)])
+        return file_inputs(
+            [file for copy in read.final.files for file in copied_files(read, copy, SourceFolders(tree))]
+        )
 
     (tree / "copy-of-a").write_text("a\n")
     assert inputs("a /opt") != inputs("copy-of-a /opt")

@@ -198,9 +198,9 @@ def test_unknown_task_is_refused(sample: SampleRecipe) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_link_to_a_file_is_a_file(sample: SampleRecipe, tmp_path: Path) -> None:
-    (tmp_path / "real.txt").write_text("x")
-    (sample.path / "linked.txt").symlink_to(tmp_path / "real.txt")
+def test_a_link_to_a_file_is_a_file(sample: SampleRecipe) -> None:
+    sample.write("real.txt", "x")
+    (sample.path / "linked.txt").symlink_to("real.txt")
     sample.recipe(data=["linked.txt"])
     assert find_recipe(str(sample.path)).members()["linked.txt"].read_text() == "x"
 

@@ -1,0 +1,81 @@
+"""Where the files of a recipe may lie: in its folder, among Ekiben's own, or in what the user includes.
+
+A recipe may come from elsewhere, with links in it: to a key in the user's home, or to /proc/self/environ. What they lead to would get into
+an image, which others may read. So each path is followed to its end, over all links, before a byte is read or shown.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.core.decisions import log_decision
+from ekiben.core.errors import DefinitionError, UsageError
+from ekiben.core.files import format_size
+from ekiben.core.paths import PROJECT_ROOT
+
+_SHIPPED = (PROJECT_ROOT / "images", PROJECT_ROOT / "entrypoints")
+_MAX_FILE = 4 << 30  # bytes of one file that goes into an image
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFolders:
+    """``folder`` is the recipe's; ``included`` are files and folders beside it that the user allows."""
+
+    folder: Path
+    included: tuple[Path, ...] = ()
+
+    def check(self, path: Path, named_in: str = "") -> Path:
+        """Return the path that ``path`` leads to, without links; whether a file is there is for whoever opens it.
+
+        Raises DefinitionError, which begins with ``named_in``, when that lies elsewhere.
+        """
+        real = follow(path)
+        if not self.is_outside(real):
+            return real
+        if any(real.is_relative_to(follow(item)) for item in self.included):
+            log_decision(f"file {path}", real, "outside the recipe's folder, allowed by --include")
+            return real
+        leads = "is" if Path(os.path.abspath(path)) == real else f"leads to {real},"
+        raise DefinitionError(f"{named_in}{': ' if named_in else ''}{path} {leads} outside the recipe's folder {self.folder}",
+                              hint=f"if you want it in there: --include {shlex.quote(str(real))}")  # fmt: skip
+
+    def check_file(self, path: Path, named_in: str = "") -> Path:
+        """Do the same for a file that goes into an image. Raises DefinitionError also when it is no file, or a huge one."""
+        real = self.check(path, named_in)
+        where = f"{named_in}: " if named_in else ""
+        try:
+            status = real.stat()
+        except OSError as error:
+            raise DefinitionError(f"{where}{path}: cannot be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise DefinitionError(f"{where}{path} is not a regular file")
+        if status.st_size > _MAX_FILE:
+            raise DefinitionError(f"{where}{path} has {format_size(status.st_size)}, more than the {format_size(_MAX_FILE)} of a recipe's file",
+                                  hint="leave it out of the image and show its folder where the image runs: --bind")  # fmt: skip
+        return real
+
+    def is_outside(self, real: Path) -> bool:
+        """Return whether a path without links is neither in the recipe's folder nor among Ekiben's own."""
+        return not any(real.is_relative_to(follow(folder)) for folder in (self.folder, *_SHIPPED))
+
+
+def follow(path: Path) -> Path:
+    """Return the path that ``path`` leads to, without links. Raises DefinitionError for a name that no file can have."""
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:  # a NUL
+        raise DefinitionError(f"{str(path)!r:.200} cannot be a path: {error}") from error
+
+
+def included_paths(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """Return the values of --include as absolute paths. Raises UsageError for one that is not there."""
+    included = tuple(paths)
+    for path in included:
+        if not path.exists():
+            raise UsageError(f"--include {path}: no such file or folder")
+    return tuple(path.absolute() for path in included)
