@@ -19,7 +19,7 @@ from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import parse_yaml, read_yaml, tree_paths
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.core.settings import read_settings
-from ekiben.spec.source_folders import SourceFolders, included_paths
+from ekiben.spec.source_folders import SourceFolders, follow, included_paths
 
 LAUNCH = ("per-gpu", "single", "cpu")
 _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
@@ -252,7 +252,7 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
     nothing to include; DefinitionError when it is not a recipe.
     """
     if "/" in name or name in (".", ".."):
-        folder, reason = Path(name).resolve(), "named by its path"
+        folder, reason = follow(Path(name)), "named by its path"
         folder = folder.parent if folder.name == "recipe.yaml" else folder
         if not (folder / "recipe.yaml").is_file():
             raise UsageError(f"{name}: no recipe.yaml there")
