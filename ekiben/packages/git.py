@@ -117,7 +117,9 @@ def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
 
 def _fetch(git: Sequence[str], source: GitSource) -> None:
     """Fetch one commit, from the mirror that git's configuration names. Raises FetchError."""
-    url = run(["git", "ls-remote", "--get-url", "--", source.repository]).stdout.strip()
+    url = run(
+        [*git, "ls-remote", "--get-url", "--", source.repository]
+    ).stdout.strip()  # not by the working folder's .git
     where = source.repository if url == source.repository else f"{source.repository} (from {url})"
     # Whose a mirror on this machine is does not matter: git checks what it reads by its name.
     local = ["--upload-pack", "git -c safe.directory=* upload-pack"] if url.startswith(_LOCAL) else []
