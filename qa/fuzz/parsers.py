@@ -767,9 +767,9 @@ _READERS = {
     "bundle_record": "bundle/read.py:import_compiled packages/git.py:mount_kept",
     "version_record": "core/checked.py:parse_json inspect/_records.py:published_layers publish/_records.py:read_record",
     "definition": "core/files.py:read_source spec/definition.py:read_definition",
-    "recipe": "core/files.py:read_yaml project/lock.py:find_local_recipe spec/recipe.py:find_recipe",
+    "recipe": "core/files.py:read_yaml spec/recipe.py:read_recipe",
     "config": "core/settings.py:read_settings",
-    "stack": "doctor/consult.py:known_stacks packages/lock.py:open_stack spec/stack.py:find_stack,stacks",
+    "stack": "doctor/consult.py:known_stacks spec/stack.py:read_stack",
     "changes": "formats/changeset.py:_tar_members",
     "registry_base": "formats/changeset.py:unordered_entries formats/foreign_tar.py:_entries,_write_out",
     "sif": """
@@ -786,7 +786,12 @@ _READERS = {
     "advisories": "packages/outdated.py:_read_records",
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
-    "requirements": "packages/requirements.py:read_requirements",
+    "requirements": "packages/requirements.py:_of_project,read_requirements",
+    "matches patterns in a text of limited size": """
+        packages/lock.py:_compile,_read,_resolve project/lock.py:_compile,_read resolve/capabilities.py:check_torch
+        spec/recipe.py:_imports_library spec/stack.py:unlocked
+    """,
+    "copies git's index, which git reads": "run/live.py:_commit_of",
     "run_record": "publish/catalog/runs.py:_read",
     "catalog": "publish/catalog/runs.py:image_metadata",
     "catalog_replaced": "publish/catalog/write.py:_is_replaceable",
