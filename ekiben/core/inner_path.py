@@ -22,14 +22,21 @@ from ekiben.core.folder import Folder
 
 
 class Outermost:
-    """The folder ``path`` that a user names: opened when it is first needed, and kept open. Links in ``path`` are followed."""
+    """The folder ``path`` that a user names. Links in ``path`` are followed.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    ``keep``: it is opened when it is first needed and stays open, so that nobody exchanges it; else it is opened anew each time, and
+    its file system can be unmounted.
+    """
+
+    def __init__(self, path: Path, *, keep: bool = True) -> None:
+        self.path, self._keep = path, keep
         self._open: Folder | None = None
 
     def folder(self, *names: str) -> Folder:
         """Open the folder ``names`` below it, step by step. Raises OSError, NotADirectoryError for a link."""
+        if not self._keep:
+            with Folder.open(self.path) as folder:
+                return folder.folder(*names)
         if self._open is None or self._open.status().st_nlink == 0:  # removed: the user may have made it again
             self._open = Folder.open(self.path)
         return self._open.folder(*names)
@@ -66,9 +73,9 @@ class InnerPath:
         return self.parts[-1] if self.parts else self.outermost.path.name
 
     @classmethod
-    def below(cls, path: Path) -> InnerPath:
-        """Return the folder ``path``, which a user names, for paths below it."""
-        return cls(Outermost(path))
+    def below(cls, path: Path, *, keep: bool = True) -> InnerPath:
+        """Return the folder ``path``, which a user names, for paths below it; ``keep``: see Outermost."""
+        return cls(Outermost(path, keep=keep))
 
     @property
     def parent(self) -> InnerPath:

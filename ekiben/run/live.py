@@ -87,7 +87,12 @@ def _commit_of(folder: Path) -> str:
         settings = f"[core]\nfileMode = {modes}\nfsmonitor = false\nrepositoryFormatVersion = {version}\n"
         (ours / "config").write_text(settings, encoding="utf-8")
         try:
-            (ours / "index").write_bytes(read_regular(Path(git_dir) / "index", max_size=_MAX_INDEX))
+            index = Path(git_dir) / "index"
+            changed = index.stat().st_mtime_ns
+            (ours / "index").write_bytes(read_regular(index, max_size=_MAX_INDEX))
+            os.utime(
+                ours / "index", ns=(changed, changed)
+            )  # git reads again what was written no earlier than its index
         except (OSError, ValueError):
             return ""
         environment = {"GIT_DIR": name, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": f"{shared}/objects",

@@ -62,7 +62,7 @@ class UserAccess:
     """A store of one user: modes are as given, and errors name --store."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.folder = root, InnerPath.below(root)
+        self.root, self.folder = root, InnerPath.below(root, keep=False)
 
     def readable(self, path: InnerPath) -> AnyPath:
         """Return the path itself: the store is its user's."""

@@ -38,10 +38,16 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
         paths, folder = _CHANGES[event]
     else:
         return
-    base = arguments[folder] if folder >= 0 else -1
+    base = arguments[folder] if folder >= 0 else _folder_of_open() if event == "open" else -1
     for path in (arguments[number] for number in paths):
         if isinstance(path, str | bytes | os.PathLike) and not _is_allowed(os.fsdecode(path), base):
             _forbidden.append(f"{event}: {path!r}")
+
+
+def _folder_of_open() -> int:
+    """Return the descriptor that the name of an "open" is relative to, of which the event says nothing; -1 for none."""
+    names = sys._getframe(2).f_locals
+    return int(getattr(names.get("self", names.get("folder")), "handle", -1))
 
 
 def _is_allowed(path: str, base: int) -> bool:

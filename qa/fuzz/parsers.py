@@ -795,7 +795,6 @@ _READERS = {
     "run_record": "publish/catalog/runs.py:_read",
     "catalog": "publish/catalog/runs.py:image_metadata",
     "catalog_replaced": "publish/catalog/write.py:_is_replaceable",
-    "compares an SBOM with its digest, and reads nothing of it": "publish/publish.py:_is_intact",
     "registry_login": "registry/auth.py:_ask_helper,_parsed",
     "registry_manifest": "registry/client.py:_media_type registry/manifest.py:parse",
     "registry_referrers": "registry/manifest.py:parse_index",

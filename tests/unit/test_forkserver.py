@@ -122,7 +122,8 @@ signal.signal(signal.SIGTERM, tell)
 other = os.fork()
 if other:
     print(os.getpid(), other, flush=True)
-time.sleep(100)
+for _ in range(1000):
+    time.sleep(0.1)  # a signal that comes just before a sleep is seen after it
 """
 
 
