@@ -79,6 +79,7 @@ def _unpack(path: Path, folder: Path) -> BundleIndex:
                 if (
                     file is None
                     or not _is_plain(member.name, index.include)
+                    or not (member.isreg() or member.issym())  # a hard link leads to another member, or to none
                     or member.issparse()  # none that Ekiben wrote: its holes fill the disk
                     or (member.linkname if member.issym() else None) != file.link
                 ):

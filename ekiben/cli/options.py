@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 
 from ekiben.cli.context import Context
 from ekiben.core import plugins
+from ekiben.core.checked import shorten
 from ekiben.core.command_name import INSTALLED, command_name
 from ekiben.core.environment import ARCHITECTURES
 from ekiben.core.errors import UsageError, nearest
@@ -101,10 +102,21 @@ def refuse_ignored(reason: str, *names: str) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- types
 
+_LONGEST_NAME = 255  # bytes
+
 
 def _refuse_empty(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
     if not os.fspath(value):
         raise click.BadParameter("is empty; is a variable of your shell not set?", ctx, param)
+
+
+def _refuse_long(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+    if any(len(os.fsencode(name)) > _LONGEST_NAME for name in os.fspath(value).split("/")):
+        raise click.BadParameter(
+            f"{shorten(os.fspath(value))} has a name of more than {_LONGEST_NAME} bytes, and no file has one",
+            ctx,
+            param,
+        )
 
 
 class TextType(click.ParamType[str]):
@@ -118,7 +130,16 @@ class TextType(click.ParamType[str]):
         return str(value)
 
 
-class RecipeType(TextType):
+class NameType(TextType):
+    """A name that a file may have, or a path."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name."""
+        _refuse_long(value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class RecipeType(NameType):
     """A recipe, or what else a command takes in its place; the shell completes names of recipes, and files."""
 
     name = "recipe"
@@ -131,7 +152,7 @@ class RecipeType(TextType):
         return items or [CompletionItem(incomplete, type="file")]
 
 
-class LayerType(TextType):
+class LayerType(NameType):
     """A layer; the shell completes those of this project."""
 
     name = "layer"
@@ -153,6 +174,7 @@ class PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, with a user's home for ``~``."""
         _refuse_empty(value, param, ctx)
+        _refuse_long(value, param, ctx)
         return expand_home(Path(value), param.opts[0] if param else self.name)
 
 
@@ -301,7 +323,7 @@ def image_options(function: Function) -> Function:
     """Add --stack and --layer, which also decide the image's name; the command gets ``stack`` and ``layers``."""
     function = click.option("--layer", "layers", multiple=True, type=LayerType(), metavar="NAME",
                             help="Put this layer on the recipe's, or in the place of one whose packages it has; may repeat.")(function)  # fmt: skip
-    return click.option("--stack", type=TextType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's.")(function)  # fmt: skip
+    return click.option("--stack", type=NameType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's.")(function)  # fmt: skip
 
 
 def recipe_options(function: Callable[..., None]) -> Callable[..., None]:

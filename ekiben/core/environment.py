@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ekiben.core.checked import read_regular
+from ekiben.core.errors import UsageError
+
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
@@ -24,8 +27,20 @@ _BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.
 
 
 def ca_bundle() -> Path | None:
-    """Return the host's certificates: SSL_CERT_FILE, else those of the distribution."""
+    """Return the host's certificates: SSL_CERT_FILE, else those of the distribution.
+
+    Raises UsageError where SSL_CERT_FILE has none.
+    """
     asked = os.environ.get("SSL_CERT_FILE")
+    if asked and os.path.lexists(asked):
+        try:
+            has_some = b"-----BEGIN" in read_regular(Path(asked), follow=True)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"SSL_CERT_FILE={asked}: cannot be read: {reason}") from error
+        if not has_some:
+            raise UsageError(f"SSL_CERT_FILE={asked} has no certificate in it",
+                             hint="name a bundle of certificates (PEM), or unset it")  # fmt: skip
     return next((Path(path) for path in (asked, *_BUNDLES) if path and Path(path).is_file()), None)
 
 

@@ -28,6 +28,7 @@ from ekiben.core.inner_path import AnyPath
 Model = TypeVar("Model")
 
 _MAX_DEPTH = 32  # levels of YAML
+_NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 _UNFINISHED = ".part"  # of a file that is being written
 _LOCKED = f".locked{_UNFINISHED}"  # and was locked before it had a name
@@ -116,7 +117,7 @@ def read_source(path: Path, *, default: str | None = None, errors: str = "strict
 
 
 def parse_yaml(data: bytes) -> Any:
-    """Return the values of a YAML document. Raises ValueError for a key that is there twice and for deep nesting, too."""
+    """Return the values of a YAML document. Raises ValueError for deep nesting, for a key that is there twice, and for a number to the base of 60, too."""
     import yaml  # late: most of this module's users read none
 
     # CSafeLoader reads the same language some ten times faster, where libyaml is there.
@@ -127,7 +128,7 @@ def parse_yaml(data: bytes) -> Any:
         try:
             if (node := loader.get_single_node()) is None:
                 return None
-            _refuse_duplicates(node)
+            _refuse_misread(node)
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -152,12 +153,15 @@ def _refuse_depth(events: Iterable[Any]) -> None:
         raise
 
 
-def _refuse_duplicates(node: Any) -> None:
-    """Raise ValueError where a key is written twice: YAML's readers take the last and say nothing."""
+def _refuse_misread(node: Any) -> None:
+    """Raise ValueError where a key is written twice, of which YAML's readers take the last, and for 2:00:00, which is 7200 to them."""
     seen: set[int] = set()
     nodes = [node]
     while nodes:
         node = nodes.pop()
+        if node.tag in _NUMBERS and ":" in node.value:
+            raise ValueError(f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number to the base of 60; "
+                             f'put it in quotes: "{node.value}"')  # fmt: skip
         if id(node) in seen or not isinstance(node.value, list):
             continue
         seen.add(id(node))

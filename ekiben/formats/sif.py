@@ -311,6 +311,12 @@ def _reserve(file: BinaryIO, size: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
+def is_sif(path: AnyPath) -> bool:
+    """Return whether a file begins as a SIF does, whoever made it. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read(HEADER.size)[32:42] == MAGIC
+
+
 def read_sif(path: AnyPath) -> SifInfo:
     """Read what a SIF says of itself, from its first 32 KiB. Raises StoreError when it is no complete SIF."""
     import uuid  # late, see sif_id()

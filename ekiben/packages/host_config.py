@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ekiben.core.decisions import log_decision
 from ekiben.core.environment import ca_bundle
-from ekiben.core.paths import BUILD_MOUNT
+from ekiben.core.paths import BUILD_MOUNT, expand_home
 from ekiben.packages.apt import apt_sources, snapshot_sources, write_apt_files
 from ekiben.spec.stack import Stack
 
@@ -71,7 +71,7 @@ def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
     if pip:
         shutil.copyfile(pip, mount / "pip.conf")
         environment["PIP_CONFIG_FILE"] = f"{inside}/pip.conf"
-    uv = Path(os.environ.get("UV_CONFIG_FILE") or "~/.config/uv/uv.toml").expanduser()
+    uv = expand_home(Path(os.environ.get("UV_CONFIG_FILE") or "~/.config/uv/uv.toml"), "UV_CONFIG_FILE")
     log_decision("settings of uv", uv if uv.is_file() else "none", "UV_CONFIG_FILE, else ~/.config/uv/uv.toml")
     if uv.is_file():
         shutil.copyfile(uv, mount / "uv.toml")
@@ -84,7 +84,7 @@ def _pip_settings() -> tuple[Path, ...]:
     named = os.environ.get("PIP_CONFIG_FILE", "")
     return (
         Path(named),
-        Path("~/.config/pip/pip.conf").expanduser(),
-        Path("~/.pip/pip.conf").expanduser(),
+        expand_home(Path("~/.config/pip/pip.conf"), "settings of pip"),
+        expand_home(Path("~/.pip/pip.conf"), "settings of pip"),
         Path("/etc/pip.conf"),
     )

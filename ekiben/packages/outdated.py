@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import DefinitionError, FetchError, UsageError
-from ekiben.core.files import read_source
+from ekiben.core.files import open_regular, read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.requirements import run_uv
 from ekiben.spec.source_folders import SourceFolders
@@ -121,7 +121,7 @@ def _read_records(database: Path) -> Iterator[tuple[str, bytes]]:
         for path in sorted(database.glob("*.json")):
             yield path.name, read_regular(path, max_size=_MAX_RECORD, follow=True)
         return
-    with zipfile.ZipFile(database) as archive:
+    with open_regular(database) as file, zipfile.ZipFile(file) as archive:
         entries = [entry for entry in archive.infolist() if entry.filename.endswith(".json")]
         if not entries:
             raise ValueError("it has no .json file")

@@ -23,6 +23,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import FetchError, UsageError
+from ekiben.core.paths import expand_home
 from ekiben.registry._addresses import Origin, is_private, names_private, origin
 from ekiben.registry.auth import Credentials, find_credentials
 from ekiben.registry.reference import HUB, Reference
@@ -473,7 +474,7 @@ def _trusted(host: str, *, at_registry: bool) -> SSLContext:
         "~/.config/containers/certs.d",
         "~/.docker/certs.d",
     ):
-        for certificate in sorted((Path(folder).expanduser() / host).glob("*.c*rt")):
+        for certificate in sorted((expand_home(Path(folder), "certificates of registries") / host).glob("*.c*rt")):
             with contextlib.suppress(OSError):
                 if certificate.suffix == ".crt":
                     context.load_verify_locations(certificate)

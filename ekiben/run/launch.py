@@ -20,6 +20,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
+from ekiben.core.paths import expand_home
 from ekiben.core.process import which
 from ekiben.gpu import container_gpus
 from ekiben.run.schedulers import local_folders, variables
@@ -189,7 +190,7 @@ def _container(
     """Return the command for a program with Docker's options; ``argv`` begins it, and asks for the GPUs."""
     settings = dict(environment)
     names = _passed(environment)
-    models = Path("~/.cache/huggingface").expanduser()
+    models = expand_home(Path("~/.cache/huggingface"), "the cache of models")
     if (
         not {"HF_HOME", "EKIBEN_CACHE"} & environment.keys() and models.is_dir()
     ):  # what was downloaded before is used again

@@ -17,7 +17,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.files import read_yaml
-from ekiben.core.paths import PROJECT_ROOT
+from ekiben.core.paths import PROJECT_ROOT, expand_home
 from ekiben.core.settings import JobDefaults
 from ekiben.run import schedulers
 
@@ -245,7 +245,7 @@ class Site:
 
 def user_folder() -> Path:
     """Return the folder of a user's own profiles."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ekiben" / "sites"
+    return expand_home(Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config"), "XDG_CONFIG_HOME") / "ekiben" / "sites"
 
 
 def site_paths() -> dict[str, Path]:
@@ -261,7 +261,7 @@ def find_site(name: str) -> Site:
     Raises UsageError when there is none, DefinitionError when its profile is wrong.
     """
     if "/" in name or name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
+        path = expand_home(Path(name), "--site")
         if not path.is_file():
             raise UsageError(
                 f"{name}: no such site profile", hint=f"`{command_name()} doctor --record` writes one on a compute node"

@@ -78,4 +78,6 @@ def included_paths(paths: Iterable[Path]) -> tuple[Path, ...]:
     for path in included:
         if not path.exists():
             raise UsageError(f"--include {path}: no such file or folder")
+        if not (path.is_file() or path.is_dir()):
+            raise UsageError(f"--include {path}: is neither a file nor a folder")
     return tuple(path.absolute() for path in included)

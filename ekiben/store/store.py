@@ -30,6 +30,7 @@ from ekiben.core.checked import MAX_JSON
 from ekiben.core.errors import CorruptBlob, StoreError
 from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import AnyPath
+from ekiben.core.paths import expand_home
 from ekiben.formats.partition import Partition, copy_checked, read_partition
 from ekiben.store._blobs import Blobs
 from ekiben.store._records import CompileStats, ImageRecord, Records, StageOutput, StoredLayer, StoredResult, dump
@@ -46,9 +47,12 @@ _REPLACE = "remove it (its content is built or fetched again), or give another f
 
 
 def default_root() -> Path:
-    """Return the folder of the user's own store: EKIBEN_STORE, or ekiben/store in the cache folder."""
+    """Return the folder of the user's own store: EKIBEN_STORE, or ekiben/store in the cache folder. Raises UsageError for an unknown home."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("EKIBEN_STORE") or f"{cache}/ekiben/store").expanduser().absolute()
+    named = os.environ.get("EKIBEN_STORE")
+    return expand_home(
+        Path(named or f"{cache}/ekiben/store"), "EKIBEN_STORE" if named else "the cache folder"
+    ).absolute()
 
 
 class Store:

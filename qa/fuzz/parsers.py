@@ -792,6 +792,7 @@ _READERS = {
         spec/recipe.py:_imports_library spec/stack.py:unlocked
     """,
     "copies git's index, which git reads": "run/live.py:_commit_of",
+    "asks whether a bundle of certificates has one": "core/environment.py:ca_bundle",
     "run_record": "publish/catalog/runs.py:_read",
     "catalog": "publish/catalog/runs.py:image_metadata",
     "catalog_replaced": "publish/catalog/write.py:_is_replaceable",

@@ -88,7 +88,7 @@ def make_node(folder: Path) -> Node:
         write_program(folder / "bin" / name, text)
     (folder / "local").mkdir(mode=0o755)
     (folder / "work").mkdir()
-    (folder / "mine.sif").write_bytes(b"an image")
+    (folder / "mine.sif").write_bytes(bytes(32) + b"SIF_MAGIC\0, an image")
     return Node(folder, folder / "work", folder / "mine.sif")
 
 

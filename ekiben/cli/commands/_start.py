@@ -16,13 +16,14 @@ import click
 from ekiben.cli.context import Context
 from ekiben.cli.options import PathType, TextType, image_options, include_option, option, refuse_ignored
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import UsageError, nearest
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.run import launch
 from ekiben.run.copy_local import copy_local
 from ekiben.run.live import VARIABLE, LiveFiles, live_files
 from ekiben.spec.recipe import Recipe
+from ekiben.spec.stack import find_stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ def start_image(
         EngineError: nothing here runs the image.
         IncompatibleHostError: the image will not work here.
     """
+    _check_names(recipe, start)
     layered = replace(recipe, layers=start.layers)
     name = layered.image_name(start.stack)
     sif = start.sif or Path(f"{name}.sif")
@@ -115,6 +117,21 @@ def start_image(
     if not start.dry_run:
         sys.stdout.flush()
         os.execvpe(ready.argv[0], ready.argv, ready.environment)
+
+
+def _check_names(recipe: Recipe, start: StartOptions) -> None:
+    """Raise UsageError for a stack, a layer or a folder that is not there: the image's name is made of the first two."""
+    if start.stack:
+        find_stack(start.stack, recipe.image_folders, asked_by="--stack")
+    layers = {path.stem for folder in recipe.image_folders for path in folder.glob("*.def")}
+    for layer in start.layers:
+        if layer not in layers:
+            raise UsageError(f"--layer {layer}: no such layer." + nearest(layer, layers))
+    for path in start.binds:
+        if not path.is_dir() and not path.is_file():
+            raise UsageError(
+                f"--bind {path}: {'is neither a folder nor a file' if path.exists() else 'no such folder'}"
+            )
 
 
 def _choose_program(name: str, sif: Path, start: StartOptions, containers: launch.Containers, build_args: str) -> str:

@@ -17,12 +17,12 @@ from pathlib import Path
 import click
 
 from ekiben.cli.commands._jobs import runs_option
-from ekiben.cli.options import Command, TextType
+from ekiben.cli.options import Command, NameType, TextType
 from ekiben.run.jobs.runs import cancel, find_runs, jobs_named
 
 
 @click.command("cancel", cls=Command, help=__doc__)
-@click.argument("names", nargs=-1, required=True, metavar="RUN…", type=TextType())
+@click.argument("names", nargs=-1, required=True, metavar="RUN…", type=NameType())
 @click.option(
     "--job", "jobs", multiple=True, type=TextType(), metavar="JOB", help="Only this job of the run; may repeat."
 )

@@ -26,10 +26,10 @@ import click
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
+    NameType,
     PathType,
     RecipeOptions,
     RecipeType,
-    TextType,
     json_option,
     recipe_options,
     refuse_ignored,
@@ -67,7 +67,7 @@ class DoctorResult:
 @click.command("doctor", cls=Command, help=__doc__)
 @click.argument("image", required=False, metavar="[RECIPE|FILE.sif]", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
-@click.option("--site", type=TextType(), metavar="NAME|FILE",
+@click.option("--site", type=NameType(), metavar="NAME|FILE",
               help="Check the compute nodes of this site, of sites/ or by its profile, instead of this machine.")  # fmt: skip
 @click.option("--record", is_flag=True, help="Write this machine's site profile; best in a job on a compute node.")
 @click.option("-o", "--output", type=PathType(), metavar="FILE",
@@ -89,7 +89,9 @@ def command(
         record_machine(context, output)
         return
     if image is None or image.endswith(".sif"):
-        refuse_ignored("is for a recipe's image; name the recipe", "stack", "layers", "gpu_arch", "arguments")
+        refuse_ignored(
+            "is for a recipe's image; name the recipe", "stack", "layers", "gpu_arch", "arguments", "included"
+        )
     if site:
         refuse_ignored("is about building on this machine, and --site checks others", "output")
     if output and output.exists() and not output.is_dir():

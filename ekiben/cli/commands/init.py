@@ -15,17 +15,17 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.options import Command, PathType, TextType
+from ekiben.cli.options import Command, NameType, PathType
 from ekiben.core.command_name import command_name
 from ekiben.project.create import create_recipe
 
 
 @click.command("init", cls=Command, help=__doc__)
 @click.argument("folder", type=PathType(), metavar="DIR")
-@click.option("--from", "layer", default="python", show_default=True, type=TextType(), metavar="LAYER",
+@click.option("--from", "layer", default="python", show_default=True, type=NameType(), metavar="LAYER",
               help="The layer below the recipe's own: python, pytorch, huggingface, …")  # fmt: skip
 @click.option(
-    "--stack", default="cu130", show_default=True, type=TextType(), metavar="STACK", help="The stack of versions."
+    "--stack", default="cu130", show_default=True, type=NameType(), metavar="STACK", help="The stack of versions."
 )
 def command(folder: Path, layer: str, stack: str) -> None:
     """Write the files, and print what to do next."""

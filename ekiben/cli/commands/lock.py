@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.options import Command, PathType, TextType, arch_option, include_option, refuse_ignored
+from ekiben.cli.options import Command, NameType, PathType, TextType, arch_option, include_option, refuse_ignored
 from ekiben.core.errors import LockMismatchError
 from ekiben.core.printable import printable
 from ekiben.packages.lock import open_stack, refresh, short_path
@@ -29,7 +29,7 @@ from ekiben.project.lock import find_local_recipe, lock_recipe
 
 
 @click.command("lock", cls=Command, help=__doc__)
-@click.argument("stack", default="cu130", metavar="[STACK|FOLDER|RECIPE]", type=TextType())
+@click.argument("stack", default="cu130", metavar="[STACK|FOLDER|RECIPE]", type=NameType())
 @click.option(
     "--check", is_flag=True, help="Change nothing; print what is out of date, and exit with 9 if something is."
 )

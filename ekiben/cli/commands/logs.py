@@ -16,14 +16,14 @@ from pathlib import Path
 import click
 
 from ekiben.cli.commands._jobs import runs_option
-from ekiben.cli.options import Command, TextType
+from ekiben.cli.options import Command, NameType
 from ekiben.core.errors import UsageError
 from ekiben.run.jobs.runs import find_runs, log_lines
 
 
 @click.command("logs", cls=Command, help=__doc__)
-@click.argument("name", required=False, metavar="[RUN]", type=TextType())
-@click.argument("job", required=False, metavar="[JOB]", type=TextType())
+@click.argument("name", required=False, metavar="[RUN]", type=NameType())
+@click.argument("job", required=False, metavar="[JOB]", type=NameType())
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only what this process of the job wrote.")
 @runs_option

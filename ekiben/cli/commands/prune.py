@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from ekiben.cli.context import Context, format_size
-from ekiben.cli.options import Command, PathType, TextType, refuse_ignored
+from ekiben.cli.options import Command, NameType, PathType, refuse_ignored
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.printable import printable
@@ -28,7 +28,7 @@ _DAYS = click.FloatRange(min=0)
 
 
 @click.command("prune", cls=Command, help=__doc__)
-@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=TextType())
+@click.argument("images", nargs=-1, metavar="[IMAGE…]", type=NameType())
 @click.option("--in", "folder", type=PathType(), metavar="DIR", help="Prune a folder that was published to instead.")
 @click.option("--unused-for", type=_DAYS, default=30.0, show_default=True, metavar="DAYS",
               help="With --in: keep what was used in the last DAYS.")  # fmt: skip

@@ -19,7 +19,7 @@ import click
 
 from ekiben.cli.commands._jobs import runs_option
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, TextType, json_option
+from ekiben.cli.options import Command, NameType, json_option
 from ekiben.run.jobs.runs import JobStatus, find_runs, status
 
 
@@ -42,7 +42,7 @@ class StatusResult:
 
 
 @click.command("status", cls=Command, help=__doc__)
-@click.argument("names", nargs=-1, metavar="[RUN…]", type=TextType())
+@click.argument("names", nargs=-1, metavar="[RUN…]", type=NameType())
 @runs_option
 @json_option
 @click.pass_obj

@@ -27,6 +27,7 @@ from ekiben.cli.commands._jobs import new_runs_option
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
+    NameType,
     PathType,
     PluginType,
     RecipeType,
@@ -39,10 +40,11 @@ from ekiben.cli.options import (
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
+from ekiben.formats.sif import is_sif
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import runs as jobs
-from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
-from ekiben.run.jobs.script import JOB_PROGRAM, script
+from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds, with_defaults
+from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, script
 from ekiben.run.schedulers import choose, load, seconds_of
 from ekiben.run.site import Site, find_site
 from ekiben.spec.recipe import find_recipe
@@ -93,7 +95,7 @@ class SubmitPreview:
 @click.argument("recipe", required=False, type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="TASK [-- ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
 @click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one that is here.")
-@click.option("--site", type=TextType(), metavar="NAME|FILE", help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.")  # fmt: skip
+@click.option("--site", type=NameType(), metavar="NAME|FILE", help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.")  # fmt: skip
 @option("--partition", "resource", former="--resource", type=TextType(), metavar="NAME", help="One of the site's kinds of nodes (default: the smallest that does), or the scheduler's partition or queue.")  # fmt: skip
 @option("--account", "group", former="--group", type=TextType(), metavar="NAME", help="The group or account that pays.")  # fmt: skip
 @click.option("--qos", type=TextType(), metavar="NAME", help="The quality of service, where the scheduler has such.")
@@ -126,7 +128,7 @@ class SubmitPreview:
 @option("--copy-local", "stage", former="--stage", is_flag=True, help="Copy the SIF to each node's own disk first, once for all jobs there.")  # fmt: skip
 @click.option(
     "--again",
-    type=TextType(),
+    type=NameType(),
     metavar="RUN",
     help="Submit this run once more, from its record: image, tasks, arguments, request.",
 )
@@ -169,7 +171,7 @@ def command(
     recipe_spec, profile = find_recipe(recipe, included), find_site(site) if site else None
     request = JobRequest(
         seconds=seconds_of(walltime) if walltime else None, notice=seconds_of(notice),
-        memory_mib=memory_mib_of(memory) if memory else None, seeds=tuple(seeds.split(",")) if seeds else (), **resource_options,
+        memory_mib=memory_mib_of(memory) if memory else None, seeds=parse_seeds(seeds) if seeds is not None else (), **resource_options,
     )  # fmt: skip
     defaults = [
         *context.settings.jobs,
@@ -219,8 +221,14 @@ def _submit(
     ctx: click.Context, context: Context, run: planning.JobPlan, runs: Path, *, force: bool, wait: bool, dry_run: bool
 ) -> None:
     """Print what the jobs will lack, check the compute nodes and the image, and submit."""
+    environment_text(context.environment, run.request.env)  # refused now, and with --dry-run, too
     for warning in dict.fromkeys(step.warning for step in run.steps if step.warning):
         context.log(f"warning: {warning}")
+    if run.sif.is_file() and not force and not is_sif(run.sif):
+        raise UsageError(
+            f"{run.sif} is not a SIF file",
+            hint="name the image with --sif, or --force for a file that your runtime reads",
+        )
     if dry_run:
         scripts = {step.name: script(run, step) for step in run.steps}
         context.print(SubmitPreview(run.folder, scripts, JOB_PROGRAM.read_text(encoding="utf-8")))

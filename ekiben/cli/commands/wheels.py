@@ -23,6 +23,7 @@ from ekiben.builder.wheels import find_wheel
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
     CommandGroup,
+    NameType,
     OutputFolder,
     PathType,
     RecipeOptions,
@@ -79,7 +80,7 @@ def list_wheels(context: Context, /) -> None:
 
 
 @command.command("export")
-@click.argument("name", metavar="PACKAGE|KEY", type=TextType())
+@click.argument("name", metavar="PACKAGE|KEY", type=NameType())
 @click.option("-o", "--output", type=OutputFolder(), metavar="DIR", default=".", help="A folder (default: this one).")
 @click.pass_obj
 def export_wheel(context: Context, /, name: str, output: Path) -> None:

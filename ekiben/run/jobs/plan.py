@@ -88,6 +88,7 @@ def plan(
     name = f"{recipe.name}-{tasks[0][0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     folders = (runs.absolute() / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     site_options = site.file.scheduler.options if site and site.file.scheduler else ()
+    _check_runs(runs)
     # A link such as `current` may point elsewhere by the time the job starts.
     image = Path(os.path.realpath(sif))
     return JobPlan(
@@ -95,6 +96,13 @@ def plan(
         site=site, sif=image, sif_sha256=_sha256(image) if image.is_file() else "", request=request, steps=steps, command_args=on_command,
         directives=(*in_script, *site_options, *request.options),
     )  # fmt: skip
+
+
+def _check_runs(runs: Path) -> None:
+    """Raise UsageError where no folder of runs is or can be made."""
+    folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(path))
+    if not folder.is_dir():
+        raise UsageError(f"--runs {runs}: {folder} is not a folder", hint="name a folder, or one to be made")
 
 
 def _sha256(path: Path) -> str:

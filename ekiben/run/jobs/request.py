@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core.errors import UsageError
+from ekiben.core.paths import expand_home
 from ekiben.core.settings import JobDefaults
 from ekiben.run.schedulers import seconds_of
 
@@ -49,6 +50,16 @@ def memory_mib_of(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
+def parse_seeds(text: str) -> tuple[str, ...]:
+    """Return the seeds of ``1,2,3``. Raises UsageError for one that is missing or there twice."""
+    seeds = tuple(text.split(","))
+    if not all(seed.strip() for seed in seeds):
+        raise UsageError(f"--seeds {text}: a seed is missing; as in --seeds 1,2,3")
+    if twice := next((seed for seed in seeds if seeds.count(seed) > 1), None):
+        raise UsageError(f"--seeds {text}: {twice} is there twice, and both jobs would write into the same output")
+    return seeds
+
+
 def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRequest:
     """Return ``request`` with what it does not say taken from ``defaults``, of which the first that says it counts.
 
@@ -64,6 +75,6 @@ def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRe
         missing = {name: value for name, value in known.items() if getattr(request, name) is None}
         request = replace(
             request, **missing, env=(*layer.env, *request.env), options=(*layer.scheduler_args, *request.options),
-            binds=(*(Path(folder).expanduser() for folder in layer.bind), *request.binds),
+            binds=(*(expand_home(Path(folder), "jobs: bind") for folder in layer.bind), *request.binds),
         )  # fmt: skip
     return request

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.errors import DefinitionError, StoreError, UsageError
-from ekiben.core.files import atomic_write, digest_of, format_size, new_file, read_source, read_yaml, tree_paths
+from ekiben.core.files import (
+    atomic_write,
+    digest_of,
+    format_size,
+    new_file,
+    parse_yaml,
+    read_source,
+    read_yaml,
+    tree_paths,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -206,3 +215,10 @@ def test_reading_a_pipe_does_not_block(tmp_path: Path) -> None:
     assert read_source(tmp_path / "none", default="") == ""
     with pytest.raises(DefinitionError, match="No such file"):
         read_source(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["time: 2:00:00", "list: [1:30]", "number: 1:30.5"])
+def test_a_number_to_the_base_of_60_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"line 1: YAML reads .* as a number to the base of 60; put it in quotes"):
+        parse_yaml(text.encode())
+    assert parse_yaml(b'time: "2:00:00"') == {"time": "2:00:00"}

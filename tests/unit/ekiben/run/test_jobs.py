@@ -347,7 +347,7 @@ def test_submit_refuses_bad_options(run_cli: RunCli, tmp_path: Path, argv: list[
 
 def test_pbs_is_not_the_qsub_of_grid_engine(run_cli: RunCli, tmp_path: Path) -> None:
     write_program(tmp_path / "bin/qsub", "#!/bin/sh\ntouch submitted\n")
-    (tmp_path / "mine.sif").write_bytes(b"an image")
+    (tmp_path / "mine.sif").write_bytes(bytes(32) + b"SIF_MAGIC\0, of another make")
     argv = ("submit", "lora-opencalm", "train", "--scheduler", "pbs", "--sif", "mine.sif")
     stderr = run_cli(*argv, code=4, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
     assert "PBS cannot be used here: qsub and pbsnodes are not on PATH" in stderr
