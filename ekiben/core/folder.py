@@ -128,8 +128,11 @@ class Folder:
             self.new_folder(temporary, give)
             self.move(temporary, name)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) or not self.is_folder(name):
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
+            if not self.is_folder(name):  # the temporary name says nothing to a user
+                reason = "it is a file" if self.link_target(name) is None else "it is a link"
+                raise NotADirectoryError(errno.ENOTDIR, reason, str(self.path / name)) from error
         finally:
             with contextlib.suppress(OSError):
                 os.rmdir(temporary, dir_fd=self.handle)

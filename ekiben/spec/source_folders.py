@@ -41,8 +41,12 @@ class SourceFolders:
             log_decision(f"file {path}", real, "outside the recipe's folder, allowed by --include")
             return real
         leads = "is" if Path(os.path.abspath(path)) == real else f"leads to {real},"
-        raise DefinitionError(f"{named_in}{': ' if named_in else ''}{path} {leads} outside the recipe's folder {self.folder}",
-                              hint=f"if you want it in there: --include {shlex.quote(str(real))}")  # fmt: skip
+        raise DefinitionError(
+            f"{named_in}{': ' if named_in else ''}{path} {leads} outside the recipe's folder {self.folder}",
+            hint="other users cannot read it; in an image they could: take it out of the recipe"
+            if _is_private(real)
+            else f"if you want it in there: --include {shlex.quote(str(real))}",
+        )
 
     def check_file(self, path: Path, named_in: str = "") -> Path:
         """Do the same for a file that goes into an image. Raises DefinitionError also when it is no file, or a huge one."""
@@ -62,6 +66,14 @@ class SourceFolders:
     def is_outside(self, real: Path) -> bool:
         """Return whether a path without links is neither in the recipe's folder nor among Ekiben's own."""
         return not any(real.is_relative_to(follow(folder)) for folder in (self.folder, *_SHIPPED))
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether users other than its owner cannot read it: a key, a password."""
+    try:
+        return not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
+    except OSError as error:
+        return isinstance(error, PermissionError)
 
 
 def follow(path: Path) -> Path:

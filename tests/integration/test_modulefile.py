@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish.prune import prune
 from ekiben.publish.publish import Published
 from ekiben.store.shared import SharedStore
@@ -123,7 +124,7 @@ def test_module_linked_during_prune_is_kept(lab: Lab, modules: ModuleSystem, mon
     lab.put_next()
     discard = SharedStore.discard
 
-    def link_and_discard(shared: SharedStore, path: Path) -> None:
+    def link_and_discard(shared: SharedStore, path: InnerPath) -> None:
         if path.name == f"{first.sif.stem}.json":
             first.sif.with_name("mine").symlink_to(first.sif.name)
         discard(shared, path)

@@ -119,7 +119,7 @@ def test_modulefile_left_by_a_killed_prune_is_removed(lab: Lab, monkeypatch: pyt
     lab.put_next()
     discard, count = SharedStore.discard, 0
 
-    def end(shared: SharedStore, path: Path) -> None:
+    def end(shared: SharedStore, path: InnerPath) -> None:
         nonlocal count
         count += 1
         if count == 2:

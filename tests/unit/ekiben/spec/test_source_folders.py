@@ -115,6 +115,16 @@ def test_a_link_out_of_the_folder_is_refused(
     assert not (tmp_path / "own.sif").exists()
 
 
+def test_the_way_to_a_private_file_is_not_shown(files_only: SampleRecipe, run_cli: RunCli, tmp_path: Path) -> None:
+    """What a stranger's recipe wants of it is hardly what its owner does."""
+    outside = with_file("notes.txt", data=["notes.txt"])(files_only)
+    outside.chmod(0o600)
+    done = run_cli("--store", tmp_path / "store", "plan", files_only.path, code=3)
+    assert f"outside the recipe's folder {files_only.path}" in done.stderr
+    assert "other users cannot read it" in done.stderr and "--include" not in done.stderr
+    run_cli("--store", tmp_path / "store", "plan", files_only.path, "--include", outside)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case not in (*NO_MATCH, *NO_CONTENT)])
 def test_included_files_are_used_and_listed(
     files_only: SampleRecipe, run_cli: RunCli, tmp_path: Path, case: str
