@@ -112,7 +112,7 @@ class ShippedTask:
         return cls(fields.text("entrypoint"), fields.text("help", ""))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: cached_property
 class Recipe:
     """A recipe's folder and what its recipe.yaml holds.
 
@@ -154,7 +154,7 @@ class Recipe:
         """Return the folders that are searched for definitions and stacks, nearest first."""
         return (self.folder / "images", PROJECT_ROOT / "images")
 
-    @property
+    @functools.cached_property
     def sources(self) -> SourceFolders:
         """Return the folders in which its files may lie."""
         return SourceFolders(self.folder, self.included)

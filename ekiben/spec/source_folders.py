@@ -6,6 +6,7 @@ an image, which others may read. So each path is followed to its end, over all l
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import stat
@@ -22,7 +23,7 @@ _SHIPPED = (PROJECT_ROOT / "images", PROJECT_ROOT / "entrypoints")
 _MAX_FILE = 4 << 30  # bytes of one file that goes into an image
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: cached_property
 class SourceFolders:
     """``folder`` is the recipe's; ``included`` are files and folders beside it that the user allows."""
 
@@ -65,7 +66,11 @@ class SourceFolders:
 
     def is_outside(self, real: Path) -> bool:
         """Return whether a path without links is neither in the recipe's folder nor among Ekiben's own."""
-        return not any(real.is_relative_to(follow(folder)) for folder in (self.folder, *_SHIPPED))
+        return not any(real.is_relative_to(folder) for folder in self._inside)
+
+    @functools.cached_property
+    def _inside(self) -> list[Path]:
+        return [follow(folder) for folder in (self.folder, *_SHIPPED)]
 
 
 def _is_private(path: Path) -> bool:
