@@ -102,8 +102,8 @@ def charts() -> dict[str, Chart]:
     result = Result.from_json(json.loads((ROOT / "bench/results.json").read_text(encoding="utf-8")))
     tables = read_tables((ROOT / "docs/_benchmarks.md").read_text(encoding="utf-8"))
     return {
-        "building": timings_chart(result, BUILDING, "Seconds to build: Ekiben and other tools"),
-        "sharing": timings_chart(result, SHARING, "Seconds to share: Ekiben and other tools"),
+        "building": timings_chart(result, BUILDING, "Seconds to build, no tests run: Ekiben and other tools"),
+        "sharing": timings_chart(result, SHARING, "Seconds to share, no tests run: Ekiben and other tools"),
         "training": training_chart(tables),
         "attention": attention_chart(tables),
         "long-examples": long_examples_chart(tables),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ekiben.core.errors import UsageError
+from ekiben.core.inner_path import InnerPath
 from ekiben.publish.prune import prune
 from ekiben.publish.publish import publish
 from ekiben.run.modulefile import check_shared_dir, command_files
