@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -177,6 +178,7 @@ class TestDocument:
         assert named <= variables("tests", "qa") or path.name == "CHANGELOG.md"  # that speaks of what is gone, too
 
 
+@functools.cache
 def variables(*more: str) -> set[str]:
     """Return the variables of Ekiben that code reads or sets."""
     sources = [

@@ -77,7 +77,7 @@ def test_a_link_is_removed_or_replaced_and_not_followed(name: str, shared: Path,
     assert is_unchanged(victim)
 
 
-def test_a_link_in_the_place_of_a_folder_is_named(shared: Path, victim: Path) -> None:
+def test_a_link_where_a_folder_was_is_named(shared: Path, victim: Path) -> None:
     (shared / "new").symlink_to(victim)
     with Folder.open(shared) as folder, pytest.raises(NotADirectoryError, match="it is a link") as caught:
         OPERATIONS["make_folder"](folder)
