@@ -29,9 +29,13 @@ def scratch(bench: Bench) -> None:
     base, out_dir = bench.timings[0].median, bench.scratch / "out"
     zstd = bench.apptainer.out / "zstd.sif"
     bench.record(
-        "scratch", "apptainer build zstd", [bench.apptainer.build(zstd.name, ZSTD)], runs=bench.several,
-        before=lambda: zstd.unlink(missing_ok=True), base=base,
-    )  # fmt: skip
+        "scratch",
+        "apptainer build zstd",
+        [bench.apptainer.build(zstd.name, ZSTD)],
+        runs=bench.several,
+        before=lambda: zstd.unlink(missing_ok=True),
+        base=base,
+    )
     bench.record("load", "ekiben", [bench.image("--format", "docker")])
     bench.run_untimed(bench.docker.build())  # fills BuildKit's cache mount
     through = to_sif(f"docker-daemon:{TAG}:latest", out_dir / "docker.sif", ZSTD, out_dir)
@@ -86,8 +90,9 @@ def docker(bench: Bench) -> None:
     bench.run_untimed(make)
     bench.record("docker", "ekiben", [make], runs=max(5, bench.runs), before=bench.edit_entrypoint)
     bench.run_untimed(bench.docker.build())
-    bench.record("docker", "docker build", [bench.docker.build()], runs=max(5, bench.runs),
-                 before=bench.docker.edit_entrypoint)  # fmt: skip
+    bench.record(
+        "docker", "docker build", [bench.docker.build()], runs=max(5, bench.runs), before=bench.docker.edit_entrypoint
+    )
 
 
 def middle(bench: Bench) -> None:

@@ -70,8 +70,14 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
         errors.write(f"\n+ {command}\n".encode())
         errors.flush()
         began = time.monotonic()
-        child = subprocess.Popen(list(command.argv), cwd=command.cwd, env=environment() | dict(command.env),
-                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
+        child = subprocess.Popen(
+            list(command.argv),
+            cwd=command.cwd,
+            env=environment() | dict(command.env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
         watched = _Watch(child.pid)
         try:
             out, _ = child.communicate()
@@ -124,9 +130,14 @@ class _Watch:
 
 
 def measure(
-    case: str, who: str, commands: Sequence[Command], log: Path, *,
-    runs: int = 1, before: Callable[[], object] = lambda: None,
-) -> tuple[Timing, str]:  # fmt: skip
+    case: str,
+    who: str,
+    commands: Sequence[Command],
+    log: Path,
+    *,
+    runs: int = 1,
+    before: Callable[[], object] = lambda: None,
+) -> tuple[Timing, str]:
     """Time ``commands`` one after the other, ``runs`` times; ``before`` is called before each run and is not timed.
 
     Returns: the timing, and the stdout of the last command.

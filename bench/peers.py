@@ -20,7 +20,10 @@ CA = "/etc/ssl/certs/ca-certificates.crt"
 ZSTD = ("--mksquashfs-args", "-comp zstd -Xcompression-level 3")
 TAG = "ekiben-bench-peer"
 USER = "builder"  # Apptainer builds as an ordinary user
-_APT = 'APT::Sandbox::User "root";\nDir::Cache::archives "{cache}/apt";\nAcquire::Languages "none";\nDpkg::Use-Pty "false";\n'
+_APT = (
+    'APT::Sandbox::User "root";\nDir::Cache::archives "{cache}/apt";\nAcquire::Languages "none";\nDpkg::Use-Pty'
+    ' "false";\n'
+)
 _CACHED = "env UV_CACHE_DIR={cache}/uv UV_LINK_MODE=copy APT_CONFIG={conf} HOME="
 
 
@@ -69,7 +72,10 @@ class Docker(Rendered):
         shutil.copyfile(base, folder / "root.tar")
         (folder / "apt.conf").write_text(_APT.format(cache="/cache"))
         text = (folder / "Dockerfile").read_text()
-        mounts = "RUN --mount=type=cache,id=ekiben-bench,target=/cache --mount=type=bind,source=apt.conf,target=/run/apt.conf --mount=type=bind,"
+        mounts = (
+            "RUN --mount=type=cache,id=ekiben-bench,target=/cache"
+            " --mount=type=bind,source=apt.conf,target=/run/apt.conf --mount=type=bind,"
+        )
         cached = "mkdir -p /cache/apt/partial; " + _CACHED.format(cache="/cache", conf="/run/apt.conf")
         text = text.replace("RUN --mount=type=bind,", mounts).replace("env HOME=", cached)
         (folder / "Dockerfile").write_text(text)
@@ -100,25 +106,48 @@ class Buildah(Rendered):
 
     def _buildah(self, *arguments: str) -> Command:
         (self.state / "tmp").mkdir(parents=True, exist_ok=True)
-        argv = ["buildah", "--root", str(self.state / "root"), "--runroot", str(self.state / "run"),
-                "--storage-driver", "overlay", *arguments]  # fmt: skip
+        argv = [
+            "buildah",
+            "--root",
+            str(self.state / "root"),
+            "--runroot",
+            str(self.state / "run"),
+            "--storage-driver",
+            "overlay",
+            *arguments,
+        ]
         return Command(
             argv=argv, cwd=self.folder, env={"BUILDAH_ISOLATION": "chroot", "TMPDIR": str(self.state / "tmp")}
         )
 
     def build(self, *options: str) -> Command:
-        return self._buildah("bud", "--quiet", "--layers", *options, "--volume", f"{self.downloads}:/cache", "--secret",
-                             f"id=ca,src={CA}", "--tag", TAG, ".")  # fmt: skip
+        return self._buildah(
+            "bud",
+            "--quiet",
+            "--layers",
+            *options,
+            "--volume",
+            f"{self.downloads}:/cache",
+            "--secret",
+            f"id=ca,src={CA}",
+            "--tag",
+            TAG,
+            ".",
+        )
 
     def container(self) -> Command:
         return self._buildah("from", "--name", TAG, TAG)
 
     def to_sif(self, out: Path) -> Command:
         """Pack the mounted container: nothing is exported."""
-        pack = 'exec apptainer build --force "$@" "$(buildah --root "$ROOT" --runroot "$RUN" --storage-driver overlay mount "$NAME")"'
+        pack = (
+            'exec apptainer build --force "$@" "$(buildah --root "$ROOT" --runroot "$RUN" --storage-driver overlay'
+            ' mount "$NAME")"'
+        )
         state = {"ROOT": str(self.state / "root"), "RUN": str(self.state / "run"), "NAME": TAG}
-        return Command(argv=["sh", "-c", pack, "sh", *ZSTD, str(out)], cwd=self.folder,
-                       env=state | temporary(self.folder))  # fmt: skip
+        return Command(
+            argv=["sh", "-c", pack, "sh", *ZSTD, str(out)], cwd=self.folder, env=state | temporary(self.folder)
+        )
 
 
 class Apptainer(Rendered):
@@ -136,7 +165,10 @@ class Apptainer(Rendered):
         lines = self.deffile.read_text().splitlines()
         kept = [line for line in lines if not line.startswith(("OSVersion:", "Include:", "MirrorURL:", "Bootstrap:"))]
         text = "\n".join(["Bootstrap: localimage", f"From: {self.base}", *kept])
-        settings = "%post\nexport UV_CACHE_DIR=/mnt/uv UV_LINK_MODE=copy APT_CONFIG=/media/apt.conf SSL_CERT_FILE=/media/ca.pem\n"
+        settings = (
+            "%post\nexport UV_CACHE_DIR=/mnt/uv UV_LINK_MODE=copy APT_CONFIG=/media/apt.conf"
+            " SSL_CERT_FILE=/media/ca.pem\n"
+        )
         self.deffile.write_text(text.replace("%arguments\n    mirror=\n", "").replace("%post\n", settings) + "\n")
 
     def prepare(self) -> list[Command]:
@@ -148,8 +180,20 @@ class Apptainer(Rendered):
         return [base, Command(argv=["chown", "-R", f"{USER}:", str(self.folder), str(self.downloads)], cwd=self.folder)]
 
     def build(self, name: str, options: Sequence[str]) -> Command:
-        argv = ["apptainer", "build", "--force", "--notest", "--fakeroot", *options, "--bind", f"{self.downloads}:/mnt",
-                "--bind", f"{self.folder}:/media", str(self.out / name), str(self.deffile)]  # fmt: skip
+        argv = [
+            "apptainer",
+            "build",
+            "--force",
+            "--notest",
+            "--fakeroot",
+            *options,
+            "--bind",
+            f"{self.downloads}:/mnt",
+            "--bind",
+            f"{self.folder}:/media",
+            str(self.out / name),
+            str(self.deffile),
+        ]
         cache = {"APPTAINER_CACHEDIR": str(self.folder / "cache")}
         return as_user(Command(argv=argv, cwd=self.folder, env=temporary(self.folder) | cache))
 
@@ -184,10 +228,14 @@ def to_sif(source: str, out: Path, options: Sequence[str], folder: Path) -> Comm
 
 
 def versions() -> dict[str, str]:
-    commands = {"docker": [docker_client(), "version", "--format", "client {{.Client.Version}}, daemon {{.Server.Version}}"],
-                "apptainer": ["apptainer", "--version"], "buildah": ["buildah", "--version"],
-                "mksquashfs": ["mksquashfs", "-version"], "mmdebstrap": ["mmdebstrap", "--version"],
-                "cp": ["cp", "--version"]}  # fmt: skip
+    commands = {
+        "docker": [docker_client(), "version", "--format", "client {{.Client.Version}}, daemon {{.Server.Version}}"],
+        "apptainer": ["apptainer", "--version"],
+        "buildah": ["buildah", "--version"],
+        "mksquashfs": ["mksquashfs", "-version"],
+        "mmdebstrap": ["mmdebstrap", "--version"],
+        "cp": ["cp", "--version"],
+    }
     by_name = {}
     for name, argv in commands.items():
         if has(argv[0]):

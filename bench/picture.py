@@ -15,7 +15,15 @@ FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
 # Colour on a light page → on a dark page. The second is used where the page, or else the system, asks for dark colours.
 INK, GREY, PAPER, TRACK = "#1f2328", "#57606a", "#ffffff", "#e4e8ec"
 FIRST, OTHER, COPY = "#c2410c", "#7d8590", "#0969da"
-DARK = {INK: "#e6edf3", GREY: "#a9b4c0", PAPER: "#1e2129", TRACK: "#343a46", FIRST: "#f0883e", OTHER: "#8b95a1", COPY: "#58a6ff"}  # fmt: skip
+DARK = {
+    INK: "#e6edf3",
+    GREY: "#a9b4c0",
+    PAPER: "#1e2129",
+    TRACK: "#343a46",
+    FIRST: "#f0883e",
+    OTHER: "#8b95a1",
+    COPY: "#58a6ff",
+}
 BUILDING = ("nothing", "docker", "sif", "middle", "second", "scratch")
 SHARING = ("publish", "publish-edit", "push", "pull", "push-edit")
 LEAST, MOST = 0.05, 1000.0  # seconds at the ends of the logarithmic scale
@@ -65,11 +73,21 @@ def draw_chart(chart: Chart) -> str:
             parts += _draw_bar(y + 6, bar)
             y += ROW
     height = y + 20
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" font-family="{FONT}" role="img">',
-        f"<title>{escape(chart.title)}</title>", f"<desc>{escape(chart.description)}</desc>", dark_style(DARK),
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>', *parts, "</svg>", "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            (
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+                f' height="{height}" font-family="{FONT}" role="img">'
+            ),
+            f"<title>{escape(chart.title)}</title>",
+            f"<desc>{escape(chart.description)}</desc>",
+            dark_style(DARK),
+            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
 
 
 def timings_chart(result: Result, cases: Sequence[str], title: str) -> Chart:
@@ -97,14 +115,19 @@ def _timing_bar(timing: Timing) -> Bar:
     inside = min(max(seconds(timing), LEAST), MOST)
     colour = FIRST if timing.who.startswith("ekiben") else COPY if timing.who.startswith("cp ") else OTHER
     return Bar(
-        name=timing.who.replace("ekiben", "Ekiben"), label=format_seconds(seconds(timing)), colour=colour,
+        name=timing.who.replace("ekiben", "Ekiben"),
+        label=format_seconds(seconds(timing)),
+        colour=colour,
         length=math.log(inside / LEAST) / math.log(MOST / LEAST),
-    )  # fmt: skip
+    )
 
 
 def _draw_bar(y: float, bar: Bar) -> list[str]:
     bold, width = bar.colour == FIRST, WIDTH - 2 * MARGIN
-    filled = f'<rect x="{MARGIN}" y="{y + 19}" width="{max(bar.length * width, 2):.1f}" height="{BAR}" rx="2" fill="{bar.colour}"/>'
+    filled = (
+        f'<rect x="{MARGIN}" y="{y + 19}" width="{max(bar.length * width, 2):.1f}" height="{BAR}" rx="2"'
+        f' fill="{bar.colour}"/>'
+    )
     return [
         _text(MARGIN, y + 14, bar.name, size=14, bold=bold),
         _text(WIDTH - MARGIN, y + 14, bar.label, size=14, bold=bold, anchor="end"),
@@ -117,4 +140,7 @@ def _text(
     x: float, y: float, text: str, *, size: float, bold: bool = False, fill: str = INK, anchor: str = "start"
 ) -> str:
     weight = ' font-weight="600"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}"'
+        f' text-anchor="{anchor}"{weight}>{escape(text)}</text>'
+    )

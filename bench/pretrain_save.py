@@ -60,10 +60,24 @@ def measure(folder: Path, processes: int, layers: int, width: int, count: int) -
     train_tokenizer.train(train_tokenizer.Settings(vocab_size=1500), ["sample"], RECIPE, folder / "tokenizer")
     prepare_data.prepare(prepare_data.Settings(workers=1), ["sample"], RECIPE, folder / "tokenizer", folder / "data")
     settings = dataclasses.replace(
-        pretraining.Settings(), layers=layers, width=width, heads=width // 64, sequence=64, data=str(folder / "data"), batch_size=2,
-        micro_batch=1, max_steps=count, save_every=1, eval_every=0, eval_batches=1, log_seconds=0.0, device="cpu",
-        train_tokens=1e9, warmup_tokens=1, precision="fp32",
-    )  # fmt: skip
+        pretraining.Settings(),
+        layers=layers,
+        width=width,
+        heads=width // 64,
+        sequence=64,
+        data=str(folder / "data"),
+        batch_size=2,
+        micro_batch=1,
+        max_steps=count,
+        save_every=1,
+        eval_every=0,
+        eval_batches=1,
+        log_seconds=0.0,
+        device="cpu",
+        train_tokens=1e9,
+        warmup_tokens=1,
+        precision="fp32",
+    )
     save = steps.Run._save
 
     def timed(run: Any) -> None:

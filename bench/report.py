@@ -120,14 +120,30 @@ class _Measured:
 
 def goals(timings: Sequence[Timing], facts: Facts) -> list[Goal]:
     measured = _Measured(timings)
-    all_goals = [_nothing(measured), *_sif(measured), _docker(measured), _middle(measured, facts), _second(measured, facts),
-            _scratch(measured), _memory(measured), _help(measured), *_published(measured, facts), *_registry(measured, facts)]  # fmt: skip
+    all_goals = [
+        _nothing(measured),
+        *_sif(measured),
+        _docker(measured),
+        _middle(measured, facts),
+        _second(measured, facts),
+        _scratch(measured),
+        _memory(measured),
+        _help(measured),
+        *_published(measured, facts),
+        *_registry(measured, facts),
+    ]
     return [goal for goal in all_goals if goal]
 
 
 def _against(case: str, ours: Timing, peer: Timing, target: str, reached: bool) -> Goal:
-    return Goal(case=TITLES[case], ekiben=format_seconds(seconds(ours)), peer=f"{format_seconds(seconds(peer))} ({peer.who})",
-                ratio=round(seconds(peer) / seconds(ours), 2), target=target, reached=reached)  # fmt: skip
+    return Goal(
+        case=TITLES[case],
+        ekiben=format_seconds(seconds(ours)),
+        peer=f"{format_seconds(seconds(peer))} ({peer.who})",
+        ratio=round(seconds(peer) / seconds(ours), 2),
+        target=target,
+        reached=reached,
+    )
 
 
 def _nothing(measured: _Measured) -> Goal | None:
@@ -142,11 +158,15 @@ def _sif(measured: _Measured) -> list[Goal]:
     compared: list[Goal] = []
     if ours and peers:
         fastest = min(peers, key=seconds)
-        compared.append(_against("sif", ours, fastest, "≥ 10 × faster than the fastest peer",
-                              seconds(fastest) >= 10 * ours.median))  # fmt: skip
+        compared.append(
+            _against("sif", ours, fastest, "≥ 10 × faster than the fastest peer", seconds(fastest) >= 10 * ours.median)
+        )
     if ours and (gzip := measured.get("sif", "apptainer build gzip")):
-        compared.append(_against("sif", ours, gzip, "≥ 50 × faster than `apptainer build` as it comes",
-                              seconds(gzip) >= 50 * ours.median))  # fmt: skip
+        compared.append(
+            _against(
+                "sif", ours, gzip, "≥ 50 × faster than `apptainer build` as it comes", seconds(gzip) >= 50 * ours.median
+            )
+        )
     if ours and (copy := measured.get("sif", "cp of the file")):
         compared.append(
             _against("sif", ours, copy, "close to copying the file (≤ 2 ×)", ours.median <= 2 * copy.median)
@@ -164,8 +184,9 @@ def _middle(measured: _Measured, facts: Facts) -> Goal | None:
     if not (ours and peer):
         return None
     built = facts["built after an edited middle layer"]
-    return _against("middle", ours, peer, f"that layer and those above, nothing below (ran: {', '.join(built)})",
-                    len(built) == 2)  # fmt: skip
+    return _against(
+        "middle", ours, peer, f"that layer and those above, nothing below (ran: {', '.join(built)})", len(built) == 2
+    )
 
 
 def _second(measured: _Measured, facts: Facts) -> Goal | None:
@@ -173,8 +194,14 @@ def _second(measured: _Measured, facts: Facts) -> Goal | None:
     if not ours:
         return None
     added, built = facts["bytes a second recipe adds to the store"], facts["built for a second recipe"]
-    return Goal(case=TITLES["second"], ekiben=f"{format_seconds(ours.median)}, {added / 1e3:.0f} kB more in the store", peer="",
-                ratio=None, target="only its own layers; bytes counted once", reached=len(built) == 1 and added < 1e6)  # fmt: skip
+    return Goal(
+        case=TITLES["second"],
+        ekiben=f"{format_seconds(ours.median)}, {added / 1e3:.0f} kB more in the store",
+        peer="",
+        ratio=None,
+        target="only its own layers; bytes counted once",
+        reached=len(built) == 1 and added < 1e6,
+    )
 
 
 def _scratch(measured: _Measured) -> Goal | None:
@@ -191,16 +218,28 @@ def _memory(measured: _Measured) -> Goal | None:
     peaks = [item.peak_kib for item in measured.timings if item.who.startswith("ekiben")]
     if not peaks:
         return None
-    return Goal(case="the builder's own peak memory, in all of these", ekiben=f"{max(peaks) / 1024:.0f} MiB", peer="",
-                ratio=None, target="< 300 MiB whatever the image size", reached=max(peaks) < 300 * 1024)  # fmt: skip
+    return Goal(
+        case="the builder's own peak memory, in all of these",
+        ekiben=f"{max(peaks) / 1024:.0f} MiB",
+        peer="",
+        ratio=None,
+        target="< 300 MiB whatever the image size",
+        reached=max(peaks) < 300 * 1024,
+    )
 
 
 def _help(measured: _Measured) -> Goal | None:
     ours = measured.get("help", "ekiben")
     if not ours:
         return None
-    return Goal(case=TITLES["help"], ekiben=format_seconds(ours.median), peer="", ratio=None, target="< 0.2 s",
-                reached=ours.median < 0.2)  # fmt: skip
+    return Goal(
+        case=TITLES["help"],
+        ekiben=format_seconds(ours.median),
+        peer="",
+        ratio=None,
+        target="< 0.2 s",
+        reached=ours.median < 0.2,
+    )
 
 
 def _published(measured: _Measured, facts: Facts) -> list[Goal]:
@@ -233,27 +272,42 @@ def _registry(measured: _Measured, facts: Facts) -> list[Goal]:
 
 
 def _moved(case: str, ours: Timing, moved: int, total: int) -> Goal:
-    return Goal(case=TITLES[case], ekiben=f"{format_seconds(ours.median)}, {moved / 1e3:.0f} kB moved", peer="", ratio=None,
-                target="< 1 % of the image moved", reached=moved < 0.01 * total)  # fmt: skip
+    return Goal(
+        case=TITLES[case],
+        ekiben=f"{format_seconds(ours.median)}, {moved / 1e3:.0f} kB moved",
+        peer="",
+        ratio=None,
+        target="< 1 % of the image moved",
+        reached=moved < 0.01 * total,
+    )
 
 
 def table(result: Result) -> str:
     """Return two Markdown tables: the goals, and everything that was measured."""
     machine, facts = result.machine, result.facts
     size = f", {facts['unpacked bytes'] / 1e9:.1f} GB unpacked" if "unpacked bytes" in facts else ""
-    lines = [f"`{result.recipe}`{size}; {machine['cores']} cores of {machine['processor']}, "
-             f"{machine['memory bytes'] / 2**30:.0f} GiB, {machine['system']}, {result.date[:10]}.", "",
-             "| case | Ekiben | peer | peer ÷ Ekiben | target | reached |", "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        (
+            f"`{result.recipe}`{size}; {machine['cores']} cores of {machine['processor']}, "
+            f"{machine['memory bytes'] / 2**30:.0f} GiB, {machine['system']}, {result.date[:10]}."
+        ),
+        "",
+        "| case | Ekiben | peer | peer ÷ Ekiben | target | reached |",
+        "|---|---|---|---|---|---|",
+    ]
     for goal in result.goals:
         ratio = f"{goal.ratio:.3g} ×" if goal.ratio is not None else ""
-        lines.append(f"| {goal.case} | {goal.ekiben} | {goal.peer} | {ratio} | {goal.target} | "
-                     f"{'yes' if goal.reached else '**no**'} |")  # fmt: skip
+        lines.append(
+            f"| {goal.case} | {goal.ekiben} | {goal.peer} | {ratio} | {goal.target} | "
+            f"{'yes' if goal.reached else '**no**'} |"
+        )
     lines += ["", "| case | who | median | runs |", "|---|---|---|---|"]
     for timing in result.timings:
         note = timing.about.get("note", str(len(timing.seconds)))
         base = f" (with the base, {timing.about['base']:.0f} s)" if "base" in timing.about else ""
         lines.append(
-            f"| {TITLES.get(timing.case, timing.case)} | {timing.who} | {format_seconds(seconds(timing))}{base} | {note} |"
+            f"| {TITLES.get(timing.case, timing.case)} | {timing.who} | {format_seconds(seconds(timing))}{base} |"
+            f" {note} |"
         )
     lines += [f"\nFailed: {name}" for name in result.failed]
     return "\n".join(lines) + "\n"

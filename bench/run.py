@@ -50,9 +50,14 @@ def machine() -> Machine:
     ]
     memory = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
     release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
-    return {"system": release.get("PRETTY_NAME", "").strip('"'), "kernel": platform.release(),
-            "processor": models[0] if models else platform.machine(), "cores": len(os.sched_getaffinity(0)),
-            "memory bytes": memory, "python": platform.python_version()}  # fmt: skip
+    return {
+        "system": release.get("PRETTY_NAME", "").strip('"'),
+        "kernel": platform.release(),
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory bytes": memory,
+        "python": platform.python_version(),
+    }
 
 
 def merge(kept: Result, new: Result) -> Result:
@@ -67,8 +72,18 @@ def merge(kept: Result, new: Result) -> Result:
 
 def write(bench: Bench, kept: Result | None, began: str, load: Load, out: Path) -> list[Goal]:
     """Write results.json, results.md and results.svg into ``out``. kept: an earlier run's, of which what did not run now stays."""
-    result = Result(date=began, recipe=bench.original, machine=machine(), load_before=load, load_after=os.getloadavg(),
-                    versions=versions(), facts=bench.facts, goals=[], failed=bench.failed, timings=bench.timings)  # fmt: skip
+    result = Result(
+        date=began,
+        recipe=bench.original,
+        machine=machine(),
+        load_before=load,
+        load_after=os.getloadavg(),
+        versions=versions(),
+        facts=bench.facts,
+        goals=[],
+        failed=bench.failed,
+        timings=bench.timings,
+    )
     result = merge(kept, result) if kept else result
     result = replace(result, goals=goals(result.timings, result.facts))
     out.mkdir(parents=True, exist_ok=True)
@@ -152,8 +167,11 @@ def main() -> int:
 
 def remove(bench: Bench) -> None:
     bench.docker.remove()
-    subprocess.run([docker_client(), "rmi", "--force", f"ekiben/{NAME}:latest", f"ekiben/{SECOND}:latest"],
-                   capture_output=True, check=False)  # fmt: skip
+    subprocess.run(
+        [docker_client(), "rmi", "--force", f"ekiben/{NAME}:latest", f"ekiben/{SECOND}:latest"],
+        capture_output=True,
+        check=False,
+    )
     remove_tree(bench.scratch)
 
 

@@ -63,8 +63,12 @@ class Bench:
                 self.run_untimed(command)
 
     def _copy_checkout(self) -> None:
-        listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=PROJECT_ROOT,
-                                capture_output=True, check=True).stdout.decode()  # fmt: skip
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=PROJECT_ROOT,
+            capture_output=True,
+            check=True,
+        ).stdout.decode()
         for name in filter(None, listed.split("\0")):
             if (PROJECT_ROOT / name).is_file():
                 (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -122,9 +126,15 @@ class Bench:
         return measure("", "", [command], self.log)[1]
 
     def record(
-        self, case: str, who: str, commands: list[Command], *, runs: int = 1,
-        before: Callable[[], object] = lambda: None, base: float | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        case: str,
+        who: str,
+        commands: list[Command],
+        *,
+        runs: int = 1,
+        before: Callable[[], object] = lambda: None,
+        base: float | None = None,
+    ) -> str:
         """Time ``commands`` and keep the timing. ``base``: seconds of a base layer that they are given.
 
         Returns: the last stdout. Raises: Failed when Ekiben fails; a peer's failure goes into the results.

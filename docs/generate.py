@@ -39,13 +39,26 @@ NOTE = "<!-- Written by docs/generate.py from the code: do not edit. -->\n"
 TEMPLATE = "ekiben/project/template/recipe.schema.json"
 # file of YAML → (the dataclass that reads it, what it is)
 FILES: dict[str, tuple[type[Any], str]] = {
-    "recipe": (RecipeFile, "`recipes/NAME/recipe.yaml`, or a `recipe.yaml` in any folder: which top layer, which stack, which tasks."),
+    "recipe": (
+        RecipeFile,
+        "`recipes/NAME/recipe.yaml`, or a `recipe.yaml` in any folder: which top layer, which stack, which tasks.",
+    ),
     "stack": (StackFile, "`images/stacks/NAME/stack.yaml`: versions that work together. The lock files lie beside it."),
-    "site": (SiteFile, "`sites/NAME.yaml`, or `~/.config/ekiben/sites/NAME.yaml`: the compute nodes of a cluster. "
-                       "What a profile leaves out is unknown, never assumed."),
-    "config": (Config, "`~/.config/ekiben/config.yaml` and `/etc/ekiben/config.yaml`: what a user, and a site for all its users, "
-                       "set once. An option comes first, then the environment, then the user's file, then the site's, key by key."),
-}  # fmt: skip
+    "site": (
+        SiteFile,
+        (
+            "`sites/NAME.yaml`, or `~/.config/ekiben/sites/NAME.yaml`: the compute nodes of a cluster. "
+            "What a profile leaves out is unknown, never assumed."
+        ),
+    ),
+    "config": (
+        Config,
+        (
+            "`~/.config/ekiben/config.yaml` and `/etc/ekiben/config.yaml`: what a user, and a site for all its users, "
+            "set once. An option comes first, then the environment, then the user's file, then the site's, key by key."
+        ),
+    ),
+}
 # Options of `submit`, in config.yaml and in a site's profile.
 JOB_DEFAULTS = {
     "account": "The group or account that pays",
@@ -71,11 +84,16 @@ MEANINGS = {
         "tasks.entrypoint": "A script of the recipe's `entrypoints/`, else of Ekiben's",
         "tasks.config": "A YAML file of the recipe: the task's settings",
         "tasks.help": "One line for `--help`",
-        "tasks.launch": "In a job: `per-gpu`: a process for each GPU of each node; `single`: one process; `cpu`: one process, no GPU requested. "
-        "Default: `single`",
+        "tasks.launch": (
+            "In a job: `per-gpu`: a process for each GPU of each node; `single`: one process; `cpu`: one process, no"
+            " GPU requested. Default: `single`"
+        ),
         "data": "More files of the folder that ship in the image, below `/opt/ekiben/recipe/`",
         "default_task": "The task that runs where none is named: `apptainer run FILE.sif`, `docker run IMAGE`",
-        "environment": "Variables that are set in the image; `$NAME` and `${NAME}` stand for what a layer, or an earlier line, sets",
+        "environment": (
+            "Variables that are set in the image; `$NAME` and `${NAME}` stand for what a layer, or an earlier line,"
+            " sets"
+        ),
         "labels": "Labels of the image",
         "test": "Shell script that runs in the finished image",
     },
@@ -137,7 +155,9 @@ MEANINGS = {
         "scheduler.group_in_script": "Whether that option may stand in the job script",
         "scheduler.options": "More options for every job",
         "scheduler.resources": "What one node of a job can be: a resource type, a partition",
-        "scheduler.resources.request": "Options that request it; `{nodes}`, `{gpus}` (per node), `{cores}`, `{memory_gib}` are replaced",
+        "scheduler.resources.request": (
+            "Options that request it; `{nodes}`, `{gpus}` (per node), `{cores}`, `{memory_gib}` are replaced"
+        ),
         "scheduler.resources.gpus": "GPUs of each node",
         "scheduler.resources.cores": "CPUs of each node",
         "scheduler.resources.memory_gib": "Memory of each node, in GiB",
@@ -216,8 +236,11 @@ def property_of(field: Field[Any], kind: Any, name: str, path: str) -> dict[str,
 def json_schema(name: str) -> str:
     """Return the JSON Schema of a file, as text."""
     kind, about = FILES[name]
-    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": f"Ekiben's {name}.yaml",
-            "description": about.replace("`", "")}  # fmt: skip
+    head = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": f"Ekiben's {name}.yaml",
+        "description": about.replace("`", ""),
+    }
     return json.dumps({**head, **schema_of(kind, name)}, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -265,10 +288,11 @@ def yaml_page(name: str) -> str:
     schema = f"../schemas/{name}.schema.json"
     return (
         f"{NOTE}\n# {name}.yaml\n\n{about}\n\nAn unknown key is an error that names the nearest known one. "
-        f"Keys of a list's or a mapping's items are written below it with a dot.\n\n"
-        "| key | value | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
-        f"Editors with a YAML language server complete and check the file by its [JSON Schema]({schema}), when its first line is\n\n"
-        f"    # yaml-language-server: $schema=PATH/OF/{name}.schema.json\n"
+        "Keys of a list's or a mapping's items are written below it with a dot.\n\n"
+        "| key | value | default | meaning |\n|---|---|---|---|\n"
+        + "\n".join(rows)
+        + f"\n\nEditors with a YAML language server complete and check the file by its [JSON Schema]({schema}), when"
+        f" its first line is\n\n    # yaml-language-server: $schema=PATH/OF/{name}.schema.json\n"
     )
 
 
@@ -327,8 +351,10 @@ def cli_page() -> str:
     aliases = ", ".join(f"`{alias}` is `{name}`" for alias, name in ALIASES.items())
     parts = [
         f"{NOTE}\n# Command line",
-        "`ekiben` is the installed command; in a checkout, `.venv/bin/python build.py` is the same. "
-        f"Every command has `-h`, `--help`. Other names: {aliases}.",
+        (
+            "`ekiben` is the installed command; in a checkout, `.venv/bin/python build.py` is the same. "
+            f"Every command has `-h`, `--help`. Other names: {aliases}."
+        ),
         "These options come before the command:",
         "| option | default | what it does |\n|---|---|---|\n" + "\n".join(options),
     ]
@@ -346,18 +372,21 @@ def exit_codes_page() -> str:
     meaning = dict(re.findall(r"(\w+Error)\s+\d+\s+(.+)", errors.__doc__ or ""))
     classes = (kind for _, kind in inspect.getmembers(errors, inspect.isclass))
     kinds = [kind for kind in classes if issubclass(kind, errors.EkibenError) and kind.__name__ in meaning]
-    rows = [f"| {kind.exit_code} | {meaning[kind.__name__]} | `{kind.__name__}` |"
-            for kind in sorted(kinds, key=lambda kind: kind.exit_code)]  # fmt: skip
+    rows = [
+        f"| {kind.exit_code} | {meaning[kind.__name__]} | `{kind.__name__}` |"
+        for kind in sorted(kinds, key=lambda kind: kind.exit_code)
+    ]
     return (
-        f"{NOTE}\n# Exit codes\n\n## Of ekiben\n\n| code | meaning | exception in Python |\n|---|---|---|\n| 0 | done | |\n"
+        f"{NOTE}\n# Exit codes\n\n## Of ekiben\n\n| code | meaning | exception in Python |\n|---|---|---|\n| 0 | done"
+        " | |\n"
         + "\n".join(rows)
-        + "\n| 130, 143 | interrupted (Ctrl-C), terminated (SIGTERM); what was finished is kept | |\n\n"
-        "`ekiben run` ends with the exit code of the task; `ekiben lock --check` with 9 when something is out of date;\n"
-        "`ekiben doctor` with 10 when the image will not run.\n\n"
-        "## Of tasks\n\n| code | meaning |\n|---|---|\n| 0 | done |\n| 1 | an error that the message explains |\n"
-        "| 2 | an argument or a setting is wrong |\n| 3 | the run does not fit the memory of its GPUs, as `--dry-run --gpus N --on GPU` finds on any machine |\n"
-        "| 75 | stopped by SIGTERM or SIGUSR1 after a checkpoint: the same command goes on |\n"
-        "| 130 | interrupted (Ctrl-C) |\n"
+        + "\n| 130, 143 | interrupted (Ctrl-C), terminated (SIGTERM); what was finished is kept | |\n\n`ekiben run`"
+        " ends with the exit code of the task; `ekiben lock --check` with 9 when something is out of date;\n`ekiben"
+        " doctor` with 10 when the image will not run.\n\n## Of tasks\n\n| code | meaning |\n|---|---|\n| 0 | done"
+        " |\n| 1 | an error that the message explains |\n| 2 | an argument or a setting is wrong |\n| 3 | the run"
+        " does not fit the memory of its GPUs, as `--dry-run --gpus N --on GPU` finds on any machine |\n| 75 |"
+        " stopped by SIGTERM or SIGUSR1 after a checkpoint: the same command goes on |\n| 130 | interrupted"
+        " (Ctrl-C) |\n"
     )
 
 
@@ -390,7 +419,13 @@ def task_text(recipe: Path, name: str, task: dict[str, Any], level: str = "###")
         "EKIBEN_RECIPE": str(recipe),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    done = subprocess.run([sys.executable, "-c", PROBE, str(script), *config], env=environment, capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(script), *config],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"{script}: {done.stderr}")
     about = json.loads(done.stdout)
@@ -398,8 +433,11 @@ def task_text(recipe: Path, name: str, task: dict[str, Any], level: str = "###")
     parts = [f"{level} {recipe.name}: {name}", first]
     if examples.strip():
         parts.append("\n".join(f"    {line}" for line in examples.strip().splitlines()))
-    rows = [f"| `{', '.join(action['names'])}{'' if action['flag'] or not action['names'][0].startswith('-') else ' ' + str(action['metavar'])}` "
-            f"| {escaped(action['help'])} |" for action in about["actions"]]  # fmt: skip
+    rows = [
+        f"| `{', '.join(action['names'])}{'' if action['flag'] or not action['names'][0].startswith('-') else ' ' + str(action['metavar'])}`"
+        f" | {escaped(action['help'])} |"
+        for action in about["actions"]
+    ]
     if rows:
         parts.append("| argument | |\n|---|---|\n" + "\n".join(rows))
     settings = about["epilog"].splitlines()[1:]
@@ -418,9 +456,11 @@ def tasks_page() -> str:
     """Return the page of every task of every recipe."""
     parts = [
         f"{NOTE}\n# Tasks and their settings",
-        "A task is a command in the image of its recipe. `TASK --help` prints the same. A setting comes from the task's default, "
-        "then the file of `--config` (by default the recipe's own), then `--set NAME=VALUE`. An unknown name or a value "
-        "of the wrong type is an error before anything is loaded.",
+        (
+            "A task is a command in the image of its recipe. `TASK --help` prints the same. A setting comes from the"
+            " task's default, then the file of `--config` (by default the recipe's own), then `--set NAME=VALUE`. An"
+            " unknown name or a value of the wrong type is an error before anything is loaded."
+        ),
     ]
     for path in sorted(ROOT.glob("recipes/*/recipe.yaml")):
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -438,8 +478,11 @@ def typed_dicts(path: Path) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
         if isinstance(node, ast.ClassDef) and any(
             isinstance(base, ast.Name) and base.id == "TypedDict" for base in node.bases
         ):
-            rows = [(item.target.id, ast.unparse(item.annotation)) for item in node.body
-                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]  # fmt: skip
+            rows = [
+                (item.target.id, ast.unparse(item.annotation))
+                for item in node.body
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            ]
             yield node.name, ast.get_docstring(node) or "", rows
 
 
@@ -453,8 +496,11 @@ JSON_OUTPUTS = {
 
 def json_keys(path: Path) -> list[str]:
     """Return the keys that a command's ``to_json`` writes, in their order, nested ones too."""
-    methods = (node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-               if isinstance(node, ast.FunctionDef) and node.name == "to_json")  # fmt: skip
+    methods = (
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name == "to_json"
+    )
     literals = (node for method in methods for node in ast.walk(method) if isinstance(node, ast.Dict))
     keys = [key.value for literal in literals for key in literal.keys if isinstance(key, ast.Constant)]
     return list(dict.fromkeys(str(key) for key in keys))
@@ -485,8 +531,11 @@ def benchmarks_page() -> str:
         spread = f"{min(seconds):.2f} to {max(seconds):.2f} s" if len(seconds) > 1 else ""
         who = timing["who"].replace("ekiben", "Ekiben")
         rows.append(f"| {timing['case']} | {who} | {len(seconds)} | {median(seconds):.2f} s | {spread} |")
-    missed = [f"| {goal['case']} | {goal['ekiben']} | {goal['peer']} | {goal['target']} |"
-              for goal in results["goals"] if not goal["reached"]]  # fmt: skip
+    missed = [
+        f"| {goal['case']} | {goal['ekiben']} | {goal['peer']} | {goal['target']} |"
+        for goal in results["goals"]
+        if not goal["reached"]
+    ]
     table = "\n".join(["| case | Ekiben | beside | target |", "|---|---|---|---|", *missed])
     text = (DOCS / "_benchmarks.md").read_text(encoding="utf-8")
     for name, chart in charts().items():
@@ -512,12 +561,14 @@ def gpu_results_page() -> str:
         names = [line.partition(",")[0] for line in record["gpus"]]
         driver = record["gpus"][0].rpartition(", ")[2]
         states = {None: "not run", True: "passed", False: "**failed**"}
-        rows = [f"| {check['case']} | {states[check['passed']]} | {check['seconds']:,.0f} | {_numbers_of(check)} |"
-                for check in record["checks"]]  # fmt: skip
+        rows = [
+            f"| {check['case']} | {states[check['passed']]} | {check['seconds']:,.0f} | {_numbers_of(check)} |"
+            for check in record["checks"]
+        ]
         parts.append(
-            f"\n## {path.stem.removeprefix(record['date'] + '-')}, {record['date']}\n\n"
-            f"Image `{record['image']['recipe']}`, stack `{record['image']['stack']}`, SIF `{record['sha256'][:12]}`, {record['apptainer'][0]}, a machine with {len(names)} × {names[0]}, "
-            f"driver {driver}.\n"
+            f"\n## {path.stem.removeprefix(record['date'] + '-')}, {record['date']}\n\nImage"
+            f" `{record['image']['recipe']}`, stack `{record['image']['stack']}`, SIF `{record['sha256'][:12]}`,"
+            f" {record['apptainer'][0]}, a machine with {len(names)} × {names[0]}, driver {driver}.\n"
         )
         parts += ["| case | result | s | |", "|---|---|---|---|", *rows]
     return "\n".join(parts) + "\n"
@@ -566,7 +617,9 @@ def generated() -> dict[str, Callable[[], str]]:
         TEMPLATE: lambda: json_schema("recipe"),
     }
     for name in charts():
-        pages[f"docs/pictures/benchmarks-{name}.svg"] = cast(Callable[[], str], lambda name=name: draw_chart(charts()[name]))  # fmt: skip
+        pages[f"docs/pictures/benchmarks-{name}.svg"] = cast(
+            Callable[[], str], lambda name=name: draw_chart(charts()[name])
+        )
     for name in FILES:
         pages[f"docs/reference/{name}-yaml.md"] = cast(Callable[[], str], lambda name=name: yaml_page(name))
         pages[f"docs/schemas/{name}.schema.json"] = cast(Callable[[], str], lambda name=name: json_schema(name))
@@ -575,8 +628,11 @@ def generated() -> dict[str, Callable[[], str]]:
 
 def out_of_date() -> list[str]:
     """Return the generated files that are not what the code says today."""
-    return [name for name, text in generated().items()
-            if not (ROOT / name).is_file() or (ROOT / name).read_text(encoding="utf-8") != text()]  # fmt: skip
+    return [
+        name
+        for name, text in generated().items()
+        if not (ROOT / name).is_file() or (ROOT / name).read_text(encoding="utf-8") != text()
+    ]
 
 
 def main() -> None:

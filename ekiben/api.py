@@ -81,9 +81,16 @@ class Metadata:
 
 
 def plan(
-    recipe: str | Path, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
-    arch: str | None = None, store: Path | None = None, layers: Sequence[str] = (), include: Sequence[str | Path] = (),
-) -> list[PlannedLayer]:  # fmt: skip
+    recipe: str | Path,
+    *,
+    stack: str | None = None,
+    arguments: Mapping[str, str] | None = None,
+    gpu_arch: str | None = None,
+    arch: str | None = None,
+    store: Path | None = None,
+    layers: Sequence[str] = (),
+    include: Sequence[str | Path] = (),
+) -> list[PlannedLayer]:
     """Return each layer of a recipe, bottom first, and whether it would be built. Nothing is run or written.
 
     Args:
@@ -111,11 +118,20 @@ def plan(
 
 
 def build(
-    recipe: str | Path, *, output: str | Path | None = None, stack: str | None = None,
-    arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None, arch: str | None = None, engine: str = "auto",
-    locked: bool = False, verify: bool = True, store: Path | None = None, layers: Sequence[str] = (),
+    recipe: str | Path,
+    *,
+    output: str | Path | None = None,
+    stack: str | None = None,
+    arguments: Mapping[str, str] | None = None,
+    gpu_arch: str | None = None,
+    arch: str | None = None,
+    engine: str = "auto",
+    locked: bool = False,
+    verify: bool = True,
+    store: Path | None = None,
+    layers: Sequence[str] = (),
     include: Sequence[str | Path] = (),
-) -> Image:  # fmt: skip
+) -> Image:
     """Build a recipe's missing layers, write its SIF, run every test in it, and open it.
 
     Args:
@@ -160,9 +176,14 @@ def build(
         registry=read_settings(os.environ).registry,
     )
     image, artifacts = build_and_export(
-        resolved, layer_store, options, progress, formats=("sif",), output=Path(output) if output else None,
+        resolved,
+        layer_store,
+        options,
+        progress,
+        formats=("sif",),
+        output=Path(output) if output else None,
         export_options=ExportOptions(with_sha256=verify),
-    )  # fmt: skip
+    )
     sif = Path(artifacts[0].ref)
     if verify:
         run_tests(image, layer_store, progress, sifs=[sif])
@@ -218,11 +239,13 @@ class Image:
         try:
             image, written = Fields.of(parse_json(image_json)), ShippedRecipe.parse(recipe)
             return Metadata(
-                recipe=image.text("recipe"), stack=image.text("stack"), description=written.description,
+                recipe=image.text("recipe"),
+                stack=image.text("stack"),
+                description=written.description,
                 tasks={name: task.help for name, task in written.tasks.items()},
                 layers={layer.text("name"): layer.text("cache_key") for layer in image.objects("layers")},
                 labels=Fields.of({"labels": parse_json(labels or b"{}")}).texts("labels"),
-            )  # fmt: skip
+            )
         except ValueError as error:
             raise UsageError(f"{self.path} does not say what it is made of: {error}") from error
 
@@ -236,9 +259,15 @@ class Image:
         return Runtime().inspect(self.path)
 
     def execute(
-        self, argv: Sequence[str], *, gpu: bool | None = None, binds: Sequence[Path] = (),
-        environment: Mapping[str, str] | None = None, on_line: Callable[[str], None] | None = None, check: bool = False,
-    ) -> Result:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        *,
+        gpu: bool | None = None,
+        binds: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+        check: bool = False,
+    ) -> Result:
         """Run a task or another program in the image, in this folder, and wait for its end.
 
         Args:
@@ -310,17 +339,27 @@ class RunningImage:
         return tuple(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in files)  # type: ignore[return-value]
 
     def execute(
-        self, argv: Sequence[str], *, environment: Mapping[str, str] | None = None,
-        on_line: Callable[[str], None] | None = None, check: bool = False,
-    ) -> Result:  # fmt: skip
+        self,
+        argv: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+        check: bool = False,
+    ) -> Result:
         """Run a program in the instance, as Image.execute() does."""
         return _execute(self._runtime, self._started, argv, self._gpu, (), environment, on_line, check)
 
 
 def _execute(
-    runtime: Runtime, target: Path | Instance, argv: Sequence[str], gpu: bool | None, binds: Sequence[Path],
-    environment: Mapping[str, str] | None, on_line: Callable[[str], None] | None, check: bool,
-) -> Result:  # fmt: skip
+    runtime: Runtime,
+    target: Path | Instance,
+    argv: Sequence[str],
+    gpu: bool | None,
+    binds: Sequence[Path],
+    environment: Mapping[str, str] | None,
+    on_line: Callable[[str], None] | None,
+    check: bool,
+) -> Result:
     has_gpu = _has_gpu() if gpu is None else gpu
     result = runtime.execute(target, argv, gpu=has_gpu, binds=binds, environment=environment, on_line=on_line)
     if check and result.exit_code:

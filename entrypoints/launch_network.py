@@ -35,8 +35,12 @@ def network(name: str, nodes: Sequence[str], environment: Mapping[str, str]) -> 
     if ports:
         lines.append(f"network     {name}: {', '.join(ports)}")
         if missing := verbs_missing():
-            lines.append(warning(f"{name} has InfiniBand and this container cannot use it: {missing}.",
-                                 "NCCL will fall back to TCP, which is several times slower."))  # fmt: skip
+            lines.append(
+                warning(
+                    f"{name} has InfiniBand and this container cannot use it: {missing}.",
+                    "NCCL will fall back to TCP, which is several times slower.",
+                )
+            )
     return chosen, lines
 
 

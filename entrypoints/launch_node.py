@@ -67,10 +67,15 @@ class NodeRank:
         """Return torchrun's variables for the local rank ``local``; address, port: MASTER_ADDR and MASTER_PORT."""
         rank = self.node * self.processes + local
         return {
-            "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(self.size),
-            "LOCAL_WORLD_SIZE": str(self.processes), "NODE_RANK": str(self.node), "GROUP_RANK": str(self.node),
-            "MASTER_ADDR": address, "MASTER_PORT": str(port),
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "NODE_RANK": str(self.node),
+            "GROUP_RANK": str(self.node),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 0 <= node_rank.node < len(node_rank.nodes):
         print_line(f"error: node {node_rank.node} of {len(node_rank.nodes)}: {args.nodes}")
         return 2
-    launcher = Launcher(node_rank, args.command, port=args.port, key=args.key.read_text().strip() if args.key else "",
-                        notice=args.notice, logs=args.logs, patience=args.patience, start_patience=args.start_patience)  # fmt: skip
+    launcher = Launcher(
+        node_rank,
+        args.command,
+        port=args.port,
+        key=args.key.read_text().strip() if args.key else "",
+        notice=args.notice,
+        logs=args.logs,
+        patience=args.patience,
+        start_patience=args.start_patience,
+    )
     return asyncio.run(launcher.run())
 
 
@@ -101,9 +114,17 @@ class Launcher:
     """Start this node's processes, watch them, and agree with the other nodes' launchers on the job's outcome."""
 
     def __init__(
-        self, node_rank: NodeRank, command: Sequence[str], *, port: int, key: str, notice: Path | None = None,
-        logs: Path | None = None, patience: float, start_patience: float,
-    ) -> None:  # fmt: skip
+        self,
+        node_rank: NodeRank,
+        command: Sequence[str],
+        *,
+        port: int,
+        key: str,
+        notice: Path | None = None,
+        logs: Path | None = None,
+        patience: float,
+        start_patience: float,
+    ) -> None:
         self.node_rank, self.command, self.port, self.key = node_rank, command, port, key
         self.notice, self.patience, self.start_patience = notice, patience, start_patience
         self.logs = logs if node_rank.size > 1 else None
@@ -193,7 +214,9 @@ class Launcher:
                 break
             except OSError as error:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise Lost(f"{self.node_rank.name} does not reach {first}, port {self.port}: {error.strerror or error}") from None  # fmt: skip
+                    raise Lost(
+                        f"{self.node_rank.name} does not reach {first}, port {self.port}: {error.strerror or error}"
+                    ) from None
                 await asyncio.sleep(0.5)
         self.peers[0] = writer
         self._send(0, {"node": self.node_rank.node, "key": self.key})
@@ -284,9 +307,13 @@ class Launcher:
             output = pipes[-1][1] if self.logs else None
             try:
                 worker = await asyncio.create_subprocess_exec(
-                    *self.command, env={**settings, **rank_settings}, start_new_session=True, preexec_fn=die_with_parent,
-                    stdout=output, stderr=output,
-                )  # fmt: skip
+                    *self.command,
+                    env={**settings, **rank_settings},
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                    stdout=output,
+                    stderr=output,
+                )
             except OSError as error:
                 reason = f"{self.node_rank.name}: {self.command[0]}: {error.strerror}; is it a task of this image?"
                 self._report(self.node_rank.node, Outcome(127, reason))
@@ -302,7 +329,9 @@ class Launcher:
         """Copy what each process writes to the job's log and to one of its own. In threads: a slow disk must not stop the beat."""
         for local, (source, output) in enumerate(pipes):
             os.close(output)
-            self.copies.append(threading.Thread(target=copy_lines, args=(source, self.logs, self._rank(local)), daemon=True))  # fmt: skip
+            self.copies.append(
+                threading.Thread(target=copy_lines, args=(source, self.logs, self._rank(local)), daemon=True)
+            )
             self.copies[-1].start()
 
     async def _wait_for_workers(self) -> None:
@@ -352,7 +381,10 @@ class Launcher:
             for rank, position in positions.items():
                 if (seconds := silent[rank] * pause) >= position["limit"]:
                     if not position["lockstep"]:  # the others do not wait for it, or say so
-                        reason = f"rank {rank} on {self.node_rank.name}: no progress for {format_seconds(seconds)} {position['where']}"
+                        reason = (
+                            f"rank {rank} on {self.node_rank.name}: no progress for {format_seconds(seconds)}"
+                            f" {position['where']}"
+                        )
                         self._report(node, Outcome(1, f"{reason} (setting hang_minutes)"))
                         return
                     await asyncio.sleep(2 * pause)  # until the first node knows where the others' processes are
@@ -453,8 +485,12 @@ class Launcher:
             await asyncio.sleep(1)
             if (network_name := nccl_network(folder)) is not None:
                 if network_name == "Socket" and (fast := infiniband()):
-                    print_line(warning(f"NCCL on {self.node_rank.name} fell back to TCP, though there is {', '.join(fast)}.",
-                                       f"Its log: {folder}. Training will be several times slower."))  # fmt: skip
+                    print_line(
+                        warning(
+                            f"NCCL on {self.node_rank.name} fell back to TCP, though there is {', '.join(fast)}.",
+                            f"Its log: {folder}. Training will be several times slower.",
+                        )
+                    )
                     self.scratch = None
                 elif self.node_rank.node == 0:
                     print_line(f"network     NCCL uses {network_name}")

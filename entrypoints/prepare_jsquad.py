@@ -140,16 +140,22 @@ def _read_squad(file: Path) -> Items:
                     answers = question.get("answers") or [{}]
                     where = f"{file} article {number} question {question.get('id', '?')}"
                     first = answers[0]
-                    yield where, (
-                        article.get("title"), paragraph.get("context"), question.get("question"),
-                        first.get("text"), first.get("answer_start"),
-                    )  # fmt: skip
+                    yield (
+                        where,
+                        (
+                            article.get("title"),
+                            paragraph.get("context"),
+                            question.get("question"),
+                            first.get("text"),
+                            first.get("answer_start"),
+                        ),
+                    )
     except OSError as error:
         raise TaskError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TaskError(
-            f"{file}: is not in SQuAD's format ({type(error).__name__}: {error}); wanted is "
-            '{"data": [{"title": ..., "paragraphs": [{"context": ..., "qas": [{"question": ..., "answers": [...]}]}]}]}'
+            f'{file}: is not in SQuAD\'s format ({type(error).__name__}: {error}); wanted is {{"data": [{{"title": ...,'
+            ' "paragraphs": [{"context": ..., "qas": [{"question": ..., "answers": [...]}]}]}]}'
         ) from None
 
 
@@ -170,9 +176,16 @@ def _read_table(name: str, table: Any) -> Items:
     for number, item in enumerate(table, 1):
         answers = item.get("answers") or {}
         first = {key: values[0] for key, values in answers.items() if values}
-        yield f"{name} row {number}", (
-            item.get("title"), item.get("context"), item.get("question"), first.get("text"), first.get("answer_start"),
-        )  # fmt: skip
+        yield (
+            f"{name} row {number}",
+            (
+                item.get("title"),
+                item.get("context"),
+                item.get("question"),
+                first.get("text"),
+                first.get("answer_start"),
+            ),
+        )
 
 
 if __name__ == "__main__":

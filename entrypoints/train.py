@@ -54,9 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("train", __doc__, Settings, arguments)
     parser.add_argument(
-        "--data", action="append", default=[], metavar="PLACE",
+        "--data",
+        action="append",
+        default=[],
+        metavar="PLACE",
         help="instead of the setting data; repeatable; 'sample': the recipe's own rows",
-    )  # fmt: skip
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where results go (default: result)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")

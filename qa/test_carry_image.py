@@ -64,8 +64,10 @@ def image(folder: Path) -> Path:
     }
     names = ["", *(path.as_posix() for path in reversed(PurePosixPath(INSIDE, "tool").parents[:-1])), f"{INSIDE}/tool"]
     folders = [Entry(name, "dir", mtime=EPOCH) for name in names]
-    files = [Entry(name, "file", 0o644, 1000, 1000, EPOCH, len(content), xattrs=(("user.note", b"\0\xff"),))
-             for name, content in data.items()]  # fmt: skip
+    files = [
+        Entry(name, "file", 0o644, 1000, 1000, EPOCH, len(content), xattrs=(("user.note", b"\0\xff"),))
+        for name, content in data.items()
+    ]
     other = [Entry("a\udcff", "symlink", mtime=EPOCH, target="/opt"), Entry("run", "fifo", mtime=EPOCH)]
     link = Entry("z", "hardlink", 0o644, 1000, 1000, EPOCH, 0, f"{INSIDE}/tool/data.bin")
     lower = layer(folder / "0", *sorted([*folders, *files, *other, link], key=lambda entry: entry.order), data=data)

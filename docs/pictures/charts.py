@@ -57,7 +57,11 @@ def longest_of(groups: Sequence[dict[str, str]]) -> float:
 def chart_of(title: str, notes: Sequence[str], groups: dict[str, dict[str, str]], first: str | None = None) -> Chart:
     """Return a chart on a linear scale from 0 to the greatest number."""
     longest = longest_of([*groups.values()])
-    return Chart(title=title, notes=notes, groups=[(name, linear_bars(values, longest, first)) for name, values in groups.items()])  # fmt: skip
+    return Chart(
+        title=title,
+        notes=notes,
+        groups=[(name, linear_bars(values, longest, first)) for name, values in groups.items()],
+    )
 
 
 def training_chart(tables: Sequence[Table]) -> Chart:
@@ -77,10 +81,16 @@ def attention_chart(tables: Sequence[Table]) -> Chart:
     """Return TFLOP/s of the attention kernels at one length."""
     rows = [row for row in find_table(tables, "head size", "flash-attn 4") if row["longest example"] == LENGTH]
     groups = {
-        f"heads of {row['head size']}, {kind}": {name.removeprefix("mixed: "): row[name].replace("wrong", "wrong gradients") for name in kernels}
-        for kind, kernels in KERNELS.items() for row in rows
-    }  # fmt: skip
-    notes = [f"TFLOP/s, forward and backward, bf16, longest example {LENGTH} tokens", "one H100, torch 2.11, 2026-11-25; bold: the fastest"]  # fmt: skip
+        f"heads of {row['head size']}, {kind}": {
+            name.removeprefix("mixed: "): row[name].replace("wrong", "wrong gradients") for name in kernels
+        }
+        for kind, kernels in KERNELS.items()
+        for row in rows
+    }
+    notes = [
+        f"TFLOP/s, forward and backward, bf16, longest example {LENGTH} tokens",
+        "one H100, torch 2.11, 2026-11-25; bold: the fastest",
+    ]
     return chart_of("Attention kernels", notes, groups)
 
 

@@ -20,9 +20,16 @@ _DEFAULT = ExportOptions()
 
 
 def build_and_export(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, actions: Sequence[Action] | None = None, *,
-    formats: Sequence[str] = (), output: Path | None = None, export_options: ExportOptions = _DEFAULT,
-) -> tuple[Image, list[Artifact]]:  # fmt: skip
+    resolved: ResolvedRecipe,
+    store: Store,
+    options: Options,
+    progress: Progress,
+    actions: Sequence[Action] | None = None,
+    *,
+    formats: Sequence[str] = (),
+    output: Path | None = None,
+    export_options: ExportOptions = _DEFAULT,
+) -> tuple[Image, list[Artifact]]:
     """Build the image as ``actions`` say (by default plan()'s) and export it.
 
     Once, a damaged blob met on the way is dropped and made again, and so is a layer that was removed after it was planned.
@@ -56,9 +63,14 @@ def _damaged_blobs(actions: Sequence[Action], store: Store) -> list[CorruptBlob]
 
 
 def export(
-    image: Image, store: Store, progress: Progress, *,
-    formats: Sequence[str] = (), output: Path | None = None, options: ExportOptions = _DEFAULT,
-) -> list[Artifact]:  # fmt: skip
+    image: Image,
+    store: Store,
+    progress: Progress,
+    *,
+    formats: Sequence[str] = (),
+    output: Path | None = None,
+    options: ExportOptions = _DEFAULT,
+) -> list[Artifact]:
     """Export ``image`` in ``formats``; by default as a SIF, and to the Docker daemon when one answers.
 
     Raises EngineError when a format cannot be had here and has no fallback; StoreError; UsageError for a file that cannot be replaced.

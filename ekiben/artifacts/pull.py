@@ -55,8 +55,10 @@ def pull(
     kind = manifest.config.media_type
     out = check_output_file(out or Path(f"{reference.repository.rpartition('/')[2]}.sif"))
     if kind == MEDIA_LAYER_CONFIG:
-        raise FetchError(f"{reference} is a layer, not an image", hint=f"EKIBEN_REGISTRY={reference.host}/{reference.repository} "
-                         "lets a build take it")  # fmt: skip
+        raise FetchError(
+            f"{reference} is a layer, not an image",
+            hint=f"EKIBEN_REGISTRY={reference.host}/{reference.repository} lets a build take it",
+        )
     if not manifest.layers:
         raise FetchError(f"{reference} has no layer")
     if kind == MEDIA_SIF_CONFIG or manifest.layers[0].media_type == MEDIA_SIF:
@@ -110,8 +112,10 @@ def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path,
     """Each layer's tar becomes the squashfs that it was made of, so the SIF is the one that was built."""
     config = registry.config(manifest)
     diff_ids = config.diff_ids
-    foreign = FetchError(f"{registry.reference} is a Docker image that was not made by Ekiben",
-                         hint=f"apptainer pull docker://{registry.reference}, or docker pull {registry.reference}")  # fmt: skip
+    foreign = FetchError(
+        f"{registry.reference} is a Docker image that was not made by Ekiben",
+        hint=f"apptainer pull docker://{registry.reference}, or docker pull {registry.reference}",
+    )
     try:
         epoch = int(datetime.fromisoformat(config.created).timestamp())
     except ValueError as error:

@@ -102,11 +102,12 @@ def push(
     config_blob = _bytes_blob(config)
     sender.send([config_blob, *(blob for blob, _ in layers)])
     manifest = {
-        "schemaVersion": 2, "mediaType": MEDIA_MANIFEST,
+        "schemaVersion": 2,
+        "mediaType": MEDIA_MANIFEST,
         "config": {"mediaType": media_type, "digest": config_blob.digest, "size": config_blob.size},
         "layers": [descriptor for _, descriptor in layers],
         "annotations": {"org.opencontainers.image.title": image.name, "org.ekiben.image": image.image_id},
-    }  # fmt: skip
+    }
     done = sender.put_manifest(manifest, reference.tag_or_digest)
     digest = done.ref.rpartition("@")[2]
     if key:
@@ -125,8 +126,13 @@ def _make_sbom(image: Image, store: Store) -> bytes:
 
 
 def _docker(image: Image, store: Store) -> tuple[bytes, list[tuple[Blob, dict[str, Any]]], str]:
-    layers = [(Blob(layer.diff_id, layer.tar_size, _tar_from(LayerHandle(store, layer))),
-               {"mediaType": oci.MEDIA_TAR, "digest": layer.diff_id, "size": layer.tar_size}) for layer in image.layers]  # fmt: skip
+    layers = [
+        (
+            Blob(layer.diff_id, layer.tar_size, _tar_from(LayerHandle(store, layer))),
+            {"mediaType": oci.MEDIA_TAR, "digest": layer.diff_id, "size": layer.tar_size},
+        )
+        for layer in image.layers
+    ]
     return image.config, layers, MEDIA_CONFIG
 
 
@@ -155,8 +161,12 @@ def _sif(
                 progress.count(len(chunk))
         known = keep_sif(store, sif.id, sha, signed)
     blob = Blob(f"sha256:{known}", sif.size, sif.read)
-    descriptor = {"mediaType": MEDIA_SIF, "digest": blob.digest, "size": blob.size,
-                 "annotations": {"org.opencontainers.image.title": f"{image.name}.sif"}}  # fmt: skip
+    descriptor = {
+        "mediaType": MEDIA_SIF,
+        "digest": blob.digest,
+        "size": blob.size,
+        "annotations": {"org.opencontainers.image.title": f"{image.name}.sif"},
+    }
     return b"{}", [(blob, descriptor)], MEDIA_SIF_CONFIG
 
 
@@ -175,11 +185,12 @@ def _push_layers(image: Image, store: Store, reference: Reference, progress: Pro
     for layer in missing:  # tagged only when their blobs are complete
         config = configs[layer.cache_key]
         manifest = {
-            "schemaVersion": 2, "mediaType": MEDIA_MANIFEST,
+            "schemaVersion": 2,
+            "mediaType": MEDIA_MANIFEST,
             "config": {"mediaType": MEDIA_LAYER_CONFIG, "digest": config.digest, "size": config.size},
             "layers": [{"mediaType": MEDIA_LAYER, "digest": layer.digest, "size": layer.size}],
             "annotations": {"org.ekiben.layer": layer.name},
-        }  # fmt: skip
+        }
         sender.put_manifest(manifest, layer.cache_key)
     return Pushed(str(reference), sender.sent, sender.mounted, sender.existing)
 
@@ -224,8 +235,13 @@ class _Sender:
             finally:
                 for item in futures:
                     item.cancel()
-                self._remember([blob.digest for blob, item in zip(unique, futures, strict=True)
-                                if item.done() and not item.cancelled() and item.exception() is None])  # fmt: skip
+                self._remember(
+                    [
+                        blob.digest
+                        for blob, item in zip(unique, futures, strict=True)
+                        if item.done() and not item.cancelled() and item.exception() is None
+                    ]
+                )
 
     def _send(self, blob: Blob) -> tuple[str, int]:
         """Send one blob, on a thread of the pool. Returns the counter to advance, and by how much."""

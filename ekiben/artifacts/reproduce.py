@@ -66,8 +66,10 @@ def rebuild(
         beside.mkdir(parents=True, exist_ok=True)
         fresh = Store(Path(tempfile.mkdtemp(prefix="rebuild-", dir=beside)))
     except OSError as error:
-        raise StoreError(f"cannot create a folder to rebuild in: {beside}: {error.strerror}",
-                         hint="EKIBEN_STORE names a store of your own; the rebuilt one lies beside it") from error  # fmt: skip
+        raise StoreError(
+            f"cannot create a folder to rebuild in: {beside}: {error.strerror}",
+            hint="EKIBEN_STORE names a store of your own; the rebuilt one lies beside it",
+        ) from error
     try:
         after = build(resolved, fresh, options, progress)
         with progress.step(f"compare {len(before.layers)} layers"):
@@ -103,8 +105,10 @@ def refuse_differences(name: str, comparison: Comparison) -> None:
     lines = []
     for layer in comparison.layers:
         if not layer.same:
-            lines.append(f"  layer {layer.name}: {layer.before.diff_id[:19]} → {layer.after.diff_id[:19]}"
-                         + (f", {len(layer.differing)} entries differ" if layer.differing else ", packed differently"))  # fmt: skip
+            lines.append(
+                f"  layer {layer.name}: {layer.before.diff_id[:19]} → {layer.after.diff_id[:19]}"
+                + (f", {len(layer.differing)} entries differ" if layer.differing else ", packed differently")
+            )
             lines += [f"    {line}" for line in layer.differing[:_NAMED]]
             lines += [f"    … and {len(layer.differing) - _NAMED} more"] if len(layer.differing) > _NAMED else []
             lines += [f"    drift: {line}" for line in layer.after.drift]

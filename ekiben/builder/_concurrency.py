@@ -109,8 +109,10 @@ def _cgroup_cores(folder: Path) -> float:
 
 def _cgroup_memory(folder: Path) -> int:
     """What is left below the limit; pages of files, which go when they are needed, do not count as used."""
-    for limit, used, inactive in (("memory.max", "memory.current", "inactive_file"),
-                                  ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):  # fmt: skip
+    for limit, used, inactive in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
         top = _number(folder / limit)
         if top is not None and top < _UNLIMITED:
             stat = folder / "memory.stat"
@@ -161,8 +163,10 @@ def jobs_for(allowed: Allowance, job_memory: int | None, *, units: int | None = 
     count = int(max(1, min(allowed.cores, by_memory, units or allowed.cores)))
     threads = int(max(1, min(capabilities, allowed.cores // count, by_memory // count)))
     seen = "as seen before" if job_memory else "a guess"
-    reason = (f"{allowed.cores} cores ({allowed.cores_by}), {allowed.memory / GIB:.1f} GiB ({allowed.memory_by}), "
-              f"{each / GIB:.1f} GiB a job ({seen})")  # fmt: skip
+    reason = (
+        f"{allowed.cores} cores ({allowed.cores_by}), {allowed.memory / GIB:.1f} GiB ({allowed.memory_by}), "
+        f"{each / GIB:.1f} GiB a job ({seen})"
+    )
     return Jobs(count, threads, reason)
 
 

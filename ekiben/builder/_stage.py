@@ -45,8 +45,12 @@ def compile_stage(
     store, progress = builder.store, builder.progress
     stats: CompileStats = store.compile_stats(stage.wheel) if stage.wheel else {}
     allowed = allowance()
-    jobs = jobs_for(allowed, stats.get("job_memory") or stage.job_memory, units=stats.get("units"),
-                    capabilities=len(stage.inputs.get("capabilities", ())))  # fmt: skip
+    jobs = jobs_for(
+        allowed,
+        stats.get("job_memory") or stage.job_memory,
+        units=stats.get("units"),
+        capabilities=len(stage.inputs.get("capabilities", ())),
+    )
     work = work_folder(stage.name, stage.cache_key, store)
     make_folders(work)
     goes_on = any(work.iterdir())  # then what is compiled now is not all there is to it
@@ -85,9 +89,16 @@ def compile_stage(
     in_all = f", {minutes(seconds)} with what was compiled before" if spent.earlier else ""
     progress.log(f"stage {stage.name}: {compilation.done} units compiled in {minutes(spent.now())}{in_all}")
     return StoredResult(
-        name=stage.name, key=stage.cache_key, wheel=stage.wheel, files=tuple(outputs), inputs=stage.inputs,
-        origin="compiled", executor=notes["executor"], seconds=seconds, notes={**_proof(stage, outputs, store), **compiled},
-    )  # fmt: skip
+        name=stage.name,
+        key=stage.cache_key,
+        wheel=stage.wheel,
+        files=tuple(outputs),
+        inputs=stage.inputs,
+        origin="compiled",
+        executor=notes["executor"],
+        seconds=seconds,
+        notes={**_proof(stage, outputs, store), **compiled},
+    )
 
 
 def work_folder(name: str, key: str, store: Store) -> Path:
@@ -136,9 +147,16 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
     folder = stage.hands_over[0].rstrip("/")
     path = folder if folder.endswith(".whl") else f"{folder}/{wheel.name}"
     result = record or StoredResult(
-        name=stage.name, key=stage.cache_key, wheel=stage.wheel, files=(), inputs=stage.inputs, origin="",
-        executor="unknown", seconds=0.0, notes=proof,
-    )  # fmt: skip
+        name=stage.name,
+        key=stage.cache_key,
+        wheel=stage.wheel,
+        files=(),
+        inputs=stage.inputs,
+        origin="",
+        executor="unknown",
+        seconds=0.0,
+        notes=proof,
+    )
     return replace(result, name=stage.name, files=(StageOutput(path, 0o644, digest, size),), origin="imported")
 
 
@@ -220,8 +238,10 @@ def _proof(stage: BuildStage, outputs: Sequence[StageOutput], store: Store) -> d
     wheels = [file for file in outputs if file.path.endswith(".whl")]
     try:
         if len(wheels) != 1 or len(outputs) != 1:
-            raise LayerError(f"stage {stage.name} hands over {len(outputs)} files where one wheel is wanted: "
-                             + ", ".join(file.path for file in outputs))  # fmt: skip
+            raise LayerError(
+                f"stage {stage.name} hands over {len(outputs)} files where one wheel is wanted: "
+                + ", ".join(file.path for file in outputs)
+            )
         with store.staging() as staging:
             wheel = staging / Path(wheels[0].path).name
             wheel.symlink_to(store.blob_path(wheels[0].digest).absolute())
@@ -259,9 +279,13 @@ def _describe_failure(
 ) -> str:
     kept = f"What was compiled ({compilation.done} units) is kept: the same command goes on from there."
     if compilation.is_disk_full:
-        return (f"stage {stage.name}: no space left on the disk while it compiled. {kept} Make room ({command_name()} prune), or "
-                f"put the store elsewhere (EKIBEN_STORE). Its last lines:\n{log.tail()}")  # fmt: skip
+        return (
+            f"stage {stage.name}: no space left on the disk while it compiled. {kept} Make room ({command_name()}"
+            f" prune), or put the store elsewhere (EKIBEN_STORE). Its last lines:\n{log.tail()}"
+        )
     if killed:
-        return (f"stage {stage.name}: the compiler was killed for lack of memory, alone as it was; allowed are "
-                f"{memory / GIB:.1f} GiB. {kept} Its last lines:\n{log.tail()}")  # fmt: skip
+        return (
+            f"stage {stage.name}: the compiler was killed for lack of memory, alone as it was; allowed are "
+            f"{memory / GIB:.1f} GiB. {kept} Its last lines:\n{log.tail()}"
+        )
     return log.failure(stage, error.returncode) + (f"\n{kept}" if compilation.done else "")

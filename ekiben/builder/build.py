@@ -33,14 +33,28 @@ from ekiben.store import Image, Store, StoredLayer, StoredResult
 if TYPE_CHECKING:
     from ekiben.store.remote import LayerCache
 
-__all__ = ["Options", "ask_registry", "build", "ensure_layers", "image_name", "import_wheel", "plan", "prepare_job", "stored_image"]  # fmt: skip
+__all__ = [
+    "Options",
+    "ask_registry",
+    "build",
+    "ensure_layers",
+    "image_name",
+    "import_wheel",
+    "plan",
+    "prepare_job",
+    "stored_image",
+]
 
 Results = Mapping[str, StoredResult]  # by the stage's key
 
 
 def build(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, actions: Sequence[Action] | None = None
-) -> Image:  # fmt: skip
+    resolved: ResolvedRecipe,
+    store: Store,
+    options: Options,
+    progress: Progress,
+    actions: Sequence[Action] | None = None,
+) -> Image:
     """Obey ``actions``, by default plan()'s: make every missing layer, bottom first, and name the image.
 
     Raises LayerError, EngineError (also for another architecture that does not run here), StoreError, FetchError; LockMismatchError when ``options.locked`` refuses a layer;
@@ -104,8 +118,11 @@ def import_wheel(
     if (existing := store.result(stage.cache_key)) is not None:
         if digest in [file.digest for file in existing.files]:
             return existing
-        raise VerifyError(f"there is a wheel for {stage.name} already ({existing.origin}), with other bytes; two of one key "
-                          "would make two images of one key", hint=f"{command_name()} prune --wheels removes one that no image needs")  # fmt: skip
+        raise VerifyError(
+            f"there is a wheel for {stage.name} already ({existing.origin}), with other bytes; two of one key "
+            "would make two images of one key",
+            hint=f"{command_name()} prune --wheels removes one that no image needs",
+        )
     check_programs(resolved.stack.arch)
     store.open_for_writing()
     with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
@@ -210,8 +227,12 @@ class _Build:
                 raise
 
     def _ensure_result(
-        self, stage: BuildStage, copies: Sequence[StageCopy], deps: Mapping[str, StageAction], locks: contextlib.ExitStack
-    ) -> StoredResult:  # fmt: skip
+        self,
+        stage: BuildStage,
+        copies: Sequence[StageCopy],
+        deps: Mapping[str, StageAction],
+        locks: contextlib.ExitStack,
+    ) -> StoredResult:
         from ekiben.builder._stage import compile_stage, files_for
 
         key = stage.cache_key
@@ -273,11 +294,21 @@ class _Build:
 def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
     """Before anything is built. Raises DefinitionError when a lock file says that it could not lock something."""
     stack = resolved.stack
-    locks = {file.source for action in actions if not action.stored for file in action.layer.files
-             if file.source and file.source.suffix == ".lock"}  # fmt: skip
+    locks = {
+        file.source
+        for action in actions
+        if not action.stored
+        for file in action.layer.files
+        if file.source and file.source.suffix == ".lock"
+    }
     if missing := [f"{lock}: {line} is not locked" for lock in sorted(locks) for line in stack.unlocked(lock)]:
-        raise DefinitionError("\n".join(missing), hint="where an index that has it can be reached: "
-                              f"UV_EXTRA_INDEX_URL=<index> {command_name()} lock {stack.name} --keep")  # fmt: skip
+        raise DefinitionError(
+            "\n".join(missing),
+            hint=(
+                "where an index that has it can be reached: "
+                f"UV_EXTRA_INDEX_URL=<index> {command_name()} lock {stack.name} --keep"
+            ),
+        )
 
 
 def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
@@ -291,9 +322,14 @@ def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> No
     for action in missing:
         for dep in action.stage_deps:
             if isinstance(dep.step, BuildStage) and dep.step.wheel and not (dep.is_stored or dep.in_registry):
-                raise EngineError(f"no package index has {dep.step.wheel} for {arch}, and to compile it here under emulation takes days",
-                                  hint=f"build on an {arch} machine, or bring its wheel from one: "
-                                  f"{command_name()} wheels import {resolved.cli_args} WHEEL")  # fmt: skip
+                raise EngineError(
+                    f"no package index has {dep.step.wheel} for {arch}, and to compile it here under emulation takes"
+                    " days",
+                    hint=(
+                        f"build on an {arch} machine, or bring its wheel from one: "
+                        f"{command_name()} wheels import {resolved.cli_args} WHEEL"
+                    ),
+                )
 
 
 def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:
@@ -323,8 +359,13 @@ def image_name(resolved: ResolvedRecipe) -> str:
 def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
     """Let the recipe's name stand for the image of ``layers``."""
     image = _image_of(resolved, layers)
-    metadata = {"config": image.image_id, "recipe": image.recipe, "stack": image.stack, "tasks": dict(image.tasks),
-                "keys": [layer.cache_key for layer in layers]}  # fmt: skip
+    metadata = {
+        "config": image.image_id,
+        "recipe": image.recipe,
+        "stack": image.stack,
+        "tasks": dict(image.tasks),
+        "keys": [layer.cache_key for layer in layers],
+    }
     ref = store.image(image.name)
     is_same = ref is not None and all(ref.get(field) == value for field, value in metadata.items())
     if ref is None or not is_same or (store.is_writable() and not _are_complete(store, layers, ref)):
@@ -365,9 +406,19 @@ def _image_of(resolved: ResolvedRecipe, layers: Sequence[StoredLayer]) -> Image:
     )
     copies = (item for layer in resolved.layers for item in layer.copies)
     return Image(
-        name=image_name(resolved), image_id=oci.digest_of(config), config=config, layers=tuple(layers),
-        recipe=recipe.file.name, stack=resolved.stack.name, description=recipe.file.description,
+        name=image_name(resolved),
+        image_id=oci.digest_of(config),
+        config=config,
+        layers=tuple(layers),
+        recipe=recipe.file.name,
+        stack=resolved.stack.name,
+        description=recipe.file.description,
         tasks={name: task.help for name, task in recipe.file.tasks.items()},
-        environment=resolved.environment, labels=resolved.labels, deffile=resolved.deffile, epoch=epoch,
-        arch=resolved.stack.arch, cli_args=resolved.cli_args, result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
-    )  # fmt: skip
+        environment=resolved.environment,
+        labels=resolved.labels,
+        deffile=resolved.deffile,
+        epoch=epoch,
+        arch=resolved.stack.arch,
+        cli_args=resolved.cli_args,
+        result_keys=tuple(stage.cache_key for stage in stages_of(copies)),
+    )

@@ -44,8 +44,13 @@ class LayerBuilder:
     """
 
     def __init__(
-        self, resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, last_script: str | None = None
-    ) -> None:  # fmt: skip
+        self,
+        resolved: ResolvedRecipe,
+        store: Store,
+        options: Options,
+        progress: Progress,
+        last_script: str | None = None,
+    ) -> None:
         self.store, self.progress, self.options = store, progress, options
         self._recipe, self._stack, self._last_script = resolved.recipe.name, resolved.stack, last_script
         self._executor: tuple[str, Executor] | None = None
@@ -125,9 +130,17 @@ class LayerBuilder:
             size = blob.stat().st_size
             self.store.put_file(blob, digest)
         return StoredLayer(
-            name=layer.name, cache_key=layer.cache_key, diff_id=tar.diff_id, tar_size=tar.size, digest=digest, size=size,
-            executor=notes.pop("executor", "none"), seconds=round(time.monotonic() - began, 2), inputs=layer.inputs, notes=notes,
-        )  # fmt: skip
+            name=layer.name,
+            cache_key=layer.cache_key,
+            diff_id=tar.diff_id,
+            tar_size=tar.size,
+            digest=digest,
+            size=size,
+            executor=notes.pop("executor", "none"),
+            seconds=round(time.monotonic() - began, 2),
+            inputs=layer.inputs,
+            notes=notes,
+        )
 
     @contextlib.contextmanager
     def _entries(
@@ -159,9 +172,15 @@ class LayerBuilder:
 
     @contextlib.contextmanager
     def run_post(
-        self, step: Layer | BuildStage, lower: Sequence[StoredLayer], staging: Path, files: Sequence[File],
-        log: LogLine, notes: dict[str, Any], settings: Mapping[str, str] | None = None,
-    ) -> Iterator[Iterator[LayerEntry]]:  # fmt: skip
+        self,
+        step: Layer | BuildStage,
+        lower: Sequence[StoredLayer],
+        staging: Path,
+        files: Sequence[File],
+        log: LogLine,
+        notes: dict[str, Any],
+        settings: Mapping[str, str] | None = None,
+    ) -> Iterator[Iterator[LayerEntry]]:
         """Run a step's %post on the layers below; inside the context what it changed can be read, once.
 
         ``settings`` are variables that are no input; ``notes`` takes the executor's name. Raises JobFailed, EngineError.
@@ -189,14 +208,27 @@ class LayerBuilder:
             if is_excluded(path := file.destination.lstrip("/")):
                 left_out.add(path)
         job = prepare_job(
-            step.name, step.stage.post, {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})},
-            lower, self.store, staging, files=files, log=log,
-        )  # fmt: skip
+            step.name,
+            step.stage.post,
+            {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})},
+            lower,
+            self.store,
+            staging,
+            files=files,
+            log=log,
+        )
         with self._below(lower) as below, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
                 self.store.remove_finished()
-            entries = normalize(changes.upper, below, epoch=step.epoch, deleted=changes.deleted, opaque=changes.opaque, is_fuse=changes.is_fuse,
-                                left_out=left_out)  # fmt: skip
+            entries = normalize(
+                changes.upper,
+                below,
+                epoch=step.epoch,
+                deleted=changes.deleted,
+                opaque=changes.opaque,
+                is_fuse=changes.is_fuse,
+                left_out=left_out,
+            )
             yield refuse_total_removal(entries, below)
         for line in left_out.lines():
             log(line)
@@ -247,8 +279,11 @@ class LayerBuilder:
             reader = SquashfsReader(stream)
             entry = reader.lookup(DPKG_STATUS) if locked else None
             status = reader.read_file(DPKG_STATUS).decode() if entry and entry.kind == "file" else ""
-        drift = [f"{name} {locked[name]} → {version}" for name, version in installed_packages(status).items()
-                 if name in locked and locked[name] != version]  # fmt: skip
+        drift = [
+            f"{name} {locked[name]} → {version}"
+            for name, version in installed_packages(status).items()
+            if name in locked and locked[name] != version
+        ]
         if self.options.locked:
             refuse_drift(drift)
         for line in drift:
@@ -261,21 +296,32 @@ def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
     for output in stage.hands_over:
         entry = below.lookup(path := output.strip("/"))
         if entry is not None and entry.kind == "dir" and below.children(path):
-            raise LayerError(f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only what the stage makes is "
-                             "handed over; let it make a folder of its own, or name the files")  # fmt: skip
+            raise LayerError(
+                f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only what the stage"
+                " makes is handed over; let it make a folder of its own, or name the files"
+            )
 
 
 def refuse_drift(drift: Sequence[str]) -> None:
     """Raise LockMismatchError when there is any."""
     if drift:
-        raise LockMismatchError("other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(drift),
-                         hint=f"`{command_name()} lock` locks today's; without --locked the drift is recorded in the image")  # fmt: skip
+        raise LockMismatchError(
+            "other versions than the locked ones, which the mirror does not have:\n  " + "\n  ".join(drift),
+            hint=f"`{command_name()} lock` locks today's; without --locked the drift is recorded in the image",
+        )
 
 
 def prepare_job(
-    name: str, script: str, environment: Mapping[str, str], lower: Sequence[StoredLayer], store: Store, staging: Path, *,
-    files: Sequence[File] = (), log: LogLine,
-) -> Job:  # fmt: skip
+    name: str,
+    script: str,
+    environment: Mapping[str, str],
+    lower: Sequence[StoredLayer],
+    store: Store,
+    staging: Path,
+    *,
+    files: Sequence[File] = (),
+    log: LogLine,
+) -> Job:
     """Make the folders a job needs, with its run.sh; the caller adds what the host lends."""
     from ekiben.executors import Job, write_run_script
 
@@ -288,8 +334,15 @@ def prepare_job(
     if files:
         (mount / "files.tar").write_bytes(_files_tar(files))
     write_run_script(mount, environment, script)
-    return Job(name=name, lower=bind_layers(store, lower), mount=mount, cache=cache, scratch=scratch,
-               staging=store.staging_root, log=log)  # fmt: skip
+    return Job(
+        name=name,
+        lower=bind_layers(store, lower),
+        mount=mount,
+        cache=cache,
+        scratch=scratch,
+        staging=store.staging_root,
+        log=log,
+    )
 
 
 def _files_tar(files: Sequence[File]) -> bytes:

@@ -169,8 +169,11 @@ class _Lookup:
                 continue
             yield from self.stages(stage.copies, shipped)
             below = tuple(self.actions(stage.layers))
-            yield from (StageAction(action.layer, action.reason) for action in below
-                        if not action.stored and action.layer.cache_key not in shipped_keys)  # fmt: skip
+            yield from (
+                StageAction(action.layer, action.reason)
+                for action in below
+                if not action.stored and action.layer.cache_key not in shipped_keys
+            )
             yield StageAction(stage, _reason(stage, self.store, parent_is_rebuilt=False), layers=below)
 
 

@@ -146,8 +146,7 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
     def run(lines: list[str]) -> int:
         with store.staging() as staging:
             settings = {**image.environment, **build_environment(image.epoch)}
-            job = prepare_job("verify", f". {TEST}\n", settings, image.layers, store, staging,
-                              log=_both(lines, log))  # fmt: skip
+            job = prepare_job("verify", f". {TEST}\n", settings, image.layers, store, staging, log=_both(lines, log))
             try:
                 executor.try_run(job)
             except JobFailed as error:
@@ -236,7 +235,8 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
                 if store.is_writable():  # the blob is intact: what its record says of it is put right
                     store.put_layer(replace(layer, diff_id=diff_id, tar_size=tar_size))
                 raise VerifyError(
-                    f"the record of layer {layer.name} was damaged: its diff_id was {layer.diff_id}, and its files have {diff_id}",
+                    f"the record of layer {layer.name} was damaged: its diff_id was {layer.diff_id}, and its files have"
+                    f" {diff_id}",
                     hint=f"the record is right now; `{command_name()} image {image.cli_args}` makes the image from it",
                 )
             progress.count(layer.size)
@@ -261,6 +261,8 @@ def verify_image(resolved: ResolvedRecipe, store: Store, sif: Path | None) -> tu
         image, store, progress, sifs=[sif] if sif.is_file() else [], loaded=["docker"] if in_daemon else [], again=True
     )
     if not checks:
-        raise VerifyError("every digest is right, but nothing here can run the tests: no Apptainer, Docker or buildah"
-                          + (f" for {image.arch}" if emulation_problem(image.arch) else ""))  # fmt: skip
+        raise VerifyError(
+            "every digest is right, but nothing here can run the tests: no Apptainer, Docker or buildah"
+            + (f" for {image.arch}" if emulation_problem(image.arch) else "")
+        )
     return image, checks

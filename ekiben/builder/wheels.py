@@ -42,8 +42,11 @@ def validate_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[st
     problems = [
         f"{path}: {problem}" for path, item in extensions.items() for problem in _library_problems(item.library, inputs)
     ]
-    problems += [f"{path}: {problem}" for path, names in code.items()
-                 if (problem := coverage_problem(inputs["capabilities"], names)) is not None]  # fmt: skip
+    problems += [
+        f"{path}: {problem}"
+        for path, names in code.items()
+        if (problem := coverage_problem(inputs["capabilities"], names)) is not None
+    ]
     if not code:
         problems.append("there is no device code in it: it was compiled for CPUs only")
     if problems:
@@ -176,8 +179,10 @@ def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
         raise StoreError(f"{folder} is not a folder; make it first")
     target = folder / Path(wheel.path).name
     if target.exists() and digest_of(target) != wheel.digest:
-        raise StoreError(f"{target} is another wheel of that name: for other GPUs, or another stack",
-                         hint="name another folder with -o, or remove it and its .json")  # fmt: skip
+        raise StoreError(
+            f"{target} is another wheel of that name: for other GPUs, or another stack",
+            hint="name another folder with -o, or remove it and its .json",
+        )
     record = json.dumps({"format": RECORD_FORMAT, **asdict(result)}, indent=1, sort_keys=True) + "\n"
     core_files.atomic_write(target, store.read_blob(wheel.digest), error=StoreError)
     core_files.atomic_write(target.with_name(target.name + ".json"), record, error=StoreError)
@@ -199,13 +204,17 @@ def read_record(wheel: Path, stage: BuildStage) -> StoredResult | None:
     except (OSError, ValueError) as error:
         raise VerifyError(f"{path} is no record of a wheel: it {error}") from error
     if record.key != stage.cache_key:
-        raise VerifyError(f"{wheel.name} was compiled for something else than {stage.name} is here:\n  "
-                          + "\n  ".join(differences(record.inputs, stage.inputs)),
-                          hint="import it where these are the same, or build the image without it, which compiles the package here")  # fmt: skip
+        raise VerifyError(
+            f"{wheel.name} was compiled for something else than {stage.name} is here:\n  "
+            + "\n  ".join(differences(record.inputs, stage.inputs)),
+            hint="import it where these are the same, or build the image without it, which compiles the package here",
+        )
     digest = digest_of(wheel)
     if digest not in [item.digest for item in record.files]:
-        raise VerifyError(f"{wheel} has the hash {digest[7:19]}…, its record says {record.files[0].digest[7:19]}…: it is "
-                          "damaged, or another file of that name")  # fmt: skip
+        raise VerifyError(
+            f"{wheel} has the hash {digest[7:19]}…, its record says {record.files[0].digest[7:19]}…: it is "
+            "damaged, or another file of that name"
+        )
     return record
 
 
@@ -263,7 +272,8 @@ def format_savings(resolved: ResolvedRecipe, store: Store) -> str:
         share = f", about {len(left_out)} of {len(everything)} parts of its device code" if left_out else ""
         seen = [item for item in store.results() if item.wheel == name and len(item.capabilities) > len(capabilities)]
         known = (
-            f" (one for {len(seen[-1].capabilities)} took {seen[-1].seconds:.0f} s and has {seen[-1].size / 1e6:.0f} MB)"
+            f" (one for {len(seen[-1].capabilities)} took {seen[-1].seconds:.0f} s and has"
+            f" {seen[-1].size / 1e6:.0f} MB)"
             if seen
             else ""
         )

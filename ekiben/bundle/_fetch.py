@@ -129,9 +129,15 @@ def _copy_locks(locks: Sequence[File], mount: Path) -> None:
 
 
 def _run_in(
-    layers: Sequence[StoredLayer], script: str, environment: Mapping[str, str], resolved: ResolvedRecipe, store: Store, staging: Path,
-    options: Options, progress: Progress,
-) -> None:  # fmt: skip
+    layers: Sequence[StoredLayer],
+    script: str,
+    environment: Mapping[str, str],
+    resolved: ResolvedRecipe,
+    store: Store,
+    staging: Path,
+    options: Options,
+    progress: Progress,
+) -> None:
     """Run ``script`` on ``layers``, with the network. Raises FetchError."""
     _, executor, _ = choose(options.engine)
     host_environment = write_host_files(staging / "mount", site_sources(resolved.stack, options.mirror))
@@ -148,8 +154,10 @@ def _run_in(
         executor.try_run(prepare_job("bundle", script, settings, layers, store, staging, log=log))
     except JobFailed as error:
         tail = "\n".join(f"  {line}" for line in lines[-12:])
-        raise FetchError(f"{resolved.recipe.name}: what it was built from could not be fetched. The last lines:\n{tail}",
-                         hint=f"a version may be gone from the mirror: run {command_name()} lock, build again, then bundle") from error  # fmt: skip
+        raise FetchError(
+            f"{resolved.recipe.name}: what it was built from could not be fetched. The last lines:\n{tail}",
+            hint=f"a version may be gone from the mirror: run {command_name()} lock, build again, then bundle",
+        ) from error
 
 
 def make_folder(folder: Path) -> Path:

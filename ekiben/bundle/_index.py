@@ -61,26 +61,37 @@ class BundleIndex:
             return None
         files = fields.object("files")
         return cls(
-            recipe=fields.text("recipe"), stack=fields.text("stack"), platform=fields.text("platform"),
-            locks=fields.texts("locks"), layers=fields.texts("layers", {}),
+            recipe=fields.text("recipe"),
+            stack=fields.text("stack"),
+            platform=fields.text("platform"),
+            locks=fields.texts("locks"),
+            layers=fields.texts("layers", {}),
             files={name: BundleFile.parse(files.object(name)) for name in files.data},
             include=_FORMER_INCLUDE.get(format, "include"),
-        )  # fmt: skip
+        )
 
     def to_json(self) -> bytes:
         """Return the index as it is in the bundle."""
         data = {
-            "format": FORMAT, "recipe": self.recipe, "stack": self.stack, "platform": self.platform,
-            "locks": dict(self.locks), "layers": dict(self.layers),
+            "format": FORMAT,
+            "recipe": self.recipe,
+            "stack": self.stack,
+            "platform": self.platform,
+            "locks": dict(self.locks),
+            "layers": dict(self.layers),
             "files": {name: file.to_json() for name, file in self.files.items()},
-        }  # fmt: skip
+        }
         return json.dumps(data, indent=1).encode() + b"\n"
 
 
 def lock_digests(resolved: ResolvedRecipe) -> dict[str, str]:
     """Return the digests by which a recipe and a bundle are compared: of its lock files, and of each layer's Debian packages."""
-    digests = {file.destination: file.sha256() for layer in resolved.layers for file in layer.files
-             if file.source and file.destination.endswith(".lock")}  # fmt: skip
+    digests = {
+        file.destination: file.sha256()
+        for layer in resolved.layers
+        for file in layer.files
+        if file.source and file.destination.endswith(".lock")
+    }
     for layer in resolved.layers:
         if packages := layer.inputs.get("packages"):
             digests[f"apt.lock [{layer.name}]"] = hashlib.sha256(

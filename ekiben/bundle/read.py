@@ -148,8 +148,11 @@ def check_bundle(bundle: Bundle, resolved: ResolvedRecipe) -> None:
         raise FetchError(f"the bundle is for {bundle.index.platform}, the image for {resolved.stack.platform}")
     ours, theirs = lock_digests(resolved), bundle.index.locks
     if other := [name for name in ours if theirs.get(name) != ours[name]]:
-        raise FetchError(f"the bundle of {bundle.index.recipe} ({bundle.index.stack}) has not what is asked for here: other "
-                         f"{', '.join(other)}", hint=f"create it again where there is a network: {command_name()} bundle {resolved.cli_args}")  # fmt: skip
+        raise FetchError(
+            f"the bundle of {bundle.index.recipe} ({bundle.index.stack}) has not what is asked for here: other "
+            f"{', '.join(other)}",
+            hint=f"create it again where there is a network: {command_name()} bundle {resolved.cli_args}",
+        )
 
 
 def import_compiled(bundle: Bundle, store: Store) -> None:
@@ -185,8 +188,13 @@ def bundle_sources(bundle: Bundle, resolved: ResolvedRecipe) -> PackageSources:
         "PIP_FIND_LINKS": f"{wheels} {sources}",
         **mount_kept(bundle.folder / "sources", sources),
     }
-    return PackageSources("", f"deb [trusted=yes] file:{inside}/debs ./\n", resolved.stack.apt_lock().packages, environment,
-                  debs=bundle.folder / "debs")  # fmt: skip
+    return PackageSources(
+        "",
+        f"deb [trusted=yes] file:{inside}/debs ./\n",
+        resolved.stack.apt_lock().packages,
+        environment,
+        debs=bundle.folder / "debs",
+    )
 
 
 def unpack_snapshots(bundle: Bundle, folder: Path) -> list[Path]:

@@ -52,11 +52,13 @@ def write_bundle(
     compiler: bool = False,
 ) -> BundleIndex:
     """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With ``compiler``
-    what its build stages stand on comes along. Returns bundle.json. Raises UsageError, FetchError, EngineError, StoreError."""
+    what its build stages stand on comes along. Returns bundle.json. Raises UsageError, FetchError, EngineError, StoreError.
+    """
     _refuse_output(out)
     if (base := resolved.definitions[0].final).bootstrap != "debootstrap":
         raise UsageError(
-            f"{resolved.definitions[0].path}: a base of Bootstrap: {base.bootstrap} can't be bundled, only debootstrap's"
+            f"{resolved.definitions[0].path}: a base of Bootstrap: {base.bootstrap} can't be bundled, only"
+            " debootstrap's"
         )
     included = {path.resolve().name: path.resolve() for path in snapshots}
     for path in snapshots:
@@ -91,10 +93,13 @@ def write_bundle(
         files |= included_files
         with progress.step(f"write {out}"):
             index = BundleIndex(
-                recipe=resolved.recipe.name, stack=resolved.stack.name, platform=resolved.stack.platform, locks=lock_digests(resolved),
+                recipe=resolved.recipe.name,
+                stack=resolved.stack.name,
+                platform=resolved.stack.platform,
+                locks=lock_digests(resolved),
                 layers={layer.name: layer.cache_key for layer in resolved.layers},
                 files={name: _describe(name, path) for name, path in files.items()},
-            )  # fmt: skip
+            )
             _write(out, index, files, resolved.stack.file.epoch)
     return index
 

@@ -71,8 +71,10 @@ class Context:
         log_decision("store", root, store_source(self.environment, self.store_option))
         with contextlib.suppress(OSError):  # the store itself says what cannot be read
             if root.is_file():
-                raise StoreError(f"{root} is a file, and a store is a folder",
-                                 hint="give another folder with --store or EKIBEN_STORE")  # fmt: skip
+                raise StoreError(
+                    f"{root} is a file, and a store is a folder",
+                    hint="give another folder with --store or EKIBEN_STORE",
+                )
         if shared is None:
             return Store(root)
         from ekiben.store.shared import open_shared

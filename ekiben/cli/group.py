@@ -151,8 +151,10 @@ class Root(click.Group):
             error.option_name in param.opts for param in self.params
         ):
             return error
-        message = (f"'{error.option_name}' comes before the command: "
-                   f"{command_name()} {error.option_name} … {ctx.invoked_subcommand}")  # fmt: skip
+        message = (
+            f"'{error.option_name}' comes before the command: "
+            f"{command_name()} {error.option_name} … {ctx.invoked_subcommand}"
+        )
         return click.UsageError(message, error.ctx)
 
     def _exit(self, ctx: click.Context, error: EkibenError) -> NoReturn:
@@ -228,7 +230,9 @@ def _short_help(name: str) -> str:
     "--shared",
     type=PathType(),
     metavar="DIR",
-    help="Where colleagues publish; layers there are not built (default: $EKIBEN_SHARED, else `shared:` in config.yaml).",
+    help=(
+        "Where colleagues publish; layers there are not built (default: $EKIBEN_SHARED, else `shared:` in config.yaml)."
+    ),
 )
 @click.option(
     "-v",

@@ -308,22 +308,31 @@ class RecipeOptions:
         from ekiben.resolve.resolve import resolve
 
         named = self.find(recipe) if isinstance(recipe, str) else recipe
-        return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch,
-                       arch=self.arch)  # fmt: skip
+        return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch, arch=self.arch)
 
 
 def include_option(
     purpose: str = "Let the recipe use this file or folder outside its own; may repeat.", former: str | None = None
 ) -> Callable[[Function], Function]:
     """Add --include; the command gets ``included``. ``former`` is the name that the option had before."""
-    return option("--include", "included", former=former, multiple=True, type=PathType(), metavar="FILE|DIR", help=purpose)  # fmt: skip
+    return option(
+        "--include", "included", former=former, multiple=True, type=PathType(), metavar="FILE|DIR", help=purpose
+    )
 
 
 def image_options(function: Function) -> Function:
     """Add --stack and --layer, which also decide the image's name; the command gets ``stack`` and ``layers``."""
-    function = click.option("--layer", "layers", multiple=True, type=LayerType(), metavar="NAME",
-                            help="Put this layer on the recipe's, or in the place of one whose packages it has; may repeat.")(function)  # fmt: skip
-    return click.option("--stack", type=NameType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's.")(function)  # fmt: skip
+    function = click.option(
+        "--layer",
+        "layers",
+        multiple=True,
+        type=LayerType(),
+        metavar="NAME",
+        help="Put this layer on the recipe's, or in the place of one whose packages it has; may repeat.",
+    )(function)
+    return click.option(
+        "--stack", type=NameType(), metavar="NAME", help="Use this stack of images/stacks/, not the recipe's."
+    )(function)
 
 
 def recipe_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -356,10 +365,20 @@ def arch_option(purpose: str) -> Callable[[Function], Function]:
 
 def definition_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add --gpu-arch and --build-arg; the command gets ``gpu_arch`` and ``arguments``, for bind_arguments()."""
-    function = option("--build-arg", "arguments", former="--arg", multiple=True, metavar="NAME=VALUE",
-                      help="Set an argument of the definition files; may repeat.")(function)  # fmt: skip
-    return click.option("--gpu-arch", type=TextType(), metavar="8.0,9.0|native",
-                        help="Compile extensions for these compute capabilities only, or for this machine's GPUs.")(function)  # fmt: skip
+    function = option(
+        "--build-arg",
+        "arguments",
+        former="--arg",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Set an argument of the definition files; may repeat.",
+    )(function)
+    return click.option(
+        "--gpu-arch",
+        type=TextType(),
+        metavar="8.0,9.0|native",
+        help="Compile extensions for these compute capabilities only, or for this machine's GPUs.",
+    )(function)
 
 
 def bind_arguments(arguments: tuple[str, ...]) -> dict[str, str]:
@@ -396,7 +415,9 @@ def signature_options(function: Function) -> Function:
         "signer",
         type=TextType(),
         metavar="FILE|FINGERPRINT",
-        help="Require a signature by the public key in FILE, or by one key of your keyring. Implies --require-signature.",
+        help=(
+            "Require a signature by the public key in FILE, or by one key of your keyring. Implies --require-signature."
+        ),
     )(function)
     return click.option(
         "--require-signature", is_flag=True, help="Refuse an image that no key of your keyring has signed."

@@ -41,8 +41,13 @@ def emulation_problem(arch: str, folder: Path = BINFMT) -> tuple[str, str] | Non
             if _arch_of(bytes.fromhex(fields.get("magic", ""))) == arch and "enabled" in fields:
                 if "F" in fields.get("flags:", ""):
                     return None
-                return (f"their emulator {fields.get('interpreter')} is registered without the flag F, so containers do not see it",
-                        f"register it with that flag; {_INSTALL}")  # fmt: skip
+                return (
+                    (
+                        f"their emulator {fields.get('interpreter')} is registered without the flag F, so containers do"
+                        " not see it"
+                    ),
+                    f"register it with that flag; {_INSTALL}",
+                )
     return f"no emulator for {arch} is registered with the kernel", f"{_INSTALL} (or qemu-user-binfmt, for Debian 13)"
 
 

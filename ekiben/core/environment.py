@@ -39,8 +39,10 @@ def ca_bundle() -> Path | None:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"SSL_CERT_FILE={asked}: cannot be read: {reason}") from error
         if not has_some:
-            raise UsageError(f"SSL_CERT_FILE={asked} has no certificate in it",
-                             hint="name a bundle of certificates (PEM), or unset it")  # fmt: skip
+            raise UsageError(
+                f"SSL_CERT_FILE={asked} has no certificate in it",
+                hint="name a bundle of certificates (PEM), or unset it",
+            )
     return next((Path(path) for path in (asked, *_BUNDLES) if path and Path(path).is_file()), None)
 
 

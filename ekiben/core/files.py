@@ -160,8 +160,10 @@ def _refuse_misread(node: Any) -> None:
     while nodes:
         node = nodes.pop()
         if node.tag in _NUMBERS and ":" in node.value:
-            raise ValueError(f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number to the base of 60; "
-                             f'put it in quotes: "{node.value}"')  # fmt: skip
+            raise ValueError(
+                f"line {node.start_mark.line + 1}: YAML reads {node.value} as a number to the base of 60; "
+                f'put it in quotes: "{node.value}"'
+            )
         if id(node) in seen or not isinstance(node.value, list):
             continue
         seen.add(id(node))
@@ -170,8 +172,9 @@ def _refuse_misread(node: Any) -> None:
         for item in node.value:
             name = (item[0].tag, item[0].value) if pairs and isinstance(item[0].value, str) else None
             if name and name in names:
-                raise ValueError(f"'{name[1]}' is there twice, in lines {names[name]} and "
-                                      f"{item[0].start_mark.line + 1}; leave one")  # fmt: skip
+                raise ValueError(
+                    f"'{name[1]}' is there twice, in lines {names[name]} and {item[0].start_mark.line + 1}; leave one"
+                )
             if name:
                 names[name] = item[0].start_mark.line + 1
             nodes += item if pairs else [item]
@@ -205,8 +208,11 @@ def _read_fields(value: dict[str, Any], kind: Any, location: str, problems: list
     before = len(problems)
     types, known = get_type_hints(kind), {field.name: field for field in fields(kind)}
     problems += [f"unknown key '{_below(location, key)}'." + nearest(key, known) for key in value if key not in known]
-    problems += [f"key '{_below(location, name)}' is missing" for name, field in known.items()
-                 if name not in value and field.default is MISSING and field.default_factory is MISSING]  # fmt: skip
+    problems += [
+        f"key '{_below(location, name)}' is missing"
+        for name, field in known.items()
+        if name not in value and field.default is MISSING and field.default_factory is MISSING
+    ]
     values = {
         key: _read(item, types[key], _below(location, key), problems) for key, item in value.items() if key in known
     }

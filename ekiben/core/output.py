@@ -10,9 +10,12 @@ from pathlib import Path
 from ekiben.core.errors import UsageError
 
 _KINDS = {
-    stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
     stat.S_IFREG: "a file",
-}  # fmt: skip
+}
 
 
 def check_output_file(path: Path, label: str = "") -> Path:
@@ -43,7 +46,8 @@ def _check_link(path: Path, label: str) -> None:
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
             raise UsageError(
-                f"{label}: is a link that another user made, to {path.readlink()}; name the file itself, or remove the link"
+                f"{label}: is a link that another user made, to {path.readlink()}; name the file itself, or remove the"
+                " link"
             )
 
 

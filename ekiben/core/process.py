@@ -58,9 +58,13 @@ def which(*names: str) -> str | None:
 
 
 def run(
-    argv: Argv, *, check: bool = True, env: Mapping[str, str] | None = None, input: str | None = None,
+    argv: Argv,
+    *,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+    input: str | None = None,
     timeout: float | None = None,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end and return its output. Raises ProcessError when it fails, unless ``check`` is off.
 
     timeout: seconds after which it is killed, and fails with exit code 124, as that of timeout(1).
@@ -69,9 +73,14 @@ def run(
     try:
         done = subprocess.run(
             [os.fspath(word) for word in argv],
-            env=env, input=input, stdin=None if input is not None else subprocess.DEVNULL,
-            capture_output=True, encoding="utf-8", errors="replace", timeout=timeout,
-        )  # fmt: skip
+            env=env,
+            input=input,
+            stdin=None if input is not None else subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=timeout,
+        )
     except subprocess.TimeoutExpired:
         done = subprocess.CompletedProcess(
             list(argv), TIMED_OUT, "", f"{os.fspath(argv[0])}: no answer within {timeout:.0f} s"
@@ -95,9 +104,15 @@ def stream(
     try:
         started = subprocess.Popen(
             [os.fspath(word) for word in argv],
-            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            encoding="utf-8", errors="replace", start_new_session=True, pass_fds=pass_fds,
-        )  # fmt: skip
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
     except OSError as error:
         on_line(f"{os.fspath(argv[0])}: {error.strerror}")
         return 127
@@ -120,9 +135,13 @@ def piped(argv: Argv, *, stdin: IO[bytes] | None = None, env: Mapping[str, str] 
         try:
             child = subprocess.Popen(
                 [os.fspath(word) for word in argv],
-                env=env, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+                env=env,
+                stdin=stdin or subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
                 pipesize=PIPE,
-            )  # fmt: skip
+            )
         except OSError as error:
             raise ProcessError(argv, 127, f"{os.fspath(argv[0])}: {error.strerror}") from error
         assert child.stdout is not None

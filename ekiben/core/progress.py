@@ -73,6 +73,12 @@ class Progress:
         detail = progress.TextColumn("{task.fields[detail]}", style="dim", markup=False)
         columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), title, progress.TimeElapsedColumn(), detail]
         if has_total:
-            columns = [title, progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
-                       progress.TimeRemainingColumn(), detail]  # fmt: skip
+            columns = [
+                title,
+                progress.BarColumn(),
+                progress.DownloadColumn(),
+                progress.TransferSpeedColumn(),
+                progress.TimeRemainingColumn(),
+                detail,
+            ]
         return progress.Progress(*columns, console=Console(file=self._stream), transient=True)

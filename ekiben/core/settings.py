@@ -39,8 +39,11 @@ class JobDefaults:
     def describe(self) -> str:
         """Return what is set, for messages; of lists only the name, because a variable may hold a secret."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return ", ".join(name if isinstance(value, tuple) else f"{name}={value}"
-                         for name, value in values.items() if value not in (None, ()))  # fmt: skip
+        return ", ".join(
+            name if isinstance(value, tuple) else f"{name}={value}"
+            for name, value in values.items()
+            if value not in (None, ())
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,9 +56,19 @@ def declared_requirements(stack: StackFile, arch: str, partitions: int, *, gpu: 
     """Return the requirements of an image that is not built yet, as its stack.yaml declares them."""
     libraries = {f"{stack.name}/stack.yaml": DeviceCode({device_code.declared_code(stack): 1})} if gpu else {}
     return ImageRequirements(
-        name=f"stack {stack.name}", size=0, partitions=partitions, arch=arch, cuda=stack.cuda if gpu else None,
-        torch=stack.torch if gpu else None, glibc=None, compat=None, network=(), libraries=libraries, packages={}, damaged={},
-    )  # fmt: skip
+        name=f"stack {stack.name}",
+        size=0,
+        partitions=partitions,
+        arch=arch,
+        cuda=stack.cuda if gpu else None,
+        torch=stack.torch if gpu else None,
+        glibc=None,
+        compat=None,
+        network=(),
+        libraries=libraries,
+        packages={},
+        damaged={},
+    )
 
 
 def check_stack(site: SiteFile, stack: StackFile) -> list[Finding]:
@@ -119,10 +129,17 @@ def _foreign(arch: str) -> Finding:
 
 
 def consult(
-    store: Store, image: str | None, site: SiteFile | None, output: Path, *,
-    argv: Sequence[str], stack: str | None, find: Callable[[str], Recipe], resolved: Callable[[str], ResolvedRecipe],
+    store: Store,
+    image: str | None,
+    site: SiteFile | None,
+    output: Path,
+    *,
+    argv: Sequence[str],
+    stack: str | None,
+    find: Callable[[str], Recipe],
+    resolved: Callable[[str], ResolvedRecipe],
     log: Callable[[str], None],
-) -> list[Section]:  # fmt: skip
+) -> list[Section]:
     """Return all findings about an image, on a site's nodes or here, and about building here.
 
     ``argv``: a task and its arguments, whose memory is checked too; ``find`` finds a recipe, ``resolved`` resolves it. Raises UsageError,
@@ -154,8 +171,20 @@ def consult(
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
 
 
-_NOTHING = ImageRequirements(name="", size=0, partitions=1, arch="", cuda=None, torch=None, glibc=None, compat=None, network=(), libraries={},
-                      packages={}, damaged={})  # fmt: skip
+_NOTHING = ImageRequirements(
+    name="",
+    size=0,
+    partitions=1,
+    arch="",
+    cuda=None,
+    torch=None,
+    glibc=None,
+    compat=None,
+    network=(),
+    libraries={},
+    packages={},
+    damaged={},
+)
 
 
 def _requirements_of(
@@ -197,7 +226,12 @@ def described(site: SiteFile) -> str:
     """Return a site's node in one line."""
     node = site.node
     gpus = ", ".join(f"{gpu.count} × {gpu.model} {gpu.memory_gib} GiB ({gpu.capability})" for gpu in node.gpus)
-    details = [gpus or "no NVIDIA GPU", f"driver {node.driver}" if node.driver else "",
-             f"{node.cores} cores" if node.cores else "", f"{node.memory_gib} GiB" if node.memory_gib else "",
-             node.system or "", f"kernel {node.kernel}" if node.kernel else ""]  # fmt: skip
+    details = [
+        gpus or "no NVIDIA GPU",
+        f"driver {node.driver}" if node.driver else "",
+        f"{node.cores} cores" if node.cores else "",
+        f"{node.memory_gib} GiB" if node.memory_gib else "",
+        node.system or "",
+        f"kernel {node.kernel}" if node.kernel else "",
+    ]
     return f"{site.name}: {', '.join(detail for detail in details if detail)}"

@@ -111,11 +111,14 @@ def report(sections: Sequence[Section]) -> list[SectionReport]:
     """Return the sections as `--json` prints them."""
     return [
         SectionReport(
-            check=section.check, title=section.title, level=worst(section.findings), verdict=section.verdict,
+            check=section.check,
+            title=section.title,
+            level=worst(section.findings),
+            verdict=section.verdict,
             findings=[
                 FindingReport(level=finding.level, topic=finding.topic, message=finding.message, fix=finding.fix)
                 for finding in section.findings
             ],
         )
         for section in sections
-    ]  # fmt: skip
+    ]

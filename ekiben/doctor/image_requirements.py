@@ -135,8 +135,16 @@ def read_layer(image: SquashfsReader) -> LayerRequirements:
                 torch_cuda = _search_file(image, entry.path, _TORCH_CUDA) or torch_cuda
             elif _may_hold_device_code(entry):
                 _read_library(image, entry.path, libraries, damaged)
-    return LayerRequirements(libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat,
-                      network=tuple(sorted(network)), damaged=damaged, gone=tuple(gone))  # fmt: skip
+    return LayerRequirements(
+        libraries=libraries,
+        packages=packages,
+        glibc=glibc,
+        torch_cuda=torch_cuda,
+        compat=compat,
+        network=tuple(sorted(network)),
+        damaged=damaged,
+        gone=tuple(gone),
+    )
 
 
 def _search_file(image: SquashfsReader, path: str, pattern: re.Pattern[bytes]) -> str | None:
@@ -177,8 +185,15 @@ def _merged(layers: Iterable[LayerRequirements]) -> LayerRequirements:
         damaged |= layer.damaged
         glibc, compat = layer.glibc or glibc, layer.compat or compat
         torch_cuda = layer.torch_cuda or torch_cuda
-    return LayerRequirements(libraries=libraries, packages=packages, glibc=glibc, torch_cuda=torch_cuda, compat=compat,
-                      network=tuple(sorted(network)), damaged=damaged)  # fmt: skip
+    return LayerRequirements(
+        libraries=libraries,
+        packages=packages,
+        glibc=glibc,
+        torch_cuda=torch_cuda,
+        compat=compat,
+        network=tuple(sorted(network)),
+        damaged=damaged,
+    )
 
 
 def _is_below(path: str, gone: Iterable[str]) -> bool:
@@ -190,10 +205,19 @@ def _stacked(
 ) -> ImageRequirements:
     merged = _merged(layers)
     return ImageRequirements(
-        name=name, size=size, partitions=partitions, arch=arch,
-        cuda=merged.torch_cuda or _cuda_runtime(merged.packages), torch=merged.packages.get("torch"), glibc=merged.glibc,
-        compat=merged.compat, network=merged.network, libraries=merged.libraries, packages=merged.packages, damaged=merged.damaged,
-    )  # fmt: skip
+        name=name,
+        size=size,
+        partitions=partitions,
+        arch=arch,
+        cuda=merged.torch_cuda or _cuda_runtime(merged.packages),
+        torch=merged.packages.get("torch"),
+        glibc=merged.glibc,
+        compat=merged.compat,
+        network=merged.network,
+        libraries=merged.libraries,
+        packages=merged.packages,
+        damaged=merged.damaged,
+    )
 
 
 def _cuda_runtime(packages: dict[str, str]) -> str | None:
@@ -210,8 +234,10 @@ def _kept(store: Store, key: str) -> LayerRequirements | None:
         return None
     with contextlib.suppress(KeyError, TypeError, ValueError):
         fields: dict[str, Any] = {name: value for name, value in record.items() if name != "format"}
-        fields["libraries"] = {path: DeviceCode({tuple(held): count for held, count in fatbins})
-                               for path, fatbins in record["libraries"].items()}  # fmt: skip
+        fields["libraries"] = {
+            path: DeviceCode({tuple(held): count for held, count in fatbins})
+            for path, fatbins in record["libraries"].items()
+        }
         fields |= {name: tuple(record[name]) for name in ("gone", "network")}
         return LayerRequirements(**fields)
     return None
@@ -220,9 +246,15 @@ def _kept(store: Store, key: str) -> LayerRequirements | None:
 def _keep(store: Store, key: str, requirements: LayerRequirements) -> LayerRequirements:
     record = {
         "format": FORMAT,
-        **{name: getattr(requirements, name) for name in ("packages", "glibc", "torch_cuda", "compat", "network", "damaged", "gone")},
-        "libraries": {path: [[list(held), count] for held, count in code.fatbins.items()] for path, code in requirements.libraries.items()},
-    }  # fmt: skip
+        **{
+            name: getattr(requirements, name)
+            for name in ("packages", "glibc", "torch_cuda", "compat", "network", "damaged", "gone")
+        },
+        "libraries": {
+            path: [[list(held), count] for held, count in code.fatbins.items()]
+            for path, code in requirements.libraries.items()
+        },
+    }
     with contextlib.suppress(StoreError):  # where it cannot be written it is read again next time
         if not store.is_writable():
             store.open_for_writing()

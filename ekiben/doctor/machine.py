@@ -71,21 +71,30 @@ def node_here() -> Node:
     """Return this node as a site profile describes one."""
     gpus, driver = gpus_here()
     return Node(
-        gpus=gpus, driver=driver, cores=os.cpu_count(), memory_gib=_memory() // GIB or None,
-        architecture=_ARCHITECTURES.get(platform.machine(), platform.machine()), system=_system(),
-        kernel=platform.release(), glibc=_glibc(), squashfs_zstd=_kernel_reads_zstd(),
+        gpus=gpus,
+        driver=driver,
+        cores=os.cpu_count(),
+        memory_gib=_memory() // GIB or None,
+        architecture=_ARCHITECTURES.get(platform.machine(), platform.machine()),
+        system=_system(),
+        kernel=platform.release(),
+        glibc=_glibc(),
+        squashfs_zstd=_kernel_reads_zstd(),
         user_namespaces=has_user_namespaces(),
-    )  # fmt: skip
+    )
 
 
 def gpus_here() -> tuple[tuple[Gpu, ...], str | None]:
     """Return the NVIDIA GPUs by kind, and their driver's version; nothing where there is no driver."""
     gpus, driver = nvidia_gpus()
     kinds = Counter((gpu.name, max(1, gpu.memory // GIB), gpu.capability) for gpu in gpus)
-    return tuple(
-        Gpu(model=name, memory_gib=memory, capability=capability, count=count)
-        for (name, memory, capability), count in kinds.items()
-    ), driver
+    return (
+        tuple(
+            Gpu(model=name, memory_gib=memory, capability=capability, count=count)
+            for (name, memory, capability), count in kinds.items()
+        ),
+        driver,
+    )
 
 
 def _glibc() -> str | None:
@@ -168,10 +177,15 @@ def filesystem_of(path: Path) -> Filesystem:
     quota = _quota(existing, kind)
     free = space.f_bavail * space.f_frsize
     return Filesystem(
-        path=path.expanduser().absolute(), type=kind, free=free if quota is None else min(free, quota),
-        noexec="noexec" in options, quota=quota, group=status.st_gid, setgid=bool(status.st_mode & stat.S_ISGID),
+        path=path.expanduser().absolute(),
+        type=kind,
+        free=free if quota is None else min(free, quota),
+        noexec="noexec" in options,
+        quota=quota,
+        group=status.st_gid,
+        setgid=bool(status.st_mode & stat.S_ISGID),
         writable=os.access(existing, os.W_OK),
-    )  # fmt: skip
+    )
 
 
 def _mount_of(path: Path) -> tuple[str, set[str]]:
@@ -223,16 +237,22 @@ def build_host(store: Path, output: Path) -> BuildHost:
 
     user = _user()
     return BuildHost(
-        user=user, uid=os.getuid(), groups=tuple(os.getgroups()), group=os.getegid(),
+        user=user,
+        uid=os.getuid(),
+        groups=tuple(os.getgroups()),
+        group=os.getegid(),
         engines={name: executor.unavailable() for name, executor in executors.by_preference()},
         user_namespaces=has_user_namespaces(),
         apparmor_restricts=read_flag("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1",
-        subuid=_subordinate("/etc/subuid", user), subgid=_subordinate("/etc/subgid", user),
+        subuid=_subordinate("/etc/subuid", user),
+        subgid=_subordinate("/etc/subgid", user),
         newuidmap=which("newuidmap") is not None and which("newgidmap") is not None,
         fuse=os.access("/dev/fuse", os.R_OK | os.W_OK),
-        temporary=filesystem_of(Path(tempfile.gettempdir())), home=filesystem_of(Path("~")), store=filesystem_of(store),
+        temporary=filesystem_of(Path(tempfile.gettempdir())),
+        home=filesystem_of(Path("~")),
+        store=filesystem_of(store),
         output=filesystem_of(output),
-    )  # fmt: skip
+    )
 
 
 def _user() -> str:

@@ -49,8 +49,10 @@ def check_image_of(sif: Path, recipe: str, tasks: Sequence[str]) -> Mapping[str,
         )
     for task in tasks:
         if task not in shipped.tasks:
-            raise UsageError(f"{sif} has no task '{task}'." + nearest(task, shipped.tasks),
-                             hint="build the image again: recipe.yaml has the task, and the image is older; or --force")  # fmt: skip
+            raise UsageError(
+                f"{sif} has no task '{task}'." + nearest(task, shipped.tasks),
+                hint="build the image again: recipe.yaml has the task, and the image is older; or --force",
+            )
     scripts = {task: _read(sif, f"{_RECIPE}/entrypoints/{shipped.tasks[task].entrypoint}") for task in tasks}
     return {task: script for task, script in scripts.items() if script is not None}
 
@@ -87,8 +89,11 @@ def untried_reason(script: bytes, argv: Sequence[str], earlier: Sequence[Sequenc
 def outputs_of(argv: Sequence[str]) -> list[str]:
     """Return what the arguments of a task name as its output: by ``--output``, or the setting ``output``."""
     pairs = zip(argv, [*argv[1:], ""], strict=True)
-    names = [value if word == "--output" else word.rpartition("=")[2] for word, value in pairs
-             if word == "--output" or word.startswith(("--output=", "output=", "--set=output="))]  # fmt: skip
+    names = [
+        value if word == "--output" else word.rpartition("=")[2]
+        for word, value in pairs
+        if word == "--output" or word.startswith(("--output=", "output=", "--set=output="))
+    ]
     return [name for name in names if name]
 
 
@@ -97,9 +102,15 @@ def _is_within(path: str, output: str) -> bool:
 
 
 def try_arguments(
-    sif: Path, script: bytes, argv: Sequence[str], environment: Mapping[str, str], log: Callable[[str], None],
-    gpus: PlannedGpus = PlannedGpus(0), *, follows: bool = False,
-) -> None:  # fmt: skip
+    sif: Path,
+    script: bytes,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    log: Callable[[str], None],
+    gpus: PlannedGpus = PlannedGpus(0),
+    *,
+    follows: bool = False,
+) -> None:
     """Run ``argv`` with --dry-run in the image, where its ``script`` has that option and a runtime is here.
 
     follows: tasks of a chain come before it. They may write files that it lacks now, so only a wrong option or setting,
@@ -125,11 +136,14 @@ def try_arguments(
         try_arguments(sif, script, argv, environment, log, PlannedGpus(gpus.count), follows=follows)
     elif done.returncode and follows and done.returncode not in _CONCLUSIVE:
         log(
-            f"warning: {shown} ended with exit code {done.returncode}, and a task before it may write what it lacks: {' '.join(lines)}"
+            f"warning: {shown} ended with exit code {done.returncode}, and a task before it may write what it lacks:"
+            f" {' '.join(lines)}"
         )
     elif done.returncode:
-        raise UsageError("\n".join([f"{shown} ended with exit code {done.returncode}:", *lines]),
-                         hint="--force submits without trying the arguments")  # fmt: skip
+        raise UsageError(
+            "\n".join([f"{shown} ended with exit code {done.returncode}:", *lines]),
+            hint="--force submits without trying the arguments",
+        )
 
 
 def _read(sif: Path, path: str) -> bytes | None:

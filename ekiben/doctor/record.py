@@ -20,9 +20,14 @@ from ekiben.run.site import Network, Resource, Scheduler, SiteFile, Storage
 def record_site(name: str, environment: Mapping[str, str]) -> SiteFile:
     """Return this machine as a profile; inside a batch job with its scheduler, the resource it got and its local folder."""
     return SiteFile(
-        name=name, description=f"recorded on {socket.gethostname()}", node=replace(node_here(), internet=_reaches_hub(environment)),
-        runtimes=runtimes_here(), storage=_storage(environment), network=_network(), scheduler=_scheduler(environment),
-    )  # fmt: skip
+        name=name,
+        description=f"recorded on {socket.gethostname()}",
+        node=replace(node_here(), internet=_reaches_hub(environment)),
+        runtimes=runtimes_here(),
+        storage=_storage(environment),
+        network=_network(),
+        scheduler=_scheduler(environment),
+    )
 
 
 def _reaches_hub(environment: Mapping[str, str]) -> bool:
@@ -83,8 +88,11 @@ def profile_text(site: SiteFile, comment: str) -> str:
 def _plain(value: Any) -> Any:
     """Return dataclasses as mappings, without values that are the default: unknown, mostly."""
     if is_dataclass(value) and not isinstance(value, type):
-        kept = {field.name: getattr(value, field.name) for field in fields(value)
-                if getattr(value, field.name) not in (field.default, {}, ())}  # fmt: skip
+        kept = {
+            field.name: getattr(value, field.name)
+            for field in fields(value)
+            if getattr(value, field.name) not in (field.default, {}, ())
+        }
         return {name: _plain(item) for name, item in kept.items()}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]

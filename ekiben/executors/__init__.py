@@ -27,8 +27,18 @@ from ekiben.formats.oci import LayerSource
 
 # In records of 256 KiB: with tar's own 10, reading a layer of gigabytes takes twice as long.
 # Of attributes layers keep capabilities and a user's own; access control lists are read to be named.
-TAR = ("tar", "--create", "--file=-", "--format=pax", "--numeric-owner", "--blocking-factor=512", "--xattrs",
-       "--xattrs-include=security.capability", "--xattrs-include=user.*", "--xattrs-include=system.posix_acl_*")  # fmt: skip
+TAR = (
+    "tar",
+    "--create",
+    "--file=-",
+    "--format=pax",
+    "--numeric-owner",
+    "--blocking-factor=512",
+    "--xattrs",
+    "--xattrs-include=security.capability",
+    "--xattrs-include=user.*",
+    "--xattrs-include=system.posix_acl_*",
+)
 TAR_OF_UPPER = (*TAR, "--sort=name", "--one-file-system", "--xattrs-include=*.overlay.opaque")
 
 
@@ -181,8 +191,10 @@ def _choose(engine: str, without: Collection[str], folder: Path | None) -> tuple
         reasons.append(f"{name}: {reason}")
     if second is not None:
         return *second, "; ".join([*reasons, "no other can be used here"])
-    raise EngineError("no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
-                      hint=f"`{ENGINE_SETUP}` installs one, or prints what to ask the administrator for")  # fmt: skip
+    raise EngineError(
+        "no engine can be used here:\n" + "\n".join(f"  {reason}" for reason in reasons),
+        hint=f"`{ENGINE_SETUP}` installs one, or prints what to ask the administrator for",
+    )
 
 
 def _overlay_defect(executor: Executor, folder: Path | None) -> str | None:
@@ -232,9 +244,14 @@ def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
             small = tools and tools[0].rpartition("/")[2] in ("busybox", "toybox")
             if not tools or small:
                 defect = f"is {tools[0].rpartition('/')[2]}'s" if small else "is missing"
-                raise EngineError(f"engine {engine} reads what a script changed with GNU tar and find of the image, where {tool} {defect}",
-                                  hint="build with --engine buildah or podman, which use this machine's; or add tar and findutils "
-                                  "to the lowest layer")  # fmt: skip
+                raise EngineError(
+                    f"engine {engine} reads what a script changed with GNU tar and find of the image, where {tool}"
+                    f" {defect}",
+                    hint=(
+                        "build with --engine buildah or podman, which use this machine's; or add tar and findutils "
+                        "to the lowest layer"
+                    ),
+                )
 
 
 def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:

@@ -24,7 +24,10 @@ def fuse_defect(info: str) -> str | None:
     it says the same.
     """
     if '"overlay.mount_program' in info or (os.geteuid() != 0 and '"Native Overlay Diff": "false"' in info):
-        return "it uses fuse-overlayfs, for storage.conf has a mount_program or had one, or the kernel's overlay cannot be used"
+        return (
+            "it uses fuse-overlayfs, for storage.conf has a mount_program or had one, or the kernel's overlay cannot be"
+            " used"
+        )
     return None
 
 
@@ -37,9 +40,15 @@ FUSE = "fuseblk"  # what stat calls fuse-overlayfs
 
 
 def pull(
-    argv: Sequence[str], config: bytes, layers: Sequence[oci.LayerSource], name: str, *, present: Collection[str],
-    scratch: Path, env: Mapping[str, str],
-) -> str:  # fmt: skip
+    argv: Sequence[str],
+    config: bytes,
+    layers: Sequence[oci.LayerSource],
+    name: str,
+    *,
+    present: Collection[str],
+    scratch: Path,
+    env: Mapping[str, str],
+) -> str:
     """Pull an image of the store's layers with ``argv``, ``podman pull`` say, and return what it prints, the image's id.
 
     Layers whose diff_ids are ``present`` in the storage are not written, unless it lacks one after all. Raises ProcessError.

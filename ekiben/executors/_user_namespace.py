@@ -56,7 +56,10 @@ def mount_lines(lower: Sequence[tuple[Path, int]], libexec: str) -> list[str]:
             'served="$served $!"',
             f"until mountpoint -q {name}; do kill -0 $! || exit; sleep 0.01; done",
         ]  # where it hangs, Apptainer's own would, too
-    mount = f"mount -t overlay overlay merged -o lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,{_OPTIONS}"
+    mount = (
+        "mount -t overlay overlay merged -o"
+        f" lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,{_OPTIONS}"
+    )
     # Without waiting for the disk: a script that a power failure ends leaves nothing to keep.
     return [*lines, f"{mount},volatile 2>/dev/null || {mount}"]
 

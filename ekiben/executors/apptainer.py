@@ -1,7 +1,8 @@
 """Apptainer, rootless or as root, or SingularityCE as root: the layers below are squashfs overlays, read only, and what the
 script changes lands in an upper directory of its own. Nothing is unpacked.
 
-The overlay is the kernel's, and mounted here, where the kernel lets this user mount one; else it is fuse-overlayfs, by --fakeroot."""
+The overlay is the kernel's, and mounted here, where the kernel lets this user mount one; else it is fuse-overlayfs, by --fakeroot.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +52,18 @@ def unavailable() -> str | None:
     if os.geteuid() == 0:
         return None
     if Path(runtime).name != "apptainer" and run([runtime, "--version"], check=False).stdout.startswith("singularity"):
-        return "SingularityCE is here, which builds as root only (without, 4.1.1 makes no writable overlay on several layers)"
+        return (
+            "SingularityCE is here, which builds as root only (without, 4.1.1 makes no writable overlay on several"
+            " layers)"
+        )
     if (reason := _no_user_namespaces()) is not None:
         return reason
     if subordinate_ids(SUBUIDS) is None or subordinate_ids(SUBGIDS) is None:
         user = getpass.getuser()
-        return f"no subordinate ids for {user} in /etc/subuid and /etc/subgid; ask the administrator for: usermod --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
+        return (
+            f"no subordinate ids for {user} in /etc/subuid and /etc/subgid; ask the administrator for: usermod"
+            f" --add-subuids 100000-165535 --add-subgids 100000-165535 {user}"
+        )
     if which("newuidmap") is None:
         return "newuidmap is missing (package uidmap, or shadow-utils)"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -67,8 +74,11 @@ def unavailable() -> str | None:
 def _no_user_namespaces() -> str | None:
     if run(["unshare", "--user", "true"], check=False).returncode == 0:
         return None
-    for knob, expected in (("kernel.apparmor_restrict_unprivileged_userns", "0"), ("kernel.unprivileged_userns_clone", "1"),
-                         ("user.max_user_namespaces", "15000")):  # fmt: skip
+    for knob, expected in (
+        ("kernel.apparmor_restrict_unprivileged_userns", "0"),
+        ("kernel.unprivileged_userns_clone", "1"),
+        ("user.max_user_namespaces", "15000"),
+    ):
         path = Path("/proc/sys") / knob.replace(".", "/")
         if path.exists() and (path.read_text(encoding="utf-8").strip() == "0") == (expected != "0"):
             return f"user namespaces are switched off; ask the administrator for: sysctl -w {knob}={expected}"
@@ -160,8 +170,8 @@ def _check_capabilities(job: Job, line: str) -> None:
             paths = [f"/{entry.path}" for entry in entries if any(name == CAPABILITY for name, _ in entry.xattrs)]
         if paths:
             raise OverlayError(
-                f"{line.strip()}: Apptainer without root cannot change a file of a layer below that has capabilities, as of layer "
-                f"{layer.name} {', '.join(paths[:3])}",
+                f"{line.strip()}: Apptainer without root cannot change a file of a layer below that has capabilities,"
+                f" as of layer {layer.name} {', '.join(paths[:3])}",
                 hint="build with --engine buildah or podman, or as root; or set the capabilities in the last layer",
             )
 
@@ -216,22 +226,40 @@ def _mounts_of_root(layers: Sequence[tuple[Path, int]]) -> list[str]:
 
 
 def _binds(job: Job) -> list[str | Path]:
-    return ["--workdir", job.scratch / "work", *bind_args(job.mount, f"/{BUILD_MOUNT}"),
-            *bind_args(job.cache, f"/{BUILD_MOUNT}/cache")]  # fmt: skip
+    return [
+        "--workdir",
+        job.scratch / "work",
+        *bind_args(job.mount, f"/{BUILD_MOUNT}"),
+        *bind_args(job.cache, f"/{BUILD_MOUNT}/cache"),
+    ]
 
 
 def _base_argv(*, fakeroot: bool) -> list[str | Path]:
     runtime = program()
     if runtime is None:
         raise EngineError("neither apptainer nor singularity is on PATH")
-    return [runtime, "--silent", "exec", *(["--fakeroot"] if fakeroot else []), "--cleanenv", "--contain", "--no-home", "--pwd", "/",
-            "--no-mount", "/etc/localtime"]  # the machine's, which a script could not replace  # fmt: skip
+    return [
+        runtime,
+        "--silent",
+        "exec",
+        *(["--fakeroot"] if fakeroot else []),
+        "--cleanenv",
+        "--contain",
+        "--no-home",
+        "--pwd",
+        "/",
+        "--no-mount",
+        "/etc/localtime",
+    ]  # the machine's, which a script could not replace
 
 
 def _environment() -> dict[str, str]:
     """A user's own APPTAINER_* settings (binds, overlays, --nv) are for running images, not for building them."""
-    return {name: value for name, value in os.environ.items()
-            if not name.startswith(("APPTAINER", "SINGULARITY")) or name.endswith(("_TMPDIR", "_CACHEDIR"))}  # fmt: skip
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("APPTAINER", "SINGULARITY")) or name.endswith(("_TMPDIR", "_CACHEDIR"))
+    }
 
 
 def _inside(job: Job, folder: Path, command: list[str]) -> Argv:

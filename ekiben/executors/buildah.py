@@ -134,12 +134,27 @@ def _remove_abandoned(job: Job) -> None:
 def _run(job: Job, container: str) -> None:
     with shared_packages(job), _without_colons(job.mount) as mount, _without_colons(job.cache) as cache:
         code = stream(
-            ["buildah", "run", "--isolation", "chroot", "--user", "0:0",
-             "--volume", f"{mount}:/{BUILD_MOUNT}", "--volume", f"{cache}:/{BUILD_MOUNT}/cache",
-             # As one stream: of two, the last line may come first.
-             container, "--", "/bin/sh", "-c", f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"],
-            job.log, env=environment(),
-        )  # fmt: skip
+            [
+                "buildah",
+                "run",
+                "--isolation",
+                "chroot",
+                "--user",
+                "0:0",
+                "--volume",
+                f"{mount}:/{BUILD_MOUNT}",
+                "--volume",
+                f"{cache}:/{BUILD_MOUNT}/cache",
+                # As one stream: of two, the last line may come first.
+                container,
+                "--",
+                "/bin/sh",
+                "-c",
+                f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1",
+            ],
+            job.log,
+            env=environment(),
+        )
     if code:
         raise JobFailed(code)
 
@@ -154,8 +169,10 @@ def _without_colons(folder: Path) -> Iterator[Path]:
         yield folder
         return
     if ":" in (parent := tempfile.gettempdir()):
-        raise EngineError(f"buildah cannot mount {folder}: there is a ':' in it, and in {parent}, where a link to it would be",
-                          hint="give a store without ':' with --store or EKIBEN_STORE, or set TMPDIR to a folder without")  # fmt: skip
+        raise EngineError(
+            f"buildah cannot mount {folder}: there is a ':' in it, and in {parent}, where a link to it would be",
+            hint="give a store without ':' with --store or EKIBEN_STORE, or set TMPDIR to a folder without",
+        )
     for left in Path(parent).glob(f"{_LINK}*"):
         with contextlib.suppress(
             OSError

@@ -67,8 +67,11 @@ def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[
                 changed |= {"/".join(parts[:length]) for length in range(1, len(parts) + 1)}
     with contextlib.ExitStack() as stack:
         layers = [stack.enter_context(layer.reader()) for layer in job.lower]
-        deleted = [entry.path for entry in merged_entries(layers)
-                   if entry.path not in existing and existing.get(entry.path.rpartition("/")[0])]  # fmt: skip
+        deleted = [
+            entry.path
+            for entry in merged_entries(layers)
+            if entry.path not in existing and existing.get(entry.path.rpartition("/")[0])
+        ]
     return sorted(changed, key=sort_key), deleted
 
 
@@ -92,10 +95,12 @@ def _container(job: Job) -> Iterator[Any]:
     image = load_image(config, job.lower, f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}")
     _remove_abandoned(job)
     container = client().containers.create(
-        image, ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
-        **_binds({job.mount: f"/{BUILD_MOUNT}", job.cache: f"/{BUILD_MOUNT}/cache"}), labels={"org.ekiben.build": job.name, _MAKER: f"{socket.gethostname()}:{owner_of(job.scratch.parent)}"},
+        image,
+        ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
+        **_binds({job.mount: f"/{BUILD_MOUNT}", job.cache: f"/{BUILD_MOUNT}/cache"}),
+        labels={"org.ekiben.build": job.name, _MAKER: f"{socket.gethostname()}:{owner_of(job.scratch.parent)}"},
         init=False,
-    )  # fmt: skip
+    )
     try:
         container.start()
         yield container
@@ -167,8 +172,10 @@ def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[byt
         output_file.stat().st_size if output_file.exists() else -1,
     )
     if expected_size != str(size).encode():
-        raise EngineError(f"{command[0]} wrote {expected_size.decode('utf-8', 'replace') or 'an unknown number of'} bytes, and {size} of them "
-                          "arrived: the daemon does not share this machine's files, or the disk is full")  # fmt: skip
+        raise EngineError(
+            f"{command[0]} wrote {expected_size.decode('utf-8', 'replace') or 'an unknown number of'} bytes, and {size}"
+            " of them arrived: the daemon does not share this machine's files, or the disk is full"
+        )
     try:
         with output_file.open("rb") as output:
             yield output

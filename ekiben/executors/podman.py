@@ -1,5 +1,6 @@
 """podman: no daemon; rootless through its own user namespace. The layers below become an image in its storage, and what
-the script changes is the upper directory of the container's overlay. It also keeps images for people and runs their tasks."""
+the script changes is the upper directory of the container's overlay. It also keeps images for people and runs their tasks.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +54,15 @@ def unavailable() -> str | None:
         return f"what `podman info` says cannot be read: it {error}"
     if driver != "overlay":
         # With vfs each layer is a full copy of all below it.
-        return (f"podman's storage driver is {driver}; overlay is needed "
-                "(`podman system reset` forgets the driver and all images, then STORAGE_DRIVER=overlay or storage.conf)")  # fmt: skip
+        return (
+            f"podman's storage driver is {driver}; overlay is needed "
+            "(`podman system reset` forgets the driver and all images, then STORAGE_DRIVER=overlay or storage.conf)"
+        )
     if status.get("Using metacopy") == "true":
-        return "podman's storage is mounted with metacopy=on (storage.conf), which leaves the data out of what a script changes"
+        return (
+            "podman's storage is mounted with metacopy=on (storage.conf), which leaves the data out of what a script"
+            " changes"
+        )
     return None
 
 
@@ -132,8 +138,23 @@ def _container(
     owner = owner_of(job.scratch.parent) if job else str(os.getpid())
     container = f"ekiben-podman-{owner}-{name}"
     # Named by us, so that one whose making was interrupted is found as well.
-    argv = ["create", "--name", container, "--label", f"{_MAKER}={socket.gethostname()}:{owner}", "--pull", "never",
-            "--log-driver", "none", "--security-opt", "label=disable", *_limits(), *options, image, *command]  # fmt: skip
+    argv = [
+        "create",
+        "--name",
+        container,
+        "--label",
+        f"{_MAKER}={socket.gethostname()}:{owner}",
+        "--pull",
+        "never",
+        "--log-driver",
+        "none",
+        "--security-opt",
+        "label=disable",
+        *_limits(),
+        *options,
+        image,
+        *command,
+    ]
     try:
         _podman(*argv)
         yield container
@@ -228,8 +249,10 @@ def run_argv(gpu: bool) -> list[str]:
     if not gpu:
         return argv
     if not container_gpus.has_cdi_file():
-        raise EngineError("podman does not know this machine's GPUs: no file in /etc/cdi describes them",
-                          hint="as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml")  # fmt: skip
+        raise EngineError(
+            "podman does not know this machine's GPUs: no file in /etc/cdi describes them",
+            hint="as root: nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
+        )
     # What NCCL pins, and its threads; only root may raise these, and a user's own are handed on.
     raised = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"] if os.geteuid() == 0 and _may_raise() else []
     return [*argv, "--device", container_gpus.ALL_GPUS, *raised]

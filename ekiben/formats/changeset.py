@@ -47,15 +47,41 @@ COMPARED = 64 << 20  # bytes: a larger file that was copied up is taken as chang
 
 # Contents differ from run to run or from machine to machine, and no image needs them.
 EXCLUDED_BELOW = (
-    "dev", "proc", "sys", "run", "tmp", "var/tmp", "root/.cache", "var/log", "var/lib/apt/lists", "var/cache/apt",
-    "var/cache/debconf", "var/lib/systemd", ".singularity.d",
-)  # fmt: skip
+    "dev",
+    "proc",
+    "sys",
+    "run",
+    "tmp",
+    "var/tmp",
+    "root/.cache",
+    "var/log",
+    "var/lib/apt/lists",
+    "var/cache/apt",
+    "var/cache/debconf",
+    "var/lib/systemd",
+    ".singularity.d",
+)
 EXCLUDED = (
-    ".dockerenv", ".singularity.d", "singularity", "environment", "root/.cache", "etc/resolv.conf", "etc/hosts", "etc/hostname", "etc/machine-id",
-    "var/lib/dbus/machine-id", "var/cache/ldconfig/aux-cache", "etc/apt/sources.list", "etc/.pwd.lock",
-    "root/.bash_history", "root/.wget-hsts", "var/lib/dpkg/lock*", "var/lib/dpkg/triggers/Lock", "*/.wh..wh.*",
+    ".dockerenv",
+    ".singularity.d",
+    "singularity",
+    "environment",
+    "root/.cache",
+    "etc/resolv.conf",
+    "etc/hosts",
+    "etc/hostname",
+    "etc/machine-id",
+    "var/lib/dbus/machine-id",
+    "var/cache/ldconfig/aux-cache",
+    "etc/apt/sources.list",
+    "etc/.pwd.lock",
+    "root/.bash_history",
+    "root/.wget-hsts",
+    "var/lib/dpkg/lock*",
+    "var/lib/dpkg/triggers/Lock",
+    "*/.wh..wh.*",
     "*.dist-info/uv_cache.json",
-)  # fmt: skip
+)
 
 
 # Runtimes mount their own over these; an empty file is there to be mounted on.
@@ -145,9 +171,15 @@ class Lower:
 
 
 def normalize(
-    upper: IO[bytes] | Path, lower: Lower, *, epoch: int, deleted: Collection[str] = (), opaque: Collection[str] = (),
-    left_out: LeftOut | None = None, is_fuse: bool = False,
-) -> Iterator[LayerEntry]:  # fmt: skip
+    upper: IO[bytes] | Path,
+    lower: Lower,
+    *,
+    epoch: int,
+    deleted: Collection[str] = (),
+    opaque: Collection[str] = (),
+    left_out: LeftOut | None = None,
+    is_fuse: bool = False,
+) -> Iterator[LayerEntry]:
     """Yield the canonical entries of an upper directory, or of a tar of one, which must be depth first and sorted.
 
     ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them; ``left_out`` takes what no layer keeps.
@@ -171,8 +203,9 @@ def refuse_total_removal(entries: Iterable[LayerEntry], lower: Lower) -> Iterato
             left.discard(entry.path)
         yield entry, data
     if had and not left:
-        raise LayerError("the layer removes all that is in the layers below, which no script that ends well can do; "
-                         "it is not stored")  # fmt: skip
+        raise LayerError(
+            "the layer removes all that is in the layers below, which no script that ends well can do; it is not stored"
+        )
 
 
 def _tar_members(normalizer: _Normalizer, archive: IO[bytes]) -> Iterator[LayerEntry]:
@@ -192,15 +225,22 @@ _OVERLAY_MARKS = ("/.wh..opq", "/.wh..wh..opq")
 
 
 def _unstorable(path: str) -> LayerError:
-    return LayerError(f"/{path}: Docker and OCI take a name that begins with {WHITEOUT_PREFIX} for the removal of the rest of it; "
-                      "give the file another name")  # fmt: skip
+    return LayerError(
+        f"/{path}: Docker and OCI take a name that begins with {WHITEOUT_PREFIX} for the removal of the rest of it; "
+        "give the file another name"
+    )
 
 
 class _Normalizer:
     def __init__(
-        self, lower: Lower, epoch: int, deleted: Collection[str], opaque: Collection[str], keep: Collection[str] = (),
+        self,
+        lower: Lower,
+        epoch: int,
+        deleted: Collection[str],
+        opaque: Collection[str],
+        keep: Collection[str] = (),
         dropped: LeftOut | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.dropped = dropped or LeftOut()
         self.lower, self.epoch, self.keep = lower, epoch, keep
         self.opaque = set(opaque)
@@ -270,8 +310,17 @@ class _Normalizer:
             raise LayerError(f"/{path} is a hard link to /{target}, which no layer keeps; copy the file instead")
         kind: Kind = "hardlink" if info.islnk() else "symlink" if info.issym() else "fifo" if info.isfifo() else "file"
         mode = 0o777 if kind == "symlink" else info.mode & 0o7777
-        return Entry(path, kind, mode, info.uid, info.gid, min(int(info.mtime), self.epoch),
-                     info.size if kind == "file" else 0, target, _xattrs(info, path) if kind == "file" else ())  # fmt: skip
+        return Entry(
+            path,
+            kind,
+            mode,
+            info.uid,
+            info.gid,
+            min(int(info.mtime), self.epoch),
+            info.size if kind == "file" else 0,
+            target,
+            _xattrs(info, path) if kind == "file" else (),
+        )
 
     def file(self, read: Read, info: tarfile.TarInfo, path: str) -> Iterator[LayerEntry]:
         """A file, unless the overlay only copied it up: opened for writing, say, and left as it was."""
@@ -299,8 +348,10 @@ class _Normalizer:
         """
         below = self.lower.lookup(origin)
         if below is not None and below.kind == "fifo":
-            raise OverlayError(f"/{entry.path} was a FIFO in a layer below, /{origin}: fuse-overlayfs made it an empty file",
-                               hint="build with --engine buildah or podman, or as root; or let the script make it anew")  # fmt: skip
+            raise OverlayError(
+                f"/{entry.path} was a FIFO in a layer below, /{origin}: fuse-overlayfs made it an empty file",
+                hint="build with --engine buildah or podman, or as root; or let the script make it anew",
+            )
         if below is None or below.kind != "file" or not self.lower.has_other_names(origin):
             return data
         if entry.size <= COMPARED and replace(below, path=entry.path) == entry:
@@ -308,10 +359,12 @@ class _Normalizer:
             if content == self.lower.read_file(origin):
                 return iter([content]) if content else None
         raise OverlayError(
-            f"/{origin} is one of several names of a file in a layer below (hard links), and its content, owner or mode was changed: "
-            "fuse-overlayfs may have changed another name than the script did",
-            hint="build with --engine buildah or podman, or as root; or let the script replace the file: "
-            f"cp -p /{origin} /{origin}.new && mv /{origin}.new /{origin}",
+            f"/{origin} is one of several names of a file in a layer below (hard links), and its content, owner or mode"
+            " was changed: fuse-overlayfs may have changed another name than the script did",
+            hint=(
+                "build with --engine buildah or podman, or as root; or let the script replace the file: "
+                f"cp -p /{origin} /{origin}.new && mv /{origin}.new /{origin}"
+            ),
         )
 
     def link_to_below(self, info: tarfile.TarInfo, path: str, target: str) -> Iterator[LayerEntry]:
@@ -362,9 +415,13 @@ class _Normalizer:
         if entry.gid == group and (entry.kind != "dir" or entry.mode & stat.S_ISGID):
             return
         raise OverlayError(
-            f"/{entry.path} was made in a folder that is setgid, and has not its group: fuse-overlayfs does not always hand it down",
-            hint="build with --engine buildah or podman, or as root; or let the script set it: "
-            f"chgrp {group} /{entry.path}" + f" && chmod g+s /{entry.path}" * (entry.kind == "dir"),
+            f"/{entry.path} was made in a folder that is setgid, and has not its group: fuse-overlayfs does not always"
+            " hand it down",
+            hint=(
+                "build with --engine buildah or podman, or as root; or let the script set it: "
+                f"chgrp {group} /{entry.path}"
+            )
+            + f" && chmod g+s /{entry.path}" * (entry.kind == "dir"),
         )
 
     def parents_of(self, path: str) -> list[Entry]:
@@ -459,8 +516,11 @@ def unordered_entries(
         _add_parents(infos, lower)  # a tar may name a deletion or a mark alone
         names = [(path, *path.rpartition("/")[::2]) for path in infos]
         opaque = {parent for _, parent, name in names if name == OPAQUE}
-        deleted = {f"{parent}/{name[4:]}".lstrip("/") for _, parent, name in names
-                   if name.startswith(WHITEOUT_PREFIX) and name != OPAQUE}  # fmt: skip
+        deleted = {
+            f"{parent}/{name[4:]}".lstrip("/")
+            for _, parent, name in names
+            if name.startswith(WHITEOUT_PREFIX) and name != OPAQUE
+        }
         for path, _, name in names:
             if name.startswith(WHITEOUT_PREFIX):
                 del infos[path]

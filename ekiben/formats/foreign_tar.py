@@ -91,8 +91,10 @@ def _write_out(spool: IO[bytes]) -> None:
         spool.seek(0)
         with (
             tarfile.open(fileobj=spool, mode="r:", encoding="utf-8", errors="surrogateescape") as tar,
-            tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape") as out,
-        ):  # fmt: skip
+            tarfile.open(
+                fileobj=plain, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
+            ) as out,
+        ):
             for info in tar:
                 data = tar.extractfile(info) if info.isreg() else None
                 if info.issparse():

@@ -6,13 +6,16 @@ from fnmatch import fnmatchcase
 
 # The first that fits. No layer keeps these, see changeset.is_excluded().
 _REASONS = (
-    (("etc/resolv.conf", "etc/hosts", "etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id"), "runtimes put the machine's own there"),
+    (
+        ("etc/resolv.conf", "etc/hosts", "etc/hostname", "etc/machine-id", "var/lib/dbus/machine-id"),
+        "runtimes put the machine's own there",
+    ),
     (("etc/apt/sources.list",), "it names the mirror of this build; a file in /etc/apt/sources.list.d is kept"),
     (("dev/*", "proc/*", "sys/*", "run/*", "tmp/*", "var/tmp/*"), "runtimes mount the machine's own over it"),
     (("root/*",), "caches and histories of the build's root; write elsewhere what the image needs"),
     ((".singularity.d*", "singularity", "environment", ".dockerenv"), "Ekiben and the runtimes write it"),
     (("*",), "logs, caches and locks that differ from run to run"),
-)  # fmt: skip
+)
 DEVICES = "devices and sockets belong to a machine"
 ACLS = "access control lists; use modes and groups"
 

@@ -94,9 +94,15 @@ def image_config(
 
 def store_manifest(config: bytes, layers: Sequence[LayerRecord]) -> dict[str, Any]:
     """Return the manifest as the store keeps it: over squashfs layers."""
-    descriptors = [{"mediaType": MEDIA_LAYER, "digest": layer.digest, "size": layer.size,
-                    "annotations": {"org.ekiben.layer": layer.name, "org.ekiben.cache-key": layer.cache_key}}
-                   for layer in layers]  # fmt: skip
+    descriptors = [
+        {
+            "mediaType": MEDIA_LAYER,
+            "digest": layer.digest,
+            "size": layer.size,
+            "annotations": {"org.ekiben.layer": layer.name, "org.ekiben.cache-key": layer.cache_key},
+        }
+        for layer in layers
+    ]
     return _manifest(config, descriptors)
 
 
@@ -161,9 +167,13 @@ def _layout_files(
 
 
 def archive(
-    config: bytes, layers: Sequence[LayerSource], name: str, *,
-    leave_out: Collection[str] = (), on_bytes: Callable[[int], None] = lambda count: None,
-) -> Iterator[bytes]:  # fmt: skip
+    config: bytes,
+    layers: Sequence[LayerSource],
+    name: str,
+    *,
+    leave_out: Collection[str] = (),
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Iterator[bytes]:
     """Yield a tar that is an OCI archive and a `docker load` archive at once.
 
     ``leave_out``: diff_ids whose data the reader has already (a Docker daemon doesn't open what it knows).

@@ -96,9 +96,12 @@ class Hasher:
 
 
 def copy_partition(
-    partition: Partition, out: BinaryIO, on_bytes: Callable[[int], None],
-    partition_hasher: Hasher | None = None, file_hasher: Hasher | None = None,
-) -> None:  # fmt: skip
+    partition: Partition,
+    out: BinaryIO,
+    on_bytes: Callable[[int], None],
+    partition_hasher: Hasher | None = None,
+    file_hasher: Hasher | None = None,
+) -> None:
     """Copy a partition to the position of ``out`` while the hashers read what was written.
 
     ``partition_hasher`` hashes this partition alone, and its digest is compared; ``file_hasher`` all of the file.

@@ -38,8 +38,10 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
         if target and members[0].name and is_folder(real_path(target.strip("/"), lower, follow_last=True)):
             base, goes_into = f"{target.rstrip('/')}/{members[0].name}", True
             if members[0].stage:  # where Docker, whose COPY a rendered file has, puts the one into the other
-                raise LayerError(f"%files from {members[0].stage}: {target} is a folder in the layers below; name where the stage's "
-                                 f"folder goes: {base}")  # fmt: skip
+                raise LayerError(
+                    f"%files from {members[0].stage}: {target} is a folder in the layers below; name where the stage's "
+                    f"folder goes: {base}"
+                )
         resolved = []
         for file in members:
             destination = base + file.destination[len(target) :] if goes_into else file.destination
@@ -47,8 +49,9 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
             if is_folder(path):
                 if file.is_folder:
                     continue
-                raise LayerError(f"%files: {destination} is a folder in the layers below; "
-                                 f"name the file in it: {destination}/<name>")  # fmt: skip
+                raise LayerError(
+                    f"%files: {destination} is a folder in the layers below; name the file in it: {destination}/<name>"
+                )
             if file.is_folder and lower.lookup(path) is not None:
                 raise LayerError(
                     f"%files: {destination} is no folder in the layers below, and a folder cannot replace it"

@@ -178,8 +178,10 @@ def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:
     table = _head(_lay_out(partitions, header), header)
     digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
     raw_descriptors = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
-    objects = [{"relativeId": number, "descriptorDigest": digest_of(signed_descriptor(raw, number)), "objectDigest": digest}
-               for number, (raw, digest) in enumerate(zip(raw_descriptors, digests, strict=True))]  # fmt: skip
+    objects = [
+        {"relativeId": number, "descriptorDigest": digest_of(signed_descriptor(raw, number)), "objectDigest": digest}
+        for number, (raw, digest) in enumerate(zip(raw_descriptors, digests, strict=True))
+    ]
     message = {"version": 1, "header": {"digest": digest_of(signed_header(table))}, "objects": objects}
     return json.dumps(message, separators=(",", ":")).encode()
 

@@ -52,8 +52,14 @@ def folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
     return below(os.fsencode(folder), "")
 
 
-_TAR_TYPES = {stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE,
-              stat.S_IFIFO: tarfile.FIFOTYPE, stat.S_IFCHR: tarfile.CHRTYPE, stat.S_IFBLK: tarfile.BLKTYPE}  # fmt: skip
+_TAR_TYPES = {
+    stat.S_IFREG: tarfile.REGTYPE,
+    stat.S_IFDIR: tarfile.DIRTYPE,
+    stat.S_IFLNK: tarfile.SYMTYPE,
+    stat.S_IFIFO: tarfile.FIFOTYPE,
+    stat.S_IFCHR: tarfile.CHRTYPE,
+    stat.S_IFBLK: tarfile.BLKTYPE,
+}
 
 
 def _folder_info(path: str, seen: os.stat_result, first_names: dict[int, str], location: bytes) -> tarfile.TarInfo:

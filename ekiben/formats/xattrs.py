@@ -46,8 +46,10 @@ def check_names(path: str, xattrs: Xattrs) -> None:
     """Raise LayerError for a name that tools write in different ways into a tar."""
     for name, _ in xattrs:
         if "=" in name or "%" in name:
-            raise LayerError(f"/{path}: the extended attribute {name!r} cannot be stored: tools differ in how they write = and % "
-                             "in its name; give it another name")  # fmt: skip
+            raise LayerError(
+                f"/{path}: the extended attribute {name!r} cannot be stored: tools differ in how they write = and % "
+                "in its name; give it another name"
+            )
 
 
 def _without_owner(capability: bytes) -> bytes:
@@ -59,8 +61,11 @@ def _without_owner(capability: bytes) -> bytes:
 
 def from_pax(headers: Mapping[str, str]) -> list[tuple[str, bytes]]:
     """Return the attributes in a tar entry's pax records, as tarfile has read them with surrogate escapes."""
-    return [(name.removeprefix(PAX_PREFIX), encode_name(value)) for name, value in headers.items()
-            if name.startswith(PAX_PREFIX)]  # fmt: skip
+    return [
+        (name.removeprefix(PAX_PREFIX), encode_name(value))
+        for name, value in headers.items()
+        if name.startswith(PAX_PREFIX)
+    ]
 
 
 def to_pax(attributes: Iterable[tuple[str, bytes]]) -> dict[str, str]:

@@ -12,8 +12,15 @@ from ekiben.core.process import run, which
 GPU_DEVICE = "/dev/nvidiactl"  # exists where NVIDIA's driver is loaded
 # For drivers that do not tell it (nvidia-smi before 510).
 _CAPABILITIES = {
-    "P100": "6.0", "V100": "7.0", "V100S": "7.0", "T4": "7.5", "A100": "8.0", "A30": "8.0", "A10": "8.6", "A40": "8.6",
-}  # fmt: skip
+    "P100": "6.0",
+    "V100": "7.0",
+    "V100S": "7.0",
+    "T4": "7.5",
+    "A100": "8.0",
+    "A30": "8.0",
+    "A10": "8.6",
+    "A40": "8.6",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,17 +67,30 @@ def stored_image(name: str, store: Store, hint: str) -> StoredImage:
         if len(keys) != len(layers):
             raise ValueError(f"names {len(keys)} layers of {len(layers)}")
         return StoredImage(
-            recipe=record.text("recipe"), stack=record.text("stack"), manifest=record.digest("manifest"),
-            config=record.digest("config"), created=config.text("created"), architecture=config.text("architecture"),
-            environment=tuple(inner.strings("Env")), labels=inner.texts("Labels", {}), tasks=record.texts("tasks"),
+            recipe=record.text("recipe"),
+            stack=record.text("stack"),
+            manifest=record.digest("manifest"),
+            config=record.digest("config"),
+            created=config.text("created"),
+            architecture=config.text("architecture"),
+            environment=tuple(inner.strings("Env")),
+            labels=inner.texts("Labels", {}),
+            tasks=record.texts("tasks"),
             layers=tuple(
-                LayerRecord(layer.object("annotations").text("org.ekiben.layer"), key, layer.digest("digest"), layer.size("size"))
+                LayerRecord(
+                    layer.object("annotations").text("org.ekiben.layer"),
+                    key,
+                    layer.digest("digest"),
+                    layer.size("size"),
+                )
                 for key, layer in zip(keys, layers, strict=True)
             ),
-        )  # fmt: skip
+        )
     except ValueError as error:
-        raise StoreError(f"the record of image '{name}' in {store.root} is damaged: it {error}",
-                         hint="build the image again, which writes its record") from error  # fmt: skip
+        raise StoreError(
+            f"the record of image '{name}' in {store.root} is damaged: it {error}",
+            hint="build the image again, which writes its record",
+        ) from error
 
 
 def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:
@@ -115,10 +128,14 @@ class CompiledWheel:
         source = entry.object("source")
         from_index = bool(source.data) and "commit" not in source
         return cls(
-            package=entry.text("package"), repository=source.text("repository", ""), commit=source.text("commit", ""),
-            name=source.text("name") if from_index else "", version=source.text("version") if from_index else "",
-            sha256=tuple(source.strings("sha256")) if from_index else (), data=entry.data,
-        )  # fmt: skip
+            package=entry.text("package"),
+            repository=source.text("repository", ""),
+            commit=source.text("commit", ""),
+            name=source.text("name") if from_index else "",
+            version=source.text("version") if from_index else "",
+            sha256=tuple(source.strings("sha256")) if from_index else (),
+            data=entry.data,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +153,8 @@ class ImageMetadata:
         fields = Fields.of(parse_json(data))
         compiled = fields.objects("compiled") if "compiled" in fields else []
         return cls(
-            fields.text("recipe"), fields.text("stack"),
+            fields.text("recipe"),
+            fields.text("stack"),
             [(layer.text("name"), layer.text("cache_key", "")) for layer in fields.objects("layers")],
             [CompiledWheel.parse(item) for item in compiled if item.data.keys() >= {"package", "source", "cache_key"}],
-        )  # fmt: skip
+        )

@@ -78,11 +78,25 @@ def describe(name: str, store: Store) -> ImageDescription | SifDescription:
             "size": layer.size,
         }
         if stored := store.layer(layer.cache_key):
-            description |= {"diff_id": stored.diff_id, "unpacked": stored.tar_size, "executor": stored.executor,
-                      "seconds": stored.seconds, **stored.notes}  # fmt: skip
+            description |= {
+                "diff_id": stored.diff_id,
+                "unpacked": stored.tar_size,
+                "executor": stored.executor,
+                "seconds": stored.seconds,
+                **stored.notes,
+            }
         layers.append(cast(LayerDescription, description))
-    return {"name": name, "image": image.config, "manifest": image.manifest, "stack": image.stack, "created": image.created,
-            "environment": list(image.environment), "labels": image.labels, "tasks": image.tasks, "layers": layers}  # fmt: skip
+    return {
+        "name": name,
+        "image": image.config,
+        "manifest": image.manifest,
+        "stack": image.stack,
+        "created": image.created,
+        "environment": list(image.environment),
+        "labels": image.labels,
+        "tasks": image.tasks,
+        "layers": layers,
+    }
 
 
 def _describe_sif(path: Path) -> SifDescription:
@@ -91,8 +105,10 @@ def _describe_sif(path: Path) -> SifDescription:
     layers = {layer.number: position for position, layer in enumerate(numbered)}
     objects: list[SifObject] = [
         {
-            "name": item.name
-            or (f"layer {layers[item.number]}" if item.number in layers else _KINDS.get(item.data_type, "other")),
+            "name": (
+                item.name
+                or (f"layer {layers[item.number]}" if item.number in layers else _KINDS.get(item.data_type, "other"))
+            ),
             "offset": item.offset,
             "size": item.size,
         }

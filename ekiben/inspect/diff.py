@@ -88,9 +88,13 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> Changes:
     return {
         "added": {name: after[name] for name in sorted(after.keys() - before.keys())},
         "removed": {name: before[name] for name in sorted(before.keys() - after.keys())},
-        "changed": {name: [before[name], after[name]] for name in sorted(before.keys() & after.keys()) if before[name] != after[name]},
+        "changed": {
+            name: [before[name], after[name]]
+            for name in sorted(before.keys() & after.keys())
+            if before[name] != after[name]
+        },
         "same": sum(before[name] == after[name] for name in before.keys() & after.keys()),
-    }  # fmt: skip
+    }
 
 
 def compare_layers(
@@ -101,8 +105,14 @@ def compare_layers(
     differences = list[LayerChange]()
     for name in dict.fromkeys([*one, *other]):
         pair = one.get(name), other.get(name)
-        differences.append({"name": name, "before": pair[0].size if pair[0] else None, "after": pair[1].size if pair[1] else None,
-                     "same": bool(pair[0] and pair[1] and pair[0].digest == pair[1].digest)})  # fmt: skip
+        differences.append(
+            {
+                "name": name,
+                "before": pair[0].size if pair[0] else None,
+                "after": pair[1].size if pair[1] else None,
+                "same": bool(pair[0] and pair[1] and pair[0].digest == pair[1].digest),
+            }
+        )
     return differences
 
 
@@ -123,8 +133,10 @@ def _compare_files(before: ImageReader, after: ImageReader, trees: tuple[Tree, T
             changed[path] = [entry.size, new.size]
         elif entry.kind == "file" and entry.size:
             unsure.append(path)
-    digests = [_digests(image, {path: tree[path][1] for path in unsure})
-               for image, tree in zip((before, after), trees, strict=True)]  # fmt: skip
+    digests = [
+        _digests(image, {path: tree[path][1] for path in unsure})
+        for image, tree in zip((before, after), trees, strict=True)
+    ]
     changed |= {
         path: [one[path][0].size, other[path][0].size] for path in unsure if digests[0][path] != digests[1][path]
     }

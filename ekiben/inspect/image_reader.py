@@ -89,8 +89,10 @@ def open_layers(
 ) -> Iterator[ImageReader]:
     """Open the image of just these layers, even when the store has another of its name by now. Raises StoreError."""
     with contextlib.ExitStack() as stack:
-        readers = [LayerReader(layer.name, layer.digest, layer.size, _open_blob(name, layer.digest, store, stack), layer)
-                 for layer in layers]  # fmt: skip
+        readers = [
+            LayerReader(layer.name, layer.digest, layer.size, _open_blob(name, layer.digest, store, stack), layer)
+            for layer in layers
+        ]
         yield ImageReader(name, tuple(readers), environment, arch)
 
 
@@ -109,8 +111,13 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
     except StoreError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        raise StoreError(str(error), hint=f"{command_name()} list names the images of the store; a name with a / or that ends in .sif is a file, "
-                                          f"which {command_name()} image NAME --format sif -o FILE.sif writes") from error  # fmt: skip
+        raise StoreError(
+            str(error),
+            hint=(
+                f"{command_name()} list names the images of the store; a name with a / or that ends in .sif is a file, "
+                f"which {command_name()} image NAME --format sif -o FILE.sif writes"
+            ),
+        ) from error
     stream = stack.enter_context(path.open("rb"))
     layers = []
     for number, item in enumerate(info.layers, 1):
@@ -277,8 +284,10 @@ def _checked_status(layer: LayerReader, text: str) -> list[dict[str, str]]:
 
 
 def _broken(layer: LayerReader, reason: str) -> VerifyError:
-    return VerifyError(f"layer {layer.name}: dpkg's database is broken: {DPKG_STATUS}: {reason}",
-                       hint="the content of that layer is unknown; see what its definition's %post does to dpkg, and build it again")  # fmt: skip
+    return VerifyError(
+        f"layer {layer.name}: dpkg's database is broken: {DPKG_STATUS}: {reason}",
+        hint="the content of that layer is unknown; see what its definition's %post does to dpkg, and build it again",
+    )
 
 
 def _check_file_lists(image: ImageReader, tree: Tree, known: set[str]) -> None:
@@ -297,11 +306,15 @@ def _debian_package(record: Mapping[str, str], layer: int) -> DebianPackage:
     assert source is not None
     depends = ", ".join(filter(None, (record.get("Pre-Depends"), record.get("Depends"))))
     return DebianPackage(
-        name=record["Package"], version=record["Version"], architecture=record["Architecture"],
-        source=(source[1], source[2] or record["Version"]), maintainer=re.sub(r"\s*<[^>]*>", "", record.get("Maintainer", "")),
+        name=record["Package"],
+        version=record["Version"],
+        architecture=record["Architecture"],
+        source=(source[1], source[2] or record["Version"]),
+        maintainer=re.sub(r"\s*<[^>]*>", "", record.get("Maintainer", "")),
         depends=tuple(tuple(_package_names(choice, "|")) for choice in depends.split(",") if choice.strip()),
-        provides=tuple(_package_names(record.get("Provides", ""), ",")), layer=layer,
-    )  # fmt: skip
+        provides=tuple(_package_names(record.get("Provides", ""), ",")),
+        layer=layer,
+    )
 
 
 def _package_names(text: str, separator: str) -> Iterator[str]:
@@ -320,8 +333,10 @@ def python_packages(image: ImageReader, tree: Tree) -> list[PythonPackage]:
         metadata = HeaderParser().parsestr((data or b"").decode(errors="replace"))
         if not metadata["Name"] or not metadata["Version"]:
             problem = f"{path}/METADATA " + ("is not there" if data is None else "has no Name and Version")
-            raise VerifyError(f"layer {image.layers[number].name}: a Python package is broken: {problem}",
-                              hint="the layer's %post left it half installed or half removed; build the layer again")  # fmt: skip
+            raise VerifyError(
+                f"layer {image.layers[number].name}: a Python package is broken: {problem}",
+                hint="the layer's %post left it half installed or half removed; build the layer again",
+            )
         packages.append(
             PythonPackage(str(metadata["Name"]), str(metadata["Version"]), path, metadata, tree[f"{path}/METADATA"][1])
         )

@@ -112,13 +112,18 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
     dependencies[_IMAGE] = set(_roots(components, dependencies))
     refs = {name: component.bom_ref for name, component in {_IMAGE: image_component, **components}.items()}
     bom = Bom(
-        serial_number=uuid.UUID(int=0), components=components.values(),
+        serial_number=uuid.UUID(int=0),
+        components=components.values(),
         metadata=BomMetaData(
-            timestamp=datetime.fromtimestamp(info.epoch, UTC), component=image_component,
+            timestamp=datetime.fromtimestamp(info.epoch, UTC),
+            component=image_component,
             lifecycles=[PredefinedLifecycle(LifecyclePhase.POST_BUILD)],
         ),
-        dependencies=[Dependency(ref, [Dependency(refs[other]) for other in dependencies.get(name, ())]) for name, ref in refs.items()],
-    )  # fmt: skip
+        dependencies=[
+            Dependency(ref, [Dependency(refs[other]) for other in dependencies.get(name, ())])
+            for name, ref in refs.items()
+        ],
+    )
     bom.metadata.tools.components.add(Component(name="ekiben", type=ComponentType.APPLICATION))
     text = JsonV1Dot6(bom).output_as_string(indent=1) + "\n"
     serial = uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16], version=5)
@@ -153,12 +158,21 @@ def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
         exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
         release = shlex.split(text("etc/os-release"), comments=True)
         return _ImageInfo(
-            recipe=metadata.recipe, stack=metadata.stack, layers=metadata.layers, compiled=metadata.compiled, labels=labels, environment=_assignments(exports), deffile=text(".singularity.d/Singularity"),
-            epoch=tree["opt/ekiben"][0].mtime, distribution=_assignments(release),
-        )  # fmt: skip
+            recipe=metadata.recipe,
+            stack=metadata.stack,
+            layers=metadata.layers,
+            compiled=metadata.compiled,
+            labels=labels,
+            environment=_assignments(exports),
+            deffile=text(".singularity.d/Singularity"),
+            epoch=tree["opt/ekiben"][0].mtime,
+            distribution=_assignments(release),
+        )
     except (ValueError, KeyError) as error:
-        raise UsageError(f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
-                         hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} image RECIPE") from error  # fmt: skip
+        raise UsageError(
+            f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
+            hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} image RECIPE",
+        ) from error
 
 
 def _assignments(arguments: Iterable[str]) -> dict[str, str]:
@@ -183,8 +197,17 @@ def _layers(
 
 
 def _layer(name: str, key: str, layer: LayerReader | None = None, diff_id: str = "") -> StoredLayer:
-    return StoredLayer(name=name, cache_key=key, diff_id=diff_id, tar_size=0, digest=layer.digest if layer else "",
-                       size=layer.size if layer else 0, executor="", seconds=0.0, inputs={})  # fmt: skip
+    return StoredLayer(
+        name=name,
+        cache_key=key,
+        diff_id=diff_id,
+        tar_size=0,
+        digest=layer.digest if layer else "",
+        size=layer.size if layer else 0,
+        executor="",
+        seconds=0.0,
+        inputs={},
+    )
 
 
 def _diff_id(layer: LayerReader, progress: Progress) -> str:
@@ -205,8 +228,14 @@ def _image_component(
     identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
     properties = [Property(name="ekiben:stack", value=info.stack)]
     if layers[0].diff_id:
-        config = oci.image_config(layers, environment=info.environment, labels=info.labels, epoch=info.epoch,
-                                  platform=f"linux/{image.arch}", working_dir=oci.WORKING_DIR)  # fmt: skip
+        config = oci.image_config(
+            layers,
+            environment=info.environment,
+            labels=info.labels,
+            epoch=info.epoch,
+            platform=f"linux/{image.arch}",
+            working_dir=oci.WORKING_DIR,
+        )
         identity = oci.digest_of(config)
         hashes.append(HashType(alg=HashAlgorithm.SHA_256, content=identity.removeprefix("sha256:")))
         users = users_partition([layer.reader for layer in image.layers], info.epoch)
@@ -222,38 +251,73 @@ def _image_component(
             Property(name="ekiben:incomplete", value=f"no {DPKG_STATUS}: what the distribution installed is not listed")
         )
     return Component(
-        name=info.recipe, type=ComponentType.CONTAINER, version=identity, bom_ref=_IMAGE, hashes=hashes, properties=properties,
+        name=info.recipe,
+        type=ComponentType.CONTAINER,
+        version=identity,
+        bom_ref=_IMAGE,
+        hashes=hashes,
+        properties=properties,
         description=info.labels.get("org.opencontainers.image.description"),
-    )  # fmt: skip
+    )
 
 
 def _system(distribution: Mapping[str, str]) -> Component:
-    return Component(name=distribution.get("ID", "linux"), version=distribution.get("VERSION_ID"), bom_ref="os",
-                     type=ComponentType.OPERATING_SYSTEM, description=distribution.get("PRETTY_NAME"))  # fmt: skip
+    return Component(
+        name=distribution.get("ID", "linux"),
+        version=distribution.get("VERSION_ID"),
+        bom_ref="os",
+        type=ComponentType.OPERATING_SYSTEM,
+        description=distribution.get("PRETTY_NAME"),
+    )
 
 
 # -- packages -------------------------------------------------------------------------------------------------------------
 
 
 def _package(
-    name: str, version: str, purl: PackageURL, layer: StoredLayer | None, licenses: Sequence[str], supplier: str,
-    properties: Mapping[str, str], **more: Any,
-) -> Component:  # fmt: skip
+    name: str,
+    version: str,
+    purl: PackageURL,
+    layer: StoredLayer | None,
+    licenses: Sequence[str],
+    supplier: str,
+    properties: Mapping[str, str],
+    **more: Any,
+) -> Component:
     at = {"ekiben:layer": layer.name} if layer else {}
     declared = LicenseAcknowledgement.DECLARED
-    choices = [LicenseExpression(item, acknowledgement=declared) if is_license_expression(licenses)
-            else DisjunctiveLicense(id=item, acknowledgement=declared) if is_id(item)
-            else DisjunctiveLicense(name=item, acknowledgement=declared) for item in licenses]  # fmt: skip
+    choices = [
+        (
+            LicenseExpression(item, acknowledgement=declared)
+            if is_license_expression(licenses)
+            else (
+                DisjunctiveLicense(id=item, acknowledgement=declared)
+                if is_id(item)
+                else DisjunctiveLicense(name=item, acknowledgement=declared)
+            )
+        )
+        for item in licenses
+    ]
     return Component(
-        name=name, version=version, purl=purl, type=ComponentType.LIBRARY, licenses=choices,
+        name=name,
+        version=version,
+        purl=purl,
+        type=ComponentType.LIBRARY,
+        licenses=choices,
         supplier=OrganizationalEntity(name=supplier) if supplier else None,
-        properties=[Property(name=field, value=value) for field, value in {**at, **properties}.items()], **more,
-    )  # fmt: skip
+        properties=[Property(name=field, value=value) for field, value in {**at, **properties}.items()],
+        **more,
+    )
 
 
 def _debian(
-    package: DebianPackage, image: ImageReader, tree: Tree, info: _ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str]
-) -> Component:  # fmt: skip
+    package: DebianPackage,
+    image: ImageReader,
+    tree: Tree,
+    info: _ImageInfo,
+    layers: Sequence[StoredLayer],
+    drift: Mapping[str, str],
+) -> Component:
     release, (source, of) = info.distribution, package.source
     system = release.get("ID", "debian")
     qualifiers = {"arch": package.architecture}
@@ -265,9 +329,15 @@ def _debian(
     copyright = read_file(image, tree, f"usr/share/doc/{package.name}/copyright") or b""
     properties = {"ekiben:drift": drift[package.name]} if package.name in drift else {}
     return _package(
-        package.name, package.version, purl, _of(package.layer, image, layers), debian_licenses(copyright.decode(errors="replace")),
-        package.maintainer, properties, bom_ref=str(purl),
-    )  # fmt: skip
+        package.name,
+        package.version,
+        purl,
+        _of(package.layer, image, layers),
+        debian_licenses(copyright.decode(errors="replace")),
+        package.maintainer,
+        properties,
+        bom_ref=str(purl),
+    )
 
 
 def _of(number: int, image: ImageReader, layers: Sequence[StoredLayer]) -> StoredLayer | None:
@@ -275,8 +345,14 @@ def _of(number: int, image: ImageReader, layers: Sequence[StoredLayer]) -> Store
 
 
 def _python(
-    package: PythonPackage, image: ImageReader, tree: Tree, info: _ImageInfo, layers: Sequence[StoredLayer], locks: Locks, ref: str
-) -> Component:  # fmt: skip
+    package: PythonPackage,
+    image: ImageReader,
+    tree: Tree,
+    info: _ImageInfo,
+    layers: Sequence[StoredLayer],
+    locks: Locks,
+    ref: str,
+) -> Component:
     name, metadata = plain_name(package.name), package.metadata
     origin = next((item for item in info.compiled if plain_name(item.package) == name), None)
     purl, pedigree, properties = PackageURL("pypi", None, name, package.version), None, dict[str, str]()
@@ -297,10 +373,18 @@ def _python(
     if not locked:
         hashes = _installed_from(read_file(image, tree, f"{package.dist_info}/direct_url.json"))
     return _package(
-        package.name, package.version, purl, _of(package.layer, image, layers), python_licenses(metadata), _author(metadata), properties,
-        description=str(metadata["Summary"] or "") or None, pedigree=pedigree, bom_ref=ref or str(purl),
+        package.name,
+        package.version,
+        purl,
+        _of(package.layer, image, layers),
+        python_licenses(metadata),
+        _author(metadata),
+        properties,
+        description=str(metadata["Summary"] or "") or None,
+        pedigree=pedigree,
+        bom_ref=ref or str(purl),
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in hashes],
-    )  # fmt: skip
+    )
 
 
 def _format_list(value: Any) -> str:
@@ -321,14 +405,22 @@ def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL,
         repository = origin.repository
         where = {"vcs_url": f"git+{repository}@{commit}"} if repository else {}
         return PackageURL("generic", None, purl.name, purl.version, where), Pedigree(
-            commits=[Commit(uid=commit, url=XsUri(repository) if repository else None)])  # fmt: skip
+            commits=[Commit(uid=commit, url=XsUri(repository) if repository else None)]
+        )
     if not origin.name:
         return purl, None
     ancestor = PackageURL("pypi", None, plain_name(origin.name), origin.version)
-    return purl, Pedigree(ancestors=[Component(
-        name=origin.name, version=origin.version, purl=ancestor, bom_ref=f"{ancestor}#source",
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in origin.sha256],
-    )])  # fmt: skip
+    return purl, Pedigree(
+        ancestors=[
+            Component(
+                name=origin.name,
+                version=origin.version,
+                purl=ancestor,
+                bom_ref=f"{ancestor}#source",
+                hashes=[HashType(alg=HashAlgorithm.SHA_256, content=item) for item in origin.sha256],
+            )
+        ]
+    )
 
 
 def _installed_from(direct_url: bytes | None) -> list[str]:
@@ -352,10 +444,16 @@ Locks = dict[str, tuple[str, list[str]]]
 
 
 def _locks(image: ImageReader, tree: Tree) -> Locks:
-    texts = [read_file(image, tree, path) or b"" for path in sorted(tree)
-             if path.startswith("opt/ekiben/locks/") and path.endswith(".lock")]  # fmt: skip
-    return {plain_name(name): (version, hashes) for text in texts
-            for name, version, hashes in read_pins(text.decode(errors="replace"))}  # fmt: skip
+    texts = [
+        read_file(image, tree, path) or b""
+        for path in sorted(tree)
+        if path.startswith("opt/ekiben/locks/") and path.endswith(".lock")
+    ]
+    return {
+        plain_name(name): (version, hashes)
+        for text in texts
+        for name, version, hashes in read_pins(text.decode(errors="replace"))
+    }
 
 
 # -- what needs what ------------------------------------------------------------------------------------------------------
@@ -368,8 +466,17 @@ def _debian_dependencies(packages: Sequence[DebianPackage]) -> Dependencies:
     for package in packages:
         for name in (package.name, *package.provides):
             providers.setdefault(name, []).append(_key(package))
-    return {_key(package): {other for choice in package.depends for other in next((providers[name] for name in choice if name in providers), ())}
-            - {_key(package)} for package in packages}  # fmt: skip
+    return {
+        _key(package): (
+            {
+                other
+                for choice in package.depends
+                for other in next((providers[name] for name in choice if name in providers), ())
+            }
+            - {_key(package)}
+        )
+        for package in packages
+    }
 
 
 def _python_dependencies(packages: Sequence[PythonPackage], image: ImageReader, tree: Tree) -> Dependencies:
@@ -413,10 +520,18 @@ def _marker_environment(site: str, image: ImageReader, tree: Tree) -> dict[str, 
     settings = read_file(image, tree, site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
     full = match[1].decode() if (match := re.search(rb"^version\s*=\s*(\S+)", settings, re.MULTILINE)) else f"{short}.0"  # type: ignore[assignment]
     return {
-        "python_version": short, "python_full_version": full, "implementation_version": full, "implementation_name": "cpython",
-        "platform_python_implementation": "CPython", "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
-        "platform_machine": _MACHINES.get(image.arch, image.arch), "platform_release": "", "platform_version": "",
-    }  # fmt: skip
+        "python_version": short,
+        "python_full_version": full,
+        "implementation_version": full,
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "os_name": "posix",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": _MACHINES.get(image.arch, image.arch),
+        "platform_release": "",
+        "platform_version": "",
+    }
 
 
 def _roots(names: Iterable[str], dependencies: Dependencies) -> list[str]:

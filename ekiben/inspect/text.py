@@ -18,8 +18,10 @@ def format_description(description: ImageDescription | SifDescription) -> str:
         ]
         return "\n".join(lines)
     for layer in description["layers"]:
-        lines.append(f"layer       {layer['name']:<16}{layer['size'] / 1e6:10.1f} MB  {layer['digest'][7:19]}  "
-                     f"{layer.get('executor', 'gone from the store')}")  # fmt: skip
+        lines.append(
+            f"layer       {layer['name']:<16}{layer['size'] / 1e6:10.1f} MB  {layer['digest'][7:19]}  "
+            f"{layer.get('executor', 'gone from the store')}"
+        )
         lines += [f"  drift     {line}" for line in layer.get("drift", ())]
     for task, help in description["tasks"].items():
         lines.append(f"task        {task:<16}{help}")
@@ -30,8 +32,13 @@ def format_diff(diff: ImageDiff) -> str:
     """Return one screen for a person."""
     before, after = diff["before"], diff["after"]
     width = max(len(before["name"]), len(after["name"]))
-    lines = [f"- {before['name']:<{width}}  {_size(before['size']):>9} in {before['layers']} layers",
-             f"+ {after['name']:<{width}}  {_size(after['size']):>9} in {after['layers']} layers  ({_more(after['size'] - before['size'])})"]  # fmt: skip
+    lines = [
+        f"- {before['name']:<{width}}  {_size(before['size']):>9} in {before['layers']} layers",
+        (
+            f"+ {after['name']:<{width}}  {_size(after['size']):>9} in {after['layers']} layers "
+            f" ({_more(after['size'] - before['size'])})"
+        ),
+    ]
     lines += ["", "layers"]
     width = max(len(layer["name"]) for layer in diff["layers"])
     for layer in diff["layers"]:
@@ -42,8 +49,13 @@ def format_diff(diff: ImageDiff) -> str:
         lines += ["", f"{kind} packages: {_counts(changes)}, {changes['same']} the same", *_listed(changes)]
     lines += ["", f"environment: {_counts(diff['environment'])}", *_listed(diff["environment"])]
     other, all_files = diff["other_files"], diff["files"]
-    lines += ["", f"files: {_counts(all_files)}; of these not in the packages above: "
-              f"{_count_text(len(other['added']), len(other['removed']), len(other['changed']))}"]  # fmt: skip
+    lines += [
+        "",
+        (
+            f"files: {_counts(all_files)}; of these not in the packages above: "
+            f"{_count_text(len(other['added']), len(other['removed']), len(other['changed']))}"
+        ),
+    ]
     rest = [
         f"  {sign} {path}"
         for what, sign in (("added", "+"), ("removed", "-"), ("changed", "~"))

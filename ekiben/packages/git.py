@@ -86,11 +86,15 @@ def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
     if which("git") is None:
         raise FetchError(f"git is not installed here, and {source.repository} is wanted", hint="install git")
     if not _REPOSITORY.fullmatch(source.repository):
-        raise FetchError(f"{source.repository!r:.200} is not a git repository's URL: https://…, ssh://…, git://…, file://…, a path "
-                         "that begins with /, or HOST:PATH")  # fmt: skip
+        raise FetchError(
+            f"{source.repository!r:.200} is not a git repository's URL: https://…, ssh://…, git://…, file://…, a path "
+            "that begins with /, or HOST:PATH"
+        )
     if not COMMIT.fullmatch(source.commit):
-        raise FetchError(f"{source.repository}: '{source.commit}' is not a commit's full name (40 hexadecimal digits); a tag or "
-                         "branch can move")  # fmt: skip
+        raise FetchError(
+            f"{source.repository}: '{source.commit}' is not a commit's full name (40 hexadecimal digits); a tag or "
+            "branch can move"
+        )
     name = hashlib.sha256(source.repository.encode()).hexdigest()[:12] + ".git"
     git = ["git", "-C", str(folder / name)]
     if not (folder / name).exists():
@@ -104,8 +108,10 @@ def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
     submodules = {path: GitSource(url, commit) for path, url, commit in _submodules(git, source.commit)}
     for path in source.submodules:
         if path not in submodules:
-            raise FetchError(f"{source.repository}: the commit {source.commit} has no submodule {path}; it has: "
-                             + (", ".join(submodules) or "none"))  # fmt: skip
+            raise FetchError(
+                f"{source.repository}: the commit {source.commit} has no submodule {path}; it has: "
+                + (", ".join(submodules) or "none")
+            )
         inner = submodules[path]
         if inner.repository.startswith(_LOCAL) and not source.repository.startswith(_LOCAL):
             raise FetchError(
@@ -128,11 +134,15 @@ def _fetch(git: Sequence[str], source: GitSource) -> None:
         everything = [*local, "--update-shallow", "--", source.repository, "+refs/*:refs/source/*"]
         done = run([*git, "fetch", "--quiet", *everything], check=False)
         if done.returncode:
-            raise FetchError(f"{where} cannot be read: {done.stderr.strip()}",
-                             hint="a mirror is named with git's own url.<base>.insteadOf")  # fmt: skip
+            raise FetchError(
+                f"{where} cannot be read: {done.stderr.strip()}",
+                hint="a mirror is named with git's own url.<base>.insteadOf",
+            )
     if run([*git, "cat-file", "-e", source.commit + "^{commit}"], check=False).returncode:
-        raise FetchError(f"{where} does not have the commit {source.commit}",
-                         hint="is the mirror older, or of another repository? `git config --get-regexp insteadof` says who named it")  # fmt: skip
+        raise FetchError(
+            f"{where} does not have the commit {source.commit}",
+            hint="is the mirror older, or of another repository? `git config --get-regexp insteadof` says who named it",
+        )
 
 
 def _submodules(git: Sequence[str], commit: str) -> list[tuple[str, str, str]]:

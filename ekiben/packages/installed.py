@@ -19,12 +19,23 @@ def distribution_at(path: str) -> tuple[str, str] | None:
 
 def installed_packages(status: str) -> dict[str, str]:
     """Return package → version out of dpkg's status file."""
-    return {record["Package"]: record["Version"] for record in dpkg_records(status)
-            if "Package" in record and "Version" in record}  # fmt: skip
+    return {
+        record["Package"]: record["Version"]
+        for record in dpkg_records(status)
+        if "Package" in record and "Version" in record
+    }
 
 
 def dpkg_records(status: str) -> list[dict[str, str]]:
     """Return the fields of each package in dpkg's status file."""
     blocks = (block.splitlines() for block in re.split(r"\n{2,}", status.strip("\n")))
-    return [{name: value.strip() for line in lines if line[:1].strip() for name, colon, value in [line.partition(":")] if colon}
-            for lines in blocks]  # fmt: skip
+    return [
+        {
+            name: value.strip()
+            for line in lines
+            if line[:1].strip()
+            for name, colon, value in [line.partition(":")]
+            if colon
+        }
+        for lines in blocks
+    ]

@@ -47,8 +47,8 @@ from ekiben.spec.sums import SUMS, format_sums
 
 _PIN = re.compile(r"^([A-Za-z0-9][\w.-]*)==(\S+)", re.MULTILINE)
 _LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==2.2.0+cu118: of an index of its own
-_SOURCE = (
-    "-source"  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
+_SOURCE = (  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
+    "-source"
 )
 PYTHON_PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}  # as uv names them
 _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
@@ -57,9 +57,14 @@ _CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
 
 
 def refresh(
-    name: str, *, check: bool, keep: bool = False, mirror: str | None = None, arch: str | None = None,
+    name: str,
+    *,
+    check: bool,
+    keep: bool = False,
+    mirror: str | None = None,
+    arch: str | None = None,
     included: Iterable[Path] = (),
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Lock every layer of a stack, lowest first; yields a line per change. With ``check`` nothing is written.
 
     ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it fits.
@@ -70,11 +75,17 @@ def refresh(
     if IS_INSTALLED and not check and stack.folder.is_relative_to(PROJECT_ROOT):
         raise UsageError(
             f"stack '{stack.name}' is part of the installed Ekiben, and is not locked anew in place",
-            hint=f"lock a copy of {stack.folder} in your recipe's images/stacks/, or a recipe's own packages: {command_name()} lock ./RECIPE",
+            hint=(
+                f"lock a copy of {stack.folder} in your recipe's images/stacks/, or a recipe's own packages:"
+                f" {command_name()} lock ./RECIPE"
+            ),
         )
     if arch and arch not in stack.file.architectures:
-        raise UsageError(f"--arch {arch}: {short_path(stack.folder / 'stack.yaml')} has architectures: [{', '.join(stack.file.architectures)}]",
-                         hint=f"add {arch} there, then lock")  # fmt: skip
+        raise UsageError(
+            f"--arch {arch}: {short_path(stack.folder / 'stack.yaml')} has architectures:"
+            f" [{', '.join(stack.file.architectures)}]",
+            hint=f"add {arch} there, then lock",
+        )
     definitions = _definitions(stack, included)
     locked: dict[Path, str] = {}
     changes = 0
@@ -95,7 +106,8 @@ def refresh(
     yield from edited
     if changes + len(edited) and check:
         raise LockMismatchError(
-            f"{changes + len(edited)} of {stack.name}'s locked things are not what its definitions and .in files give today",
+            f"{changes + len(edited)} of {stack.name}'s locked things are not what its definitions and .in files give"
+            " today",
             hint=f"{command_name()} lock {name} --keep",
         )
     if not check:
@@ -145,8 +157,11 @@ def _definitions(stack: Stack, included: Iterable[Path]) -> dict[str, Definition
     for folder in folders:
         for path in folder.glob("*.def"):
             sources.check(path)
-    return {path.stem: read_definition(path, root=folder.parent, arguments=arguments)
-            for folder in folders for path in sorted(folder.glob("*.def"))}  # fmt: skip
+    return {
+        path.stem: read_definition(path, root=folder.parent, arguments=arguments)
+        for folder in folders
+        for path in sorted(folder.glob("*.def"))
+    }
 
 
 def _depth(definitions: Mapping[str, Definition], layer: str) -> int:
@@ -190,8 +205,11 @@ def _lock_python(
 def _blocks_beyond(text: str, known: str) -> str:
     """Return the blocks of a lock for packages that ``known`` has not."""
     names = {canonicalize_name(match[1]) for match in _PIN.finditer(known)}
-    return "".join(block for block in re.split(r"^(?=\S)", text, flags=re.MULTILINE)
-                   if (match := _PIN.match(block)) and canonicalize_name(match[1]) not in names)  # fmt: skip
+    return "".join(
+        block
+        for block in re.split(r"^(?=\S)", text, flags=re.MULTILINE)
+        if (match := _PIN.match(block)) and canonicalize_name(match[1]) not in names
+    )
 
 
 def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
@@ -221,12 +239,31 @@ def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[
             )  # uv keeps what is there as long as it still fits: only what must change shows
         date = _DATE.search(read_source(source))
         try:
-            run_uv(["compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
-                    "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
+            run_uv(
+                [
+                    "compile",
+                    "--quiet",
+                    "--generate-hashes",
+                    "--no-emit-index-url",
+                    "--no-header",
+                    "--no-annotate",
+                    "--python-version",
+                    stack.file.python,
+                    "--python-platform",
+                    PYTHON_PLATFORMS[stack.arch],
                     # Without dependencies uv asks for no metadata, for which it would build a source distribution.
                     *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
-                    *(["--exclude-newer", date[1]] if date else []), "--override", overrides,
-                    "--constraints", constraints, source, "--output-file", out], Path(folder))  # fmt: skip
+                    *(["--exclude-newer", date[1]] if date else []),
+                    "--override",
+                    overrides,
+                    "--constraints",
+                    constraints,
+                    source,
+                    "--output-file",
+                    out,
+                ],
+                Path(folder),
+            )
         except ProcessError as error:
             raise FetchError(f"{source} could not be resolved:\n{error.stderr.strip()}") from error
         known = {canonicalize_name(match[1]) for match in _PIN.finditer(below)}
@@ -242,16 +279,25 @@ def _check_versions(stack: Stack, text: str) -> None:
     where = f"{short_path(stack.folder / 'stack.yaml')}"
     torch = pins.get("torch", stack.file.torch)
     if Version(torch).public != Version(stack.file.torch).public:
-        raise DefinitionError(f"{where}: torch: {stack.file.torch}, but the .in files resolve to torch {torch}",
-                              hint=f"ask for torch=={stack.file.torch} in an .in file, or say torch: {torch}")  # fmt: skip
+        raise DefinitionError(
+            f"{where}: torch: {stack.file.torch}, but the .in files resolve to torch {torch}",
+            hint=f"ask for torch=={stack.file.torch} in an .in file, or say torch: {torch}",
+        )
     if "torch" in pins and not any(name.startswith("nvidia-cuda-runtime") for name in pins):
-        raise DefinitionError(f"{where}: the index has torch {torch} for {stack.arch} without CUDA",
-                              hint=f"take {stack.arch} out of architectures: there, or ask for another torch")  # fmt: skip
+        raise DefinitionError(
+            f"{where}: the index has torch {torch} for {stack.arch} without CUDA",
+            hint=f"take {stack.arch} out of architectures: there, or ask for another torch",
+        )
     cuda = Version(stack.file.cuda).release
     for name, version in pins.items():
         if re.fullmatch(r"nvidia-cuda-runtime(-cu\d+)?", name) and Version(version).release[: len(cuda)] != cuda:
-            raise DefinitionError(f"{where}: cuda: {stack.file.cuda}, but torch {torch} comes with {name} {version}",
-                                  hint=f"say cuda: {'.'.join(version.split('.')[:2])}, or ask for a torch that is built for {stack.file.cuda}")  # fmt: skip
+            raise DefinitionError(
+                f"{where}: cuda: {stack.file.cuda}, but torch {torch} comes with {name} {version}",
+                hint=(
+                    f"say cuda: {'.'.join(version.split('.')[:2])}, or ask for a torch that is built for"
+                    f" {stack.file.cuda}"
+                ),
+            )
 
 
 def _differences(old: str, new: str) -> Iterator[str]:
@@ -317,9 +363,13 @@ def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: A
     Raises FetchError when the mirror does not answer, FileNotFoundError when there is no apt-get.
     """
     layers_of = {name: [name, *_below(definitions, name)] for name in definitions}
-    layers_of = {name: layers for name, layers in layers_of.items()
-              if layers[-1] in definitions and definitions[layers[-1]].final.bootstrap == "debootstrap"
-              and (len(layers) == 1 or asked_packages(definitions[name]))}  # fmt: skip
+    layers_of = {
+        name: layers
+        for name, layers in layers_of.items()
+        if layers[-1] in definitions
+        and definitions[layers[-1]].final.bootstrap == "debootstrap"
+        and (len(layers) == 1 or asked_packages(definitions[name]))
+    }
     if not layers_of:
         return AptLock()
     if which("apt-get") is None or which("dpkg") is None:
@@ -347,12 +397,24 @@ def _apt_settings(folder: Path, sources: str, pins: str, arch: str) -> dict[str,
     (folder / "status").touch()
     (folder / "sources.list").write_text(sources, encoding="utf-8")
     (folder / "preferences").write_text(pins, encoding="utf-8")
-    lines = [f'Dir::State "{folder}/";', f'Dir::State::lists "{folder}/lists";', f'Dir::State::status "{folder}/status";',
-             f'Dir::Cache "{folder}/cache";', f'Dir::Etc::sourcelist "{folder}/sources.list";',
-             f'Dir::Etc::sourceparts "{folder}/none";', f'Dir::Etc::preferences "{folder}/preferences";',
-             f'Dir::Etc::preferencesparts "{folder}/none";', 'APT::Install-Recommends "false";', 'APT::Sandbox::User "root";',
-             f'APT::Architecture "{arch}";', f'APT::Architectures:: "{arch}";', 'Acquire::Languages "none";',
-             'Acquire::Retries "3";', 'Dir::Log "/dev";', 'APT::Get::List-Cleanup "false";']  # fmt: skip
+    lines = [
+        f'Dir::State "{folder}/";',
+        f'Dir::State::lists "{folder}/lists";',
+        f'Dir::State::status "{folder}/status";',
+        f'Dir::Cache "{folder}/cache";',
+        f'Dir::Etc::sourcelist "{folder}/sources.list";',
+        f'Dir::Etc::sourceparts "{folder}/none";',
+        f'Dir::Etc::preferences "{folder}/preferences";',
+        f'Dir::Etc::preferencesparts "{folder}/none";',
+        'APT::Install-Recommends "false";',
+        'APT::Sandbox::User "root";',
+        f'APT::Architecture "{arch}";',
+        f'APT::Architectures:: "{arch}";',
+        'Acquire::Languages "none";',
+        'Acquire::Retries "3";',
+        'Dir::Log "/dev";',
+        'APT::Get::List-Cleanup "false";',
+    ]
     (folder / "none").mkdir()
     (folder / "apt.conf").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {**os.environ, "APT_CONFIG": str(folder / "apt.conf"), "LC_ALL": "C"}
@@ -361,8 +423,10 @@ def _apt_settings(folder: Path, sources: str, pins: str, arch: str) -> dict[str,
 def _apt(settings: Mapping[str, str], *args: str) -> str:
     done = run(["apt-get", "--quiet=2" if args[0] == "update" else "--quiet", *args], env=settings, check=False)
     if done.returncode:
-        raise FetchError(f"apt-get {args[0]} failed:\n{(done.stderr or done.stdout).strip()}",
-                         hint="another mirror is given with --mirror URI")  # fmt: skip
+        raise FetchError(
+            f"apt-get {args[0]} failed:\n{(done.stderr or done.stdout).strip()}",
+            hint="another mirror is given with --mirror URI",
+        )
     return done.stdout
 
 
@@ -374,7 +438,10 @@ def _apt_differences(before: AptLock, now: AptLock) -> Iterator[str]:
 
 def _apt_text(stack: Stack, lock: AptLock) -> str:
     lines = [
-        f"# Debian {stack.file.suite}{'' if stack.arch == 'amd64' else f' for {stack.arch}'}, what each layer adds; written by ekiben lock {stack.name}",
+        (
+            f"# Debian {stack.file.suite}{'' if stack.arch == 'amd64' else f' for {stack.arch}'}, what each layer adds;"
+            f" written by ekiben lock {stack.name}"
+        ),
         f"snapshot: {lock.snapshot}",
     ]
     for layer, packages in lock.layers.items():
@@ -394,8 +461,7 @@ def _sums(stack: Stack) -> str:
 def _sum_problems(stack: Stack) -> Iterator[str]:
     """Yield a line for each file whose content `lock` did not write, or read."""
     path = stack.folder / SUMS
-    before, now = (dict(line.split("  ")[::-1] for line in text.splitlines())
-                   for text in (_read(path), _sums(stack)))  # fmt: skip
+    before, now = (dict(line.split("  ")[::-1] for line in text.splitlines()) for text in (_read(path), _sums(stack)))
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             yield f"{short_path(stack.folder / name)}: is not as `{command_name()} lock` left it"

@@ -45,8 +45,10 @@ def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DefinitionError(f"{source}: cannot be read: {error}") from error
     if "dependencies" in dynamic:
-        raise DefinitionError(f"{source}: dependencies are dynamic, so its own code would be run to know them; list them in "
-                              "[project] dependencies")  # fmt: skip
+        raise DefinitionError(
+            f"{source}: dependencies are dynamic, so its own code would be run to know them; list them in "
+            "[project] dependencies"
+        )
     return enumerate(map(str, dependencies), 1)
 
 
@@ -75,5 +77,7 @@ def run_uv(arguments: Argv, folder: Path) -> subprocess.CompletedProcess[str]:
     """
     (folder / "uv.toml").touch()  # else uv looks for one in the folders above, which may be everybody's
     command, *rest = arguments
-    return run([find_uv_bin(), "pip", command, "--project", folder, "--python", sys.executable, *rest],
-               env={"UV_SYSTEM_CERTS": "1", **os.environ})  # fmt: skip
+    return run(
+        [find_uv_bin(), "pip", command, "--project", folder, "--python", sys.executable, *rest],
+        env={"UV_SYSTEM_CERTS": "1", **os.environ},
+    )

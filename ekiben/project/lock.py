@@ -101,8 +101,10 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
     if not check:
         atomic_write(sums, text)
     elif changes or _read(sums) != text:
-        raise LockMismatchError(f"{shared} is not what {source.name} gives on the layers below",
-                                hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep")  # fmt: skip
+        raise LockMismatchError(
+            f"{shared} is not what {source.name} gives on the layers below",
+            hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep",
+        )
     if not changes:
         yield f"{recipe.name}: up to date"
 
@@ -118,10 +120,14 @@ def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str
     if not pins:
         raise UsageError(
             f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
-            hint=f"say `layer: {below.layers[-1]}` in {recipe.folder / 'recipe.yaml'}, and delete {recipe.folder / 'images' / recipe.file.layer}.def",
+            hint=(
+                f"say `layer: {below.layers[-1]}` in {recipe.folder / 'recipe.yaml'}, and delete"
+                f" {recipe.folder / 'images' / recipe.file.layer}.def"
+            ),
         )
     locked[target] = (
-        f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben lock`\n{pins}"
+        f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben"
+        f" lock`\n{pins}"
     )
     yield from (
         f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}"
@@ -136,7 +142,8 @@ def _read(path: Path) -> str:
 def _requirements_of(recipe: Recipe) -> Path:
     if not (recipe.folder / "images" / f"{recipe.file.layer}.def").is_file():
         raise UsageError(
-            f"recipe '{recipe.name}' adds no layer of its own: {recipe.folder / 'images' / recipe.file.layer}.def is not there",
+            f"recipe '{recipe.name}' adds no layer of its own: {recipe.folder / 'images' / recipe.file.layer}.def is"
+            " not there",
             hint=f"`{command_name()} init NAME` creates a recipe with such a layer, to copy it from",
         )
     for name in REQUIREMENTS:
@@ -177,8 +184,11 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
 def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
     """The definitions that the recipe's top layer stands on, lowest first."""
     known = {path.stem: path for folder in reversed(recipe.image_folders) for path in sorted(folder.glob("*.def"))}
-    arguments = {**stack.file.arguments, "stack": str(stack.folder),
-                 "capabilities": " ".join(stack.file.compute_capabilities)}  # fmt: skip
+    arguments = {
+        **stack.file.arguments,
+        "stack": str(stack.folder),
+        "capabilities": " ".join(stack.file.compute_capabilities),
+    }
     definitions: list[Definition] = []
     name: str | None = recipe.file.layer
     while name is not None:
@@ -214,10 +224,32 @@ def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
             out.write_text(below.pins + old, encoding="utf-8")  # uv keeps what is in the file as long as it fits
         date = _DATE.search(read_source(source))
         try:
-            run_uv(["compile", "--quiet", "--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate",
-                    "--python-version", stack.file.python, "--python-platform", PYTHON_PLATFORMS[stack.arch],
-                    "--only-binary", ":all:", "--no-sources", *(["--exclude-newer", date[1]] if date else []),
-                    "--override", overrides, "--constraints", constraints, source, "--output-file", out], Path(folder))  # fmt: skip
+            run_uv(
+                [
+                    "compile",
+                    "--quiet",
+                    "--generate-hashes",
+                    "--no-emit-index-url",
+                    "--no-header",
+                    "--no-annotate",
+                    "--python-version",
+                    stack.file.python,
+                    "--python-platform",
+                    PYTHON_PLATFORMS[stack.arch],
+                    "--only-binary",
+                    ":all:",
+                    "--no-sources",
+                    *(["--exclude-newer", date[1]] if date else []),
+                    "--override",
+                    overrides,
+                    "--constraints",
+                    constraints,
+                    source,
+                    "--output-file",
+                    out,
+                ],
+                Path(folder),
+            )
         except ProcessError as error:
             raise _explained(source, error.stderr.strip(), below) from error
         return _new_blocks(source, out.read_text(encoding="utf-8"), below.versions)
@@ -226,8 +258,12 @@ def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
 def _explained(source: Path, message: str, below: Below) -> DefinitionError | FetchError:
     if "No solution found" in message and not re.search("fetch|network", message, re.IGNORECASE):
         return DefinitionError(
-            f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for it:\n{message}",
-            hint="ask for versions that go with what those layers have, or for another layer in the definition's From: line",
+            f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for"
+            f" it:\n{message}",
+            hint=(
+                "ask for versions that go with what those layers have, or for another layer in the definition's From:"
+                " line"
+            ),
         )
     return FetchError(f"{source} could not be resolved:\n{message}")
 

@@ -125,16 +125,28 @@ def parse_record(data: object, name: str) -> VersionRecord:
         raise ValueError("'layers' is empty")
     signer = fields.object("signature") if "signature" in fields else None
     return VersionRecord(
-        name=name, recipe=fields.name("recipe"), version=version, stack=fields.basename("stack"),
-        description=fields.text("description"), file=fields.basename("file"), sha256=sha256, size=fields.size("size"),
-        sif=fields.text("sif"), signature=Key(signer.text("fingerprint"), signer.text("user", "")) if signer else None,
-        image=fields.digest("image"), layers=layers, tasks=fields.texts("tasks"), environment=fields.texts("environment"),
+        name=name,
+        recipe=fields.name("recipe"),
+        version=version,
+        stack=fields.basename("stack"),
+        description=fields.text("description"),
+        file=fields.basename("file"),
+        sha256=sha256,
+        size=fields.size("size"),
+        sif=fields.text("sif"),
+        signature=Key(signer.text("fingerprint"), signer.text("user", "")) if signer else None,
+        image=fields.digest("image"),
+        layers=layers,
+        tasks=fields.texts("tasks"),
+        environment=fields.texts("environment"),
         checks=tuple(PassedCheck(check.text("runtime"), check.number("seconds")) for check in fields.objects("checks")),
-        published=fields.time("published"), by=fields.text("by"),
+        published=fields.time("published"),
+        by=fields.text("by"),
         sbom=fields.basename("sbom") if "sbom" in fields else None,
         sbom_sha256=fields.hex_digest("sbom_sha256") if "sbom_sha256" in fields else None,
-        previous=fields.basename("previous") if "previous" in fields else None, data=fields.data,
-    )  # fmt: skip
+        previous=fields.basename("previous") if "previous" in fields else None,
+        data=fields.data,
+    )
 
 
 def record_files(folder: InnerPath) -> list[InnerPath]:

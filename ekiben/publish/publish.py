@@ -104,10 +104,19 @@ class _Request:
 
 
 def publish(
-    image: Image, store: Store, shared_dir: Path, progress: Progress, *,
-    version: str | None = None, tags: Sequence[str] = (), pin: bool = False, current: bool = True, check: bool = True,
-    key: Key | None = None, module: bool = False,
-) -> Published:  # fmt: skip
+    image: Image,
+    store: Store,
+    shared_dir: Path,
+    progress: Progress,
+    *,
+    version: str | None = None,
+    tags: Sequence[str] = (),
+    pin: bool = False,
+    current: bool = True,
+    check: bool = True,
+    key: Key | None = None,
+    module: bool = False,
+) -> Published:
     """Write the image's SIF into ``shared_dir``, tested before anyone sees it, and signed with ``key``.
 
     ``module``: with a modulefile. All versions get one once one has it: the default would stay behind `current` otherwise.
@@ -140,8 +149,10 @@ def publish(
                 module_loaded = _put_module(shared, folder, image, record.stem)
             if _find_intact(request) is not None:
                 return Published((folder / record.file).path, record, bytes_copied, created, module_loaded)
-    raise StoreError(f"{image.name} was removed from {folder} again and again while it was published",
-                     hint="somebody prunes it: publish it again afterwards")  # fmt: skip
+    raise StoreError(
+        f"{image.name} was removed from {folder} again and again while it was published",
+        hint="somebody prunes it: publish it again afterwards",
+    )
 
 
 def open_destination(
@@ -270,22 +281,40 @@ def _record_of(
 ) -> dict[str, Any]:
     image, key = request.image, request.key
     return {
-        "format": RECORD_FORMAT, "name": image.name, "recipe": image.recipe,
+        "format": RECORD_FORMAT,
+        "name": image.name,
+        "recipe": image.recipe,
         "version": stem.removeprefix(f"{image.name}-").rpartition("-")[0],
-        "stack": image.stack, "description": image.description,
-        "file": f"{stem}.sif", "sha256": sha256, "size": size,
-        "sif": request.header.id, "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
+        "stack": image.stack,
+        "description": image.description,
+        "file": f"{stem}.sif",
+        "sha256": sha256,
+        "size": size,
+        "sif": request.header.id,
+        "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
         "image": image.image_id,
-        "layers": [{"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "digest": layer.digest,
-                    "size": layer.size, "tar_size": layer.tar_size, "notes": dict(layer.notes)} for layer in image.layers],
+        "layers": [
+            {
+                "name": layer.name,
+                "cache_key": layer.cache_key,
+                "diff_id": layer.diff_id,
+                "digest": layer.digest,
+                "size": layer.size,
+                "tar_size": layer.tar_size,
+                "notes": dict(layer.notes),
+            }
+            for layer in image.layers
+        ],
         "tasks": dict(image.tasks),
         "sbom": f"{stem}{SBOM_SUFFIX}" if sbom else None,
-        "sbom_sha256": digest_of(sbom.encode()).removeprefix("sha256:") if sbom else None, "labels": dict(image.labels),
+        "sbom_sha256": digest_of(sbom.encode()).removeprefix("sha256:") if sbom else None,
+        "labels": dict(image.labels),
         "environment": dict(image.environment),
         "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
-        "published": datetime.now(UTC).isoformat(timespec="milliseconds"), "by": getpass.getuser(),
+        "published": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "by": getpass.getuser(),
         "previous": (request.folder / CURRENT).link_target(),
-    }  # fmt: skip
+    }
 
 
 def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:

@@ -45,6 +45,9 @@ class Pace:
         if self._headers:
             self._on_slow(f"is too slow: its headers are not complete {self._waited:.0f} seconds after they began")
         if self._bytes < MINIMUM_BYTES:
-            self._on_slow(f"is too slow: {format_size(self._bytes)} in {self._waited:.0f} seconds; at least "
-                          f"{format_size(MINIMUM_BYTES)} in {WINDOW:.0f} seconds, {format_size(MINIMUM_BYTES / WINDOW)}/s, are required")  # fmt: skip
+            self._on_slow(
+                f"is too slow: {format_size(self._bytes)} in {self._waited:.0f} seconds; at least"
+                f" {format_size(MINIMUM_BYTES)} in {WINDOW:.0f} seconds, {format_size(MINIMUM_BYTES / WINDOW)}/s, are"
+                " required"
+            )
         self._start_window()

@@ -99,8 +99,15 @@ def _names(host: str, repository: str) -> list[str]:
     """Under which a file may know it: with the path, longest first (podman), then as docker and apptainer write it."""
     components = repository.split("/") if repository else []
     inside = [f"{host}/{'/'.join(components[:count])}" for count in range(len(components), 0, -1)]
-    return [*inside, host, f"https://{host}", f"https://{host}/v1/", f"https://{host}/v2/", f"http://{host}",
-            *(_HUB_NAMES if host == HUB else ())]  # fmt: skip
+    return [
+        *inside,
+        host,
+        f"https://{host}",
+        f"https://{host}/v1/",
+        f"https://{host}/v2/",
+        f"http://{host}",
+        *(_HUB_NAMES if host == HUB else ()),
+    ]
 
 
 def _of_entry(entry: dict[str, Any], source: str) -> Credentials | None:

@@ -75,7 +75,8 @@ class Registry:
         except ValueError as error:
             web = data.lstrip()[:1] == b"<"
             raise FetchError(
-                f"{self.reference}: the registry answered with something that is no image's manifest: it {error}: {data[:60]!r}",
+                f"{self.reference}: the registry answered with something that is no image's manifest: it {error}:"
+                f" {data[:60]!r}",
                 hint="is that the registry's address, and not a web page's?" if web else None,
             ) from error
 
@@ -161,12 +162,14 @@ class Registry:
         if title in annotations:  # what a client calls the file that it pulls
             content["annotations"] = {title: annotations[title]}
         manifest = {
-            "schemaVersion": 2, "mediaType": MEDIA_MANIFESTS[0], "artifactType": kind,
+            "schemaVersion": 2,
+            "mediaType": MEDIA_MANIFESTS[0],
+            "artifactType": kind,
             "config": {"mediaType": "application/vnd.oci.empty.v1+json", **empty},
             "layers": [{"mediaType": kind, **content}],
             "subject": {"mediaType": media_type, "digest": subject, "size": len(subject_data)},
             "annotations": dict(annotations),
-        }  # fmt: skip
+        }
         manifest_data = json.dumps(manifest, sort_keys=True).encode()
         digest = digest_of(manifest_data)
         headers = {"Content-Type": MEDIA_MANIFESTS[0]}
@@ -174,7 +177,13 @@ class Registry:
             "PUT", f"manifests/{digest}", data=manifest_data, headers=headers, good=(201,), push=True
         )
         if "OCI-Subject" not in answer.headers:  # the registry does not know of referrers
-            item = {"mediaType": MEDIA_MANIFESTS[0], "artifactType": kind, "digest": digest, "size": len(manifest_data), "annotations": dict(annotations)}  # fmt: skip
+            item = {
+                "mediaType": MEDIA_MANIFESTS[0],
+                "artifactType": kind,
+                "digest": digest,
+                "size": len(manifest_data),
+                "annotations": dict(annotations),
+            }
             self._list_too(_list_tag(subject), item)
         return digest
 
@@ -238,8 +247,10 @@ class Registry:
                 failures = failures + 1 if stream.tell() < furthest + MINIMUM_BYTES else 1
                 furthest = max(furthest, stream.tell())
                 if failures > len(http.PAUSES):
-                    raise FetchError(f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
-                                     hint="the same command goes on from there") from error  # fmt: skip
+                    raise FetchError(
+                        f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
+                        hint="the same command goes on from there",
+                    ) from error
                 time.sleep(http.PAUSES[failures - 1])
                 sha, before = self._hash_again(stream, sha, before)
         if "sha256:" + sha.hexdigest() != digest:
@@ -253,7 +264,8 @@ class Registry:
         missing, free = size - status.st_size, volume.f_bavail * volume.f_frsize
         if missing > free:
             raise FetchError(
-                f"{self.reference}: no space left for {digest}: it needs {format_size(missing)}, {format_size(free)} are free"
+                f"{self.reference}: no space left for {digest}: it needs {format_size(missing)}, {format_size(free)}"
+                " are free"
             )
 
     def _hash_again(self, stream: BinaryIO, sha: hashlib._Hash, before: int) -> tuple[hashlib._Hash, int]:
@@ -303,8 +315,13 @@ class Registry:
         self._cancel(self.session.ask("POST", "blobs/uploads/", good=(202,), push=True))
 
     def send_blob(
-        self, blob: Blob, on_bytes: Callable[[int], None], *, location: str = "", on_location: Callable[[str], None] = lambda location: None
-    ) -> int:  # fmt: skip
+        self,
+        blob: Blob,
+        on_bytes: Callable[[int], None],
+        *,
+        location: str = "",
+        on_location: Callable[[str], None] = lambda location: None,
+    ) -> int:
         """Upload a blob in pieces, and return how many bytes were sent.
 
         ``location``: the URL of an interrupted upload to resume, as ``on_location`` received it. Raises FetchError.
@@ -329,8 +346,10 @@ class Registry:
             except BrokenConnection as error:
                 failures += 1
                 if failures > len(http.PAUSES):
-                    raise FetchError(f"{self.reference}: {self.reference.host} broke off at {sent} bytes of {blob.digest}: {error}",
-                                     hint="the same command goes on from there") from error  # fmt: skip
+                    raise FetchError(
+                        f"{self.reference}: {self.reference.host} broke off at {sent} bytes of {blob.digest}: {error}",
+                        hint="the same command goes on from there",
+                    ) from error
                 time.sleep(http.PAUSES[failures - 1])
                 location, offset = self._resume(location)
                 on_bytes(offset - sent)

@@ -25,9 +25,13 @@ class Descriptor:
         """Parse the fields. Raises ValueError for what is wrong."""
         platform = fields.mapping("platform", {})
         return cls(
-            fields.digest("digest"), fields.size("size"), fields.text("mediaType", ""),
-            fields.text("artifactType", ""), f"{platform.get('os')}/{platform.get('architecture')}", fields.data,
-        )  # fmt: skip
+            fields.digest("digest"),
+            fields.size("size"),
+            fields.text("mediaType", ""),
+            fields.text("artifactType", ""),
+            f"{platform.get('os')}/{platform.get('architecture')}",
+            fields.data,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,9 @@ class ImageConfig:
         rootfs = fields.object("rootfs") if "rootfs" in fields else Fields({})
         env = config.strings("Env") if "Env" in config else []
         return cls(
-            created=fields.text("created", ""), diff_ids=tuple(rootfs.strings("diff_ids")) if "diff_ids" in rootfs else (),
-            environment=dict(line.split("=", 1) for line in env if "=" in line), labels=config.texts("Labels", {}),
+            created=fields.text("created", ""),
+            diff_ids=tuple(rootfs.strings("diff_ids")) if "diff_ids" in rootfs else (),
+            environment=dict(line.split("=", 1) for line in env if "=" in line),
+            labels=config.texts("Labels", {}),
             architecture=fields.text("architecture", ""),
-        )  # fmt: skip
+        )

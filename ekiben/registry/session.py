@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     from ekiben.registry._connection import Guard
 
 MEDIA_MANIFESTS = (
-    "application/vnd.oci.image.manifest.v1+json", "application/vnd.docker.distribution.manifest.v2+json",
-    "application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json",
-)  # fmt: skip
+    "application/vnd.oci.image.manifest.v1+json",
+    "application/vnd.docker.distribution.manifest.v2+json",
+    "application/vnd.oci.image.index.v1+json",
+    "application/vnd.docker.distribution.manifest.list.v2+json",
+)
 TIMEOUT = (10, 120)  # seconds: to connect, between two pieces
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before each further try
 PATIENCE = 60.0  # seconds; who asks for a longer pause is not waited for
@@ -162,13 +164,15 @@ class RegistrySession:
             is_public = not names_private(self._registry_origin[1])
         if is_public:
             raise FetchError(
-                f"{self.reference}: {self.reference.host} is on the internet, and leads to {host}, an address of this machine or of a "
-                "private network"
+                f"{self.reference}: {self.reference.host} is on the internet, and leads to {host}, an address of this"
+                " machine or of a private network"
             )
 
     def _refuse_slow(self, what: str) -> None:
-        raise FetchError(f"{self.reference}: {self.reference.host} {what}",
-                         hint="the same command resumes a download; try again, or from another network")  # fmt: skip
+        raise FetchError(
+            f"{self.reference}: {self.reference.host} {what}",
+            hint="the same command resumes a download; try again, or from another network",
+        )
 
     def _origin(self, url: str) -> Origin:
         try:
@@ -231,26 +235,47 @@ class RegistrySession:
             self._check_url(request.url)
         try:
             return self._session(at_registry=at_registry).request(
-                request.method, request.url, headers=dict(request.headers), data=request.data, stream=True, timeout=TIMEOUT,
-                auth=_Header(request.secret, first), allow_redirects=False,
-            )  # fmt: skip
+                request.method,
+                request.url,
+                headers=dict(request.headers),
+                data=request.data,
+                stream=True,
+                timeout=TIMEOUT,
+                auth=_Header(request.secret, first),
+                allow_redirects=False,
+            )
         except RequestException as error:
             host = self.reference.host if at_registry else urlsplit(request.url).netloc
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise FetchError(f"{self.reference}: the certificate of {host} is not trusted: {_reason(error)}",
-                                 hint=f"put your site's CA into /etc/docker/certs.d/{self.reference.host}/ca.crt, or name a bundle in "
-                                      "SSL_CERT_FILE") from error  # fmt: skip
+                raise FetchError(
+                    f"{self.reference}: the certificate of {host} is not trusted: {_reason(error)}",
+                    hint=(
+                        f"put your site's CA into /etc/docker/certs.d/{self.reference.host}/ca.crt, or name a bundle in"
+                        " SSL_CERT_FILE"
+                    ),
+                ) from error
             if "WRONG_VERSION_NUMBER" in str(error) or "record layer failure" in str(error):
-                raise FetchError(f"{self.reference}: {host} does not speak https",
-                                 hint=f"if its plain http is what you want: http://{self.reference}" if at_registry else None) from error  # fmt: skip
+                raise FetchError(
+                    f"{self.reference}: {host} does not speak https",
+                    hint=f"if its plain http is what you want: http://{self.reference}" if at_registry else None,
+                ) from error
             raise BrokenConnection(_reason(error)) from error
 
     # -- requests to the registry
 
     def ask(
-        self, method: str, path: str, *, headers: Mapping[str, str] | None = None, data: bytes | None = None, stream: bool = False,
-        good: Sequence[int] = (200,), push: bool = False, other: str = "", again: bool = True,
-    ) -> Response:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+        stream: bool = False,
+        good: Sequence[int] = (200,),
+        push: bool = False,
+        other: str = "",
+        again: bool = True,
+    ) -> Response:
         """Send a request, and return the response when its status is in ``good``.
 
         With ``again``, it is repeated when the server is busy or the connection breaks. Raises FetchError, BrokenConnection.
@@ -297,8 +322,11 @@ class RegistrySession:
         """The header that answers a 401."""
         kind, _, rest = challenge.partition(" ")
         credentials = find_credentials(self.reference.host, self.reference.repository)
-        log_decision(f"login at {self.reference.host}", credentials.source if credentials else "anonymous",
-                     f"for {self.reference.repository}" if credentials else "no file or variable has a login for it")  # fmt: skip
+        log_decision(
+            f"login at {self.reference.host}",
+            credentials.source if credentials else "anonymous",
+            f"for {self.reference.repository}" if credentials else "no file or variable has a login for it",
+        )
         if kind.lower() == "basic":
             if credentials is None:
                 raise self._nobody()
@@ -317,8 +345,13 @@ class RegistrySession:
     def _token(self, asked: Mapping[str, str], scope: str, credentials: Credentials | None) -> str:
         realm = asked["realm"]
         if credentials and credentials.token:
-            form = {"grant_type": "refresh_token", "refresh_token": credentials.token, "client_id": "ekiben",
-                    "service": asked.get("service", ""), "scope": scope}  # fmt: skip
+            form = {
+                "grant_type": "refresh_token",
+                "refresh_token": credentials.token,
+                "client_id": "ekiben",
+                "service": asked.get("service", ""),
+                "scope": scope,
+            }
             headers = {"Content-Type": "application/x-www-form-urlencoded"}
             request = _Request("POST", realm, headers, urlencode(form).encode(), may_leave=False)
         else:
@@ -363,15 +396,21 @@ class RegistrySession:
         if code == 401:
             return self._nobody(find_credentials(self.reference.host, self.reference.repository))
         if code == 403:
-            return FetchError(f"{self.reference}: access refused (403): this login may not {'write' if method not in ('GET', 'HEAD') else 'read'} "
-                              f"there", hint=_login(self.reference.host))  # fmt: skip
+            return FetchError(
+                f"{self.reference}: access refused (403): this login may not"
+                f" {'write' if method not in ('GET', 'HEAD') else 'read'} there",
+                hint=_login(self.reference.host),
+            )
         if code == 404:
             what = path.partition("?")[0] if "://" not in path else "its upload"
             return FetchError(f"{self.reference}: not there: {what}: 404 {answer.reason}")
         if code == 429:
             wait = f" (it asks for {answer.headers['Retry-After']} s)" if "Retry-After" in answer.headers else ""
-            return FetchError(f"{self.reference}: {self.reference.host} answered 429: too many requests from this address{wait}; "
-                              "log in, or wait", hint=_login(self.reference.host))  # fmt: skip
+            return FetchError(
+                f"{self.reference}: {self.reference.host} answered 429: too many requests from this address{wait}; "
+                "log in, or wait",
+                hint=_login(self.reference.host),
+            )
         return FetchError(
             f"{self.reference}: {method} {path.partition('?')[0]}: {code} {answer.reason}: {text}".rstrip(": ")
         )

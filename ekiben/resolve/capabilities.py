@@ -59,7 +59,8 @@ def filter_archs(stack: Stack, gpu_arch: str, folders: Sequence[Path]) -> Stack:
         if item not in known:
             stack_names = [other.name for other in stacks(folders) if item in known_capabilities(other.file.cuda)]
             raise UsageError(
-                f"--gpu-arch {item}: CUDA {stack.file.cuda} of stack {stack.name} does not know it; it knows {', '.join(known)}",
+                f"--gpu-arch {item}: CUDA {stack.file.cuda} of stack {stack.name} does not know it; it knows"
+                f" {', '.join(known)}",
                 hint=f"a stack that does: {', '.join(stack_names)}" if stack_names else "no stack here does",
             )
     return replace(stack, file=replace(stack.file, compute_capabilities=tuple(sorted(asked, key=release))))
@@ -83,8 +84,10 @@ def supported_archs(capabilities: Iterable[str], minimum: str | None, where: Pat
     except InvalidVersion as error:
         raise DefinitionError(f"{where}: {minimum} is no compute capability") from error
     if not supported:
-        raise UsageError(f"{where}: what it compiles needs compute capability {minimum} or later; "
-                         f"wanted are only {', '.join(capabilities)}")  # fmt: skip
+        raise UsageError(
+            f"{where}: what it compiles needs compute capability {minimum} or later; "
+            f"wanted are only {', '.join(capabilities)}"
+        )
     return supported
 
 
@@ -119,6 +122,8 @@ def check_torch(stack: Stack) -> None:
                     )
             elif release(locked)[:2] != release(stack_file.cuda)[:2]:
                 what = "the compiler" if "nvcc" in name else f"torch {stack_file.torch}"
-                raise DefinitionError(f"{stack.folder / 'stack.yaml'}: cuda {stack_file.cuda}, but in {path} {what} is of CUDA "
-                                      f"{'.'.join(locked.split('.')[:2])} ({name}=={locked}); an extension compiled "
-                                      "against another CUDA than torch's does not load")  # fmt: skip
+                raise DefinitionError(
+                    f"{stack.folder / 'stack.yaml'}: cuda {stack_file.cuda}, but in {path} {what} is of CUDA "
+                    f"{'.'.join(locked.split('.')[:2])} ({name}=={locked}); an extension compiled "
+                    "against another CUDA than torch's does not load"
+                )

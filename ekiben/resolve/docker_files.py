@@ -24,9 +24,13 @@ def write_compose(resolved: ResolvedRecipe, folder: Path) -> Path:
     services: dict[str, Any] = {}
     for name, task in resolved.recipe.file.tasks.items():
         services[name] = {
-            "image": _image(resolved), "entrypoint": [name], "user": _user(), "volumes": [".:/work"], "working_dir": "/work",
+            "image": _image(resolved),
+            "entrypoint": [name],
+            "user": _user(),
+            "volumes": [".:/work"],
+            "working_dir": "/work",
             "shm_size": "1gb",  # of DataLoader's workers; Docker's default of 64 MB ends them
-        }  # fmt: skip
+        }
         if task.launch != "cpu":
             services[name]["deploy"] = {"resources": {"reservations": {"devices": [_ALL_GPUS]}}}
     text = yaml.safe_dump({"services": services}, sort_keys=False, allow_unicode=True, default_flow_style=None)

@@ -32,16 +32,29 @@ def hash_inputs(inputs: Mapping[str, Any]) -> str:
 
 
 def make_layer(
-    name: str, kind: Literal["bootstrap", "post", "files"], stage: Stage | None, files: tuple[File, ...],
-    environment: Mapping[str, str], epoch: int, inputs: dict[str, Any], below: Sequence[Layer],
+    name: str,
+    kind: Literal["bootstrap", "post", "files"],
+    stage: Stage | None,
+    files: tuple[File, ...],
+    environment: Mapping[str, str],
+    epoch: int,
+    inputs: dict[str, Any],
+    below: Sequence[Layer],
     copies: tuple[StageCopy, ...] = (),
-) -> Layer:  # fmt: skip
+) -> Layer:
     """Return a layer with the cache key of its inputs."""
     inputs = {"format": KEY_FORMAT, "parent": below[-1].cache_key if below else None, **inputs}
     return Layer(
-        name=name, kind=kind, stage=stage, files=files, environment=dict(environment), epoch=epoch, inputs=inputs,
-        cache_key=hash_inputs(inputs), copies=copies,
-    )  # fmt: skip
+        name=name,
+        kind=kind,
+        stage=stage,
+        files=files,
+        environment=dict(environment),
+        epoch=epoch,
+        inputs=inputs,
+        cache_key=hash_inputs(inputs),
+        copies=copies,
+    )
 
 
 def mode_of(path: Path) -> int:

@@ -28,12 +28,19 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
     runtime = runtime_files(
         environment=resolved.environment,
-        runscript=_runscript(recipe, resolved), test=_TEST_SCRIPT, labels=resolved.labels, deffile=resolved.deffile,
-        startscript=_last(resolved, "startscript"), help=_help(recipe, resolved),
-    )  # fmt: skip
+        runscript=_runscript(recipe, resolved),
+        test=_TEST_SCRIPT,
+        labels=resolved.labels,
+        deffile=resolved.deffile,
+        startscript=_last(resolved, "startscript"),
+        help=_help(recipe, resolved),
+    )
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
-    metadata: dict[str, Any] = {"recipe": recipe.name, "stack": resolved.stack.name,
-             "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in resolved.layers]}  # fmt: skip
+    metadata: dict[str, Any] = {
+        "recipe": recipe.name,
+        "stack": resolved.stack.name,
+        "layers": [{"name": layer.name, "cache_key": layer.cache_key} for layer in resolved.layers],
+    }
     origins = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
     if compiled := [item for item in origins if item["package"]]:
         metadata["compiled"] = compiled
@@ -77,8 +84,11 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
         nvcc = {pin[0]: pin[1] for file in below.files for pin in _pins(file)}.get("nvidia-cuda-nvcc")
         if version := nvcc or (below.stage.arguments.get("nvcc") if below.stage else None):
             compilers["nvcc"] = version
-    return {**origin, "compilers": compilers,
-            **{name: inputs[name] for name in ("torch", "cuda", "python", "cxx11_abi", "capabilities")}}  # fmt: skip
+    return {
+        **origin,
+        "compilers": compilers,
+        **{name: inputs[name] for name in ("torch", "cuda", "python", "cxx11_abi", "capabilities")},
+    }
 
 
 def _pins(file: File) -> list[tuple[str, str, list[str]]]:
@@ -139,8 +149,10 @@ def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
 
 def _test_files(resolved: ResolvedRecipe) -> list[File]:
     """A child passes its parents' tests: every %test of the chain is a file, run bottom first."""
-    return [File(f"{TESTS}/{number:02}-{name}.sh", 0o644, content=script.encode())
-            for number, (name, script) in enumerate(resolved.tests, 1)]  # fmt: skip
+    return [
+        File(f"{TESTS}/{number:02}-{name}.sh", 0o644, content=script.encode())
+        for number, (name, script) in enumerate(resolved.tests, 1)
+    ]
 
 
 _TEST_SCRIPT = f"""\

@@ -85,8 +85,10 @@ def _plain_file(resolved: ResolvedRecipe, target: str) -> tuple[str, bytes]:
         return "Dockerfile", text.encode()
     except UnicodeEncodeError as error:
         line = text[: error.end].rpartition("\n")[2].encode("utf-8", "backslashreplace").decode()
-        raise DefinitionError(f"a Dockerfile cannot name a file whose name is not UTF-8: {line}…",
-                              hint="rename the file, or copy its folder as a whole") from error  # fmt: skip
+        raise DefinitionError(
+            f"a Dockerfile cannot name a file whose name is not UTF-8: {line}…",
+            hint="rename the file, or copy its folder as a whole",
+        ) from error
 
 
 Step = Layer | BuildStage
@@ -145,24 +147,31 @@ def _bootstrap_command(layer: Layer, tar: str) -> str:
     assert layer.stage is not None
     header = layer.stage.header
     include = ",".join(header.get("include", "").replace(",", " ").split())
-    return (f"SOURCE_DATE_EPOCH={layer.epoch} mmdebstrap --variant=minbase"
-            f"{f' --include={include}' if include else ''} {header['osversion']} {tar}")  # fmt: skip
+    return (
+        f"SOURCE_DATE_EPOCH={layer.epoch} mmdebstrap --variant=minbase"
+        f"{f' --include={include}' if include else ''} {header['osversion']} {tar}"
+    )
 
 
 def dockerfile(resolved: ResolvedRecipe) -> str:
     """Return a Dockerfile, for BuildKit. Every layer is one RUN; a debootstrap base is a tar beside the file."""
     base, *upper_layers = resolved.layers
     lines = _comment_lines(resolved)
-    tars = {layer.cache_key: "root.tar" if layer.cache_key == base.cache_key else f"root-{layer.name}.tar"
-            for layer in _bases(resolved) if layer.stage and layer.stage.bootstrap == "debootstrap"}  # fmt: skip
+    tars = {
+        layer.cache_key: "root.tar" if layer.cache_key == base.cache_key else f"root-{layer.name}.tar"
+        for layer in _bases(resolved)
+        if layer.stage and layer.stage.bootstrap == "debootstrap"
+    }
     if tars:
         commands = [
             _bootstrap_command(layer, tars[layer.cache_key]) for layer in _bases(resolved) if layer.cache_key in tars
         ]
         lines += [
-            "# Beside this file, once:", *(f"#   {command}" for command in commands),
-            "# then:", f"#   docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt -t {resolved.recipe.name} .",
-        ]  # fmt: skip
+            "# Beside this file, once:",
+            *(f"#   {command}" for command in commands),
+            "# then:",
+            f"#   docker build --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt -t {resolved.recipe.name} .",
+        ]
     environment: dict[str, str] = {}
     if any(layer.copies for layer in upper_layers):
         for layer in _bases(resolved):
@@ -268,7 +277,10 @@ def deffile(resolved: ResolvedRecipe) -> str:
     bundle, name = "/etc/ssl/certs/ca-certificates.crt", resolved.recipe.name
     lines = _comment_lines(resolved)
     if base.stage.bootstrap == "debootstrap":
-        lines += [f"# With debootstrap on the machine: apptainer build --fakeroot --build-arg mirror=<URI of a Debian archive> {name}.sif {name}.def"]  # fmt: skip
+        lines += [
+            "# With debootstrap on the machine: apptainer build --fakeroot --build-arg mirror=<URI of a Debian"
+            f" archive> {name}.sif {name}.def"
+        ]
     else:
         lines += [f"# apptainer build --fakeroot {name}.sif {name}.def"]
     lines += [f"# Where the network has an authority of its own, add: --bind {bundle}"]
@@ -324,8 +336,13 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
         if _is_copied_by_script(step, "def"):
             lines += _copy_commands(step, _FILES)
         elif step.files:
-            lines += [f"(cd {_FILES}/{_folder_of(step)} && rm -rf .singularity.d && find . -type f -print0 -o -type d -empty -print0 |",
-                      "    tar --null --no-recursion -T - -cf - | tar --no-same-owner -C / -xf -)"]  # fmt: skip
+            lines += [
+                (
+                    f"(cd {_FILES}/{_folder_of(step)} && rm -rf .singularity.d && find . -type f -print0 -o -type d"
+                    " -empty -print0 |"
+                ),
+                "    tar --null --no-recursion -T - -cf - | tar --no-same-owner -C / -xf -)",
+            ]
         if step.stage is not None and step.stage.post:
             lines += ["(", "set -e", step.stage.post.rstrip("\n"), ")"]
     return [*lines, f"rm -rf {_FILES}", _NOISE]

@@ -40,9 +40,13 @@ ARCH_LABEL = "org.ekiben.architectures"  # of a build stage: the only architectu
 
 
 def resolve(
-    recipe: Recipe, *, stack: str | None = None, arguments: Mapping[str, str] | None = None, gpu_arch: str | None = None,
+    recipe: Recipe,
+    *,
+    stack: str | None = None,
+    arguments: Mapping[str, str] | None = None,
+    gpu_arch: str | None = None,
     arch: str | None = None,
-) -> ResolvedRecipe:  # fmt: skip
+) -> ResolvedRecipe:
     """Resolve a recipe on its stack, or on ``stack``, with ``arguments`` bound over the stack's.
 
     ``gpu_arch``: "8.0,9.0" or "native"; ``arch``: "amd64" or "arm64", by default this host's. Raises DefinitionError when
@@ -77,8 +81,9 @@ def resolve(
         labels |= definition.final.labels
         if definition.final.test:
             tests.append((definition.name, definition.final.test))
-    environment = expand({"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment}, environment,
-                         f"{recipe.folder / 'recipe.yaml'}: ")  # fmt: skip
+    environment = expand(
+        {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment}, environment, f"{recipe.folder / 'recipe.yaml'}: "
+    )
     if recipe.file.test:
         tests.append((recipe.name, recipe.file.test))
     labels |= {
@@ -90,9 +95,17 @@ def resolve(
     }
     deffile = "\n\n".join(f"# {item.name}\n{item.text.strip()}" for item in definitions) + "\n"
     resolved = ResolvedRecipe(
-        recipe=recipe, stack=bound, definitions=tuple(definitions), layers=tuple(layers),
-        environment=environment, labels=labels, deffile=deffile, tests=tuple(tests), gpu_arch=gpu_arch, arguments=arguments or {},
-    )  # fmt: skip
+        recipe=recipe,
+        stack=bound,
+        definitions=tuple(definitions),
+        layers=tuple(layers),
+        environment=environment,
+        labels=labels,
+        deffile=deffile,
+        tests=tuple(tests),
+        gpu_arch=gpu_arch,
+        arguments=arguments or {},
+    )
     return add_recipe_layer(resolved)
 
 
@@ -104,9 +117,17 @@ def _bind_arch(stack: Stack, arch: str, recipe: Recipe) -> Stack:
     suitable = [other.name for other in known if arch in other.file.architectures]
     if arch not in ARCHITECTURES.values():
         raise UsageError(f"--arch {arch}: no such architecture." + nearest(arch, ARCHITECTURES.values()))
-    raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only",
-                     hint=f"a stack that is locked for {arch}: {', '.join(suitable)}" if suitable else "no stack here is; "
-                     f"one is after `architectures: [amd64, {arch}]` in its stack.yaml and {command_name()} lock")  # fmt: skip
+    raise UsageError(
+        f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only",
+        hint=(
+            f"a stack that is locked for {arch}: {', '.join(suitable)}"
+            if suitable
+            else (
+                "no stack here is; "
+                f"one is after `architectures: [amd64, {arch}]` in its stack.yaml and {command_name()} lock"
+            )
+        ),
+    )
 
 
 class _Images:
@@ -129,8 +150,10 @@ class _Images:
         if name not in self.read:
             path, folder = self.known[name], self.stack.folder
             root = path.parent.parent
-            own = {"stack": str(folder.relative_to(root) if folder.is_relative_to(root) else folder),
-                   "capabilities": " ".join(self.stack.file.compute_capabilities)}  # fmt: skip
+            own = {
+                "stack": str(folder.relative_to(root) if folder.is_relative_to(root) else folder),
+                "capabilities": " ".join(self.stack.file.compute_capabilities),
+            }
             arguments = {**self.stack.file.arguments, **self.parents.get(name, {}), **self.arguments, **own}
             self.read[name] = read_definition(path, root=root, arguments=arguments)
         return self.read[name]
@@ -186,8 +209,10 @@ class _Images:
                 f"{asked_by}: '{name}' is compiled for {', '.join(needed)}, which '{self.recipe.file.name}' lacks"
             )
         if lost:
-            raise DefinitionError(f"{asked_by}: '{name}' stands on '{definitions[-2].name if definitions[1:] else 'nothing'}' (From: in {definitions[-1].path}), "
-                                  f"and '{self.recipe.file.name}' would be without {', '.join(lost)}")  # fmt: skip
+            raise DefinitionError(
+                f"{asked_by}: '{name}' stands on '{definitions[-2].name if definitions[1:] else 'nothing'}' (From: in"
+                f" {definitions[-1].path}), and '{self.recipe.file.name}' would be without {', '.join(lost)}"
+            )
         return definitions
 
     def _check_has_locks(self, definition: Definition, asked_by: str) -> None:
@@ -237,8 +262,18 @@ class _Images:
         if stage.parent is None:
             source = load_agent(stage.bootstrap).key_inputs(stage.header)
             inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": self.stack.platform}
-            layers.append(make_layer(f"{definition.name}-root" if stage.post or stage.files else definition.name,
-                               "bootstrap", stage, (), environment, epoch, inputs, below))  # fmt: skip
+            layers.append(
+                make_layer(
+                    f"{definition.name}-root" if stage.post or stage.files else definition.name,
+                    "bootstrap",
+                    stage,
+                    (),
+                    environment,
+                    epoch,
+                    inputs,
+                    below,
+                )
+            )
         copies = self._stages(definition, [*below, *layers], environment, circle)
         files = tuple(
             file
@@ -276,11 +311,16 @@ class _Images:
                     "needs a name (Stage: build)" if stage.parent else "stands on a layer (Bootstrap: localimage)"
                 )
                 raise DefinitionError(f"{definition.path}: a build stage {requirement}")
-            hands_over = tuple(dict.fromkeys(copy.source for later in definition.stages for copy in later.files
-                                             if copy.stage == stage.name))  # fmt: skip
+            hands_over = tuple(
+                dict.fromkeys(
+                    copy.source for later in definition.stages for copy in later.files if copy.stage == stage.name
+                )
+            )
             if not hands_over:
-                raise DefinitionError(f"{definition.path}: no later stage takes anything of '{stage.name}'; "
-                                      f"write '%files from {stage.name}', or remove the stage")  # fmt: skip
+                raise DefinitionError(
+                    f"{definition.path}: no later stage takes anything of '{stage.name}'; "
+                    f"write '%files from {stage.name}', or remove the stage"
+                )
             layers, stage_environment = self.layers_of(self.definitions_of(stage.parent, str(definition.path)), circle)
             stages[stage.name] = self._stage(
                 definition, stage, layers, stage_environment, hands_over, stages, below, environment
@@ -288,10 +328,16 @@ class _Images:
         return _stage_copies(definition.final, stages)
 
     def _stage(
-        self, definition: Definition, stage: Stage, layers: Sequence[Layer], environment: Mapping[str, str],
-        hands_over: tuple[str, ...], earlier: Mapping[str, BuildStage], runtime: Sequence[Layer],
+        self,
+        definition: Definition,
+        stage: Stage,
+        layers: Sequence[Layer],
+        environment: Mapping[str, str],
+        hands_over: tuple[str, ...],
+        earlier: Mapping[str, BuildStage],
+        runtime: Sequence[Layer],
         runtime_environment: Mapping[str, str],
-    ) -> BuildStage:  # fmt: skip
+    ) -> BuildStage:
         stack_file, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
         files = tuple(
             file
@@ -310,29 +356,54 @@ class _Images:
             "platform": self.stack.platform,
         }
         if self.stack.arch not in (able := stage.labels.get(ARCH_LABEL, self.stack.arch).split()):
-            raise UsageError(f"--arch {self.stack.arch}: {definition.path} compiles {wheel or definition.name} for "
-                             f"{', '.join(able)} only")  # fmt: skip
+            raise UsageError(
+                f"--arch {self.stack.arch}: {definition.path} compiles {wheel or definition.name} for "
+                f"{', '.join(able)} only"
+            )
         if wheel:
             # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
             # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.
             shipped = {layer.cache_key for layer in runtime}
             inputs |= {
                 "wheel": wheel,
-                "tools": [[layer.name, hash_inputs({key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")})]
-                          for layer in layers if layer.cache_key not in shipped],
-                "environment": {key: value for key, value in environment.items() if runtime_environment.get(key) != value},
-                "suite": stack_file.suite, "python": stack_file.python, "torch": stack_file.torch, "cuda": stack_file.cuda,
+                "tools": [
+                    [
+                        layer.name,
+                        hash_inputs(
+                            {key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")}
+                        ),
+                    ]
+                    for layer in layers
+                    if layer.cache_key not in shipped
+                ],
+                "environment": {
+                    key: value for key, value in environment.items() if runtime_environment.get(key) != value
+                },
+                "suite": stack_file.suite,
+                "python": stack_file.python,
+                "torch": stack_file.torch,
+                "cuda": stack_file.cuda,
                 "cxx11_abi": has_cxx11_abi(stack_file.torch, stack_file.cuda),
-                "capabilities": supported_archs(stack_file.compute_capabilities, stage.labels.get(MINIMUM_LABEL), definition.path),
-            }  # fmt: skip
+                "capabilities": supported_archs(
+                    stack_file.compute_capabilities, stage.labels.get(MINIMUM_LABEL), definition.path
+                ),
+            }
         else:
             inputs |= {"parent": layers[-1].cache_key, "environment": dict(environment)}
         return BuildStage(
-            name=f"{definition.name}.{stage.name}", stage=stage, layers=tuple(layers), files=files, copies=copies,
-            environment=dict(environment), epoch=stack_file.epoch, hands_over=hands_over, wheel=wheel, inputs=inputs,
+            name=f"{definition.name}.{stage.name}",
+            stage=stage,
+            layers=tuple(layers),
+            files=files,
+            copies=copies,
+            environment=dict(environment),
+            epoch=stack_file.epoch,
+            hands_over=hands_over,
+            wheel=wheel,
+            inputs=inputs,
             job_memory=_job_memory(definition, stage),
             cache_key=hash_inputs(inputs),
-        )  # fmt: skip
+        )
 
     def check_arguments(self) -> None:
         """Raise DefinitionError when an argument is bound that no definition file declares."""
@@ -343,8 +414,10 @@ class _Images:
             ("--build-arg", name, declared, f"no layer of '{self.recipe.name}'")
             for name in sorted(set(self.arguments) - declared)
         ]
-        unused += [(str(self.stack.folder / "stack.yaml"), name, anywhere, "no definition file")
-                   for name in sorted(set(self.stack.file.arguments) - anywhere)]  # fmt: skip
+        unused += [
+            (str(self.stack.folder / "stack.yaml"), name, anywhere, "no definition file")
+            for name in sorted(set(self.stack.file.arguments) - anywhere)
+        ]
         if unused:
             raise DefinitionError(
                 "\n".join(

@@ -106,9 +106,15 @@ class Runtime:
         return [str(word) for word in line]
 
     def execute(
-        self, target: Path | Instance, argv: Sequence[str], *, gpu: bool = False, binds: Sequence[Path] = (),
-        environment: Mapping[str, str] | None = None, on_line: Callable[[str], None] | None = None,
-    ) -> Result:  # fmt: skip
+        self,
+        target: Path | Instance,
+        argv: Sequence[str],
+        *,
+        gpu: bool = False,
+        binds: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> Result:
         """Run ``argv`` to its end, in this folder, with the environment that a job needs and ``environment`` above it.
 
         With ``on_line`` each line of stdout and stderr is handed over as it comes, and the result has none of them.
@@ -159,8 +165,14 @@ class Runtime:
         folders = folders_to_bind(request, os.environ)
         _check_binds(folders)
         instance = self._client.instance(str(sif), start=False, name=name, quiet=True)
-        line = [*instance._init_command(["instance", "start"]), "--cleanenv", *(["--nv"] if gpu else []),
-                *(word for folder in folders for word in bind_args(folder)), str(sif), name]  # fmt: skip
+        line = [
+            *instance._init_command(["instance", "start"]),
+            "--cleanenv",
+            *(["--nv"] if gpu else []),
+            *(word for folder in folders for word in bind_args(folder)),
+            str(sif),
+            name,
+        ]
         environment = self._environment(request)
         for attempt in range(_STARTS):  # on a busy machine an image of another builder loses several in a row
             try:

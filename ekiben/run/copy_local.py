@@ -65,8 +65,10 @@ def _copy_checked(source: Path, target: Path, size: int, log: Callable[[str], No
         left.unlink(missing_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < size:
-        raise StoreError(f"{target.parent} has {free / 1e9:.1f} GB free, and {source} has {size / 1e9:.1f} GB",
-                         hint="free some space there, or run it without --copy-local")  # fmt: skip
+        raise StoreError(
+            f"{target.parent} has {free / 1e9:.1f} GB free, and {source} has {size / 1e9:.1f} GB",
+            hint="free some space there, or run it without --copy-local",
+        )
     log(f"copying {source} ({size / 1e9:.1f} GB) to {target}")
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     try:
@@ -78,8 +80,10 @@ def _copy_checked(source: Path, target: Path, size: int, log: Callable[[str], No
             copy.flush()
             copy.seek(0)
             if hashlib.file_digest(copy, "sha256").digest() != read.digest():
-                raise StoreError(f"{target}: what was written is not what was read from {source}",
-                                 hint="the node's disk is damaged; run it without --copy-local")  # fmt: skip
+                raise StoreError(
+                    f"{target}: what was written is not what was read from {source}",
+                    hint="the node's disk is damaged; run it without --copy-local",
+                )
         os.chmod(temporary, 0o500)
         os.rename(temporary, target)
     except OSError as error:

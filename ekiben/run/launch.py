@@ -29,16 +29,57 @@ OF_SIF = ("apptainer", "singularity")
 RUNTIMES = (*OF_SIF, "docker")  # others are executors that keep images
 # What a job inside needs of the outside; everything else stays outside.
 _LET_THROUGH = {
-    "CUDA_CACHE_PATH", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "CUTE_DSL_CACHE_DIR",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "GROUP_RANK", "HTTPS_PROXY",
-    "HTTP_PROXY", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
-    "NO_COLOR", "NO_PROXY", "NVIDIA_DISABLE_REQUIRE", "RANK", "TERM", "TOKENIZERS_PARALLELISM",
-    "TZ", "WORLD_SIZE", "http_proxy", "https_proxy", "no_proxy",
-}  # fmt: skip
+    "CUDA_CACHE_PATH",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "CUTE_DSL_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    "GROUP_RANK",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "NO_COLOR",
+    "NO_PROXY",
+    "NVIDIA_DISABLE_REQUIRE",
+    "RANK",
+    "TERM",
+    "TOKENIZERS_PARALLELISM",
+    "TZ",
+    "WORLD_SIZE",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+}
 _PREFIXES = (
-    "ACCELERATE_", "BNB_", "DS_", "EKIBEN_", "FI_", "GLOO_", "HF_", "MKL_", "MLFLOW_", "NCCL_", "OMPI_", "OMP_", "PMIX_",
-    "PMI_", "PYTORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_",
-)  # fmt: skip
+    "ACCELERATE_",
+    "BNB_",
+    "DS_",
+    "EKIBEN_",
+    "FI_",
+    "GLOO_",
+    "HF_",
+    "MKL_",
+    "MLFLOW_",
+    "NCCL_",
+    "OMPI_",
+    "OMP_",
+    "PMIX_",
+    "PMI_",
+    "PYTORCH_",
+    "TORCHELASTIC_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRANSFORMERS_",
+    "TRITON_",
+    "UCX_",
+    "WANDB_",
+)
 COMPILED_CODE = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -170,10 +211,18 @@ def _sif(
     inside = {f"{prefix}{name}": environment[name] for name in _passed(environment) for prefix in prefixes}
     here = Path.cwd()
     action = "exec" if request.executes else "run"
-    argv = [program, action, "--cleanenv", *(["--nv"] if request.gpu else []), "--pwd", str(here),
-            *(word for folder in folders for word in bind_args(folder)),
-            *(word for inside, path in request.mounts.items() for word in bind_args(path, inside, read_only=True)),
-            str(sif), *request.argv]  # fmt: skip
+    argv = [
+        program,
+        action,
+        "--cleanenv",
+        *(["--nv"] if request.gpu else []),
+        "--pwd",
+        str(here),
+        *(word for folder in folders for word in bind_args(folder)),
+        *(word for inside, path in request.mounts.items() for word in bind_args(path, inside, read_only=True)),
+        str(sif),
+        *request.argv,
+    ]
     return Launch(argv, {**inside, **kept}, tuple(sorted(leaks & environment.keys())))
 
 
@@ -198,11 +247,21 @@ def _container(
     more = ["--device", "/dev/infiniband"] if request.gpu and Path("/dev/infiniband").exists() else []
     if not request.gpu:  # where NVIDIA's runtime is the default, the image's own `all` counts
         more += ["--env", "NVIDIA_VISIBLE_DEVICES=void"]
-    argv = [*argv, "--interactive", *(["--tty"] if request.terminal else []), *more,
-            "--shm-size", str(_shared_memory()), "--workdir", os.getcwd(),
-            *(word for folder in folders for word in volume_args(folder, folder)),
-            *(word for inside, path in request.mounts.items() for word in volume_args(path, inside, read_only=True)),
-            *(word for name in names for word in ("--env", name)), tag, *request.argv]  # fmt: skip
+    argv = [
+        *argv,
+        "--interactive",
+        *(["--tty"] if request.terminal else []),
+        *more,
+        "--shm-size",
+        str(_shared_memory()),
+        "--workdir",
+        os.getcwd(),
+        *(word for folder in folders for word in volume_args(folder, folder)),
+        *(word for inside, path in request.mounts.items() for word in volume_args(path, inside, read_only=True)),
+        *(word for name in names for word in ("--env", name)),
+        tag,
+        *request.argv,
+    ]
     return Launch([*argv], settings)
 
 

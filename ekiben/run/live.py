@@ -95,8 +95,12 @@ def _commit_of(folder: Path) -> str:
             )  # git reads again what was written no earlier than its index
         except (OSError, ValueError):
             return ""
-        environment = {"GIT_DIR": name, "GIT_WORK_TREE": top, "GIT_OBJECT_DIRECTORY": f"{shared}/objects",
-                       "GIT_INDEX_FILE": f"{name}/index"}  # fmt: skip
+        environment = {
+            "GIT_DIR": name,
+            "GIT_WORK_TREE": top,
+            "GIT_OBJECT_DIRECTORY": f"{shared}/objects",
+            "GIT_INDEX_FILE": f"{name}/index",
+        }
         _git("update-index", "-q", "--refresh", "--ignore-submodules", environment=environment)
         compare = ["diff-index", "--quiet", "--ignore-submodules=all", "HEAD", "--"]
         differs = _git(*compare, environment=environment).returncode

@@ -52,10 +52,19 @@ def command_files(image: str, stem: str, tasks: Iterable[str]) -> dict[str, str]
     runner, tasks = f"ekiben-{image}", [*tasks]
     scripts = {task: f'#!/bin/sh\nexec "${{0%/*}}/{runner}" {task} "$@"\n' for task in tasks}
     filled = {
-        "runner": runner, "tasks": " ".join(tasks), "image": image, "stem": stem, "gpu": GPU_DEVICE, "passes": passes(),
-        "leaks": " ".join(LEAKS), "image_folders": " ".join(IMAGE_FOLDERS), "folders": _values([*FOLDERS, *local_folders()]), "compiled": " ".join(COMPILED_CODE),
-        "local": _values(local_folders()), "files": _values(CERTIFICATES),
-    }  # fmt: skip
+        "runner": runner,
+        "tasks": " ".join(tasks),
+        "image": image,
+        "stem": stem,
+        "gpu": GPU_DEVICE,
+        "passes": passes(),
+        "leaks": " ".join(LEAKS),
+        "image_folders": " ".join(IMAGE_FOLDERS),
+        "folders": _values([*FOLDERS, *local_folders()]),
+        "compiled": " ".join(COMPILED_CODE),
+        "local": _values(local_folders()),
+        "files": _values(CERTIFICATES),
+    }
     return {**scripts, runner: re.sub(r"<(\w+)>", lambda match: filled[match[1]], _RUNNER)}
 
 
@@ -235,17 +244,37 @@ def modulefile(image: str, stem: str, description: str, tasks: Mapping[str, str]
     """Return the text of a modulefile."""
     version, runner = stem.removeprefix(f"{image}-"), f"ekiben-{image}"
     width = max(map(len, tasks), default=0)
-    text = [f"{image} {version}: {' '.join(description.split())}", "", "Commands, each of which runs in the container image:", "",
-            *(f"  {task:<{width}}  {help_text}" for task, help_text in tasks.items()), "",
-            f"  {runner} COMMAND ...: whatever is in the image; with bash a shell, alone what there is.", "",
-            "While it is loaded, programs of the host with these names are hidden.",
-            "Where there is an NVIDIA driver they see the GPUs; EKIBEN_CPU=1 goes without.",
-            "They see this folder, those that arguments name, caches (HF_HOME, EKIBEN_CACHE), the job's local disk, and what the site",
-            "or APPTAINER_BIND binds. Of the environment they get what a job needs: the scheduler's variables, NCCL's, proxies, HF_TOKEN;",
-            "Several processes of one command, as srun -n 2 starts, are refused, unless WORLD_SIZE or EKIBEN_INDEPENDENT=1 is set.",
-            "APPTAINERENV_NAME=VALUE sets more. The image is $EKIBEN_IMAGE, for launchers of your own.", "",
-            f"One image of Ekiben is loaded at a time. module avail ekiben/{image} lists the versions; the default is the one",
-            "that is current, and what is loaded stays as it is when another becomes that."]  # fmt: skip
+    text = [
+        f"{image} {version}: {' '.join(description.split())}",
+        "",
+        "Commands, each of which runs in the container image:",
+        "",
+        *(f"  {task:<{width}}  {help_text}" for task, help_text in tasks.items()),
+        "",
+        f"  {runner} COMMAND ...: whatever is in the image; with bash a shell, alone what there is.",
+        "",
+        "While it is loaded, programs of the host with these names are hidden.",
+        "Where there is an NVIDIA driver they see the GPUs; EKIBEN_CPU=1 goes without.",
+        (
+            "They see this folder, those that arguments name, caches (HF_HOME, EKIBEN_CACHE), the job's local disk, and"
+            " what the site"
+        ),
+        (
+            "or APPTAINER_BIND binds. Of the environment they get what a job needs: the scheduler's variables, NCCL's,"
+            " proxies, HF_TOKEN;"
+        ),
+        (
+            "Several processes of one command, as srun -n 2 starts, are refused, unless WORLD_SIZE or"
+            " EKIBEN_INDEPENDENT=1 is set."
+        ),
+        "APPTAINERENV_NAME=VALUE sets more. The image is $EKIBEN_IMAGE, for launchers of your own.",
+        "",
+        (
+            f"One image of Ekiben is loaded at a time. module avail ekiben/{image} lists the versions; the default is"
+            " the one"
+        ),
+        "that is current, and what is loaded stays as it is when another becomes that.",
+    ]
     return f"""#%Module1.0
 set images [file normalize [file dirname $ModulesCurrentModulefile]/../../../images/{image}]
 proc ModulesHelp {{}} {{

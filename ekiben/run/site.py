@@ -269,8 +269,10 @@ def find_site(name: str) -> Site:
     else:
         known = site_paths()
         if name not in known:
-            raise UsageError(f"no site '{name}'." + nearest(name, known),
-                             hint=f"a profile of your own is given as a path, or kept in {user_folder()}")  # fmt: skip
+            raise UsageError(
+                f"no site '{name}'." + nearest(name, known),
+                hint=f"a profile of your own is given as a path, or kept in {user_folder()}",
+            )
         path = known[name]
     log_decision(f"site {name}", path, "your profile" if path.parent == user_folder() else "")
     return Site(path, read_yaml(path, SiteFile))

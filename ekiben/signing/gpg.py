@@ -82,14 +82,20 @@ def find_key(name: str = "") -> Key:
             f"{option}: {len(usable)} keys can be meant:{_lines(usable)}", hint="name one by its fingerprint"
         )
     if listed:
-        raise UsageError(f"{option}: cannot sign with {'; '.join(f'{key}: {trouble}' for key, trouble in listed)}",
-                         hint="gpg --quick-set-expire FINGERPRINT 1y prolongs a key; another one: --sign KEY")  # fmt: skip
+        raise UsageError(
+            f"{option}: cannot sign with {'; '.join(f'{key}: {trouble}' for key, trouble in listed)}",
+            hint="gpg --quick-set-expire FINGERPRINT 1y prolongs a key; another one: --sign KEY",
+        )
     other_keys = [key for key, trouble in _listed("--list-secret-keys") if not trouble] if asked else []
     if other_keys:
         raise UsageError(f"--sign {asked}: no such secret key. There are:{_lines(other_keys)}")
-    raise UsageError(f"{option}: there is no secret key in {os.environ.get('GNUPGHOME') or '~/.gnupg'}",
-                     hint="gpg --quick-generate-key 'Your Name <you@example.org>' ed25519 sign 2y makes one; GNUPGHOME names "
-                          "another keyring")  # fmt: skip
+    raise UsageError(
+        f"{option}: there is no secret key in {os.environ.get('GNUPGHOME') or '~/.gnupg'}",
+        hint=(
+            "gpg --quick-generate-key 'Your Name <you@example.org>' ed25519 sign 2y makes one; GNUPGHOME names "
+            "another keyring"
+        ),
+    )
 
 
 def sign(data: bytes, key: Key, *, clear: bool) -> tuple[bytes, str]:
@@ -113,10 +119,14 @@ def _cannot_sign(key: Key, status: str, stderr: str) -> EngineError:
     asked = _PASSPHRASE.search(reason) or _status(status, "PINENTRY_LAUNCHED")
     return EngineError(
         f"gpg does not sign as {key}: {reason}",
-        hint="it could not ask for the passphrase, or got none. In a terminal: export GPG_TTY=$(tty). In a batch job: unlock the "
-        "key before (gpg-preset-passphrase), or, in a GNUPGHOME that only the job reads, put 'pinentry-mode loopback' and "
-        "'passphrase-file FILE' into gpg.conf" if asked else None,
-    )  # fmt: skip
+        hint=(
+            "it could not ask for the passphrase, or got none. In a terminal: export GPG_TTY=$(tty). In a batch job:"
+            " unlock the key before (gpg-preset-passphrase), or, in a GNUPGHOME that only the job reads, put"
+            " 'pinentry-mode loopback' and 'passphrase-file FILE' into gpg.conf"
+            if asked
+            else None
+        ),
+    )
 
 
 def _default_key() -> str:
@@ -152,8 +162,10 @@ def known_keys(signer: str | None) -> Iterator[Keys]:
     else:
         fingerprint = signer.replace(" ", "").removeprefix("0x").upper()
         if not _FINGERPRINT.fullmatch(fingerprint):
-            raise UsageError(f"--key {signer}: neither a file nor a full fingerprint",
-                             hint="gpg --fingerprint shows fingerprints, 40 digits; shorter ones can be forged")  # fmt: skip
+            raise UsageError(
+                f"--key {signer}: neither a file nor a full fingerprint",
+                hint="gpg --fingerprint shows fingerprints, 40 digits; shorter ones can be forged",
+            )
         if not (listed := _listed("--list-keys", fingerprint)):
             raise UsageError(
                 f"--key {signer}: no such key in your keyring", hint="gpg --import its file, or --key FILE"
@@ -170,8 +182,10 @@ def check(signed: bytes, keys: Keys) -> tuple[bytes, Key]:
         # And no key comes into the keyring by being used.
         code, status, stderr = _gpg("--no-auto-key-retrieve", "--output", out, "--verify", message, home=keys.home)
         if code and not status.strip():
-            raise EngineError(f"gpg cannot check a signature here: {stderr.strip()[-200:]}",
-                              hint="GNUPGHOME names a folder for your keyring; --key FILE needs none")  # fmt: skip
+            raise EngineError(
+                f"gpg cannot check a signature here: {stderr.strip()[-200:]}",
+                hint="GNUPGHOME names a folder for your keyring; --key FILE needs none",
+            )
         signer = _judge(status, keys)
         if code or not out.exists():
             raise SignatureError(f"its signature by {signer} cannot be read", rank=2)
@@ -187,13 +201,19 @@ def _judge(status: str, keys: Keys) -> Key:
         case ["ERRSIG"] if arguments[5:6] == ["9"]:
             issuer = arguments[6] if len(arguments) > 6 and arguments[6] != "-" else arguments[0]
             where = "your keyring" if keys.home is None else "the file of --key"
-            raise SignatureError(f"it is signed by a key that is not in {where}: {issuer}", rank=0,
-                                 hint="once its owner has confirmed that this is theirs: gpg --import their public key, or --key FILE")  # fmt: skip
+            raise SignatureError(
+                f"it is signed by a key that is not in {where}: {issuer}",
+                rank=0,
+                hint="once its owner has confirmed that this is theirs: gpg --import their public key, or --key FILE",
+            )
         case ["ERRSIG"]:
             raise SignatureError("this gpg cannot check its kind of signature", rank=2)
         case ["EXPKEYSIG", *_]:
-            raise SignatureError(f"it is signed by {who}, whose key has expired", rank=1, hint="gpg --refresh-keys, or import "
-                                 "the key again: its owner may have prolonged it")  # fmt: skip
+            raise SignatureError(
+                f"it is signed by {who}, whose key has expired",
+                rank=1,
+                hint="gpg --refresh-keys, or import the key again: its owner may have prolonged it",
+            )
         case ["REVKEYSIG", *_]:
             raise SignatureError(f"it is signed by {who}, whose key was revoked", rank=3)
         case ["EXPSIG", *_]:

@@ -29,9 +29,13 @@ def sign_pushed(registry: Registry, digest: str, key: Key) -> bool:
         except SignatureError:
             continue
     claim = {
-        "critical": {"identity": {"docker-reference": name}, "image": {"docker-manifest-digest": digest}, "type": _KIND},
+        "critical": {
+            "identity": {"docker-reference": name},
+            "image": {"docker-manifest-digest": digest},
+            "type": _KIND,
+        },
         "optional": {"creator": "ekiben", "timestamp": int(time.time())},
-    }  # fmt: skip
+    }
     data, _ = gpg.sign(json.dumps(claim).encode(), key, clear=False)
     registry.attach(digest, MEDIA_SIGNATURE, data, {"org.ekiben.signer": key.fingerprint})
     return True
@@ -92,5 +96,10 @@ def _refuse_other_claim(message: bytes, signer: Key, reference: Reference, diges
         else name == signed_name(reference)
     )
     if not same:
-        raise SignatureError(f"{signer} signed this image as {name}", rank=3, hint="a tag that was moved, or a copy under another name; "
-                             "if that is what you want, pull it by its own name")  # fmt: skip
+        raise SignatureError(
+            f"{signer} signed this image as {name}",
+            rank=3,
+            hint=(
+                "a tag that was moved, or a copy under another name; if that is what you want, pull it by its own name"
+            ),
+        )

@@ -130,8 +130,11 @@ def _check_group(
         except SignatureError as problem:
             problems.append(problem)
     if not problems:
-        raise SignatureError(f"{path} was changed after it was signed, or signed in part: no signature covers its object "
-                             f"{objects[0].number}", rank=5)  # fmt: skip
+        raise SignatureError(
+            f"{path} was changed after it was signed, or signed in part: no signature covers its object "
+            f"{objects[0].number}",
+            rank=5,
+        )
     raise worst(str(path), problems)
 
 

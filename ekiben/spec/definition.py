@@ -214,8 +214,11 @@ class _Reader:
         for earlier, stage in enumerate(stages):
             for copy in stage.files:
                 if copy.stage and copy.stage not in names[:earlier]:
-                    self.problem(copy.line, f"%files from {copy.stage}: no such stage before this one."
-                                 + nearest(copy.stage, names[:earlier]))  # fmt: skip
+                    self.problem(
+                        copy.line,
+                        f"%files from {copy.stage}: no such stage before this one."
+                        + nearest(copy.stage, names[:earlier]),
+                    )
         if self.problems:
             self.give_up()
         return Definition(name=self.path.stem, path=self.path, root=root, text=self.text, stages=stages)
@@ -229,8 +232,10 @@ class _Reader:
             if section.name != "arguments"
         ]
         for name in sorted(set(arguments) - used):
-            self.problem(next(section.line for section in parts if section.name == "arguments"),
-                         f"argument '{name}' is declared and never used; remove it or write {{{{ {name} }}}}")  # fmt: skip
+            self.problem(
+                next(section.line for section in parts if section.name == "arguments"),
+                f"argument '{name}' is declared and never used; remove it or write {{{{ {name} }}}}",
+            )
         self.check_mirror(parts[0])
         header = self.header(bound[0])
         sections = self.sections(bound[1:])
@@ -242,9 +247,12 @@ class _Reader:
             files=tuple(copy for section in bound if section.name == "files" for copy in self.files(section)),
             environment=self.environment(sections.get("environment")),
             labels=self.labels(sections.get("labels")),
-            **{name: "\n".join(sections[name].body).strip("\n") + "\n" for name in SCRIPTS
-               if name in sections and any(line.strip() for line in sections[name].body)},
-        )  # fmt: skip
+            **{
+                name: "\n".join(sections[name].body).strip("\n") + "\n"
+                for name in SCRIPTS
+                if name in sections and any(line.strip() for line in sections[name].body)
+            },
+        )
 
     def arguments(self, parts: list[_Section], bound_arguments: Mapping[str, str]) -> dict[str, str]:
         arguments: dict[str, str] = {}
@@ -291,8 +299,11 @@ class _Reader:
     def check_mirror(self, section: _Section) -> None:
         for number, line in enumerate(section.body, section.line):
             if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not ARGUMENT.search(line):
-                self.problem(number, "a MirrorURL: of one's own is not used, for the mirror is the machine's: give it with --build-arg mirror=URI "
-                             "or APT's sources, and write 'MirrorURL: {{ mirror }}' here")  # fmt: skip
+                self.problem(
+                    number,
+                    "a MirrorURL: of one's own is not used, for the mirror is the machine's: give it with --build-arg"
+                    " mirror=URI or APT's sources, and write 'MirrorURL: {{ mirror }}' here",
+                )
 
     def checked_header(self, header: dict[str, str], line: int) -> dict[str, str]:
         bootstrap = header.setdefault("bootstrap", "")
@@ -439,13 +450,17 @@ def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: 
         unknown = sorted({(ref[1] or ref[2]) for ref in _NAMES.finditer(value)} - result.keys())
         if unknown:
             raise DefinitionError(
-                f"{where}environment: {name} refers to ${unknown[0]}, which no layer sets, and which an image cannot take from "
-                f"where it runs",
-                hint=f"leave ${unknown[0]} out, set it in a line before, or set {name} in a task's own script, which runs where "
-                     f"${unknown[0]} is known",
-            )  # fmt: skip
+                f"{where}environment: {name} refers to ${unknown[0]}, which no layer sets, and which an image cannot"
+                " take from where it runs",
+                hint=(
+                    f"leave ${unknown[0]} out, set it in a line before, or set {name} in a task's own script, which"
+                    f" runs where ${unknown[0]} is known"
+                ),
+            )
         if "$" in _NAMES.sub("", value) or "`" in value or _HOME.search(value):
-            raise DefinitionError(f"{where}environment: {name}: of what a shell expands only $NAME and ${{NAME}} are known; "
-                                  f"write the value itself (found: {value})")  # fmt: skip
+            raise DefinitionError(
+                f"{where}environment: {name}: of what a shell expands only $NAME and ${{NAME}} are known; "
+                f"write the value itself (found: {value})"
+            )
         result[name] = _NAMES.sub(lambda ref: result[ref[1] or ref[2]], value)
     return result

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 _CONFUSED_NAMES = {
-    "apex": "the package index's apex is a toolkit for websites, not NVIDIA's apex; images/apex.def compiles that one from its commit",
+    "apex": (
+        "the package index's apex is a toolkit for websites, not NVIDIA's apex; images/apex.def compiles that one from"
+        " its commit"
+    ),
 }
 _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)", re.MULTILINE)
 

@@ -68,8 +68,10 @@ class RecipeFile:
         if not NAME.fullmatch(self.name):
             raise ValueError("name: a recipe's name is lower-case letters, digits, '.', '_' and '-'")
         if self.modules is not None:
-            raise ValueError("modules: is no longer a key of a recipe; delete it. The library of the tasks, ekiben_tasks, and "
-                             "the recipe's own entrypoints/ ship complete")  # fmt: skip
+            raise ValueError(
+                "modules: is no longer a key of a recipe; delete it. The library of the tasks, ekiben_tasks, and "
+                "the recipe's own entrypoints/ ship complete"
+            )
         for task, task_file in self.tasks.items():
             if not _TASK.fullmatch(task):
                 raise ValueError(f"tasks.{task}: a task is a command: letters, digits, '.', '_' and '-'")
@@ -95,8 +97,11 @@ class ShippedRecipe:
         """Parse the fields. Raises ValueError for what is wrong."""
         fields = Fields.of(parse_yaml(data))
         tasks = Fields.of(fields.data.get("tasks"), "tasks")
-        return cls(fields.name("name"), fields.text("description", ""),
-                   {str(task): ShippedTask.parse(Fields.of(value, f"tasks.{task}")) for task, value in tasks.data.items()})  # fmt: skip
+        return cls(
+            fields.name("name"),
+            fields.text("description", ""),
+            {str(task): ShippedTask.parse(Fields.of(value, f"tasks.{task}")) for task, value in tasks.data.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +178,10 @@ class Recipe:
             files[file] = self.folder / file
         for inside, path in files.items():
             if not _is_plain(inside):
-                problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is no path below {self.folder}; "
-                                "keep the file there, and name it without '..' or a leading '/'")  # fmt: skip
+                problems.append(
+                    f"{self.folder / 'recipe.yaml'}: {inside} is no path below {self.folder}; "
+                    "keep the file there, and name it without '..' or a leading '/'"
+                )
             elif not _is_file(path):
                 problems.append(f"{self.folder / 'recipe.yaml'}: {inside} is named but {path} is not a file")
         if problems:
@@ -195,8 +202,11 @@ class Recipe:
                 scripts[f"entrypoints/{script}"] = shipped
                 uses_library = True
         if uses_library:
-            library = {f"{LIBRARY}/{inside}": path for inside, path in _tree(PROJECT_ROOT / "entrypoints" / LIBRARY).items()
-                       if path.suffix == ".py"}  # fmt: skip
+            library = {
+                f"{LIBRARY}/{inside}": path
+                for inside, path in _tree(PROJECT_ROOT / "entrypoints" / LIBRARY).items()
+                if path.suffix == ".py"
+            }
             library |= {name: PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER}
             scripts = {f"entrypoints/{inside}": path for inside, path in library.items()} | scripts
         return scripts
@@ -214,8 +224,11 @@ def _tree(folder: Path) -> dict[str, Path]:
     """Path below ``folder`` → the file, but for bytecode and for hidden files (of editors, notebooks, desktops)."""
     paths = tree_paths(folder) if folder.is_dir() else []
     files = {path.relative_to(folder): path for path in paths if path.is_file()}
-    return {inside.as_posix(): path for inside, path in files.items()
-            if not any(name == "__pycache__" or name.startswith(".") for name in inside.parts)}  # fmt: skip
+    return {
+        inside.as_posix(): path
+        for inside, path in files.items()
+        if not any(name == "__pycache__" or name.startswith(".") for name in inside.parts)
+    }
 
 
 def _is_file(path: Path) -> bool:
@@ -277,8 +290,10 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
     recipe = read_recipe(folder, included)
     for name, task in recipe.file.tasks.items():
         if task.runs_on is not None:
-            _warn(f"{folder / 'recipe.yaml'}: tasks.{name}: write launch: {task.launch} for runs_on: {task.runs_on}, "
-                  "its former name, which the next release no longer reads")  # fmt: skip
+            _warn(
+                f"{folder / 'recipe.yaml'}: tasks.{name}: write launch: {task.launch} for runs_on: {task.runs_on}, "
+                "its former name, which the next release no longer reads"
+            )
     return recipe
 
 

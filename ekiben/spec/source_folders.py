@@ -44,9 +44,11 @@ class SourceFolders:
         leads = "is" if Path(os.path.abspath(path)) == real else f"leads to {real},"
         raise DefinitionError(
             f"{named_in}{': ' if named_in else ''}{path} {leads} outside the recipe's folder {self.folder}",
-            hint="other users cannot read it; in an image they could: take it out of the recipe"
-            if _is_private(real)
-            else f"if you want it in there: --include {shlex.quote(str(real))}",
+            hint=(
+                "other users cannot read it; in an image they could: take it out of the recipe"
+                if _is_private(real)
+                else f"if you want it in there: --include {shlex.quote(str(real))}"
+            ),
         )
 
     def check_file(self, path: Path, named_in: str = "") -> Path:
@@ -60,8 +62,11 @@ class SourceFolders:
         if not stat.S_ISREG(status.st_mode):
             raise DefinitionError(f"{where}{path} is not a regular file")
         if status.st_size > _MAX_FILE:
-            raise DefinitionError(f"{where}{path} has {format_size(status.st_size)}, more than the {format_size(_MAX_FILE)} of a recipe's file",
-                                  hint="leave it out of the image and show its folder where the image runs: --bind")  # fmt: skip
+            raise DefinitionError(
+                f"{where}{path} has {format_size(status.st_size)}, more than the {format_size(_MAX_FILE)} of a recipe's"
+                " file",
+                hint="leave it out of the image and show its folder where the image runs: --bind",
+            )
         return real
 
     def is_outside(self, real: Path) -> bool:

@@ -44,10 +44,15 @@ class StackFile:
         known = sorted(ARCHITECTURES.values())
         if not self.architectures or not set(self.architectures) <= set(known):
             raise ValueError(
-                f"architectures: should be some of {', '.join(known)} (found: {', '.join(self.architectures) or 'none'})"
+                f"architectures: should be some of {', '.join(known)} (found:"
+                f" {', '.join(self.architectures) or 'none'})"
             )
-        versions = {"python": [self.python], "cuda": [self.cuda], "torch": [self.torch],
-                    "compute_capabilities": self.compute_capabilities}  # fmt: skip
+        versions = {
+            "python": [self.python],
+            "cuda": [self.cuda],
+            "torch": [self.torch],
+            "compute_capabilities": self.compute_capabilities,
+        }
         for name, values in versions.items():
             for value in values:
                 try:
@@ -99,8 +104,13 @@ class Stack:
 
     def check_locks(self) -> None:
         """Raise DefinitionError when an .in or lock file is not as `ekiben lock` left it."""
-        check_sums(self.folder, hint="versions are asked for in the .in files; then: "
-                   f"{command_name()} lock {self.name} --keep (without --keep every version is today's)")  # fmt: skip
+        check_sums(
+            self.folder,
+            hint=(
+                "versions are asked for in the .in files; then: "
+                f"{command_name()} lock {self.name} --keep (without --keep every version is today's)"
+            ),
+        )
 
     def unlocked(self, lock: Path) -> list[str]:
         """Return the requirements that ``lock``, a .lock file, could not pin."""

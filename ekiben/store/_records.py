@@ -38,11 +38,17 @@ class StoredLayer:
     def parse(cls, record: Fields) -> StoredLayer:
         """Read a record that others may have written; unknown fields are ignored. Raises ValueError."""
         return cls(
-            name=record.basename("name"), cache_key=record.basename("cache_key"), diff_id=record.text("diff_id"),
-            tar_size=record.size("tar_size"), digest=record.digest("digest"), size=record.size("size"),
-            executor=record.text("executor", ""), seconds=record.number("seconds") if "seconds" in record else 0.0,
-            inputs=record.mapping("inputs", {}), notes=_notes(record),
-        )  # fmt: skip
+            name=record.basename("name"),
+            cache_key=record.basename("cache_key"),
+            diff_id=record.text("diff_id"),
+            tar_size=record.size("tar_size"),
+            digest=record.digest("digest"),
+            size=record.size("size"),
+            executor=record.text("executor", ""),
+            seconds=record.number("seconds") if "seconds" in record else 0.0,
+            inputs=record.mapping("inputs", {}),
+            notes=_notes(record),
+        )
 
     @property
     def stage_keys(self) -> tuple[str, ...]:
@@ -89,12 +95,19 @@ class StoredResult:
     def parse(cls, record: Fields) -> StoredResult:
         """Read a record that others may have written; unknown fields are ignored. Raises ValueError."""
         return cls(
-            name=record.basename("name"), key=record.basename("key"), wheel=record.text("wheel") if "wheel" in record else None,
-            files=tuple(StageOutput(file.absolute("path"), file.size("mode"), file.digest("digest"), file.size("size"))
-                        for file in record.objects("files")),
-            inputs=record.mapping("inputs", {}), origin=record.text("origin"), executor=record.text("executor", ""),
-            seconds=record.number("seconds") if "seconds" in record else 0.0, notes=record.mapping("notes", {}),
-        )  # fmt: skip
+            name=record.basename("name"),
+            key=record.basename("key"),
+            wheel=record.text("wheel") if "wheel" in record else None,
+            files=tuple(
+                StageOutput(file.absolute("path"), file.size("mode"), file.digest("digest"), file.size("size"))
+                for file in record.objects("files")
+            ),
+            inputs=record.mapping("inputs", {}),
+            origin=record.text("origin"),
+            executor=record.text("executor", ""),
+            seconds=record.number("seconds") if "seconds" in record else 0.0,
+            notes=record.mapping("notes", {}),
+        )
 
     @property
     def size(self) -> int:
@@ -247,10 +260,14 @@ class Records:
         images, seen = self.images(), None
         while images != seen:
             manifests = [
-                {"mediaType": MEDIA_MANIFEST, "digest": image["manifest"], "size": image["size"],
-                 "annotations": {"org.opencontainers.image.ref.name": name}}
+                {
+                    "mediaType": MEDIA_MANIFEST,
+                    "digest": image["manifest"],
+                    "size": image["size"],
+                    "annotations": {"org.opencontainers.image.ref.name": name},
+                }
                 for name, image in images.items()
-            ]  # fmt: skip
+            ]
             index = {"schemaVersion": 2, "mediaType": MEDIA_INDEX, "manifests": manifests}
             self._staging.write(self.root / "index.json", dump(index))
             images, seen = self.images(), images

@@ -78,8 +78,10 @@ class UserAccess:
                 with contextlib.suppress(FileExistsError):  # another process made it just now
                     self.root.mkdir(0o700)
         except FileNotFoundError as error:  # below /proc, say
-            raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
-                             hint="give another folder with --store or EKIBEN_STORE") from error  # fmt: skip
+            raise StoreError(
+                f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
+                hint="give another folder with --store or EKIBEN_STORE",
+            ) from error
 
     def make_folder(self, folder: InnerPath) -> None:
         """Make a folder with its parents."""
@@ -104,11 +106,17 @@ class UserAccess:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = free_bytes(self.root if self.root.exists() else Path(self.root.anchor))
                 what = "inodes" if lacks_inodes(self.root) else "space"
-                raise StoreError(f"no {what} left in {self.root}: {format_size(free)} free ({reason_of(error, self.root)})",
-                                 hint=f"free space with `{command_name()} prune`, or give another folder with --store or EKIBEN_STORE") from error  # fmt: skip
+                raise StoreError(
+                    f"no {what} left in {self.root}: {format_size(free)} free ({reason_of(error, self.root)})",
+                    hint=(
+                        f"free space with `{command_name()} prune`, or give another folder with --store or EKIBEN_STORE"
+                    ),
+                ) from error
             if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
-                raise StoreError(f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
-                                 hint="give a folder of your own with --store or EKIBEN_STORE") from error  # fmt: skip
+                raise StoreError(
+                    f"the store {self.root} cannot be written: {error.strerror}: {error.filename}",
+                    hint="give a folder of your own with --store or EKIBEN_STORE",
+                ) from error
             raise
 
 

@@ -25,8 +25,10 @@ def prune(
     from a folder without Ekiben's tag; UsageError for a name that no image has.
     """
     if not _is_store(store):
-        raise StoreError(f"{store.root} is not an Ekiben store (no CACHEDIR.TAG of ours); nothing was removed",
-                         hint="name the store's folder with --store or EKIBEN_STORE")  # fmt: skip
+        raise StoreError(
+            f"{store.root} is not an Ekiben store (no CACHEDIR.TAG of ours); nothing was removed",
+            hint="name the store's folder with --store or EKIBEN_STORE",
+        )
     untag, area = tuple(untag), store.staging_area
     images = store.records.names("refs")  # damaged ones, too
     for name in untag:

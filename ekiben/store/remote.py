@@ -46,7 +46,7 @@ class LayerCache:
             manifest = Fields.of(parse_json(data))
             config = self.registry.small_blob(manifest.object("config").digest("digest"))
             layer = StoredLayer.parse(Fields.of(parse_json(config)))
-            (blob, *_) = manifest.objects("layers")
+            blob, *_ = manifest.objects("layers")
             fits = (layer.cache_key, layer.digest, layer.size) == (cache_key, blob.digest("digest"), blob.size("size"))
         except ValueError as error:
             raise FetchError(f"{self.registry.reference}:{cache_key} is no layer of Ekiben's") from error

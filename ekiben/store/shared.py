@@ -78,9 +78,12 @@ class Policy:
                 os.fchown(handle, -1, self.group)
             except PermissionError as error:
                 raise StoreError(
-                    f"{self.folder} belongs to the group {group_name(self.group)}, and this login may not give files to it: "
-                    f"it is in {', '.join(map(group_name, sorted({os.getegid(), *os.getgroups()})))}",
-                    hint=f"`newgrp {group_name(self.group)}` (or a new login, when you were added to it just now), and again",
+                    f"{self.folder} belongs to the group {group_name(self.group)}, and this login may not give files to"
+                    f" it: it is in {', '.join(map(group_name, sorted({os.getegid(), *os.getgroups()})))}",
+                    hint=(
+                        f"`newgrp {group_name(self.group)}` (or a new login, when you were added to it just now), and"
+                        " again"
+                    ),
                 ) from error
         readers = 0o700 | (0o050 if self.mode & 0o050 == 0o050 else 0) | (0o005 if self.mode & 0o005 == 0o005 else 0)
         os.fchmod(handle, self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
@@ -162,13 +165,17 @@ class SharedAccess:
                 what = "inodes" if lacks_inodes(self.shared_dir) else "space"
                 whose = f", of the group {group_name(self.policy.group)}" if error.errno == errno.EDQUOT else ""
                 raise StoreError(
-                    f"no {what} left in {self.shared_dir}: {reason_of(error, self.shared_dir)}{whose}{free}; nothing there was changed",
+                    f"no {what} left in {self.shared_dir}: {reason_of(error, self.shared_dir)}{whose}{free}; nothing"
+                    " there was changed",
                     hint=f"free space with `{command_name()} prune --in {shlex.quote(str(self.shared_dir))}`",
                 ) from error
             if error.errno in _EXCHANGED and self.shared_dir in Path(where).parents:
                 raise StoreError(
                     f"{where} was made a link or another file while this command worked there ({error.strerror})",
-                    hint=f"somebody who may write in {self.shared_dir} did that, and nothing was followed: ask who, and again",
+                    hint=(
+                        f"somebody who may write in {self.shared_dir} did that, and nothing was followed: ask who, and"
+                        " again"
+                    ),
                 ) from error
             if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
                 raise StoreError(
@@ -184,8 +191,10 @@ class SharedAccess:
             if not shared_dir.is_dir():
                 if os.path.lexists(shared_dir):
                     status = "a link that leads to no folder" if shared_dir.is_symlink() else "a file"
-                    raise StoreError(f"{shared_dir} is {status}, and what is published goes into a folder",
-                                     hint="give a folder that is there, or a new name for one to be made")  # fmt: skip
+                    raise StoreError(
+                        f"{shared_dir} is {status}, and what is published goes into a folder",
+                        hint="give a folder that is there, or a new name for one to be made",
+                    )
                 new = InnerPath.below(shared_dir.parent) / shared_dir.name
                 new.make_folder(lambda handle: os.fchmod(handle, 0o2755))
         self._refuse_unusable()
@@ -199,8 +208,11 @@ class SharedAccess:
             self._refuse_access()
         if policy.mode & 0o050 != 0o050:
             raise StoreError(
-                f"{self.shared_dir} is closed to its group ({group_name(policy.group)}): nobody would find what is published there",
-                hint=f"chmod 2750 {self.shared_dir} (its group may read), or chmod 2755 {self.shared_dir} (everyone may)",
+                f"{self.shared_dir} is closed to its group ({group_name(policy.group)}): nobody would find what is"
+                " published there",
+                hint=(
+                    f"chmod 2750 {self.shared_dir} (its group may read), or chmod 2755 {self.shared_dir} (everyone may)"
+                ),
             )
         if os.geteuid() and policy.group not in mine and not self.shared.status().st_mode & stat.S_ISGID:
             with self.shared.open_folder() as folder:
@@ -212,11 +224,17 @@ class SharedAccess:
         whose = f"it is {owner}'s, group {group}, {stat.filemode(status.st_mode)}"
         is_in_group = getpass.getuser() in _members(status.st_gid)
         if status.st_mode & 0o020 and is_in_group:
-            hint = f"you are in the group {group}, but this login began before that or without it: `newgrp {group}`, and again"
+            hint = (
+                f"you are in the group {group}, but this login began before that or without it: `newgrp {group}`, and"
+                " again"
+            )
         elif status.st_mode & 0o020:
             hint = f"ask to be added to the group {group}"
         else:
-            hint = f"ask {owner}: chmod 2775 {self.shared_dir} lets the group {group} publish; or give a folder of your own"
+            hint = (
+                f"ask {owner}: chmod 2775 {self.shared_dir} lets the group {group} publish; or give a folder of"
+                " your own"
+            )
         raise StoreError(f"you may not publish in {self.shared_dir}: {whose}", hint=hint)
 
 
@@ -226,8 +244,13 @@ class SharedStore(Store):
     def __init__(self, shared_dir: Path) -> None:
         self.shared_dir, self._access = shared_dir, SharedAccess(shared_dir)
         self.folder = self._access.shared
-        super().__init__(shared_dir / STORE, access=self._access, locate=self._locate, version="2 shared",
-                         replace_hint="publish to a new folder")  # fmt: skip
+        super().__init__(
+            shared_dir / STORE,
+            access=self._access,
+            locate=self._locate,
+            version="2 shared",
+            replace_hint="publish to a new folder",
+        )
 
     @property
     def policy(self) -> Policy:
@@ -392,6 +415,6 @@ def _exists(version: InnerPath) -> bool:
 
 def _hint() -> str:
     return (
-        f"name the folder that `{command_name()} publish --to` filled: --shared, EKIBEN_SHARED or `shared:` in config.yaml; "
-        "set EKIBEN_SHARED= to use none"
+        f"name the folder that `{command_name()} publish --to` filled: --shared, EKIBEN_SHARED or `shared:` in"
+        " config.yaml; set EKIBEN_SHARED= to use none"
     )

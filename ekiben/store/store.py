@@ -63,9 +63,15 @@ class Store:
     """
 
     def __init__(
-        self, root: Path, upstream: Store | None = None, *, access: Access | None = None,
-        locate: Callable[[str], Partition | None] = lambda digest: None, version: str = VERSION, replace_hint: str = _REPLACE,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        upstream: Store | None = None,
+        *,
+        access: Access | None = None,
+        locate: Callable[[str], Partition | None] = lambda digest: None,
+        version: str = VERSION,
+        replace_hint: str = _REPLACE,
+    ) -> None:
         self.root, self.upstream, self.version = root, upstream, version
         self.staging_area = StagingArea(access or UserAccess(root))
         self.blobs, self.records = Blobs(self.staging_area, locate), Records(self.staging_area)
@@ -76,8 +82,10 @@ class Store:
             return
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"its file 'version' {error}"
-            raise StoreError(f"the store {root} cannot be read: {reason}",
-                             hint="give a folder of your own with --store or EKIBEN_STORE") from error  # fmt: skip
+            raise StoreError(
+                f"the store {root} cannot be read: {reason}",
+                hint="give a folder of your own with --store or EKIBEN_STORE",
+            ) from error
         if stored_version != version:
             raise StoreError(
                 f"{root} is a store of version {stored_version}; this Ekiben reads version {version}", hint=replace_hint
@@ -293,8 +301,12 @@ class Store:
         with access.translated_errors():
             for folder in _FOLDERS:
                 access.make_folder(self.staging_area.root / folder)
-            for name, text in (("CACHEDIR.TAG", _TAG), ("README", _README), ("version", self.version + "\n"),
-                               ("oci-layout", '{"imageLayoutVersion":"1.0.0"}')):  # fmt: skip
+            for name, text in (
+                ("CACHEDIR.TAG", _TAG),
+                ("README", _README),
+                ("version", self.version + "\n"),
+                ("oci-layout", '{"imageLayoutVersion":"1.0.0"}'),
+            ):
                 if not (path := self.staging_area.root / name).lexists():
                     self.staging_area.write(path, text.encode())
             self.staging_area.probe()

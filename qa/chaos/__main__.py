@@ -93,9 +93,25 @@ def share_out(args: argparse.Namespace, folder: Path, seconds: float) -> dict[st
     started = []
     for number in range(args.workers):
         counts = folder / f"{number}.json"
-        argv = [sys.executable, "-m", "chaos", *(args.kinds or KINDS), "--workers", "1", "--seed", str(args.seed * 100 + number),
-                "--minutes", str(seconds / 60), "--json", str(counts), "--quiet",
-                "--count", str(-(-args.count // args.workers)), "--kills", str(-(-args.kills // args.workers))]  # fmt: skip
+        argv = [
+            sys.executable,
+            "-m",
+            "chaos",
+            *(args.kinds or KINDS),
+            "--workers",
+            "1",
+            "--seed",
+            str(args.seed * 100 + number),
+            "--minutes",
+            str(seconds / 60),
+            "--json",
+            str(counts),
+            "--quiet",
+            "--count",
+            str(-(-args.count // args.workers)),
+            "--kills",
+            str(-(-args.kills // args.workers)),
+        ]
         started.append((subprocess.Popen(argv), counts))
     tallies: dict[str, Tally] = {kind: Tally() for kind in args.kinds or KINDS}
     try:

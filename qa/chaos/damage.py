@@ -15,8 +15,15 @@ from chaos.lab import Case, Lab, digest
 from ekiben.core.errors import EkibenError
 from support.hostile import NO_RECORDS, VALUES, flip
 
-HOSTILE = (*NO_RECORDS, b"{}", b'{"a":' * 5000,
-           b'{"digest": "sha256:../../../../victim", "name": "../../victim", "file": "../../victim", "cache_key": "../x", "size": 7}')  # fmt: skip
+HOSTILE = (
+    *NO_RECORDS,
+    b"{}",
+    b'{"a":' * 5000,
+    (
+        b'{"digest": "sha256:../../../../victim", "name": "../../victim", "file": "../../victim", "cache_key": "../x",'
+        b' "size": 7}'
+    ),
+)
 
 
 def flip_any(path: Path, dice: random.Random) -> None:
@@ -99,8 +106,12 @@ def hostile_records(lab: Lab) -> list[str]:
         for path in dice.sample(paths, 2):
             path.chmod(0o600)
             path.write_bytes(_hostile(path.read_bytes(), dice))
-        for argv in (["prune", "--in", str(case.shared), "--unused-for", "0", "--grace", "0"], ["catalog", str(case.shared), "-o", str(case.folder / "pages")],
-                      ["list"], ["prune"]):  # fmt: skip
+        for argv in (
+            ["prune", "--in", str(case.shared), "--unused-for", "0", "--grace", "0"],
+            ["catalog", str(case.shared), "-o", str(case.folder / "pages")],
+            ["list"],
+            ["prune"],
+        ):
             case.run(["--store", str(case.store), *argv], good=(0, 1, 2, 6))
         case.put_base()  # an image whose record is damaged is none, and prune removes its layers
         case.run(["--shared", str(case.shared), *case.build(version)])
@@ -154,8 +165,14 @@ def _read_archives(name: str, folder: Path, seed: int) -> None:
     os.environ.update({"REGISTRY_AUTH_FILE": "", "DOCKER_AUTH_CONFIG": ""})
     folder.mkdir()
     tempfile.tempdir = str(folder)
-    limits = settings(max_examples=ARCHIVES_OF_A_CASE, deadline=None, database=None, verbosity=Verbosity.quiet, report_multiple_bugs=False,
-                      suppress_health_check=list(HealthCheck))  # fmt: skip
+    limits = settings(
+        max_examples=ARCHIVES_OF_A_CASE,
+        deadline=None,
+        database=None,
+        verbosity=Verbosity.quiet,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
     with answering() as registry:
         archive = CASES[name](World(folder / "world", registry))
 
@@ -171,6 +188,8 @@ def _read_archives(name: str, folder: Path, seed: int) -> None:
 
 
 KINDS: dict[str, Callable[[Lab], list[str]]] = {
-    "flip store": flip_store, "flip shared": flip_shared, "hostile records": hostile_records,
+    "flip store": flip_store,
+    "flip shared": flip_shared,
+    "hostile records": hostile_records,
     "hostile archives": hostile_archives,
-}  # fmt: skip
+}

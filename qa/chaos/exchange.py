@@ -154,9 +154,13 @@ def _list(case: Case) -> list[str]:
 
 
 COMMANDS: dict[str, Callable[[Case], list[str]]] = {
-    "publish": _publish, "prune --in": _prune, "prune --in NAME": _prune_named, "catalog": _catalog, "image --shared": _build,
+    "publish": _publish,
+    "prune --in": _prune,
+    "prune --in NAME": _prune_named,
+    "catalog": _catalog,
+    "image --shared": _build,
     "list --shared": _list,
-}  # fmt: skip
+}
 
 
 def exchanged(case: Case, argv: list[str], choose: Callable[[int, Path], Path | None]) -> Colleague:

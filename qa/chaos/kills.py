@@ -218,6 +218,10 @@ def kill_verify(lab: Lab) -> list[str]:
 
 
 KINDS: dict[str, Callable[[Lab], list[str]]] = {
-    "kill build": kill_build, "kill export": kill_export, "kill publish": kill_publish, "kill prune": kill_prune, "kill pull": kill_pull,
+    "kill build": kill_build,
+    "kill export": kill_export,
+    "kill publish": kill_publish,
+    "kill prune": kill_prune,
+    "kill pull": kill_pull,
     "kill verify": kill_verify,
-}  # fmt: skip
+}

@@ -70,8 +70,10 @@ def break_network(lab: Lab, action: str) -> list[str]:
             if action == "pull"
             else f"{host}/lab/pushed-{dice.randrange(3)}:{dice.randrange(10**6)}"
         )
-        argv = {"pull": ["--store", str(case.store), "pull", target, "-o", str(case.out)],
-                 "push": ["--store", str(case.store), "push", str(lab.recipes[version].path), target, "--format", kind]}[action]  # fmt: skip
+        argv = {
+            "pull": ["--store", str(case.store), "pull", target, "-o", str(case.out)],
+            "push": ["--store", str(case.store), "push", str(lab.recipes[version].path), target, "--format", kind],
+        }[action]
         running = case.start(argv, impatient)
         code = running.wait()
         if code not in (0, 7) or "Traceback" in running.output:
@@ -155,5 +157,6 @@ def _break(kind: str, data: bytes, sink: socket.socket, dice: random.Random) -> 
 
 
 KINDS: dict[str, Callable[[Lab], list[str]]] = {
-    "network pull": lambda lab: break_network(lab, "pull"), "network push": lambda lab: break_network(lab, "push"),
-}  # fmt: skip
+    "network pull": lambda lab: break_network(lab, "pull"),
+    "network push": lambda lab: break_network(lab, "push"),
+}

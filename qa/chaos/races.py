@@ -64,8 +64,20 @@ def race_namespaces(lab: Lab) -> list[str]:
             argv[-1] = str(case.folder / f"{version}.sif")
             apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
             argv = [*apart, sys.executable, str(PROJECT_ROOT / "build.py"), *argv]
-            started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                            env={"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(case.folder / "home"), "TMPDIR": str(case.folder / "tmp")}))  # fmt: skip
+            started.append(
+                subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    env={
+                        "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
+                        "HOME": str(case.folder / "home"),
+                        "TMPDIR": str(case.folder / "tmp"),
+                    },
+                )
+            )
         for process, version in zip(started, versions, strict=True):
             output, _ = process.communicate(timeout=300)
             if process.returncode:
@@ -87,5 +99,7 @@ def _all_well(case: Case, running: list[Running]) -> None:
 
 
 KINDS: dict[str, Callable[[Lab], list[str]]] = {
-    "race builds": race_builds, "race publishes": race_publishes, "race namespaces": race_namespaces,
-}  # fmt: skip
+    "race builds": race_builds,
+    "race publishes": race_publishes,
+    "race namespaces": race_namespaces,
+}

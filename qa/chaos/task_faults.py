@@ -173,9 +173,12 @@ class Injector:
         """Let the clock of this process run faster or slower than those of the others."""
         factor = self.fault.value if self.rank == self.fault.rank else 1 / self.fault.value
         clock = types.SimpleNamespace(
-            monotonic=lambda: factor * time.monotonic(), time=lambda: time.time() + 3600 * self.rank, sleep=time.sleep,
-            strftime=time.strftime, gmtime=time.gmtime,
-        )  # fmt: skip
+            monotonic=lambda: factor * time.monotonic(),
+            time=lambda: time.time() + 3600 * self.rank,
+            sleep=time.sleep,
+            strftime=time.strftime,
+            gmtime=time.gmtime,
+        )
         names = {"generate": ["ekiben_tasks.generation.batch"], "pretrain": ["steps", "background_save"]}
         for name in names.get(module, ["ekiben_tasks.training.loop", "ekiben_tasks.training.run"]):
             importlib.import_module(name).time = clock  # type: ignore[attr-defined]

@@ -70,14 +70,36 @@ class Task:
 
 
 _STEPS = {
-    "max_steps": 6, "batch_size": 8, "max_length": 256, "learning_rate": 1e-2, "eval_every": 3, "save_steps": 2,
-    "log_seconds": 60, "device": "cpu", "validation_split": 0.05, "hang_minutes": 0.5,
-}  # fmt: skip
+    "max_steps": 6,
+    "batch_size": 8,
+    "max_length": 256,
+    "learning_rate": 1e-2,
+    "eval_every": 3,
+    "save_steps": 2,
+    "log_seconds": 60,
+    "device": "cpu",
+    "validation_split": 0.05,
+    "hang_minutes": 0.5,
+}
 _PRETRAIN = {
-    "layers": 4, "width": 64, "heads": 4, "sequence": 64, "batch_size": 8, "max_steps": 6,
-    "train_tokens": 3072, "warmup_tokens": 512, "decay_tokens": 3072, "learning_rate": 1e-2, "split": "9,1,0",
-    "eval_every": 3, "eval_batches": 1, "save_every": 2, "log_seconds": 60, "device": "cpu", "hang_minutes": 0.5,
-}  # fmt: skip
+    "layers": 4,
+    "width": 64,
+    "heads": 4,
+    "sequence": 64,
+    "batch_size": 8,
+    "max_steps": 6,
+    "train_tokens": 3072,
+    "warmup_tokens": 512,
+    "decay_tokens": 3072,
+    "learning_rate": 1e-2,
+    "split": "9,1,0",
+    "eval_every": 3,
+    "eval_batches": 1,
+    "save_every": 2,
+    "log_seconds": 60,
+    "device": "cpu",
+    "hang_minutes": 0.5,
+}
 
 
 def _nested(settings: Mapping[str, object]) -> dict[str, object]:
@@ -112,25 +134,57 @@ TASKS = {
     for task in (
         Task("train ddp", "train", {**_STEPS, "parallel": "ddp"}, _train, "adapter/*.safetensors"),
         Task("train fsdp", "train", {**_STEPS, **_FULL, "parallel": "fsdp"}, _train, "model/*.safetensors"),
-        Task("train deepspeed", "train", {**_STEPS, **_FULL, "parallel": "deepspeed"}, _train, "model/*.safetensors",
-             packages=("deepspeed",)),
+        Task(
+            "train deepspeed",
+            "train",
+            {**_STEPS, **_FULL, "parallel": "deepspeed"},
+            _train,
+            "model/*.safetensors",
+            packages=("deepspeed",),
+        ),
         Task("sft", "sft", _nested({**_STEPS, **_FULL}), _sft, "model/*.safetensors"),
-        Task("bench", "bench", {"target_loss": None, **_nested(_BENCH)}, _bench, "run-1/adapter/*.safetensors",
-             packages=("mlperf_logging",), resumes=False),
+        Task(
+            "bench",
+            "bench",
+            {"target_loss": None, **_nested(_BENCH)},
+            _bench,
+            "run-1/adapter/*.safetensors",
+            packages=("mlperf_logging",),
+            resumes=False,
+        ),
         Task("generate", "generate", _GENERATE, _generate, "answers.jsonl"),
         Task("pretrain", "pretrain", _PRETRAIN, _pretrain, "", "megatron", ("megatron.core", "sentencepiece")),
-        Task("pretrain tensor", "pretrain", {**_PRETRAIN, "tensor_parallel": 2}, _pretrain, "", "megatron",
-             ("megatron.core", "sentencepiece")),
-        Task("pretrain pipeline", "pretrain", {**_PRETRAIN, "pipeline_parallel": 2}, _pretrain, "", "megatron",
-             ("megatron.core", "sentencepiece")),
+        Task(
+            "pretrain tensor",
+            "pretrain",
+            {**_PRETRAIN, "tensor_parallel": 2},
+            _pretrain,
+            "",
+            "megatron",
+            ("megatron.core", "sentencepiece"),
+        ),
+        Task(
+            "pretrain pipeline",
+            "pretrain",
+            {**_PRETRAIN, "pipeline_parallel": 2},
+            _pretrain,
+            "",
+            "megatron",
+            ("megatron.core", "sentencepiece"),
+        ),
     )
-}  # fmt: skip
+}
 
 
 def load_tasks(family: str) -> None:
     """Import what the tasks of ``family`` import, and let orphans of killed processes become children of this one."""
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu",
-                      CUDA_VISIBLE_DEVICES="")  # fmt: skip
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
+        DS_ACCELERATOR="cpu",
+        CUDA_VISIBLE_DEVICES="",
+    )
     # An image has its own recipe's tasks, and all of the library.
     scripts = [*(RECIPES / name / "entrypoints" for name in ("pretrain-gpt", "lora-bench")), ROOT / "entrypoints"]
     sys.path[:0] = map(str, [ENTRYPOINTS, *scripts])

@@ -25,8 +25,15 @@ def campaign(kinds: list[str], folder: Path, **options: int) -> dict[str, dict[s
     """Run a cut of some minutes, in processes of its own, which may fork: no thread of another test is in them. Return its counts."""
     argv = [sys.executable, "-m", "chaos", "--seed", "16", "--json", folder / "counts.json", *kinds]
     argv += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}", "TMPDIR": str(folder)},
-                          capture_output=True, text=True, timeout=600, check=False)  # fmt: skip
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}", "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     counts: dict[str, dict[str, int]] = json.loads((folder / "counts.json").read_text())["kinds"]
@@ -60,13 +67,22 @@ def test_faults_lose_nothing_and_leave_nothing(kinds: list[str], tmp_path: Path)
 
 def test_a_problem_is_counted_and_its_seed_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of an output that somebody damaged between the runs."""
-    script = ("import random, sys; from pathlib import Path; from chaos.lab import Lab\n"
-              "lab = Lab(Path(sys.argv[1]), random.Random(1))\n"
-              "with lab.case() as case:\n"
-              "    case.run(case.build(1)); case.out.write_bytes(b'x'); (case.folder / 'tmp/left').touch()\n"
-              "    case.check_output(1); case.check_complete(versions=[1]); case.check_tidy(); print(*case.problems, sep='\\n')\n")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "lab"], cwd=ROOT, capture_output=True, text=True, check=True,
-                          env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}"})  # fmt: skip
+    script = (
+        "import random, sys; from pathlib import Path; from chaos.lab import Lab\nlab = Lab(Path(sys.argv[1]),"
+        " random.Random(1))\nwith lab.case() as case:\n    case.run(case.build(1)); case.out.write_bytes(b'x');"
+        " (case.folder / 'tmp/left').touch()\n    case.check_output(1); case.check_complete(versions=[1]);"
+        " case.check_tidy(); print(*case.problems, sep='\\n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "lab"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}"},
+    )
     assert done.stdout.splitlines() == [
-        "the output has other bytes than an undisturbed build gives", "own.sif is none of the versions that were built", "left over: TMPDIR: left",
-    ]  # fmt: skip
+        "the output has other bytes than an undisturbed build gives",
+        "own.sif is none of the versions that were built",
+        "left over: TMPDIR: left",
+    ]

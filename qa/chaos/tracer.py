@@ -25,12 +25,14 @@ _LONGEST = 4096  # bytes of a path
 # System call → (argument with a descriptor, or none; argument with a path) of each path that it takes.
 _PATHS: dict[int, tuple[tuple[int | None, int], ...]] = {
     **dict.fromkeys((257, 258, 259, 260, 261, 262, 263, 267, 268, 269, 280, 332, 437, 439, 452), ((0, 1),)),
-    **dict.fromkeys((2, 4, 6, 21, 76, 80, 83, 84, 85, 87, 89, 90, 92, 94, 132, 133, 137, 188, 189, 191, 192, 235), ((None, 0),)),
+    **dict.fromkeys(
+        (2, 4, 6, 21, 76, 80, 83, 84, 85, 87, 89, 90, 92, 94, 132, 133, 137, 188, 189, 191, 192, 235), ((None, 0),)
+    ),
     **dict.fromkeys((82, 86), ((None, 0), (None, 1))),  # rename, link
     **dict.fromkeys((264, 265, 316), ((0, 1), (2, 3))),  # renameat, linkat, renameat2
     88: ((None, 1),),  # symlink
     266: ((1, 2),),  # symlinkat
-}  # fmt: skip
+}
 OPENS = frozenset({2, 85, 257, 437})
 
 

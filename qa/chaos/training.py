@@ -33,16 +33,31 @@ BOUNDS = {
 }  # seconds from the fault to the end, on a busy machine
 # What an end by a fault has to say of the run's state, one of them.
 LOST = (
-    "goes on from", "is the newest checkpoint", "no checkpoint was saved", "nothing is saved", "there is nothing to save yet",
-    "saved step", "continues", "nothing has to be trained a second time", "earlier answers are kept",
-)  # fmt: skip
+    "goes on from",
+    "is the newest checkpoint",
+    "no checkpoint was saved",
+    "nothing is saved",
+    "there is nothing to save yet",
+    "saved step",
+    "continues",
+    "nothing has to be trained a second time",
+    "earlier answers are kept",
+)
 
 
 # The short cut, which CI runs: each kind of fault in another task of one family.
 CUT = {
-    "kill": "train fsdp", "stop": "train ddp", "hang": "generate", "pause": "generate", "signal": "train deepspeed", "clock": "sft", "disk": "train fsdp",
-    "gradient": "train deepspeed", "memory": "train fsdp", "out of memory": "train ddp",
-}  # fmt: skip
+    "kill": "train fsdp",
+    "stop": "train ddp",
+    "hang": "generate",
+    "pause": "generate",
+    "signal": "train deepspeed",
+    "clock": "sft",
+    "disk": "train fsdp",
+    "gradient": "train deepspeed",
+    "memory": "train fsdp",
+    "out of memory": "train ddp",
+}
 
 
 @dataclass
@@ -190,9 +205,25 @@ def share_out(args: argparse.Namespace, tasks: Sequence[Task], seconds: float) -
         names = [task.name for task in tasks if task.family == family]
         share = seconds * len(names) / len(tasks)
         with tempfile.NamedTemporaryFile(suffix=".json") as counts:
-            argv = [sys.executable, "-m", "chaos.training", *names, "--family", "--seed", str(args.seed), "--count", str(args.count),
-                    "--minutes", str(share / 60), "--processes", *map(str, args.processes), "--kinds", *args.kinds,
-                    "--json", counts.name]  # fmt: skip
+            argv = [
+                sys.executable,
+                "-m",
+                "chaos.training",
+                *names,
+                "--family",
+                "--seed",
+                str(args.seed),
+                "--count",
+                str(args.count),
+                "--minutes",
+                str(share / 60),
+                "--processes",
+                *map(str, args.processes),
+                "--kinds",
+                *args.kinds,
+                "--json",
+                counts.name,
+            ]
             code = subprocess.run(argv, check=False).returncode
             if code not in (0, 1):
                 raise SystemExit(f"the campaign of {family} ended with exit code {code}")
@@ -210,7 +241,10 @@ def table(tallies: dict[str, Tally], by: int) -> str:
     names = list(dict.fromkeys(name.split(": ")[by] for name in tallies))
     head = ("task", "fault")[by]
     lines = [
-        f"| {head} | cases | came too late | went on | resumed, bit-equal | started again, bit-equal | said what is left | with a problem | longest end, s |",
+        (
+            f"| {head} | cases | came too late | went on | resumed, bit-equal | started again, bit-equal | said what is"
+            " left | with a problem | longest end, s |"
+        ),
         "|---|" + "---:|" * 8,
     ]
     for name in [*names, "all"]:

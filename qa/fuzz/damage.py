@@ -16,10 +16,37 @@ from support.hostile import VALUES
 
 # What parsers stumble over: numbers at the edges of their types, paths that lead out, deep nesting, bytes that are no text.
 TOKENS = (
-    b"", b"\0", b"\xff\xfe", b"\n", b"\r", b"-1", b"0", b"1e999", b"9" * 400, b"null", b"NaN", b"true", b"{}", b"[]", b"%", b"{{",
-    b"../../x", b"/etc/passwd", b"sha256:../../x", b"\xe3\x81\x82", b"\xed\xa0\x80", b"[" * 3000, b'{"a":' * 300, b"&a [*a,*a]", b"!!python/name:os.system ",
-    b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\0" * 8, b"\x80\0\0\0", b"\x01\0\0\0\0\0\0\x80",
-)  # fmt: skip
+    b"",
+    b"\0",
+    b"\xff\xfe",
+    b"\n",
+    b"\r",
+    b"-1",
+    b"0",
+    b"1e999",
+    b"9" * 400,
+    b"null",
+    b"NaN",
+    b"true",
+    b"{}",
+    b"[]",
+    b"%",
+    b"{{",
+    b"../../x",
+    b"/etc/passwd",
+    b"sha256:../../x",
+    b"\xe3\x81\x82",
+    b"\xed\xa0\x80",
+    b"[" * 3000,
+    b'{"a":' * 300,
+    b"&a [*a,*a]",
+    b"!!python/name:os.system ",
+    b"\xff" * 8,
+    b"\x7f" + b"\xff" * 7,
+    b"\0" * 8,
+    b"\x80\0\0\0",
+    b"\x01\0\0\0\0\0\0\x80",
+)
 
 
 @st.composite

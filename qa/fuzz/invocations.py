@@ -12,11 +12,21 @@ from ekiben.cli import root
 
 _NAME = "x" * 300  # longer than a file's name may be
 _NUMBERS = ("x", "", "1.5.2", "-", "0x10", "²")
-_TEXTS = {"--env": ("1X=2", "=x", "A B=1", "NOT_SET_ANYWHERE"), "--seeds": (",", "1,,2", "1,1", ""), "--time": ("x", "1:99", "0", "-1"),
-          "--grace-period": ("x", "-1"), "--memory": ("x", "0", "-1G", "64"), "--gpu-arch": ("x", "99", ""),
-          "--version": ("", "a b", "../x", _NAME), "--tag": ("", "a/b", "current.sif", _NAME), "--site": ("no-such-site", "~nobody99/x.yaml", _NAME),
-          "--stack": ("no-such-stack", "", _NAME), "--layer": ("no-such-layer", "", _NAME), "--build-arg": ("x", "", "=x"),
-          "--again": ("no-such-run", _NAME)}  # fmt: skip
+_TEXTS = {
+    "--env": ("1X=2", "=x", "A B=1", "NOT_SET_ANYWHERE"),
+    "--seeds": (",", "1,,2", "1,1", ""),
+    "--time": ("x", "1:99", "0", "-1"),
+    "--grace-period": ("x", "-1"),
+    "--memory": ("x", "0", "-1G", "64"),
+    "--gpu-arch": ("x", "99", ""),
+    "--version": ("", "a b", "../x", _NAME),
+    "--tag": ("", "a/b", "current.sif", _NAME),
+    "--site": ("no-such-site", "~nobody99/x.yaml", _NAME),
+    "--stack": ("no-such-stack", "", _NAME),
+    "--layer": ("no-such-layer", "", _NAME),
+    "--build-arg": ("x", "", "=x"),
+    "--again": ("no-such-run", _NAME),
+}
 _MADE = {("--runs", "no/such/file"), ("--to", "no/such/file")}  # folders that are made
 
 

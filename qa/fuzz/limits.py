@@ -15,9 +15,16 @@ SECONDS, BYTES = 2.0, 200 << 20
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # event → where its paths are among its arguments, and where the folder that a path is relative to
 _CHANGES: dict[str, tuple[tuple[int, ...], int]] = {
-    "os.mkdir": ((0,), 2), "os.rename": ((0, 1), 2), "os.remove": ((0,), 1), "os.rmdir": ((0,), 1), "os.symlink": ((1,), 2),
-    "os.link": ((1,), 3), "os.chmod": ((0,), 2), "os.chown": ((0,), 3), "os.truncate": ((0,), -1),
-}  # fmt: skip
+    "os.mkdir": ((0,), 2),
+    "os.rename": ((0, 1), 2),
+    "os.remove": ((0,), 1),
+    "os.rmdir": ((0,), 1),
+    "os.symlink": ((1,), 2),
+    "os.link": ((1,), 3),
+    "os.chmod": ((0,), 2),
+    "os.chown": ((0,), 3),
+    "os.truncate": ((0,), -1),
+}
 _STARTS = {"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork"}
 _allowed: Path | None = None  # the folder that may be written, while a parser runs
 _forbidden: list[str] = []

@@ -83,15 +83,24 @@ def drain(entries: Iterator[LayerEntry]) -> None:
 # ---------------------------------------------------------------------------------------------------- files of a project
 
 ADVISORY: dict[str, Any] = {
-    "id": "GHSA-1", "summary": "torch.load runs code",
-    "affected": [{"package": {"ecosystem": "PyPI", "name": "torch"}, "versions": ["2.10.0"],
-                  "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "2.9"}, {"fixed": "2.11.1"}]}]}],
-}  # fmt: skip
+    "id": "GHSA-1",
+    "summary": "torch.load runs code",
+    "affected": [
+        {
+            "package": {"ecosystem": "PyPI", "name": "torch"},
+            "versions": ["2.10.0"],
+            "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "2.9"}, {"fixed": "2.11.1"}]}],
+        }
+    ],
+}
 
 
 def definition(world: World) -> Case:
     path = world.path("case/definition/x.def")
-    stages = "Bootstrap: localimage\nFrom: ground.sif\nStage: build\n\n%post\n    true\n\nBootstrap: localimage\nFrom: ground.sif\nStage: final\n\n%files from build\n    /a /b\n"
+    stages = (
+        "Bootstrap: localimage\nFrom: ground.sif\nStage: build\n\n%post\n    true\n\nBootstrap: localimage\nFrom:"
+        " ground.sif\nStage: final\n\n%files from build\n    /a /b\n"
+    )
 
     def read(data: bytes) -> object:
         return read_definition(world.put(path, data), root=path.parent, arguments={"word": "x"})
@@ -117,7 +126,10 @@ def project(world: World) -> Case:
 
 def recipe(world: World) -> Case:
     path = world.path("case/recipe/recipe.yaml")
-    plain = "name: greeter\ndescription: x\nstack: tiny\nlayer: roof\ntasks:\n  greet: {entrypoint: greet.py, help: hi, runs_on: gpu}\ntest: |\n  greet\n"
+    plain = (
+        "name: greeter\ndescription: x\nstack: tiny\nlayer: roof\ntasks:\n  greet: {entrypoint: greet.py, help: hi,"
+        " runs_on: gpu}\ntest: |\n  greet\n"
+    )
 
     def read(data: bytes) -> object:
         return find_recipe(str(world.put(path, data).parent)).members()
@@ -203,7 +215,10 @@ def site(world: World) -> Case:
 
 def config(world: World) -> Case:
     path = world.path("case/config/ekiben/config.yaml")
-    text = b'shared: /groups/lab\nregistry: r.example.org/x\nrecipes: [~/a, b]\njobs: {account: lab, time: "2:00:00", env: [A=b]}\n'
+    text = (
+        b'shared: /groups/lab\nregistry: r.example.org/x\nrecipes: [~/a, b]\njobs: {account: lab, time: "2:00:00", env:'
+        b" [A=b]}\n"
+    )
 
     def read(data: bytes) -> object:
         world.put(path, data)
@@ -219,7 +234,11 @@ def store_records(world: World) -> Case:
     """Each record of a store: a damaged one is none, or names what is damaged."""
     image, store = world.image, world.store
     make_compiled(store)
-    paths = [path for kind in ("keys", "results", "refs", "last", "checks", "compile_stats") for path in sorted((store.root / kind).glob("*.json"))]  # fmt: skip
+    paths = [
+        path
+        for kind in ("keys", "results", "refs", "last", "checks", "compile_stats")
+        for path in sorted((store.root / kind).glob("*.json"))
+    ]
     kept = {path: path.read_bytes() for path in paths}
 
     def read(data: bytes) -> object:
@@ -246,8 +265,18 @@ def make_compiled(store: Store) -> None:
     from ekiben.store import StageOutput, StoredResult
 
     digest = store.put_blob(b"wheel")
-    store.put_result(StoredResult(name="build", key="stage-1", wheel="tiny", files=(StageOutput("/a.whl", 0o644, digest, 5),), inputs={},
-                                  origin="built", executor="hand", seconds=1.0))  # fmt: skip
+    store.put_result(
+        StoredResult(
+            name="build",
+            key="stage-1",
+            wheel="tiny",
+            files=(StageOutput("/a.whl", 0o644, digest, 5),),
+            inputs={},
+            origin="built",
+            executor="hand",
+            seconds=1.0,
+        )
+    )
     store.put_compile_stats("tiny", {"units": 3, "job_memory": 5})
 
 
@@ -320,10 +349,17 @@ def catalog_replaced(world: World) -> Case:
 
 
 RUN = {
-    "image": {"recipe": "greeter"}, "status": "finished", "format": 1, "started": "2026-11-01T10:00:00+00:00", "model": {"name": "a/b", "parameters": 3},
-    "device": {"name": "H100", "count": 8, "dtype": "bf16"}, "data": {"sha256": "a" * 64, "count": 5}, "settings": {"method": "lora", "lr": 1e-3, "a": {"b": 2}},
-    "versions": {"torch": "2.11"}, "tokens_per_second": 5.0,
-}  # fmt: skip
+    "image": {"recipe": "greeter"},
+    "status": "finished",
+    "format": 1,
+    "started": "2026-11-01T10:00:00+00:00",
+    "model": {"name": "a/b", "parameters": 3},
+    "device": {"name": "H100", "count": 8, "dtype": "bf16"},
+    "data": {"sha256": "a" * 64, "count": 5},
+    "settings": {"method": "lora", "lr": 1e-3, "a": {"b": 2}},
+    "versions": {"torch": "2.11"},
+    "tokens_per_second": 5.0,
+}
 
 
 def run_record(world: World) -> Case:
@@ -368,16 +404,28 @@ def bundle(world: World) -> Case:
 def bundle_index(world: World) -> Case:
     """bundle.json in a tar that is in order."""
     read = bundle_reader(world)
-    return Case([json.dumps(index_of(BUNDLED)).encode()],
-                lambda data: read(plain_tar({"bundle.json": data, **BUNDLED})), "x.bundle")  # fmt: skip
+    return Case(
+        [json.dumps(index_of(BUNDLED)).encode()],
+        lambda data: read(plain_tar({"bundle.json": data, **BUNDLED})),
+        "x.bundle",
+    )
 
 
 def bundle_record(world: World) -> Case:
     """The record of a compiled wheel in a bundle, and the names of its git repositories."""
     from ekiben.packages.git import mount_kept
 
-    record = {"name": "build", "key": "stage-9", "wheel": "tiny", "inputs": {}, "origin": "built", "executor": "x", "seconds": 1.0, "notes": {},
-              "files": [{"path": "/a.whl", "mode": 420, "digest": digest_of(b"wheel"), "size": 5}]}  # fmt: skip
+    record = {
+        "name": "build",
+        "key": "stage-9",
+        "wheel": "tiny",
+        "inputs": {},
+        "origin": "built",
+        "executor": "x",
+        "seconds": 1.0,
+        "notes": {},
+        "files": [{"path": "/a.whl", "mode": 420, "digest": digest_of(b"wheel"), "size": 5}],
+    }
     path, store = world.path("x.bundle"), Store(world.folder / "bundle-cache/store")
 
     def read(data: bytes) -> object:
@@ -452,9 +500,19 @@ def sif_of(world: World, layer: bytes) -> bytes:
 
 def packages(world: World) -> Case:
     """The databases of packages in an image, and what it says of itself, each in the place of the others."""
-    names = ("var/lib/dpkg/status", f"{samples.SITE}/torch-2.11.0.dist-info/METADATA", f"{samples.SITE}/torch-2.11.0.dist-info/direct_url.json",
-             "opt/ekiben/image.json", "opt/ekiben/recipe/recipe.yaml", "opt/ekiben/locks/python.lock", ".singularity.d/labels.json",
-             ".singularity.d/env/90-environment.sh", "usr/share/doc/bash/copyright", "etc/os-release", "opt/venv/pyvenv.cfg")  # fmt: skip
+    names = (
+        "var/lib/dpkg/status",
+        f"{samples.SITE}/torch-2.11.0.dist-info/METADATA",
+        f"{samples.SITE}/torch-2.11.0.dist-info/direct_url.json",
+        "opt/ekiben/image.json",
+        "opt/ekiben/recipe/recipe.yaml",
+        "opt/ekiben/locks/python.lock",
+        ".singularity.d/labels.json",
+        ".singularity.d/env/90-environment.sh",
+        "usr/share/doc/bash/copyright",
+        "etc/os-release",
+        "opt/venv/pyvenv.cfg",
+    )
     path, store = world.path("case/z.sif"), Store(world.folder / "reader")
     store.open_for_writing()
     small = {name: data for name, data in samples.TREE.items() if len(data) < 5000}
@@ -492,8 +550,10 @@ def compress(data: bytes) -> bytes:
     return gzip.compress(data, 1, mtime=0)
 
 
-FOREIGN = plain_tar({"a/.wh.gone": b"", "a/.wh..wh..opq": b"", "usr/lib/x": b"x" * 3000, "bin/sh": b"#!"},
-                            {"usr/lib64": "lib", "etc/x": "../../../../etc/passwd"})  # fmt: skip
+FOREIGN = plain_tar(
+    {"a/.wh.gone": b"", "a/.wh..wh..opq": b"", "usr/lib/x": b"x" * 3000, "bin/sh": b"#!"},
+    {"usr/lib64": "lib", "etc/x": "../../../../etc/passwd"},
+)
 
 
 def changes(world: World) -> Case:
@@ -517,15 +577,27 @@ def libraries(world: World) -> Case:
 
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-CONFIG = json.dumps({
-    "created": "2026-01-01T00:00:00+00:00", "architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [digest_of(b"tar")]},
-    "config": {"Env": ["PATH=/bin", "A=b"], "Labels": {"org.ekiben.stack": "tiny"}},
-}).encode()  # fmt: skip
+CONFIG = json.dumps(
+    {
+        "created": "2026-01-01T00:00:00+00:00",
+        "architecture": "amd64",
+        "os": "linux",
+        "rootfs": {"type": "layers", "diff_ids": [digest_of(b"tar")]},
+        "config": {"Env": ["PATH=/bin", "A=b"], "Labels": {"org.ekiben.stack": "tiny"}},
+    }
+).encode()
 
 
 def manifest_of(config: bytes, *layers: bytes) -> bytes:
     entries = [{"mediaType": "x", "digest": digest_of(layer), "size": len(layer)} for layer in layers]
-    return json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "config": {"mediaType": "y", "digest": digest_of(config), "size": len(config)}, "layers": entries}).encode()  # fmt: skip
+    return json.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "config": {"mediaType": "y", "digest": digest_of(config), "size": len(config)},
+            "layers": entries,
+        }
+    ).encode()
 
 
 def registry_manifest(world: World) -> Case:
@@ -596,8 +668,20 @@ def registry_layer(world: World) -> Case:
     layer, head = world.image.layers[-1], {"Docker-Content-Digest": digest_of(b"")}
     blob = world.store.partition(layer)
     content = b"".join(read_partition(blob))
-    record = json.dumps({"name": layer.name, "cache_key": layer.cache_key, "diff_id": layer.diff_id, "tar_size": layer.tar_size, "digest": layer.digest,
-                         "size": layer.size, "executor": "x", "seconds": 1.0, "inputs": {}, "notes": {}}).encode()  # fmt: skip
+    record = json.dumps(
+        {
+            "name": layer.name,
+            "cache_key": layer.cache_key,
+            "diff_id": layer.diff_id,
+            "tar_size": layer.tar_size,
+            "digest": layer.digest,
+            "size": layer.size,
+            "executor": "x",
+            "seconds": 1.0,
+            "inputs": {},
+            "notes": {},
+        }
+    ).encode()
     into = Store(world.folder / "from-registry")
     into.open_for_writing()
 
@@ -648,8 +732,14 @@ def registry_token(world: World) -> Case:
 def registry_login(world: World) -> Case:
     """The files in which other programs keep logins."""
     path = world.path("home/.docker/config.json")
-    data = {"auths": {"r.example.org": {"auth": "YTpi"}, "r.example.org/lab": {"username": "a", "password": "b", "identitytoken": "t"}},
-            "credHelpers": {"other": "none"}, "credsStore": None}  # fmt: skip
+    data = {
+        "auths": {
+            "r.example.org": {"auth": "YTpi"},
+            "r.example.org/lab": {"username": "a", "password": "b", "identitytoken": "t"},
+        },
+        "credHelpers": {"other": "none"},
+        "credsStore": None,
+    }
 
     def read(data: bytes) -> object:
         world.put(path, data)
@@ -671,11 +761,39 @@ def job_record(world: World) -> Case:
     """run.json of a submitted run, and the small files that its jobs write."""
     folder = world.path("case/jobs/own-greet-1/x").parent
     record = {
-        "format": 2, "recipe": "greeter", "recipe_path": "/x", "scheduler": "slurm", "site": None, "site_path": None, "sif": "/x.sif", "sif_id": None,
-        "sif_sha256": "", "work": "/", "submitted": "2026-11-01T00:00:00Z",
-        "request": {"nodes": 1, "gpus": None, "env": ["A"], "binds": ["/data"], "seeds": [], "options": [], "max_resubmits": 20, "stage": False},
-        "steps": [{"name": "1-greet", "argv": ["greet", "a"], "nodes": 1, "gpus": 0, "processes": 1, "resource_args": [], "seeds": ["1", "2"]}],
-    }  # fmt: skip
+        "format": 2,
+        "recipe": "greeter",
+        "recipe_path": "/x",
+        "scheduler": "slurm",
+        "site": None,
+        "site_path": None,
+        "sif": "/x.sif",
+        "sif_id": None,
+        "sif_sha256": "",
+        "work": "/",
+        "submitted": "2026-11-01T00:00:00Z",
+        "request": {
+            "nodes": 1,
+            "gpus": None,
+            "env": ["A"],
+            "binds": ["/data"],
+            "seeds": [],
+            "options": [],
+            "max_resubmits": 20,
+            "stage": False,
+        },
+        "steps": [
+            {
+                "name": "1-greet",
+                "argv": ["greet", "a"],
+                "nodes": 1,
+                "gpus": 0,
+                "processes": 1,
+                "resource_args": [],
+                "seeds": ["1", "2"],
+            }
+        ],
+    }
     endings = ("job", "exit", "times", "array", "1.job", "1.exit", "1.times")
 
     def read(data: bytes) -> object:
@@ -699,8 +817,18 @@ def compiled_record(world: World) -> Case:
 
     wheel = world.path("case/tiny.whl")
     wheel.write_bytes(b"wheel")
-    record = {"format": RECORD_FORMAT, "name": "build", "key": "stage-9", "wheel": "tiny", "inputs": {"a": 1}, "origin": "built", "executor": "x",
-              "seconds": 1.0, "notes": {}, "files": [{"path": "/a.whl", "mode": 420, "digest": digest_of(b"wheel"), "size": 5}]}  # fmt: skip
+    record = {
+        "format": RECORD_FORMAT,
+        "name": "build",
+        "key": "stage-9",
+        "wheel": "tiny",
+        "inputs": {"a": 1},
+        "origin": "built",
+        "executor": "x",
+        "seconds": 1.0,
+        "notes": {},
+        "files": [{"path": "/a.whl", "mode": 420, "digest": digest_of(b"wheel"), "size": 5}],
+    }
 
     class Stage:
         name, cache_key, inputs = "build", "stage-9", {"a": 1}
@@ -732,8 +860,17 @@ def pbs_answer(world: World) -> Case:
 def oar_answer(world: World) -> Case:
     from ekiben.run.schedulers import oar
 
-    job = {"Job_Id": 7, "array_id": "7", "array_index": 1, "state": "Running", "initial_request": "oarsub -S x", "startTime": 1700000000,
-           "assigned_network_address": ["n1", "n1"], "exit_code": None, "events": [{"type": "WALLTIME", "description": ""}]}  # fmt: skip
+    job = {
+        "Job_Id": 7,
+        "array_id": "7",
+        "array_index": 1,
+        "state": "Running",
+        "initial_request": "oarsub -S x",
+        "startTime": 1700000000,
+        "assigned_network_address": ["n1", "n1"],
+        "exit_code": None,
+        "events": [{"type": "WALLTIME", "description": ""}],
+    }
 
     def read(data: bytes) -> object:
         records = oar._records(data.decode("utf-8", "replace"))
@@ -744,24 +881,64 @@ def oar_answer(world: World) -> Case:
 
 Make = Callable[[World], Case]
 CASES: dict[str, Make] = {
-    case.__name__: case for case in (
-        definition, project, recipe, stack, requirements, locks, advisories, advisory, site, config, store_records, stored_blobs, version_record, catalog, catalog_replaced, run_record,
-        bundle, bundle_index, bundle_record, sif, sif_files, packages, squashfs, changes, libraries, registry_manifest, registry_config,
-        registry_base, registry_image, registry_layer, registry_referrers, registry_token, registry_login, signed_claim, job_record, compiled_record, pbs_answer, oar_answer,
+    case.__name__: case
+    for case in (
+        definition,
+        project,
+        recipe,
+        stack,
+        requirements,
+        locks,
+        advisories,
+        advisory,
+        site,
+        config,
+        store_records,
+        stored_blobs,
+        version_record,
+        catalog,
+        catalog_replaced,
+        run_record,
+        bundle,
+        bundle_index,
+        bundle_record,
+        sif,
+        sif_files,
+        packages,
+        squashfs,
+        changes,
+        libraries,
+        registry_manifest,
+        registry_config,
+        registry_base,
+        registry_image,
+        registry_layer,
+        registry_referrers,
+        registry_token,
+        registry_login,
+        signed_claim,
+        job_record,
+        compiled_record,
+        pbs_answer,
+        oar_answer,
     )
-}  # fmt: skip
+}
 
 _OURS = "reads what Ekiben itself has just written, or a program of this machine"
 # A case → the functions whose bytes it has, file by file; or in a sentence why these need none.
 _READERS = {
-    "packages": """
+    "packages": (
+        """
         api.py:metadata inspect/_records.py:parse inspect/sbom.py:_image_info,_installed_from spec/recipe.py:parse
-    """,
+    """
+    ),
     "compiled_record": "builder/_stage.py:_read_measured builder/wheels.py:read_record",
-    _OURS: """
+    _OURS: (
+        """
         builder/layer.py:_files_tar bundle/write.py:_write cli/commands/sbom.py:command
         executors/buildah.py:unavailable executors/podman.py:load,unavailable packages/outdated.py:find_newer
-    """,
+    """
+    ),
     "bundle_index": "bundle/_index.py:parse",
     "bundle": "bundle/read.py:_unpack",
     "bundle_record": "bundle/read.py:import_compiled packages/git.py:mount_kept",
@@ -772,14 +949,18 @@ _READERS = {
     "stack": "doctor/consult.py:known_stacks spec/stack.py:read_stack",
     "changes": "formats/changeset.py:_tar_members",
     "registry_base": "formats/changeset.py:unordered_entries formats/foreign_tar.py:_entries,_write_out",
-    "sif": """
+    "sif": (
+        """
         formats/sif.py:_descriptor,_difference_between,_fixed_fields,read_sif,signed_descriptor,signed_header
         signing/sif.py:_check_group,_refuse_changes
-    """,
-    "squashfs": """
+    """
+    ),
+    "squashfs": (
+        """
         formats/squashfs/reader.py:__init__,_block,_directory_inode,_file_inode,_inode,_listing,_table
         formats/squashfs/reader.py:_xattr_pairs,_xattr_sets,_xattr_value
-    """,
+    """
+    ),
     "registry_image": "formats/tar.py:tar_entries",
     "libraries": "gpu/device_code.py:_entries,_fatbin_sections,_fatbins",
     "stored_blobs": "inspect/_records.py:stored_image store/gc.py:reachable",
@@ -787,10 +968,12 @@ _READERS = {
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
     "requirements": "packages/requirements.py:_of_project,read_requirements",
-    "matches patterns in a text of limited size": """
+    "matches patterns in a text of limited size": (
+        """
         packages/lock.py:_compile,_read,_resolve project/lock.py:_compile,_read resolve/capabilities.py:check_torch
         spec/recipe.py:_imports_library spec/stack.py:unlocked
-    """,
+    """
+    ),
     "copies git's index, which git reads": "run/live.py:_commit_of",
     "asks whether a bundle of certificates has one": "core/environment.py:ca_bundle",
     "run_record": "publish/catalog/runs.py:_read",

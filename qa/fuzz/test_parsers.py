@@ -28,8 +28,15 @@ pytestmark = pytest.mark.covers("qa/fuzz", "ekiben/formats", "ekiben/store", "ek
 
 # More of them, and not the same each time, in `make chaos`.
 EXAMPLES = int(os.environ.get("EKIBEN_FUZZ_EXAMPLES", 30))
-LIMITS = settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=EXAMPLES == 30, report_multiple_bugs=False,
-                  suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet)  # fmt: skip
+LIMITS = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=EXAMPLES == 30,
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+    verbosity=Verbosity.quiet,
+)
 DECODERS = {
     "parse_json",
     "parse_yaml",
@@ -112,12 +119,18 @@ def test_a_layer_of_a_registry_names_no_file_elsewhere(change: dict[str, str], w
 
 
 def decoding_functions() -> set[str]:
-    return {f"{path.relative_to(ROOT / 'ekiben')}:{name}" for path in (ROOT / "ekiben").rglob("*.py") for name in _decoding(path)}  # fmt: skip
+    return {
+        f"{path.relative_to(ROOT / 'ekiben')}:{name}"
+        for path in (ROOT / "ekiben").rglob("*.py")
+        for name in _decoding(path)
+    }
 
 
 def _decoding(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and any(isinstance(inner, ast.Call) and _decodes(inner.func) for inner in ast.walk(node)):  # fmt: skip
+        if isinstance(node, ast.FunctionDef) and any(
+            isinstance(inner, ast.Call) and _decodes(inner.func) for inner in ast.walk(node)
+        ):
             yield node.name
 
 

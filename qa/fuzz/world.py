@@ -22,17 +22,40 @@ from support.registries import Answer, bad_registry
 from support.sample_recipe import GROUND, SampleRecipe, image_of, quiet, seeded
 
 SITE = "opt/venv/lib/python3.11/site-packages"
-STATUS = "Package: bash\nStatus: install ok installed\nArchitecture: amd64\nVersion: 5.2\nDepends: libc6 (>= 2), a | b\nSource: bash (5)\n\n"
-METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\nLicense: MIT\nAuthor-email: A B <a@example.org>\nRequires-Dist: numpy[x] (>=1) ; python_version > '3'\n"
-COPYRIGHT = "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\nFiles: *\nCopyright: x\nLicense: GPL-3+\n text\n"
+STATUS = (
+    "Package: bash\nStatus: install ok installed\nArchitecture: amd64\nVersion: 5.2\nDepends: libc6 (>= 2), a |"
+    " b\nSource: bash (5)\n\n"
+)
+METADATA = (
+    "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\nLicense: MIT\nAuthor-email: A B"
+    " <a@example.org>\nRequires-Dist: numpy[x] (>=1) ; python_version > '3'\n"
+)
+COPYRIGHT = (
+    "Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\n\nFiles: *\nCopyright: x\nLicense:"
+    " GPL-3+\n text\n"
+)
 LOCK = f"torch==2.11.0 \\\n    --hash=sha256:{'a' * 64}\nnumpy==2.0\n"
 DIRECT_URL = json.dumps({"url": "file:///x", "archive_info": {"hashes": {"sha256": "a" * 64}}})
 LIBRARY = elf(fatbin(["sm_80", "sm_90a", "compute_90"]), gap=b"\0" * 8).ljust(9000, b"\0")
-IMAGE_JSON = json.dumps({
-    "recipe": "greeter", "stack": "tiny", "layers": [{"name": "ground", "cache_key": "k1"}],
-    "compiled": [{"package": "torch", "cache_key": "p", "layer": "top", "torch": "2.11.0", "capabilities": ["8.0"], "cxx11_abi": True,
-                  "compilers": {"nvcc": "13"}, "source": {"name": "torch", "version": "2.11.0", "sha256": ["a" * 64]}}],
-})  # fmt: skip
+IMAGE_JSON = json.dumps(
+    {
+        "recipe": "greeter",
+        "stack": "tiny",
+        "layers": [{"name": "ground", "cache_key": "k1"}],
+        "compiled": [
+            {
+                "package": "torch",
+                "cache_key": "p",
+                "layer": "top",
+                "torch": "2.11.0",
+                "capabilities": ["8.0"],
+                "cxx11_abi": True,
+                "compilers": {"nvcc": "13"},
+                "source": {"name": "torch", "version": "2.11.0", "sha256": ["a" * 64]},
+            }
+        ],
+    }
+)
 TREE: Mapping[str, bytes] = {
     "etc/passwd": b"root:x:0:0::/root:/bin/sh\n",
     "etc/os-release": b'ID=debian\nVERSION_ID="12"\nPRETTY_NAME="Debian 12"\n',
@@ -44,7 +67,9 @@ TREE: Mapping[str, bytes] = {
     f"{SITE}/torch/lib/libtorch.so": LIBRARY,
     "usr/lib/libc.so.6": b"GNU C Library (Debian) stable release version 2.36\n",
     "opt/ekiben/image.json": IMAGE_JSON.encode(),
-    "opt/ekiben/recipe/recipe.yaml": b"name: greeter\ndescription: x\ntasks:\n  greet: {entrypoint: greet.py, help: say hello}\n",
+    "opt/ekiben/recipe/recipe.yaml": (
+        b"name: greeter\ndescription: x\ntasks:\n  greet: {entrypoint: greet.py, help: say hello}\n"
+    ),
     "opt/ekiben/locks/python.lock": LOCK.encode(),
     "opt/venv/pyvenv.cfg": b"home = /usr/bin\nversion = 3.11.2\n",
     ".singularity.d/env/90-environment.sh": b"export PATH=/opt/venv/bin:$PATH\nexport A='b c'\n",
@@ -66,7 +91,9 @@ def entries(files: Mapping[str, bytes]) -> list[LayerEntry]:
         *(parent.as_posix() for name in files for parent in Path(name).parents if parent.as_posix() != "."),
     }
     result: list[LayerEntry] = [(Entry(folder, "dir", mtime=1), None) for folder in folders]
-    result += [(Entry(name, "file", 0o644, mtime=1, size=len(data)), [data] if data else None) for name, data in files.items()]  # fmt: skip
+    result += [
+        (Entry(name, "file", 0o644, mtime=1, size=len(data)), [data] if data else None) for name, data in files.items()
+    ]
     result += [
         (Entry("usr/z-link", "symlink", 0o777, mtime=1, target="lib"), None),
         (Entry("usr/z-name", "hardlink", 0o644, mtime=1, target=min(files)), None),

@@ -42,9 +42,13 @@ def main() -> int:
     tokenizer = tiny.learn_tokenizer(["speed"], 300)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     config = transformers.GPTNeoXConfig(
-        vocab_size=args.vocabulary, hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=args.heads,
-        intermediate_size=4 * args.width, max_position_embeddings=2048,
-    )  # fmt: skip
+        vocab_size=args.vocabulary,
+        hidden_size=args.width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        intermediate_size=4 * args.width,
+        max_position_embeddings=2048,
+    )
     torch.manual_seed(0)
     with torch.device(args.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()

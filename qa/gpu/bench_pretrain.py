@@ -61,13 +61,23 @@ def measure(args: Any) -> None:
             return code
 
         steps.Run.fit = fit_and_profile  # type: ignore[method-assign]
-    settings = {"batch_size": 64, "max_steps": args.steps, "eval_every": 0, "eval_batches": 0, "save_every": 0, "split": "9,1,0",
-                "warmup_tokens": 65_536, "decay_tokens": 1_000_000}  # fmt: skip
+    settings = {
+        "batch_size": 64,
+        "max_steps": args.steps,
+        "eval_every": 0,
+        "eval_batches": 0,
+        "save_every": 0,
+        "split": "9,1,0",
+        "warmup_tokens": 65_536,
+        "decay_tokens": 1_000_000,
+    }
     options = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     pretrain.main(["--data", "prepared", *options, *(word for setting in args.set for word in ("--set", setting))])
     result = json.loads(Path("pretrained/run.json").read_text())
-    print(f"{result['device']['name']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {result['mfu'] or 0:.1%}, "
-          f"{result['peak_memory_bytes'] / 2**30:.1f} GiB, {result['device']['micro_batch']} at a time")  # fmt: skip
+    print(
+        f"{result['device']['name']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {result['mfu'] or 0:.1%}, "
+        f"{result['peak_memory_bytes'] / 2**30:.1f} GiB, {result['device']['micro_batch']} at a time"
+    )
 
 
 if __name__ == "__main__":

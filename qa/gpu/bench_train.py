@@ -39,30 +39,77 @@ sys.path.insert(0, str(ROOT / "entrypoints"))
 
 LLAMA = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "calm-3b": ("gpt_neox", {
-        "vocab_size": 52_224, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "intermediate_size": 10_240, "max_position_embeddings": 2048, "hidden_act": "gelu", "rotary_pct": 1.0,
-        "use_parallel_residual": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "tie_word_embeddings": False,
-        "bos_token_id": 0, "eos_token_id": 0,
-    }),
-    "llama-1b": ("llama", {
-        **LLAMA, "vocab_size": 128_256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True,
-    }),
-    "llama-7b": ("llama", {
-        **LLAMA, "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "intermediate_size": 11_008,
-    }),
+    "calm-3b": (
+        "gpt_neox",
+        {
+            "vocab_size": 52_224,
+            "hidden_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 10_240,
+            "max_position_embeddings": 2048,
+            "hidden_act": "gelu",
+            "rotary_pct": 1.0,
+            "use_parallel_residual": False,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+    "llama-1b": (
+        "llama",
+        {
+            **LLAMA,
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "intermediate_size": 8192,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-7b": (
+        "llama",
+        {
+            **LLAMA,
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11_008,
+        },
+    ),
     # Llama-2-7B's shape with 24 of its 32 blocks: too large for 80 GB with AdamW, and offloaded it fits 128 GiB of the host.
-    "llama-5b": ("llama", {
-        **LLAMA, "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 32,
-        "num_key_value_heads": 32, "intermediate_size": 11_008,
-    }),
-    "llama-70b": ("llama", {
-        **LLAMA, "vocab_size": 32_000, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "intermediate_size": 28_672,
-    }),
-}  # fmt: skip
+    "llama-5b": (
+        "llama",
+        {
+            **LLAMA,
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "intermediate_size": 11_008,
+        },
+    ),
+    "llama-70b": (
+        "llama",
+        {
+            **LLAMA,
+            "vocab_size": 32_000,
+            "hidden_size": 8192,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "intermediate_size": 28_672,
+        },
+    ),
+}
 TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -124,8 +171,11 @@ def main() -> int:
         if one := run_one(case, args):
             found[case].append(one)
             host = " ".join(f"{size:.1f}" for size in one["host_gib"])
-            print(f"{case:<20}{one['tokens_per_s']:>10,.0f}{one['mfu']:>8.1%}{one['peak_gib']:>10.1f}"
-                  f"{one['first_loss']:>12.4f}{one['start_s']:>9.1f}{host:>16}", flush=True)  # fmt: skip
+            print(
+                f"{case:<20}{one['tokens_per_s']:>10,.0f}{one['mfu']:>8.1%}{one['peak_gib']:>10.1f}"
+                f"{one['first_loss']:>12.4f}{one['start_s']:>9.1f}{host:>16}",
+                flush=True,
+            )
     for case, runs in found.items():
         if len(runs) > 1:
             middle = [statistics.median(one[name] for one in runs) for name in ("tokens_per_s", "mfu", "peak_gib")]
@@ -250,10 +300,19 @@ def run_ours(
     if "varlen" in case:
         packing.PackedBatch.is_uniform = property(lambda _: False)  # type: ignore[assignment, method-assign]
     settings = Settings(
-        method=method, batch_size=rows, max_steps=args.steps, compile="eager" not in case and not args.tiny, learning_rate=3e-4, epochs=1, warmup_steps=0,
-        eval_every=0, save_minutes=600, log_seconds=60, parallel="fsdp" if gpus > 1 else "none",
+        method=method,
+        batch_size=rows,
+        max_steps=args.steps,
+        compile="eager" not in case and not args.tiny,
+        learning_rate=3e-4,
+        epochs=1,
+        warmup_steps=0,
+        eval_every=0,
+        save_minutes=600,
+        log_seconds=60,
+        parallel="fsdp" if gpus > 1 else "none",
         lora=Lora(r=4, alpha=16, dropout=0.05),
-    )  # fmt: skip
+    )
     shape_config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
     with torch.device("meta"):
         shape = learners.apply_tuning_method(
@@ -364,10 +423,16 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
 
     at_once = 4 if not length else rows if method == "lora" else 8
     common: dict[str, Any] = {
-        "per_device_train_batch_size": at_once, "gradient_accumulation_steps": rows // at_once, "max_steps": steps,
-        "bf16": torch.cuda.is_available(), "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "per_device_train_batch_size": at_once,
+        "gradient_accumulation_steps": rows // at_once,
+        "max_steps": steps,
+        "bf16": torch.cuda.is_available(),
+        "learning_rate": 3e-4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
         "disable_tqdm": True,
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory() as folder:
         if "sft" in case:
             import datasets
@@ -375,9 +440,12 @@ def run_peer(case: str, model: Any, examples: list[Any], steps: int) -> dict[str
 
             table = datasets.Dataset.from_list([{"input_ids": example.ids.tolist()} for example in examples])
             trainer: Any = trl.SFTTrainer(
-                model=model, args=trl.SFTConfig(output_dir=folder, max_length=length, **common), train_dataset=table,
-                processing_class=_tokenizer(), callbacks=[Clock()],
-            )  # fmt: skip
+                model=model,
+                args=trl.SFTConfig(output_dir=folder, max_length=length, **common),
+                train_dataset=table,
+                processing_class=_tokenizer(),
+                callbacks=[Clock()],
+            )
         else:
             table_ = [{"input_ids": example.ids, "learn_from": example.targets[0][0]} for example in examples]
             arguments = transformers.TrainingArguments(

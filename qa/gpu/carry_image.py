@@ -68,8 +68,10 @@ def survey(folder: Path, out: Path) -> None:
     paths = [path for path in paths if path.stat().st_size >= MIN_SIZE]
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(digest_of, paths))
-    files = {str(path.relative_to(folder)): (path.stat().st_size, digest)
-             for path, digest in zip(paths, digests, strict=True)}  # fmt: skip
+    files = {
+        str(path.relative_to(folder)): (path.stat().st_size, digest)
+        for path, digest in zip(paths, digests, strict=True)
+    }
     tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
     with gzip.open(out, "wt") as file:
         json.dump(dataclasses.asdict(Survey(str(folder.resolve()), tag, files)), file)
@@ -94,8 +96,12 @@ def pack(sifs: Sequence[Path], options: argparse.Namespace) -> None:
         for sif in sifs:
             header, partitions = read_image(sif)
             digests = [partition.digest for partition in partitions]
-            images[sif.name] = {**dataclasses.asdict(header), "users": header.users.hex(), "layers": digests,
-                                "sha256": digest_of(sif)}  # fmt: skip
+            images[sif.name] = {
+                **dataclasses.asdict(header),
+                "users": header.users.hex(),
+                "layers": digests,
+                "sha256": digest_of(sif),
+            }
             print(f"{sif.name}: {len(digests)} layers, {images[sif.name]['sha256']}", flush=True)
             for partition in partitions:
                 if partition.digest not in layers:
@@ -271,14 +277,18 @@ def unpack(folder: Path, to: Path, zstd: str) -> int:
         existing = Path(index.text("folder"))
         files = index.mapping("files")
         with ThreadPoolExecutor() as pool:
-            jobs = [(path_below(work, name), size, path_below(existing, reference) if reference else None, zstd)
-                    for name, (size, reference) in files.items()]  # fmt: skip
+            jobs = [
+                (path_below(work, name), size, path_below(existing, reference) if reference else None, zstd)
+                for name, (size, reference) in files.items()
+            ]
             list(pool.map(lambda job: expand(*job), jobs))
         layers = index.object("layers")
         blobs = {digest: work / f"blob-{number}" for number, digest in enumerate(layers.data)}
         with ProcessPoolExecutor() as processes:
-            written = {digest: processes.submit(write_layer, layers.object(digest), existing, work, blob)
-                       for digest, blob in blobs.items()}  # fmt: skip
+            written = {
+                digest: processes.submit(write_layer, layers.object(digest), existing, work, blob)
+                for digest, blob in blobs.items()
+            }
             for digest, job in written.items():
                 if (actual := job.result()) != digest:
                     raise ValueError(f"layer {digest} became {actual}: is deflate that of requirements.lock?")
@@ -358,10 +368,17 @@ def write_image(to: Path, name: str, image: Fields, blobs: Mapping[str, Path]) -
     """Write a SIF of checked layers; return whether it is the file that was packed."""
     if not is_basename(name):
         raise ValueError(f"{name!r} is no file name")
-    header = SifHeader(image.text("id"), image.text("deffile"), image.text("arch"), image.size("epoch"),
-                       bytes.fromhex(image.text("users")))  # fmt: skip
-    layers = [Partition(blobs[digest], 0, blobs[digest].stat().st_size, digest, is_checked=True)
-              for digest in image.strings("layers")]  # fmt: skip
+    header = SifHeader(
+        image.text("id"),
+        image.text("deffile"),
+        image.text("arch"),
+        image.size("epoch"),
+        bytes.fromhex(image.text("users")),
+    )
+    layers = [
+        Partition(blobs[digest], 0, blobs[digest].stat().st_size, digest, is_checked=True)
+        for digest in image.strings("layers")
+    ]
     sha, expected = hashlib.sha256(), image.digest("sha256")
     write_sif(to / name, layers, header, file_hash=sha)
     actual = f"sha256:{sha.hexdigest()}"

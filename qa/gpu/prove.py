@@ -40,13 +40,20 @@ sys.path.insert(0, str(HERE))
 from tasks_at_size import CASES as SIZE_CASES
 from tasks_at_size import count_gpus, exec_argv
 
-KERNELS = {"apex": "apex_checks.py", "deepspeed": "deepspeed_checks.py", "flash-attn": "flash_attn_checks.py",
-           "flash-attn-4": "flash_attn_4_checks.py"}  # fmt: skip
+KERNELS = {
+    "apex": "apex_checks.py",
+    "deepspeed": "deepspeed_checks.py",
+    "flash-attn": "flash_attn_checks.py",
+    "flash-attn-4": "flash_attn_4_checks.py",
+}
 AT_RUN_TIME = ("flash-attn-4",)  # compiled when they are first called: nothing in image.json says so
 NEED_DEEPSPEED = ("offload", "sharded/zero2", "sharded/zero3")  # of the cases size
 NEED_TWO_GPUS = ("two-gpus", "sharded", "dialogues")
-SCRIPTS = {"pretrain": ("pretrain", "pretrain.py"), "dialogues": ("merge-weights", "merge_weights.py"),
-           "bench": ("train", "bench.py")}  # fmt: skip
+SCRIPTS = {
+    "pretrain": ("pretrain", "pretrain.py"),
+    "dialogues": ("merge-weights", "merge_weights.py"),
+    "bench": ("train", "bench.py"),
+}
 TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it
 GRACE = 10  # seconds from SIGTERM to SIGKILL
@@ -250,9 +257,14 @@ def judge_with_file(path: Path) -> Callable[[int, str], Verdict]:
 
 def all_checks(image: Image, user: str, work: Path, inputs: Path, gpus: int) -> list[Check]:
     return [
-        *check_without_nv(image), *check_doctor(image), *check_smoke(image), *check_rootless(image, user),
-        *check_kernels(image), *check_attention(image, work), *check_size(image, work, inputs, gpus),
-    ]  # fmt: skip
+        *check_without_nv(image),
+        *check_doctor(image),
+        *check_smoke(image),
+        *check_rootless(image, user),
+        *check_kernels(image),
+        *check_attention(image, work),
+        *check_size(image, work, inputs, gpus),
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- running
@@ -265,9 +277,13 @@ def run(check: Check, limit: float) -> Outcome:
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as file:  # a pipe would stay open while a grandchild lives
         child = subprocess.Popen(
-            check.argv, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            check.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             cwd="/tmp",  # which every user may enter
-        )  # fmt: skip
+        )
         try:
             code = child.wait(limit)
         except subprocess.TimeoutExpired:
@@ -360,10 +376,12 @@ def main() -> int:
     record["image"] = image.metadata
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        checks = all_checks(image, args.user, work, (args.inputs or work / "inputs").resolve(),
-                            count_gpus())  # fmt: skip
-        selected = [check for check in checks if not args.cases or any(
-            check.case == case or check.case.startswith(f"{case}/") for case in args.cases)]  # fmt: skip
+        checks = all_checks(image, args.user, work, (args.inputs or work / "inputs").resolve(), count_gpus())
+        selected = [
+            check
+            for check in checks
+            if not args.cases or any(check.case == case or check.case.startswith(f"{case}/") for case in args.cases)
+        ]
         if not selected:
             parser.error(f"no such case; there are {', '.join(check.case for check in checks)}")
         for check in selected:

@@ -48,8 +48,15 @@ LONG_EXAMPLES = {"llama-1b": 40, "llama-5b": 40}
 ONE_LENGTH = 1152  # tokens, a multiple of 128: such examples need no variable-length kernel
 KERNELS = ("auto", "sdpa", "cudnn", "flash", "varlen", "flash_attn_2", "flash_attn_4")
 MAX_DIFFERENCE = 1e-2  # of losses, relative
-RECORDED = ("expected_memory_bytes", "peak_memory_bytes", "tokens_per_s", "mfu", "attention", "attention_kernels",
-            "compiled")  # fmt: skip
+RECORDED = (
+    "expected_memory_bytes",
+    "peak_memory_bytes",
+    "tokens_per_s",
+    "mfu",
+    "attention",
+    "attention_kernels",
+    "compiled",
+)
 
 
 def exec_argv(sif: Path, *argv: object, nv: bool = True, binds: Sequence[Path] = ()) -> list[str]:
@@ -180,9 +187,15 @@ def largest_difference(one: list[float], two: list[float]) -> float:
 
 
 def train(
-    runner: Runner, model: str, output: str, *options: str, lengths: str = "mixed", stop: bool = False, gpus: int = 1,
+    runner: Runner,
+    model: str,
+    output: str,
+    *options: str,
+    lengths: str = "mixed",
+    stop: bool = False,
+    gpus: int = 1,
     data: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Train eight steps on ``gpus`` into the folder ``output``; return what run.json and the output say.
 
     data: for the settings of the image's own recipe; without, for those of lora-opencalm.
@@ -192,9 +205,18 @@ def train(
     settings = [f"model={base}", "max_steps=8", "warmup_steps=0", "eval_every=0", "log_seconds=0", "validation_split=0"]
     flags = [flag for setting in (*settings, *options) for flag in ("--set", setting)]
     code, text, seconds = runner.run(
-        "train", *config, "--data", data or runner.data(model, lengths), "--output", folder, "--gpus", gpus, *flags,
-        *runner.on_device(), stop_at=folder / "metrics.jsonl" if stop else None,
-    )  # fmt: skip
+        "train",
+        *config,
+        "--data",
+        data or runner.data(model, lengths),
+        "--output",
+        folder,
+        "--gpus",
+        gpus,
+        *flags,
+        *runner.on_device(),
+        stop_at=folder / "metrics.jsonl" if stop else None,
+    )
     record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
     record |= record.get("device", {})
     return {
@@ -245,9 +267,18 @@ def run_lora(runner: Runner) -> dict[str, Any]:
         for name, options in {"adapter": ("--adapter", adapter), "merged": ("--model", merged)}.items():
             output = runner.folder / f"{name}.jsonl"
             results[name] = finish(
-                runner, "generate", "--config", config, *options, "--greedy", "--data", SAMPLE, "--output", output,
+                runner,
+                "generate",
+                "--config",
+                config,
+                *options,
+                "--greedy",
+                "--data",
+                SAMPLE,
+                "--output",
+                output,
                 *runner.on_device(),
-            )  # fmt: skip
+            )
     passed = passed and not any(item["exit_code"] for item in results.values())
     return {**trained, **results, "passed": passed}
 
@@ -283,26 +314,45 @@ def run_two_gpus(runner: Runner) -> dict[str, Any]:
         for gpus in (1, 2):
             output = runner.folder / f"answers-{gpus}.jsonl"
             results[f"generate-{gpus}"] = finish(
-                runner, "generate", "--config", config, "--model", runner.folder / "uninterrupted" / "model", "--greedy",
-                "--data", SAMPLE, "--output", output, "--gpus", gpus, *runner.on_device(),
-            )  # fmt: skip
+                runner,
+                "generate",
+                "--config",
+                config,
+                "--model",
+                runner.folder / "uninterrupted" / "model",
+                "--greedy",
+                "--data",
+                SAMPLE,
+                "--output",
+                output,
+                "--gpus",
+                gpus,
+                *runner.on_device(),
+            )
             answers[gpus] = output.read_text().splitlines() if output.exists() else []
     pairs = list(zip(answers.get(1, []), answers.get(2, []), strict=False))
     stops = [results[name]["stopped"]["exit_code"] for name in differences]
     ends = [result["exit_code"] for name, result in results.items() if name not in differences]
     ends += [results[name]["resumed"]["exit_code"] for name in differences]
     return {
-        "passed": not any(ends) and stops == [RESUMED] * len(stops) and len(answers.get(1, [])) == len(answers.get(2, []))
-        and all(difference <= MAX_DIFFERENCE for difference in differences.values()),
+        "passed": (
+            not any(ends)
+            and stops == [RESUMED] * len(stops)
+            and len(answers.get(1, [])) == len(answers.get(2, []))
+            and all(difference <= MAX_DIFFERENCE for difference in differences.values())
+        ),
         "largest_difference_of_losses": differences,
         "equal_answers": [sum(one == two for one, two in pairs), len(pairs)],
         **results,
-    }  # fmt: skip
+    }
 
 
 def run_sharded(runner: Runner, *, strategy: str) -> dict[str, Any]:
-    chosen = {"fsdp": ("parallel=fsdp",), "zero2": ("parallel=deepspeed", "deepspeed.stage=2"),
-              "zero3": ("parallel=deepspeed", "deepspeed.stage=3")}[strategy]  # fmt: skip
+    chosen = {
+        "fsdp": ("parallel=fsdp",),
+        "zero2": ("parallel=deepspeed", "deepspeed.stage=2"),
+        "zero3": ("parallel=deepspeed", "deepspeed.stage=3"),
+    }[strategy]
     return train_and_resume(
         runner, "llama-1b", "method=full", "batch_size=8", *chosen, gpus=4 if count_gpus() > 3 else 2
     )
@@ -378,8 +428,10 @@ def run_pretrain(runner: Runner) -> dict[str, Any]:
         losses_so_far = losses(folder / name) if (folder / name / "metrics.jsonl").exists() else []
         record = json.loads((folder / name / "run.json").read_text()) if not result["exit_code"] else {}
         results[f"{name}, {gpus} GPU, {steps} steps"] = {
-            **result, "losses": losses_so_far, **{key: record[key] for key in RECORDED if key in record}
-        }  # fmt: skip
+            **result,
+            "losses": losses_so_far,
+            **{key: record[key] for key in RECORDED if key in record},
+        }
         return losses_so_far[-1] if losses_so_far else math.nan
 
     last = {"one": pretrain("one", 12, 1), "resumed": (pretrain("resumed", 8, 1), pretrain("resumed", 12, 1))[1]}

@@ -48,11 +48,32 @@ def test_all_reduce_over_every_gpu(gpus: int, nodes: int, tmp_path: Path) -> Non
     each, port, names = gpus // nodes, free_port(), ",".join(["localhost", "127.0.0.1"][:nodes])
     started = []
     for node in range(nodes):
-        argv = ["--node", str(node), "--nodes", names, "--processes", str(each), "--port", str(port), "--key", str(tmp_path / "key"),
-                 "--", sys.executable, "-c", ADD_UP]  # fmt: skip
+        argv = [
+            "--node",
+            str(node),
+            "--nodes",
+            names,
+            "--processes",
+            str(each),
+            "--port",
+            str(port),
+            "--key",
+            str(tmp_path / "key"),
+            "--",
+            sys.executable,
+            "-c",
+            ADD_UP,
+        ]
         visible = ",".join(str(gpu) for gpu in range(node * each, (node + 1) * each))
-        started.append(subprocess.Popen([sys.executable, LAUNCHER, *argv], env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
-                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
+        started.append(
+            subprocess.Popen(
+                [sys.executable, LAUNCHER, *argv],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
     outputs = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0] * nodes, "\n".join(outputs)
     assert len(re.findall(r"added up", "".join(outputs))) == gpus

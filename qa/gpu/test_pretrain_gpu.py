@@ -53,9 +53,17 @@ def losses(output: Path) -> list[float]:
 
 def options(**changes: Any) -> list[str]:
     values = {
-        "sequence": 512, "batch_size": 16, "max_steps": 8, "eval_batches": 1, "split": "9,1,0", "save_every": 4,
-        "learning_rate": 1e-3, "warmup_tokens": 16384, "decay_tokens": 65536, **changes,
-    }  # fmt: skip
+        "sequence": 512,
+        "batch_size": 16,
+        "max_steps": 8,
+        "eval_batches": 1,
+        "split": "9,1,0",
+        "save_every": 4,
+        "learning_rate": 1e-3,
+        "warmup_tokens": 16384,
+        "decay_tokens": 65536,
+        **changes,
+    }
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
@@ -77,10 +85,15 @@ def test_bf16_run_trains_and_resumes(prepared: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "split"),
-    [(2, {"tensor_parallel": 2}), (2, {"pipeline_parallel": 2}), (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
-     (4, {"tensor_parallel": 2}), (4, {})],
+    [
+        (2, {"tensor_parallel": 2}),
+        (2, {"pipeline_parallel": 2}),
+        (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        (4, {"tensor_parallel": 2}),
+        (4, {}),
+    ],
     ids=["tp2", "pp2", "tp2 pp2", "tp2 dp2", "dp4"],
-)  # fmt: skip
+)
 def test_several_gpus_train_like_one(gpus: int, split: dict[str, int], prepared: Path) -> None:
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")

@@ -46,8 +46,9 @@ def members_below(top: Path, *, under: tuple[str, ...], empty: tuple[str, ...] =
             for folder, folders, files in os.walk(source):
                 folders[:] = [item for item in folders if item != "__pycache__"]
                 # The linker's cache names this machine's driver, which --nv puts elsewhere.
-                paths |= {os.path.relpath(Path(folder, item), top)
-                          for item in (*folders, *files) if item != "ld.so.cache"}  # fmt: skip
+                paths |= {
+                    os.path.relpath(Path(folder, item), top) for item in (*folders, *files) if item != "ld.so.cache"
+                }
     for path in sorted(paths | set(empty), key=sort_key):
         yield from _member(top / path, path)
 
@@ -126,7 +127,8 @@ def sif(tmp_path_factory: pytest.TempPathFactory) -> Path:
         sha = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
         partitions.append(Partition(path, 0, path.stat().st_size, f"sha256:{sha}"))
         print(
-            f"layer {number}: {path.stat().st_size / 1e6:.0f} MB of {digest.size / 1e6:.0f} MB, {time.monotonic() - began:.1f} s"
+            f"layer {number}: {path.stat().st_size / 1e6:.0f} MB of {digest.size / 1e6:.0f} MB,"
+            f" {time.monotonic() - began:.1f} s"
         )
     out_file, began = folder / "gpu.sif", time.monotonic()
     header = sif_header([item.digest for item in partitions], "Bootstrap: scratch\n", "amd64", EPOCH)
@@ -207,6 +209,7 @@ def test_speed_inside_equals_outside(sif: Path, tmp_path: Path) -> None:
     outside = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     inside_rate, outside_rate = (json.loads(done.stdout.splitlines()[-1]) for done in (inside, outside))
     print(
-        f"bf16 matrix product: {inside_rate:.0f} TFLOP/s inside, {outside_rate:.0f} outside, ratio {inside_rate / outside_rate:.3f}"
+        f"bf16 matrix product: {inside_rate:.0f} TFLOP/s inside, {outside_rate:.0f} outside, ratio"
+        f" {inside_rate / outside_rate:.3f}"
     )
     assert inside_rate > 0

@@ -55,9 +55,16 @@ def losses_of(output: Path) -> list[float]:
 
 def small(base: Path, **changes: Any) -> train.Settings:
     values: dict[str, Any] = {
-        "model": str(base), "data": [str(SAMPLE)], "validation_split": 0.1, "max_length": 512, "learning_rate": 1e-3,
-        "log_seconds": 0.0, "eval_every": 3, "epochs": 2, "lora": Lora(dropout=0.0),
-    }  # fmt: skip
+        "model": str(base),
+        "data": [str(SAMPLE)],
+        "validation_split": 0.1,
+        "max_length": 512,
+        "learning_rate": 1e-3,
+        "log_seconds": 0.0,
+        "eval_every": 3,
+        "epochs": 2,
+        "lora": Lora(dropout=0.0),
+    }
     return train.Settings(**{**values, **changes})
 
 
@@ -182,8 +189,17 @@ def test_several_gpus_train_like_one(way: str, method: str, base: Path, tmp_path
     gpus = min(torch.cuda.device_count(), 4)
     if gpus < 2:
         pytest.skip("one GPU")
-    values = {"model": base, "validation_split": 0.1, "max_length": 512, "learning_rate": 1e-3, "log_seconds": 0, "epochs": 2,
-              "eval_every": 3, "lora.dropout": 0, "method": method}  # fmt: skip
+    values = {
+        "model": base,
+        "validation_split": 0.1,
+        "max_length": 512,
+        "learning_rate": 1e-3,
+        "log_seconds": 0,
+        "epochs": 2,
+        "eval_every": 3,
+        "lora.dropout": 0,
+        "method": method,
+    }
     command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--data", str(SAMPLE), "--output", str(tmp_path / "many")]
     command += ["--gpus", str(gpus), *(f"--set={name}={value}" for name, value in {**values, "parallel": way}.items())]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -198,8 +214,16 @@ def test_stopped_run_is_resumed(way: str, method: str, base: Path, tmp_path: Pat
     gpus = 1 if way == "none" else 2
     if torch.cuda.device_count() < gpus:
         pytest.skip("one GPU")
-    values = {"model": base, "validation_split": 0.1, "max_length": 512, "learning_rate": 1e-3, "log_seconds": 0, "epochs": 20,
-              "lora.dropout": 0, "method": method}  # fmt: skip
+    values = {
+        "model": base,
+        "validation_split": 0.1,
+        "max_length": 512,
+        "learning_rate": 1e-3,
+        "log_seconds": 0,
+        "epochs": 20,
+        "lora.dropout": 0,
+        "method": method,
+    }
     values |= {"parallel": way} if gpus > 1 else {}
 
     def run(output: str, stop_at: str = "") -> tuple[int, str]:
@@ -215,8 +239,14 @@ def test_stopped_run_is_resumed(way: str, method: str, base: Path, tmp_path: Pat
         ]
         command += [f"--set={name}={value}" for name, value in values.items()]
         lines = []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
-                              env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:  # fmt: skip
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line)
@@ -240,8 +270,18 @@ def test_deepspeed_trains_like_the_plain_loop(base: Path, tmp_path: Path) -> Non
     for stage in (2, 3):
         output = tmp_path / f"zero{stage}"
         command = [sys.executable, str(ENTRYPOINTS / "train.py"), "--data", str(SAMPLE), "--output", str(output)]
-        values = {"model": base, "validation_split": 0.1, "max_length": 512, "learning_rate": 1e-3, "log_seconds": 0, "epochs": 2,
-                  "eval_every": 3, "method": "full", "parallel": "deepspeed", "deepspeed.stage": stage}  # fmt: skip
+        values = {
+            "model": base,
+            "validation_split": 0.1,
+            "max_length": 512,
+            "learning_rate": 1e-3,
+            "log_seconds": 0,
+            "epochs": 2,
+            "eval_every": 3,
+            "method": "full",
+            "parallel": "deepspeed",
+            "deepspeed.stage": stage,
+        }
         command += [f"--set={name}={value}" for name, value in values.items()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -13,12 +13,15 @@ from typing import Any
 from workspaces import Cli
 
 RECIPE = {
-    "name": "fake", "description": "a task for tests of jobs", "stack": "cu130", "layer": "python",
+    "name": "fake",
+    "description": "a task for tests of jobs",
+    "stack": "cu130",
+    "layer": "python",
     "tasks": {
         "fake": {"entrypoint": "fake_task.py", "help": "save when told", "launch": "per-gpu"},
         "look": {"entrypoint": "fake_task.py", "help": "the same as one process"},
     },
-}  # fmt: skip
+}
 
 
 def write_recipe(folder: Path) -> Path:
@@ -47,8 +50,19 @@ class Submitter:
 
     def submit(self, *args: str, code: int = 0, env: dict[str, str | None] | None = None) -> str:
         """The run's name; stderr when an error was expected."""
-        done = self.cli.run("submit", self.recipe, "--scheduler", self.scheduler, "--sif", self.recipe.parent / "fake.sif",
-                            *([] if code else ["--json"]), *args, cwd=self.folder, code=code, env=env)  # fmt: skip
+        done = self.cli.run(
+            "submit",
+            self.recipe,
+            "--scheduler",
+            self.scheduler,
+            "--sif",
+            self.recipe.parent / "fake.sif",
+            *([] if code else ["--json"]),
+            *args,
+            cwd=self.folder,
+            code=code,
+            env=env,
+        )
         return done.stderr if code else Path(json.loads(done.stdout)["run"]).name
 
     def status(self, run: str) -> dict[str, dict[str, Any]]:

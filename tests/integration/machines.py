@@ -77,11 +77,17 @@ def separate_network() -> Iterator[tuple[str, ...]]:
         f"ip link add ekb0 type veth peer name ekb1 netns {name}",
         f"ip address add {subnet}.1/24 dev ekb0",
         "ip link set ekb0 up",
-        *(f"ip -n {name} {rest}" for rest in (
-            "link set lo up", f"address add {subnet}.2/24 dev ekb1", "link set ekb1 up", f"route add default via {subnet}.1",
-        )),
+        *(
+            f"ip -n {name} {rest}"
+            for rest in (
+                "link set lo up",
+                f"address add {subnet}.2/24 dev ekb1",
+                "link set ekb1 up",
+                f"route add default via {subnet}.1",
+            )
+        ),
         "sysctl -q net.ipv4.ip_forward=1",
-    ]  # fmt: skip
+    ]
     rules = [(("-t", "nat"), masquerade), *(((), rule) for rule in forward)]
     try:
         for command in commands:

@@ -26,10 +26,13 @@ def check_sbom(text: str, sif: Path) -> tuple[dict[str, str], dict[str, str]]:
     components = sbom["components"]
     debian = {line for line in _inside(sif, *_DEBIAN).splitlines() if line.startswith("ii ")}
     assert len(debian) > 80
-    assert {f"ii  {item['name']} {item['version']} {_arch(item['purl'])}" for item in components
-            if item.get("purl", "").startswith("pkg:deb/debian/")} == debian  # fmt: skip
+    assert {
+        f"ii  {item['name']} {item['version']} {_arch(item['purl'])}"
+        for item in components
+        if item.get("purl", "").startswith("pkg:deb/debian/")
+    } == debian
     python = {tuple(item) for item in json.loads(_inside(sif, "python", "-c", _PYTHON))}
-    assert {("pip"), ("uv")} <= {name for name, _ in python}
+    assert {"pip", "uv"} <= {name for name, _ in python}
     assert {
         (item["name"], item["version"]) for item in components if item.get("purl", "").startswith("pkg:pypi/")
     } == python

@@ -179,18 +179,40 @@ def look(shared_dir: Path, folder: Path) -> dict[str, object]:
     images = shared_dir / "images/own"
     there = {record.file: record for record in read_records(InnerPath.below(images))[0]}
     shared = open_shared(shared_dir)
-    damaged = [path.name for path in images.glob("own-*.sif")
-               if not path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:12])]  # fmt: skip
-    damaged += [path.name for path in (shared_dir / "store/blobs/sha256").iterdir()
-                if hashlib.sha256(path.read_bytes()).hexdigest() != path.name]  # fmt: skip
-    without = [name for name, record in there.items() if name in pinned
-               and not all(shared.layer(layer.cache_key) for layer in record.layers)]  # fmt: skip
-    open_modes = sorted({oct(path.lstat().st_mode & 0o7777) for path in shared_dir.rglob("*")
-                         if path.is_file() and not path.name.startswith(".") and not path.is_symlink()
-                         and "staging" not in path.parts})  # fmt: skip
-    return {"versions": len(there), "lost": sorted(pinned - set(there)), "damaged": damaged, "without layers": without,
-            "modes": open_modes, "current": str((images / "current").readlink()) in there,
-            "failed": [path.read_text() for path in sorted((folder / "failed").iterdir())]}  # fmt: skip
+    damaged = [
+        path.name
+        for path in images.glob("own-*.sif")
+        if not path.stem.endswith(hashlib.sha256(path.read_bytes()).hexdigest()[:12])
+    ]
+    damaged += [
+        path.name
+        for path in (shared_dir / "store/blobs/sha256").iterdir()
+        if hashlib.sha256(path.read_bytes()).hexdigest() != path.name
+    ]
+    without = [
+        name
+        for name, record in there.items()
+        if name in pinned and not all(shared.layer(layer.cache_key) for layer in record.layers)
+    ]
+    open_modes = sorted(
+        {
+            oct(path.lstat().st_mode & 0o7777)
+            for path in shared_dir.rglob("*")
+            if path.is_file()
+            and not path.name.startswith(".")
+            and not path.is_symlink()
+            and "staging" not in path.parts
+        }
+    )
+    return {
+        "versions": len(there),
+        "lost": sorted(pinned - set(there)),
+        "damaged": damaged,
+        "without layers": without,
+        "modes": open_modes,
+        "current": str((images / "current").readlink()) in there,
+        "failed": [path.read_text() for path in sorted((folder / "failed").iterdir())],
+    }
 
 
 if __name__ == "__main__":

@@ -29,8 +29,20 @@ def test_arm64_image_is_built_and_run_emulated(workspace: Workspace, cli: Cli, r
         test='test "$(cat /machine) $(uname -m)" = "aarch64 aarch64"\ntest "$(dpkg --print-architecture)" = arm64\n',
     )
     folder, store = workspace.folder("arm64"), workspace.store(ME, "arm64")
-    result = cli.image(store, recipe_folder.path, "--arch", "arm64", "--engine", "apptainer", "--format", "sif", "--format", "oci",
-                       cwd=folder, timeout=1200)  # fmt: skip
+    result = cli.image(
+        store,
+        recipe_folder.path,
+        "--arch",
+        "arm64",
+        "--engine",
+        "apptainer",
+        "--format",
+        "sif",
+        "--format",
+        "oci",
+        cwd=folder,
+        timeout=1200,
+    )
     assert result["name"] == "own-arm64"
     assert [check["runtime"] for check in result["checks"]] == ["apptainer"]
     sif, archive = folder / "own-arm64.sif", folder / "own-arm64.tar"

@@ -40,16 +40,25 @@ def write_recipe(awkward: Path) -> Path:
     for folder in ("images", "entrypoints"):
         (recipe / folder).mkdir(parents=True)
     (recipe / "images/two.def").write_text(
-        "Bootstrap: localimage\nFrom: python.sif\n\n%post\n    echo text >/text\n    rm /etc/issue\n    mkdir /opt/here\n"
+        "Bootstrap: localimage\nFrom: python.sif\n\n%post\n    echo text >/text\n    rm /etc/issue\n    mkdir"
+        " /opt/here\n"
     )
     (recipe / "images/three.def").write_text(
         "Bootstrap: localimage\nFrom: two.sif\n\n%post\n    cat /text >/opt/here/again\n    useradd -r other\n"
     )
     (recipe / "entrypoints/copy.py").write_text(TASK)
-    (recipe / "recipe.yaml").write_text(json.dumps({
-        "name": "mine", "description": "a test", "stack": "cu130", "layer": "three", "test": "test -e /opt/here/again && test ! -e /etc/issue",
-        "tasks": {"copy": {"entrypoint": "copy.py", "help": "copy a text", "launch": "single"}},
-    }))  # fmt: skip
+    (recipe / "recipe.yaml").write_text(
+        json.dumps(
+            {
+                "name": "mine",
+                "description": "a test",
+                "stack": "cu130",
+                "layer": "three",
+                "test": "test -e /opt/here/again && test ! -e /etc/issue",
+                "tasks": {"copy": {"entrypoint": "copy.py", "help": "copy a text", "launch": "single"}},
+            }
+        )
+    )
     return recipe
 
 

@@ -133,10 +133,22 @@ class Tiny:
 
     def stack(self, **changes: Any) -> None:
         about = {
-            "name": "small", "description": "a test", "suite": "bookworm", "python": "3.11", "cuda": "13.0", "torch": "2.11.0",
-            "driver": ">=580", "compute_capabilities": ["9.0"], "epoch": 1_795_219_200,
-            "arguments": {"stack": "x", "python": "3.11", "tiny_repository": "https://example.invalid/tiny", "tiny_commit": self.commit},
-        }  # fmt: skip
+            "name": "small",
+            "description": "a test",
+            "suite": "bookworm",
+            "python": "3.11",
+            "cuda": "13.0",
+            "torch": "2.11.0",
+            "driver": ">=580",
+            "compute_capabilities": ["9.0"],
+            "epoch": 1_795_219_200,
+            "arguments": {
+                "stack": "x",
+                "python": "3.11",
+                "tiny_repository": "https://example.invalid/tiny",
+                "tiny_commit": self.commit,
+            },
+        }
         self.write("images/stacks/small/stack.yaml", json.dumps({**about, **changes}))
 
     @property
@@ -146,8 +158,11 @@ class Tiny:
     @property
     def settings(self) -> dict[str, str | None]:
         """git's own way to name a mirror."""
-        return {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.file://{self.mirror.parent}/.insteadOf",
-                "GIT_CONFIG_VALUE_0": "https://example.invalid/"}  # fmt: skip
+        return {
+            "GIT_CONFIG_COUNT": "1",
+            "GIT_CONFIG_KEY_0": f"url.file://{self.mirror.parent}/.insteadOf",
+            "GIT_CONFIG_VALUE_0": "https://example.invalid/",
+        }
 
 
 def git(folder: Path, *args: str) -> str:
@@ -207,8 +222,20 @@ def built(workspace: Workspace, cli: Cli, hello: Path) -> Iterator[Built]:
     folder.chmod(0o755)
     tiny, store = make_tiny(workspace, folder), folder / "store"
     share_layers(hello, store, ["base", "python"], ME)
-    done = cli.run("--store", store, "image", tiny.path, "--json", "--engine", "apptainer", "--format", "sif", "-o", folder / "own.sif",
-                   env=tiny.settings)  # fmt: skip
+    done = cli.run(
+        "--store",
+        store,
+        "image",
+        tiny.path,
+        "--json",
+        "--engine",
+        "apptainer",
+        "--format",
+        "sif",
+        "-o",
+        folder / "own.sif",
+        env=tiny.settings,
+    )
     yield Built(store, json.loads(done.stdout), done.stderr)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -292,9 +319,18 @@ def test_every_engine_compiles_the_same_wheel(
 ) -> None:
     store = store_with(engine.user, "base", "python", "tools")
     made = Cli(workspace, engine.user).image(
-        store, tiny.path, "--engine", engine.name, "--format", "sif", "--no-verify", "-o", store.parent / "own.sif",
-        env=tiny.settings, cwd=store.parent,
-    )  # fmt: skip
+        store,
+        tiny.path,
+        "--engine",
+        engine.name,
+        "--format",
+        "sif",
+        "--no-verify",
+        "-o",
+        store.parent / "own.sif",
+        env=tiny.settings,
+        cwd=store.parent,
+    )
     assert wheels(store)[0]["files"] == wheels(built.store)[0]["files"]
     assert {item["name"]: item["diff_id"] for item in made["layers"]} == {
         item["name"]: item["diff_id"] for item in built.result["layers"]
@@ -358,8 +394,20 @@ def test_unverified_wheel_is_not_stored(cli: Cli, tiny: Tiny, store_with: Callab
     store = store_with(ME, "base", "python", "tools")
 
     def failed(code: int) -> str:
-        stderr = cli.run("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify",
-                       cwd=store.parent, env=tiny.settings, code=code).stderr  # fmt: skip
+        stderr = cli.run(
+            "--store",
+            store,
+            "image",
+            tiny.path,
+            "--engine",
+            "apptainer",
+            "--format",
+            "sif",
+            "--no-verify",
+            cwd=store.parent,
+            env=tiny.settings,
+            code=code,
+        ).stderr
         assert nothing_kept(store), stderr
         return stderr
 
@@ -394,8 +442,20 @@ def test_compilation_out_of_memory_or_disk(cli: Cli, tiny: Tiny, store_with: Cal
     begin = '    echo "for'
 
     def failed() -> str:
-        stderr = cli.run("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify",
-                       cwd=store.parent, env=tiny.settings, code=5).stderr  # fmt: skip
+        stderr = cli.run(
+            "--store",
+            store,
+            "image",
+            tiny.path,
+            "--engine",
+            "apptainer",
+            "--format",
+            "sif",
+            "--no-verify",
+            cwd=store.parent,
+            env=tiny.settings,
+            code=5,
+        ).stderr
         assert nothing_kept(store), stderr
         (work,) = (store.parent / "cache-root/work").iterdir()
         assert (work / "tiny/setup.py").exists()
@@ -407,8 +467,19 @@ def test_compilation_out_of_memory_or_disk(cli: Cli, tiny: Tiny, store_with: Cal
     tiny.replace("images/tiny.def", "cat /dev/zero >/dev/full", "kill -9 $$")
     assert "killed for lack of memory, alone as it was" in failed()
     tiny.replace("images/tiny.def", "kill -9 $$", '[ "$MAX_JOBS" = 1 ] || kill -9 $$')
-    stderr = cli.run("--store", store, "image", tiny.path, "--engine", "apptainer", "--format", "sif", "--no-verify",
-                   cwd=store.parent, env=tiny.settings).stderr  # fmt: skip
+    stderr = cli.run(
+        "--store",
+        store,
+        "image",
+        tiny.path,
+        "--engine",
+        "apptainer",
+        "--format",
+        "sif",
+        "--no-verify",
+        cwd=store.parent,
+        env=tiny.settings,
+    ).stderr
     if "1 jobs side by side" not in stderr.split("stage tiny.build: ")[1]:
         assert "a compiler was killed for lack of memory; on with half the jobs" in stderr
     assert wheels(store)[0]["notes"]["jobs"] == 1
@@ -449,11 +520,17 @@ def test_a_bundle_has_the_sources_and_with_the_compiler_compiles_offline(
     cli: Cli, tiny: Tiny, workspace: Workspace, store_with: Callable[..., Path]
 ) -> None:
     """A git source, and a source distribution: setuptools' own, which builds itself and so needs nothing else."""
-    tiny.replace("images/tiny.def", "    files/device.so /opt/device.so\n",
-                 "    files/device.so /opt/device.so\n    files/more-source.lock /opt/more-source.lock\n")  # fmt: skip
-    tiny.replace("images/tiny.def", '    echo "for',
-                 '    python /opt/ekiben/source.py /opt/more-source.lock "$EKIBEN_WORK/more"\n'
-                 '    test -e "$EKIBEN_WORK/more/setup.py"\n    echo "for')  # fmt: skip
+    tiny.replace(
+        "images/tiny.def",
+        "    files/device.so /opt/device.so\n",
+        "    files/device.so /opt/device.so\n    files/more-source.lock /opt/more-source.lock\n",
+    )
+    tiny.replace(
+        "images/tiny.def",
+        '    echo "for',
+        '    python /opt/ekiben/source.py /opt/more-source.lock "$EKIBEN_WORK/more"\n'
+        '    test -e "$EKIBEN_WORK/more/setup.py"\n    echo "for',
+    )
     tiny.write("files/more-source.lock", locked_block(workspace.checkout, "setuptools"))
     folder, store, sif = tiny.path.parent, store_with(ME, "base", "python", "tools"), ("--format", "sif", "--no-verify")
     online = cli.image(store, tiny.path, "--engine", "apptainer", *sif, cwd=folder, env=tiny.settings)
@@ -530,11 +607,18 @@ def pushed(built: Built, cli: Cli, workspace: Workspace) -> Iterator[Pushed]:
         ("From: tools.sif", "From: bench.sif"),
         ("From: python.sif", "From: ground.sif"),
         ("    tiny_repository=\n    tiny_commit=\n", ""),
-        ("    files/device.so /opt/device.so\n",
-         "    files/device.so /opt/device.so\n    files/tiny.c /opt/tiny/tiny.c\n    files/setup.py /opt/tiny/setup.py\n"),
-        ('python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$source"',
-         'mkdir -p "${source%/*}"; cp -r /opt/tiny "$source"'),
-    ):  # fmt: skip
+        (
+            "    files/device.so /opt/device.so\n",
+            (
+                "    files/device.so /opt/device.so\n    files/tiny.c /opt/tiny/tiny.c\n    files/setup.py"
+                " /opt/tiny/setup.py\n"
+            ),
+        ),
+        (
+            'python /opt/ekiben/source.py "{{ tiny_repository }}" "{{ tiny_commit }}" "$source"',
+            'mkdir -p "${source%/*}"; cp -r /opt/tiny "$source"',
+        ),
+    ):
         tiny.replace("images/tiny.def", old, new)
     for name in ("tiny.c", "setup.py"):
         shutil.copy(tiny.mirror / name, tiny.path / "files" / name)
@@ -553,12 +637,16 @@ def test_complete_rebuild_of_an_extension_is_reproducible(pushed: Pushed, cli: C
     about = json.loads(done.stdout)
     assert about["same"] is True
     assert {layer["name"]: layer["diff_id"][0] == layer["diff_id"][1] for layer in about["layers"]} == {
-        "ground": True, "tiny": True, "own": True}  # fmt: skip
+        "ground": True,
+        "tiny": True,
+        "own": True,
+    }
     assert about["sif"][0] == about["sif"][1]
 
 
 RENDERED = (
-    r"find /opt/venv/lib -path '*tiny*' -type f -exec sha256sum {} + | sort; ls -d /opt/work /opt/wheels; command -v gcc; "
+    r"find /opt/venv/lib -path '*tiny*' -type f -exec sha256sum {} + | sort; ls -d /opt/work /opt/wheels; command -v"
+    r" gcc; "
     "python -c 'import tiny; print(tiny.answer())'"
 )
 

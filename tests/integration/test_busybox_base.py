@@ -27,10 +27,17 @@ line"; mkfifo /opt/pipe; mkdir -p /opt/deep/er; printf 'x' >/opt/deep/er/file; c
 echo people:x:1234:somebody >>/etc/group; echo somebody:x:4321:1234::/:/bin/sh >>/etc/passwd
 """
 CHANGED = {
-    "opt/new": ("file", 0o4755, 0, 0), "opt/second": ("file", 0o4755, 0, 0), "opt/kept": ("file", 0o644, 0, 0), "opt/folder": ("dir", 0o755, 0, 0),
-    "opt/dangling": ("symlink", 0o777, 0, 0), "opt/folder/again": ("file", 0o644, 0, 0), "opt/a\n    line": ("file", 0o644, 0, 0),
-    "opt/pipe": ("fifo", 0o644, 0, 0), "opt/deep/er": ("dir", 0o755, 0, 0), "opt/deep/er/file": ("file", 0o644, 12, 34),
-}  # fmt: skip
+    "opt/new": ("file", 0o4755, 0, 0),
+    "opt/second": ("file", 0o4755, 0, 0),
+    "opt/kept": ("file", 0o644, 0, 0),
+    "opt/folder": ("dir", 0o755, 0, 0),
+    "opt/dangling": ("symlink", 0o777, 0, 0),
+    "opt/folder/again": ("file", 0o644, 0, 0),
+    "opt/a\n    line": ("file", 0o644, 0, 0),
+    "opt/pipe": ("fifo", 0o644, 0, 0),
+    "opt/deep/er": ("dir", 0o755, 0, 0),
+    "opt/deep/er/file": ("file", 0o644, 12, 34),
+}
 GONE = {"opt/removed", "opt/folder/old", "opt/gone", "opt/gone/file"}
 
 diff_ids: dict[str, str] = {}  # engine → of the layer
@@ -105,8 +112,9 @@ def test_busybox_base_is_built_or_refused(
     (sif,) = out.glob("*.sif")
     sif.chmod(0o644)
     for user in (ME, USER):
-        assert run_in(sif, user, "cat /opt/kept; id -u somebody; echo $WORD; find /opt/folder | sort") == (
-            "old\nmore\n4321\nspoken\n/opt/folder\n/opt/folder/again\n"
+        assert (
+            run_in(sif, user, "cat /opt/kept; id -u somebody; echo $WORD; find /opt/folder | sort")
+            == "old\nmore\n4321\nspoken\n/opt/folder\n/opt/folder/again\n"
         )
 
 

@@ -38,9 +38,24 @@ def desk(workspace: Workspace) -> Path:
 
 
 def paste(line: str, desk: Path, **more: str) -> str:
-    environment = {**os.environ, "HOME": home_of(USER), "USER": USER, "LOGNAME": USER, "PATH": f"{desk}/bin:{os.environ['PATH']}", **more}  # fmt: skip
-    done = subprocess.run(["bash", "-c", line], cwd=desk, env=environment, capture_output=True, text=True, timeout=120, check=False,
-                          **as_user(USER))  # fmt: skip
+    environment = {
+        **os.environ,
+        "HOME": home_of(USER),
+        "USER": USER,
+        "LOGNAME": USER,
+        "PATH": f"{desk}/bin:{os.environ['PATH']}",
+        **more,
+    }
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=desk,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **as_user(USER),
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -136,8 +136,11 @@ def test_from_the_list_to_an_image_and_its_runs_in_order(visit: Any, root: str) 
         assert column(page, "MFU") == wanted
     page.get_by_role("columnheader", name="Model").get_by_role("button").click()
     assert [text.split()[0] for text in column(page, "Model")] == [
-        "cyberagent/open-calm-3b", "cyberagent/open-calm-7b", "cyberagent/open-calm-small", "gpt2",
-    ]  # fmt: skip
+        "cyberagent/open-calm-3b",
+        "cyberagent/open-calm-7b",
+        "cyberagent/open-calm-small",
+        "gpt2",
+    ]
     older = page.locator(f"details[id='lora-opencalm-1.0-{'1' * 12}']")
     assert older.get_attribute("open") is None
     page.locator("a", has_text=f"lora-opencalm-1.0-{'1' * 12}").first.click()
@@ -226,7 +229,10 @@ def test_hostile_texts_are_not_executed(visit: Any, root: str) -> None:
 def test_content_security_policy_blocks_unescaped_scripts(visit: Any, shared_dir: Path) -> None:
     """The second wall: a page into which somebody wrote a script, a picture and a handler."""
     whole = (shared_dir / "catalog" / IMAGE).read_text()
-    bad = '<script>alert(1)</script><img src="https://example.org/x.png" onerror="alert(2)"><a id="bad" onclick="alert(3)" href="#run">x</a>'
+    bad = (
+        '<script>alert(1)</script><img src="https://example.org/x.png" onerror="alert(2)"><a id="bad"'
+        ' onclick="alert(3)" href="#run">x</a>'
+    )
     (shared_dir / "catalog" / "edited.html").write_text(whole.replace("</main>", f"{bad}</main>"))
     seen, failed = visit(), []
     seen.page.on("requestfailed", lambda request: failed.append(request.failure))

@@ -48,8 +48,10 @@ def test_truncated_and_foreign_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not (shutil.which("cc") and shutil.which("strip")), reason="needs a C compiler and binutils")
 def test_strips_large_libraries_except_nvidia_s(tmp_path: Path) -> None:
     source = tmp_path / "large.c"
-    source.write_text("static char data[17 << 20] = {1};\nchar *get(void) { return data; }\nstatic int unused(void) { return 1; }\n"
-                      "int (*use)(void) = unused;\n")  # fmt: skip
+    source.write_text(
+        "static char data[17 << 20] = {1};\nchar *get(void) { return data; }\nstatic int unused(void) { return 1; }\n"
+        "int (*use)(void) = unused;\n"
+    )
     subprocess.run(["cc", "-g", "-shared", "-fPIC", "-o", tmp_path / "large.so", source], check=True)
     data = (tmp_path / "large.so").read_bytes()
     site = tmp_path / "site"

@@ -30,16 +30,43 @@ def records(store: Path) -> set[str]:
 def containers(layer: str, user: str) -> set[str]:
     """The engines' containers of builds of ``layer``; there may be some of a test that was killed itself."""
     docker = subprocess.run(
-        ["curl", "-sf", "--unix-socket", "/var/run/docker.sock", "http://docker/containers/json?all=1&filters="
-         + json.dumps({"label": [f"org.ekiben.build={layer}"]}).replace('"', "%22").replace("{", "%7B").replace("}", "%7D")
-         .replace("[", "%5B").replace("]", "%5D").replace(" ", "")],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        [
+            "curl",
+            "-sf",
+            "--unix-socket",
+            "/var/run/docker.sock",
+            "http://docker/containers/json?all=1&filters="
+            + json.dumps({"label": [f"org.ekiben.build={layer}"]})
+            .replace('"', "%22")
+            .replace("{", "%7B")
+            .replace("}", "%7D")
+            .replace("[", "%5B")
+            .replace("]", "%5D")
+            .replace(" ", ""),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     listed = subprocess.run(
-        ["runuser", "-u", user, "--", "env", "STORAGE_DRIVER=overlay", f"HOME={home_of(user)}",
-         "buildah", "containers", "--format", "{{.ContainerName}}"],
-        capture_output=True, text=True, check=True, cwd="/",
-    ).stdout  # fmt: skip
+        [
+            "runuser",
+            "-u",
+            user,
+            "--",
+            "env",
+            "STORAGE_DRIVER=overlay",
+            f"HOME={home_of(user)}",
+            "buildah",
+            "containers",
+            "--format",
+            "{{.ContainerName}}",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd="/",
+    ).stdout
     return {f"docker {item['Id']}" for item in json.loads(docker)} | {
         f"buildah {name}" for name in listed.split() if name.endswith(f"-{layer}")
     }
@@ -124,7 +151,10 @@ def test_interrupted_build_is_resumed(
     before = cli.image(store, recipe_folder.path, "--engine", engine.name, "--format", "sif", "--no-verify", cwd=out)
     sif = (out / "own.sif").read_bytes()
     # Without root, files of other owners belong to ids that only a user namespace can remove.
-    script = "mkdir -m 700 /made; echo x >/made/x; chown -R 33:33 /made; echo started\n[ ! -e /run/ekiben/cache/sleep ] || sleep 600"
+    script = (
+        "mkdir -m 700 /made; echo x >/made/x; chown -R 33:33 /made; echo started\n[ ! -e /run/ekiben/cache/sleep ] ||"
+        " sleep 600"
+    )
     recipe_folder.layer("slow", "below", script)
     recipe_folder.top("slow")
     with started(cli, store, recipe_folder.path, engine, out) as process:

@@ -41,8 +41,28 @@ pytestmark = pytest.mark.covers("ekiben/spec", "ekiben/resolve", "ekiben/builder
 
 PAGE = ROOT / "docs/reference/definition-files.md"
 HEADER = "Bootstrap: localimage\nFrom: base.sif\n"
-PROGRAMS = ("sh", "bash", "tar", "env", "cat", "mkdir", "chmod", "chown", "ln", "rm", "cp", "mv", "ls", "grep", "mkfifo", "touch",
-            "id", "find", "umount", "sed")  # fmt: skip
+PROGRAMS = (
+    "sh",
+    "bash",
+    "tar",
+    "env",
+    "cat",
+    "mkdir",
+    "chmod",
+    "chown",
+    "ln",
+    "rm",
+    "cp",
+    "mv",
+    "ls",
+    "grep",
+    "mkfifo",
+    "touch",
+    "id",
+    "find",
+    "umount",
+    "sed",
+)
 
 # ------------------------------------------------------------------------------------------------ what both of them build
 
@@ -244,46 +264,160 @@ SECTIONS = (
 Refusal = tuple[str, str, str]  # the text after the header, what we say, and how the page names it
 
 REFUSED_SECTIONS: dict[str, Refusal] = {
-    **{name: (f"%{name}\n    true\n", f"%{name} is refused: {REFUSED[name]}", f"`%{name}`") for name in ("setup", "pre")},
-    **{name: (f"%{name} tool\n    {'files/plain.txt /x' if name == 'appfiles' else 'true'}\n", f"%{name} is refused: {REFUSED[name]}", f"`%{name}`")
-       for name in APPS},
+    **{
+        name: (f"%{name}\n    true\n", f"%{name} is refused: {REFUSED[name]}", f"`%{name}`")
+        for name in ("setup", "pre")
+    },
+    **{
+        name: (
+            f"%{name} tool\n    {'files/plain.txt /x' if name == 'appfiles' else 'true'}\n",
+            f"%{name} is refused: {REFUSED[name]}",
+            f"`%{name}`",
+        )
+        for name in APPS
+    },
     "another shell": ("%post -c /bin/bash\n    true\n", "only /bin/sh runs here", "`%post -c /bin/bash`"),
     "options of a script": ("%test -c /bin/bash\n    true\n", "%test takes no words", "`%test -c`"),
-    "script in %environment": ("%environment\n    if true; then A=b; fi\n", "takes only 'export NAME=value' lines", "a script in `%environment`"),
-    "assignment alone": ("%environment\n    A=b\n    export A\n", "takes only 'export NAME=value' lines", "a script in `%environment`"),
-    "command in %environment": ('%environment\n    export A="$(id -u)"\n', "write the value itself", "commands in `%environment`"),
-    "variable of the caller": ("%environment\n    export A=$HOME/.cache\n", "which no layer sets", "variables of the caller"),
-    "environment from %post": ('%post\n    echo "export A=b" >>$APPTAINER_ENVIRONMENT\n', "cannot add to the image's environment", "`$APPTAINER_ENVIRONMENT`"),
-    "environment from %post, quoted": ('%post\n    echo A >> "${SINGULARITY_ENVIRONMENT}"\n', "cannot add to the image's environment", "`$APPTAINER_ENVIRONMENT`"),
-    "labels from %post": ('%post\n    echo "A b" > "$APPTAINER_LABELS"\n', "cannot add to the image's labels", "`$APPTAINER_LABELS`"),
+    "script in %environment": (
+        "%environment\n    if true; then A=b; fi\n",
+        "takes only 'export NAME=value' lines",
+        "a script in `%environment`",
+    ),
+    "assignment alone": (
+        "%environment\n    A=b\n    export A\n",
+        "takes only 'export NAME=value' lines",
+        "a script in `%environment`",
+    ),
+    "command in %environment": (
+        '%environment\n    export A="$(id -u)"\n',
+        "write the value itself",
+        "commands in `%environment`",
+    ),
+    "variable of the caller": (
+        "%environment\n    export A=$HOME/.cache\n",
+        "which no layer sets",
+        "variables of the caller",
+    ),
+    "environment from %post": (
+        '%post\n    echo "export A=b" >>$APPTAINER_ENVIRONMENT\n',
+        "cannot add to the image's environment",
+        "`$APPTAINER_ENVIRONMENT`",
+    ),
+    "environment from %post, quoted": (
+        '%post\n    echo A >> "${SINGULARITY_ENVIRONMENT}"\n',
+        "cannot add to the image's environment",
+        "`$APPTAINER_ENVIRONMENT`",
+    ),
+    "labels from %post": (
+        '%post\n    echo "A b" > "$APPTAINER_LABELS"\n',
+        "cannot add to the image's labels",
+        "`$APPTAINER_LABELS`",
+    ),
     "a section twice": ("%post\n    true\n%post\n    true\n", "%post appears twice", "a section twice"),
-    "an argument that nothing uses": ("%arguments\n    a=b\n", "is declared and never used", "an argument that nothing uses"),
-    "an argument of another": ("%arguments\n    a=b\n    c={{ a }}\n%post\n    {{ a }} {{ c }}\n", "names another one", "an argument's value with `{{ }}`"),
+    "an argument that nothing uses": (
+        "%arguments\n    a=b\n",
+        "is declared and never used",
+        "an argument that nothing uses",
+    ),
+    "an argument of another": (
+        "%arguments\n    a=b\n    c={{ a }}\n%post\n    {{ a }} {{ c }}\n",
+        "names another one",
+        "an argument's value with `{{ }}`",
+    ),
     "a source that is not there": ("%files\n    nothing /opt\n", "no such file under", "a source that is not there"),
-    "a destination that climbs": ("%files\n    files/plain.txt /opt/../etc/x\n", "climbs with '..'", "`..` in a destination"),
-}  # fmt: skip
+    "a destination that climbs": (
+        "%files\n    files/plain.txt /opt/../etc/x\n",
+        "climbs with '..'",
+        "`..` in a destination",
+    ),
+}
 REFUSED_HEADERS: dict[str, Refusal] = {
-    **{key: (f"Bootstrap: docker\nFrom: debian@sha256:{'0' * 64}\n{key}: x\n", f"'{key}:' is refused", f"`{key.title()}:`") for key in UNUSED},
+    **{
+        key: (
+            f"Bootstrap: docker\nFrom: debian@sha256:{'0' * 64}\n{key}: x\n",
+            f"'{key}:' is refused",
+            f"`{key.title()}:`",
+        )
+        for key in UNUSED
+    },
     "a tag": ("Bootstrap: docker\nFrom: debian:12\n", "is a tag that can move", "an image without its digest"),
     "a file": ("Bootstrap: localimage\nFrom: /srv/base.sif\n", "a layer is named, not a file", "`From:` with a path"),
-    "a key of another agent": (f"{HEADER}Include: curl\n", "says nothing to Bootstrap: localimage", "a key of another agent"),
-    "a mirror": ("Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://mirror.example.org/\n", "MirrorURL: of one's own is not used", "`MirrorURL:`"),
+    "a key of another agent": (
+        f"{HEADER}Include: curl\n",
+        "says nothing to Bootstrap: localimage",
+        "a key of another agent",
+    ),
+    "a mirror": (
+        "Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://mirror.example.org/\n",
+        "MirrorURL: of one's own is not used",
+        "`MirrorURL:`",
+    ),
     "an unknown key": (f"{HEADER}IncludeCmd: yes\n", "unknown key 'IncludeCmd'", "other keys"),
-    **{agent: (f"Bootstrap: {agent}\nFrom: x\n", f"'Bootstrap: {agent}' is not supported", f"`{agent}`")
-       for agent in ("library", "oras", "shub", "docker-daemon", "docker-archive", "oci", "oci-archive", "yum", "dnf", "zypper",
-                     "arch", "busybox", "scratch")},
-}  # fmt: skip
+    **{
+        agent: (f"Bootstrap: {agent}\nFrom: x\n", f"'Bootstrap: {agent}' is not supported", f"`{agent}`")
+        for agent in (
+            "library",
+            "oras",
+            "shub",
+            "docker-daemon",
+            "docker-archive",
+            "oci",
+            "oci-archive",
+            "yum",
+            "dnf",
+            "zypper",
+            "arch",
+            "busybox",
+            "scratch",
+        )
+    },
+}
 
 # What only a build shows: a stage's script, lines of the last stage, what we say, and how the page names it.
 REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
-    "into a folder": ("mkdir /opt/srv; printf x >/opt/srv/x", "%files from first\n    /opt/srv /usr", "/usr is a folder in the layers below; name where the stage's folder goes: /usr/srv", "a stage's folder into a folder"),
-    "into a folder with a slash": ("mkdir /opt/a; printf x >/opt/a/x", "%files from first\n    /opt/a /srv/", "/opt/a is a folder; name where it goes: /srv/a", "a stage's folder into a folder"),
-    "a file into a folder": ("printf x >/opt/x", "%files from first\n    /opt/x /usr", "/usr is a folder in the layers below; name the file in it", "a stage's file into a folder"),
-    "a folder of the layers below": ("printf x >/etc/new", "%files from first\n    /etc /opt/etc", "only what the stage makes is handed over", "a folder with files of the layers below"),
-    "two sources": ("printf x >/opt/x", "%files from first\n    /opt/x /opt/x\n%files\n    files/plain.txt /opt/x", "both write /opt/x", "one path from `%files` and `%files from`"),
-    "a link": ("ln -s nowhere /opt/x", "%files from first\n    /opt/x /opt/x", "only plain files are handed over", "a stage's links"),
-    "a pattern": ("printf x >/opt/x.md", "%files from first\n    /opt/*.md /opt/", "the stage made nothing at", "patterns in `%files from`"),
-}  # fmt: skip
+    "into a folder": (
+        "mkdir /opt/srv; printf x >/opt/srv/x",
+        "%files from first\n    /opt/srv /usr",
+        "/usr is a folder in the layers below; name where the stage's folder goes: /usr/srv",
+        "a stage's folder into a folder",
+    ),
+    "into a folder with a slash": (
+        "mkdir /opt/a; printf x >/opt/a/x",
+        "%files from first\n    /opt/a /srv/",
+        "/opt/a is a folder; name where it goes: /srv/a",
+        "a stage's folder into a folder",
+    ),
+    "a file into a folder": (
+        "printf x >/opt/x",
+        "%files from first\n    /opt/x /usr",
+        "/usr is a folder in the layers below; name the file in it",
+        "a stage's file into a folder",
+    ),
+    "a folder of the layers below": (
+        "printf x >/etc/new",
+        "%files from first\n    /etc /opt/etc",
+        "only what the stage makes is handed over",
+        "a folder with files of the layers below",
+    ),
+    "two sources": (
+        "printf x >/opt/x",
+        "%files from first\n    /opt/x /opt/x\n%files\n    files/plain.txt /opt/x",
+        "both write /opt/x",
+        "one path from `%files` and `%files from`",
+    ),
+    "a link": (
+        "ln -s nowhere /opt/x",
+        "%files from first\n    /opt/x /opt/x",
+        "only plain files are handed over",
+        "a stage's links",
+    ),
+    "a pattern": (
+        "printf x >/opt/x.md",
+        "%files from first\n    /opt/*.md /opt/",
+        "the stage made nothing at",
+        "patterns in `%files from`",
+    ),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------- the set-up
@@ -291,8 +425,26 @@ REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
 
 def make_root(root: Path) -> None:
     """A root file system of a shell and a few programs of this machine."""
-    for folder in ("dev", "proc", "sys", "run", "tmp", "var/tmp", "var/log", "root", "home", "opt", "srv", "etc", "usr/bin", "usr/sbin",
-                   "usr/lib", "usr/lib64", "usr/local/bin", "usr/share/doc"):  # fmt: skip
+    for folder in (
+        "dev",
+        "proc",
+        "sys",
+        "run",
+        "tmp",
+        "var/tmp",
+        "var/log",
+        "root",
+        "home",
+        "opt",
+        "srv",
+        "etc",
+        "usr/bin",
+        "usr/sbin",
+        "usr/lib",
+        "usr/lib64",
+        "usr/local/bin",
+        "usr/share/doc",
+    ):
         (root / folder).mkdir(parents=True)
     for folder in ("tmp", "var/tmp"):
         (root / folder).chmod(0o1777)
@@ -318,8 +470,20 @@ def make_sources(folder: Path) -> None:
     files = folder / "files"
     (files / "tree/sub").mkdir(parents=True)
     (files / "hollow").mkdir()
-    for name in ("plain.txt", "hello.txt", "a name.txt", "one.md", "two.md", "one-more.md", "日本.txt", "tree/top.txt",
-                 "tree/sub/deep.txt", "private.txt", "group.txt", "tool.sh"):  # fmt: skip
+    for name in (
+        "plain.txt",
+        "hello.txt",
+        "a name.txt",
+        "one.md",
+        "two.md",
+        "one-more.md",
+        "日本.txt",
+        "tree/top.txt",
+        "tree/sub/deep.txt",
+        "private.txt",
+        "group.txt",
+        "tool.sh",
+    ):
         (files / name).write_text(f"{name}\n", encoding="utf-8")
         (files / name).chmod({"private.txt": 0o600, "group.txt": 0o664, "tool.sh": 0o755}.get(name, 0o644))
     (files / "link.txt").symlink_to("plain.txt")
@@ -355,8 +519,16 @@ class Lab:
         """Apptainer as the ordinary user starts it: where a machine withholds capabilities root's build fails."""
         env = {"PATH": os.environ["PATH"], "HOME": home_of(USER), "USER": USER, "LANG": "C.UTF-8"}
         argv = ["apptainer", "--silent", *map(str, args)]
-        done = subprocess.run(argv, cwd=self.recipe.path, env=env, capture_output=True, text=True, check=False, timeout=120,
-                              **as_user(USER))  # fmt: skip
+        done = subprocess.run(
+            argv,
+            cwd=self.recipe.path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            **as_user(USER),
+        )
         assert done.returncode == 0, f"{argv}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -381,10 +553,19 @@ def seed(store: Store, layer: Layer, root: Path) -> Path:
             write_entries(entries, tar, SquashfsWriter(out, epoch=layer.epoch))
         size, digest = (staging / "blob").stat().st_size, digest_of(staging / "blob")
         store.put_file(staging / "blob", digest)
-    store.put_layer(StoredLayer(
-        name=layer.name, cache_key=layer.cache_key, diff_id=tar.diff_id, tar_size=tar.size, digest=digest, size=size, executor="hand",
-        seconds=0.0, inputs=layer.inputs,
-    ))  # fmt: skip
+    store.put_layer(
+        StoredLayer(
+            name=layer.name,
+            cache_key=layer.cache_key,
+            diff_id=tar.diff_id,
+            tar_size=tar.size,
+            digest=digest,
+            size=size,
+            executor="hand",
+            seconds=0.0,
+            inputs=layer.inputs,
+        )
+    )
     return store.blob_path(digest)
 
 
@@ -429,8 +610,11 @@ def test_apptainer_builds_the_same_tree(name: str, lab: Lab) -> None:
 
 def differing(ours: Seen, theirs: Seen) -> set[str]:
     """The paths that are not the same in both, but for what every image of Apptainer's has."""
-    return {path for path in ours.keys() | theirs.keys()
-            if not any(fnmatchcase(path, pattern) for pattern in KNOWN) and not is_same(ours.get(path), theirs.get(path))}  # fmt: skip
+    return {
+        path
+        for path in ours.keys() | theirs.keys()
+        if not any(fnmatchcase(path, pattern) for pattern in KNOWN) and not is_same(ours.get(path), theirs.get(path))
+    }
 
 
 def test_a_comparison_finds_what_differs(lab: Lab) -> None:
@@ -467,8 +651,10 @@ def test_apptainer_shows_the_same_of_every_section(lab: Lab) -> None:
     tested, other = shown("test", *clean, "IMAGE")
     assert other == "tested\n"
     assert "tested" in tested.splitlines()
-    labels = [dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-              for text in shown("inspect", "--labels", "IMAGE")]  # fmt: skip
+    labels = [
+        dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+        for text in shown("inspect", "--labels", "IMAGE")
+    ]
     expected = {"Author": "someone@example.org", "Version": "v0.0.1", "Remark": "several words"}
     assert [{name: image_labels.get(name) for name in expected} for image_labels in labels] == [expected, expected]
     ours, other = shown("run-help", "IMAGE")

@@ -23,9 +23,10 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, A
         pytest.skip(reason)
     mount = tmp_path_factory.mktemp("mount")
     made = docker.client().containers.create(
-        _image(), ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
+        _image(),
+        ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
         volumes=[f"{mount}:/run/ekiben", "/usr:/usr:ro", "/lib:/lib:ro", "/lib64:/lib64:ro", "/bin:/bin:ro"],
-    )  # fmt: skip
+    )
     made.start()
     job = Job(name="x", lower=(), mount=mount, cache=mount, scratch=mount, staging=mount, log=print)
     yield job, made

@@ -139,8 +139,11 @@ def test_engines_build_the_same_layers(engine: Engine, nasty: Path, workspace: W
     seen[str(engine)] = layers
     first, expected = next(iter(seen.items()))
     for name, (diff_id, listing) in layers.items():
-        differing = {path: (listing.get(path), expected[name][1].get(path)) for path in listing | expected[name][1]
-                     if listing.get(path) != expected[name][1].get(path)}  # fmt: skip
+        differing = {
+            path: (listing.get(path), expected[name][1].get(path))
+            for path in listing | expected[name][1]
+            if listing.get(path) != expected[name][1].get(path)
+        }
         assert not differing, f"layer {name}: {engine} and {first} differ"
         assert diff_id == expected[name][0]
     assert not list((store / "staging").iterdir())
@@ -224,8 +227,11 @@ EXPECTED = {
 
 def show(tar: tarfile.TarFile, info: tarfile.TarInfo) -> tuple[object, ...]:
     owner = f"{info.uid}:{info.gid}"
-    attributes = {name.removeprefix("SCHILY.xattr."): os.fsencode(value).hex() for name, value in info.pax_headers.items()
-                  if name.startswith("SCHILY.xattr.")}  # fmt: skip
+    attributes = {
+        name.removeprefix("SCHILY.xattr."): os.fsencode(value).hex()
+        for name, value in info.pax_headers.items()
+        if name.startswith("SCHILY.xattr.")
+    }
     if info.isfile():
         stream = tar.extractfile(info)
         assert stream is not None
@@ -252,8 +258,11 @@ def read_layer(store: Path, layer: dict[str, str]) -> Listing:
 
 
 def check_changes(listing: Listing) -> None:
-    ours = {path.removeprefix("opt/n").strip("/"): value for path, value in listing.items()
-            if (path + "/").startswith("opt/n/")}  # fmt: skip
+    ours = {
+        path.removeprefix("opt/n").strip("/"): value
+        for path, value in listing.items()
+        if (path + "/").startswith("opt/n/")
+    }
     ours = {path: value[: 3 if value[0] == "dir" else 4] for path, value in ours.items() if path not in UNDECIDED}
     assert ours == EXPECTED
     assert listing["usr/bin/plocate"][:2] == ("file", 0o2755)

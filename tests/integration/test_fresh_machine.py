@@ -116,8 +116,12 @@ def test_ubuntu_makes_an_image_and_singularityce_runs_it(ubuntu: Path) -> None:
         assert "org.ekiben.stack: cu130" in run_in(ubuntu, f"{prefix} singularity inspect hello.sif").stdout
     verified = run_in(ubuntu, ".venv/bin/python build.py verify hello")
     assert "singularity" in verified.stdout, verified.stderr
-    alone = run_in(ubuntu, "chmod 755 /src && " + AS_SOMEBODY.replace("/home/somebody &&", "/src &&", 1)
-                   + "EKIBEN_STORE=/home/somebody/store .venv/bin/python build.py image hello --engine apptainer")  # fmt: skip
+    alone = run_in(
+        ubuntu,
+        "chmod 755 /src && "
+        + AS_SOMEBODY.replace("/home/somebody &&", "/src &&", 1)
+        + "EKIBEN_STORE=/home/somebody/store .venv/bin/python build.py image hello --engine apptainer",
+    )
     assert "SingularityCE is here, which builds as root only" in alone.stderr
     judged = run_in(ubuntu, ".venv/bin/python build.py doctor hello")
     assert "singularity-ce 4.1.1, 3 layers in the SIF" in judged.stdout, judged.stderr

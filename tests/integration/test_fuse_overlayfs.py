@@ -13,7 +13,10 @@ from workspaces import need
 pytestmark = pytest.mark.covers("ekiben/executors")
 
 MOUNTS = {
-    "kernel": "mount -t overlay overlay merged -o lowerdir=lower,upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off",
+    "kernel": (
+        "mount -t overlay overlay merged -o"
+        " lowerdir=lower,upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
+    ),
     "fuse": "fuse-overlayfs -o lowerdir=lower,upperdir=upper,workdir=work merged",
 }
 NEW = "printf new >d/new; "

@@ -140,8 +140,12 @@ def test_key_is_selected_by_fingerprint(ring: Keyring, alice: Key) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
-    [("ABCD1234", "neither a file nor a full fingerprint"), ("A" * 40, "no such key in your keyring"), ("empty", "holds no public key")],
-)  # fmt: skip
+    [
+        ("ABCD1234", "neither a file nor a full fingerprint"),
+        ("A" * 40, "no such key in your keyring"),
+        ("empty", "holds no public key"),
+    ],
+)
 def test_ambiguous_or_unknown_key_is_refused(ring: Keyring, tmp_path: Path, wanted: str, message: str) -> None:
     (tmp_path / "empty").write_text("")
     with pytest.raises(UsageError, match=message), known_keys(wanted if wanted != "empty" else str(tmp_path / "empty")):

@@ -47,7 +47,23 @@ def submit(grid: Submitter, *args: str) -> str:
 
 
 def test_two_hosts_are_signalled_before_the_walltime_and_requeued(grid: Submitter) -> None:
-    run = submit(grid, "fake", "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "2", "--time", "40s", "--grace-period", "25s", "--", "--until", "2")  # fmt: skip
+    run = submit(
+        grid,
+        "fake",
+        "--partition",
+        "rt_F",
+        "--nodes",
+        "2",
+        "--processes-per-node",
+        "2",
+        "--time",
+        "40s",
+        "--grace-period",
+        "25s",
+        "--",
+        "--until",
+        "2",
+    )
     row = grid.wait(run)["1-fake"]
     assert (row["state"], row["resubmitted"]) == ("done", 1), grid.log(run)
     assert [grid.wait_for_start(2, rank)["NODE_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
@@ -62,7 +78,21 @@ def test_two_hosts_are_signalled_before_the_walltime_and_requeued(grid: Submitte
 
 @pytest.mark.guard
 def test_array_job_for_each_seed_and_a_dependent_job(grid: Submitter) -> None:
-    run = submit(grid, "--gpus-per-node", "1", "--seeds", "5,70", "--", "fake", "--folder", "run-{seed}", "+", "look", "--folder", "last")  # fmt: skip
+    run = submit(
+        grid,
+        "--gpus-per-node",
+        "1",
+        "--seeds",
+        "5,70",
+        "--",
+        "fake",
+        "--folder",
+        "run-{seed}",
+        "+",
+        "look",
+        "--folder",
+        "last",
+    )
     rows = grid.wait(run)
     assert {job: row["state"] for job, row in rows.items()} == {
         "1-fake.1": "done",
@@ -75,7 +105,23 @@ def test_array_job_for_each_seed_and_a_dependent_job(grid: Submitter) -> None:
 
 
 def test_failing_rank_is_named_and_dependents_are_not_started(grid: Submitter) -> None:
-    run = submit(grid, "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "fake", "--fail-rank", "1", "+", "look", "--folder", "last")  # fmt: skip
+    run = submit(
+        grid,
+        "--partition",
+        "rt_F",
+        "--nodes",
+        "2",
+        "--processes-per-node",
+        "1",
+        "--",
+        "fake",
+        "--fail-rank",
+        "1",
+        "+",
+        "look",
+        "--folder",
+        "last",
+    )
     rows = grid.wait(run)
     assert (rows["1-fake"]["state"], rows["1-fake"]["exit_code"], rows["2-look"]["state"]) == ("failed", 3, "failed")
     assert "error: rank 1 on ge" in grid.log(run)
@@ -125,7 +171,21 @@ def test_arguments_and_folders_with_special_characters(grid: Submitter, workspac
     folder.mkdir()
     give(folder, USER)
     there = replace(grid, folder=folder)
-    run = there.submit("--site", "../lab.yaml", "--force", "fake", "--partition", "rt_F", "--nodes", "2", "--processes-per-node", "1", "--", "--set", HOSTILE)  # fmt: skip
+    run = there.submit(
+        "--site",
+        "../lab.yaml",
+        "--force",
+        "fake",
+        "--partition",
+        "rt_F",
+        "--nodes",
+        "2",
+        "--processes-per-node",
+        "1",
+        "--",
+        "--set",
+        HOSTILE,
+    )
     row = there.wait(run)["1-fake"]
     assert row["state"] == "done", there.log(run)
     assert there.wait_for_start(1)["argv"] == ["--set", HOSTILE]

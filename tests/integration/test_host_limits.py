@@ -171,8 +171,11 @@ def test_concurrent_builds_of_recipes_with_packages(engine: Engine, workspace: W
         (folder / "images").mkdir(parents=True)
         (cache_of(store, engine) / name).unlink(missing_ok=True)
         recipe = RecipeFolder(folder)
-        recipe.layer(f"packages-{name}", "base",
-                     f"apt-get update; {meet.format(name, other)}; apt-get install -y --no-install-recommends ed less")  # fmt: skip
+        recipe.layer(
+            f"packages-{name}",
+            "base",
+            f"apt-get update; {meet.format(name, other)}; apt-get install -y --no-install-recommends ed less",
+        )
         recipe.top(f"packages-{name}", "ed --version")
         out = workspace.folder("out", engine.user)
         both.append(cli.start("--store", store, "image", folder, "--engine", engine.name, "--format", "sif", cwd=out))
@@ -193,8 +196,12 @@ def one_package(name: str) -> str:
 
 @pytest.fixture
 def with_lock(recipe_folder: RecipeFolder, new_store: NewStore) -> tuple[RecipeFolder, Path]:
-    recipe_folder.layer("locked", "python", "/opt/venv/bin/python /opt/ekiben/install.py /opt/own.lock",
-                     "\n%files\n    images/own.lock /opt/own.lock\n")  # fmt: skip
+    recipe_folder.layer(
+        "locked",
+        "python",
+        "/opt/venv/bin/python /opt/ekiben/install.py /opt/own.lock",
+        "\n%files\n    images/own.lock /opt/own.lock\n",
+    )
     recipe_folder.top("locked")
     (recipe_folder.path / "images/own.lock").write_text(one_package("idna"))
     return recipe_folder, new_store(ME, "base", "python")
@@ -285,8 +292,21 @@ def test_missing_fuse(cli: Cli, workspace: Workspace, recipe_folder: RecipeFolde
 def test_no_user_namespaces(cli: Cli, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore) -> None:
     """The limit holds in a user namespace made for it, and below."""
     forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
-    prefix = [*AS_USER, "unshare", "--user", "--map-current-user", "--keep-caps", "sh", "-c", forbid, "sh",
-              "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
+    prefix = [
+        *AS_USER,
+        "unshare",
+        "--user",
+        "--map-current-user",
+        "--keep-caps",
+        "sh",
+        "-c",
+        forbid,
+        "sh",
+        "env",
+        f"HOME=/home/{USER}",
+        f"USER={USER}",
+        f"LOGNAME={USER}",
+    ]
     argv = build_words(new_store(USER, "base"), recipe_folder, "apptainer")
     done = cli.run(*argv, cwd=workspace.folder("out", USER), prefix=prefix, code=4)
     assert "user namespaces are switched off" in done.stderr

@@ -93,7 +93,8 @@ def test_hanging_process_ends_the_job_and_is_named_with_its_position(job: Job) -
     assert code == 1
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert errors == [
-        "error: rank 1 on localhost: no progress for 1 s at step 56 (reading its data), and the others wait (setting hang_minutes)"
+        "error: rank 1 on localhost: no progress for 1 s at step 56 (reading its data), and the others wait (setting"
+        " hang_minutes)"
     ]
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
 
@@ -101,7 +102,10 @@ def test_hanging_process_ends_the_job_and_is_named_with_its_position(job: Job) -
 @pytest.mark.parametrize("hanging", [0, 1, 2, 3])
 def test_hanging_process_of_any_node_is_named(hanging: int, job: Job) -> None:
     """The one that hangs was the slowest before, too: the others have waited for longer than it hangs."""
-    late = f"time.sleep(2 * (rank == {hanging})); beat(1.5, 7, 3 * (rank != {hanging}), f'at step 7, {{rank}}'); time.sleep(600)"
+    late = (
+        f"time.sleep(2 * (rank == {hanging})); beat(1.5, 7, 3 * (rank != {hanging}), f'at step 7, {{rank}}');"
+        " time.sleep(600)"
+    )
     for node in (1, 0):
         job.start(BEAT + f"beat(9, 7, 0, 'at step 7, {{rank}}'); {late}", "--patience", "4", node=node, processes=2)
     for code, stderr in job.end():
@@ -138,7 +142,10 @@ def test_hanging_process_is_named_where_positions_differ(hanging: int, job: Job)
     [
         "beat(60, 1, 2, 'compiling'); time.sleep(4)",  # longer than the others' limit, as it reports
         "[(beat(1, step, 2, 'step'), time.sleep(0.2)) for step in range(20)]",
-        "pathlib.Path(os.environ['EKIBEN_FAILURE_DIR'], f'beat-{rank}').write_text('{\"limit\": 1, \"at\"'); time.sleep(4)",
+        (
+            "pathlib.Path(os.environ['EKIBEN_FAILURE_DIR'], f'beat-{rank}').write_text('{\"limit\": 1, \"at\"');"
+            " time.sleep(4)"
+        ),
         "time.sleep(4)",  # another task, which reports nothing
     ],
 )
@@ -295,8 +302,12 @@ def two_hosts() -> Iterator[Callable[[str, Sequence[str]], list[str]]]:
     """Words that start a program on one of two hosts with two networks between them: network namespaces."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
-    keeper = subprocess.Popen(["unshare", "--mount", "--net", "sh", "-c", TWO_HOSTS, "sh", "sh", "-c", "echo made; read stop"],
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+    keeper = subprocess.Popen(
+        ["unshare", "--mount", "--net", "sh", "-c", TWO_HOSTS, "sh", "sh", "-c", "echo made; read stop"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     with keeper:
         assert keeper.stdin and keeper.stdout
         assert keeper.stdout.readline() == "made\n"
@@ -311,11 +322,30 @@ def two_hosts() -> Iterator[Callable[[str, Sequence[str]], list[str]]]:
 def test_network_interface_follows_the_routes(
     names: str, interfaces: list[str], two_hosts: Callable[[str, Sequence[str]], list[str]], job: Job
 ) -> None:
-    show = 'import os; print(os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"], os.environ["MASTER_ADDR"])'
+    show = (
+        'import os; print(os.environ["NCCL_SOCKET_IFNAME"], os.environ["GLOO_SOCKET_IFNAME"],'
+        ' os.environ["MASTER_ADDR"])'
+    )
     started = []
     for node, host in enumerate("ab"):
-        argv = [sys.executable, str(LAUNCHER), "--node", str(node), "--nodes", names, "--port", "29400", "--key", str(job.folder / "key"),
-                 "--start-patience", "30", "--", sys.executable, "-c", show]  # fmt: skip
+        argv = [
+            sys.executable,
+            str(LAUNCHER),
+            "--node",
+            str(node),
+            "--nodes",
+            names,
+            "--port",
+            "29400",
+            "--key",
+            str(job.folder / "key"),
+            "--start-patience",
+            "30",
+            "--",
+            sys.executable,
+            "-c",
+            show,
+        ]
         started.append(subprocess.Popen(two_hosts(host, argv), cwd=job.folder, stdout=subprocess.PIPE, text=True))
     addresses = [process.communicate(timeout=60)[0].split() for process in started]
     address = names.partition(",")[0]

@@ -128,7 +128,8 @@ def test_what_fuse_overlayfs_and_squashfuse_mix_up_is_built_right_or_refused(
 
 # The cases of Apptainer's manual ("Definition Files"), in words of our user_id. Both build on the same base.sif.
 CORPUS = {
-    "sections": """Bootstrap: localimage
+    "sections": (
+        """Bootstrap: localimage
 From: base.sif
 
 %arguments
@@ -170,8 +171,10 @@ END
 
 %help
     A container that shows what each section does.
-""",
-    "stages": """Bootstrap: localimage
+"""
+    ),
+    "stages": (
+        """Bootstrap: localimage
 From: base.sif
 Stage: devel
 
@@ -187,7 +190,8 @@ Stage: final
 
 %post
     /usr/local/bin/tool >/opt/said
-""",
+"""
+    ),
 }
 # Why a path may differ between our image and Apptainer's.
 DIFFERENCES = {
@@ -213,8 +217,17 @@ def test_apptainer_builds_the_same_tree_of_a_definition_file(
     (folder / "images" / f"{name}.def").write_text(CORPUS[name])
     (folder / f"{name}.def").write_text(CORPUS[name])
     recipe_folder.top(name)
-    layers = cli.image(store, folder, "--engine", "apptainer", "--no-verify", "--format", "sif", "--squash",
-                       cwd=workspace.folder("out"))["layers"]  # fmt: skip
+    layers = cli.image(
+        store,
+        folder,
+        "--engine",
+        "apptainer",
+        "--no-verify",
+        "--format",
+        "sif",
+        "--squash",
+        cwd=workspace.folder("out"),
+    )["layers"]
     bottom = next(layer for layer in layers if layer["name"] == "base")
     shutil.copy(store / "blobs/sha256" / bottom["digest"][7:], folder / "base.sif")
     sandbox = (
@@ -227,8 +240,11 @@ def test_apptainer_builds_the_same_tree_of_a_definition_file(
     assert built.returncode == 0, built.stderr
     ours = read_image(store, [layer for layer in layers if layer["name"] != recipe_folder.path.name])
     theirs = dict(read_folder(sandbox))
-    differing = {path: (ours.get(path), theirs.get(path)) for path in ours.keys() | theirs.keys()
-                 if not is_known(path) and not is_same(ours.get(path), theirs.get(path))}  # fmt: skip
+    differing = {
+        path: (ours.get(path), theirs.get(path))
+        for path in ours.keys() | theirs.keys()
+        if not is_known(path) and not is_same(ours.get(path), theirs.get(path))
+    }
     assert not differing
     assert (
         not [pattern for pattern in DIFFERENCES if not any(fnmatchcase(path, pattern) for path in theirs)]

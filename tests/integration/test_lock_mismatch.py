@@ -39,7 +39,10 @@ class Archive:
         stanzas = []
         for version in versions:
             tree = self.folder / f"tree-{version}"
-            control = f"Package: ekiben-tool\nVersion: {version}\nArchitecture: all\nMaintainer: nobody <nobody@localhost>\nDescription: x\n"
+            control = (
+                f"Package: ekiben-tool\nVersion: {version}\nArchitecture: all\nMaintainer: nobody"
+                " <nobody@localhost>\nDescription: x\n"
+            )
             (tree / "DEBIAN").mkdir(parents=True, exist_ok=True)
             (tree / "DEBIAN/control").write_text(control)
             (tree / "opt").mkdir(exist_ok=True)

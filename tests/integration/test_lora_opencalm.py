@@ -57,8 +57,12 @@ def test_second_build_builds_nothing(built: BuiltImage, workspace: Workspace) ->
     assert took < 10  # a shared and busy machine; bench/ measures it
     rows = json.loads(built.cli(workspace).run("--store", built.store, "plan", "lora-opencalm", "--json").stdout)
     assert [(row["layer"], row["stored"]) for row in rows] == [
-        ("base", True), ("python", True), ("pytorch", True), ("huggingface", True), ("lora-opencalm", True),
-    ]  # fmt: skip
+        ("base", True),
+        ("python", True),
+        ("pytorch", True),
+        ("huggingface", True),
+        ("lora-opencalm", True),
+    ]
 
 
 def test_list_and_inspect(built: BuiltImage, workspace: Workspace) -> None:
@@ -200,8 +204,26 @@ def test_two_slurm_nodes_train_like_one_process(built: BuiltImage, workspace: Wo
     for setting in ("model=base", "max_steps=6", "batch_size=8", "device=cpu", "lora.dropout=0"):
         argv += ["--set", setting]
     run_as(USER, *inside, built.sif, "train", *argv, "--output", "one", cwd=out)
-    user_cli.run("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--sif", built.sif, "--nodes", "2", "--time", "10m", "--wait",
-                 "--", *argv, "--output", "two", cwd=out, env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+    user_cli.run(
+        "submit",
+        "lora-opencalm",
+        "train",
+        "--scheduler",
+        "slurm",
+        "--sif",
+        built.sif,
+        "--nodes",
+        "2",
+        "--time",
+        "10m",
+        "--wait",
+        "--",
+        *argv,
+        "--output",
+        "two",
+        cwd=out,
+        env={"OMP_NUM_THREADS": "1"},
+    )
     (log,) = out.glob("ekiben-runs/*/1-train.log")
     assert "on c1,c2" in log.read_text()
     runs = [json.loads((out / name / "run.json").read_text()) for name in ("one", "two")]

@@ -48,10 +48,14 @@ def test_default_module_is_the_current_version(lab: Lab, modules: ModuleSystem) 
     second = lab.put_next(version="10")
     third = lab.put_next(version="11", current=False)
     for name, done in {
-        "ekiben/own": second, "ekiben/own/current": second, "ekiben/own/stable": first,
-        "ekiben/own/9": first, "ekiben/own/10": second, "ekiben/own/11": third,
+        "ekiben/own": second,
+        "ekiben/own/current": second,
+        "ekiben/own/stable": first,
+        "ekiben/own/9": first,
+        "ekiben/own/10": second,
+        "ekiben/own/11": third,
         **{f"ekiben/own/{version(done)}": done for done in (first, second, third)},
-    }.items():  # fmt: skip
+    }.items():
         assert loaded(modules, lab.folder, name) == done.sif.name, name
     # A link that is moved by hand is followed as well.
     current = first.sif.with_name("current")

@@ -59,8 +59,14 @@ def here(workspace: Workspace) -> Path:
 
 
 def run(modules: ModuleSystem, lab: Path, script: str, here: Path, **env: str) -> str:
-    done = modules.run(lab / "modulefiles", f"module load ekiben/hello\n{script}", home=Path(home_of(COLLEAGUE)), cwd=here,
-                       prefix=login(COLLEAGUE), env=env)  # fmt: skip
+    done = modules.run(
+        lab / "modulefiles",
+        f"module load ekiben/hello\n{script}",
+        home=Path(home_of(COLLEAGUE)),
+        cwd=here,
+        prefix=login(COLLEAGUE),
+        env=env,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -88,29 +94,64 @@ def seen(argv: list[str], here: Path, environment: dict[str, str]) -> dict[str, 
 
 
 CASES: dict[str, tuple[list[str], dict[str, str]]] = {
-    "what a job has": ([], {
-        "HF_TOKEN": "hf_secret $(x) `y` \"z\"", "NCCL_DEBUG": "INFO", "SLURM_PROCID": "0", "https_proxy": "http://proxy:1",
-        "MASTER_ADDR": "127.0.0.1", "LD_LIBRARY_PATH": "/apps/lib", "PYTHONPATH": "/apps/python", "CUDA_HOME": "/apps/cuda", "MY_OWN": "1",
-        "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/lib", "APPTAINERENV_PYTHONPATH": "/apps", "OMP_NUM_THREADS": "2\nHF_FALSE=1",
-        "APPTAINERENV_NCCL_DEBUG": "WARN", "NCCL_x;echo": "odd",
-    }),
-    "caches and local disk": ([], {
-        "HF_HOME": "{top}/models/hf", "EKIBEN_CACHE": "{top}/models/new/cache", "TMPDIR": "{top}/out", "PBS_LOCALDIR": "/nowhere",
-        "SSL_CERT_FILE": str(CA_BUNDLE), "TRITON_CACHE_DIR": "{top}/models/hf",
-    }),
-    "what arguments name": ([
-        "--data=../data/talk.jsonl", "--output", "{top}/models/../out/run/1", "--set=model={top}/more data", "--config", "/opt/ekiben/recipe/x",
-        "https://hub/x", "--lr=1e-4", "/nowhere/at/all", "*", "/etc/hosts", "--empty=",
-    ], {}),
+    "what a job has": (
+        [],
+        {
+            "HF_TOKEN": 'hf_secret $(x) `y` "z"',
+            "NCCL_DEBUG": "INFO",
+            "SLURM_PROCID": "0",
+            "https_proxy": "http://proxy:1",
+            "MASTER_ADDR": "127.0.0.1",
+            "LD_LIBRARY_PATH": "/apps/lib",
+            "PYTHONPATH": "/apps/python",
+            "CUDA_HOME": "/apps/cuda",
+            "MY_OWN": "1",
+            "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/lib",
+            "APPTAINERENV_PYTHONPATH": "/apps",
+            "OMP_NUM_THREADS": "2\nHF_FALSE=1",
+            "APPTAINERENV_NCCL_DEBUG": "WARN",
+            "NCCL_x;echo": "odd",
+        },
+    ),
+    "caches and local disk": (
+        [],
+        {
+            "HF_HOME": "{top}/models/hf",
+            "EKIBEN_CACHE": "{top}/models/new/cache",
+            "TMPDIR": "{top}/out",
+            "PBS_LOCALDIR": "/nowhere",
+            "SSL_CERT_FILE": str(CA_BUNDLE),
+            "TRITON_CACHE_DIR": "{top}/models/hf",
+        },
+    ),
+    "what arguments name": (
+        [
+            "--data=../data/talk.jsonl",
+            "--output",
+            "{top}/models/../out/run/1",
+            "--set=model={top}/more data",
+            "--config",
+            "/opt/ekiben/recipe/x",
+            "https://hub/x",
+            "--lr=1e-4",
+            "/nowhere/at/all",
+            "*",
+            "/etc/hosts",
+            "--empty=",
+        ],
+        {},
+    ),
     "a folder above": (["--data=.."], {"HF_HOME": "{top}/models"}),
-}  # fmt: skip
+}
 
 
 # Of each, something that is there: two who see nothing see the same, too.
 SEEN = {
-    "what a job has": {"environment": "NCCL_DEBUG"}, "caches and local disk": {"mounts": "{top}/models/new/cache"},
-    "what arguments name": {"mounts": "{top}/more\\040data"}, "a folder above": {"mounts": "{top}"},
-}  # fmt: skip
+    "what a job has": {"environment": "NCCL_DEBUG"},
+    "caches and local disk": {"mounts": "{top}/models/new/cache"},
+    "what arguments name": {"mounts": "{top}/more\\040data"},
+    "a folder above": {"mounts": "{top}"},
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,8 +160,14 @@ def test_module_has_the_environment_of_run(case: str, lab: Path, here: Path, mon
     argv, extra = CASES[case]
     top = here.parent
     argv = ["python3", "-c", LOOK, *(word.replace("{top}", str(top)) for word in argv)]
-    environment = {"PATH": "/usr/bin:/bin", "TERM": "dumb", "USER": COLLEAGUE, "HOME": home_of(COLLEAGUE), "LOGNAME": COLLEAGUE,
-                   **{name: value.replace("{top}", str(top)) for name, value in extra.items()}}  # fmt: skip
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "TERM": "dumb",
+        "USER": COLLEAGUE,
+        "HOME": home_of(COLLEAGUE),
+        "LOGNAME": COLLEAGUE,
+        **{name: value.replace("{top}", str(top)) for name, value in extra.items()},
+    }
     (sif,) = (lab / "images/hello").glob("hello-1-*.sif")
     by_module = seen([str(sif.with_suffix(".bin") / "ekiben-hello"), *argv], here, environment)
     made = {name: Path(environment[name]) for name in ("HF_HOME", "EKIBEN_CACHE") if name in environment}
@@ -142,8 +189,14 @@ def test_module_passes_gpus_where_a_driver_exists(lab: Path, here: Path, tmp_pat
 
     def started(**extra: str) -> str:
         command = ["sh", "-x", str(sif.with_suffix(".bin") / "ekiben-hello"), "true"]
-        done = subprocess.run([*login(COLLEAGUE), *command], cwd=here, env={"PATH": "/usr/bin:/bin", "HOME": "/", **extra},
-                              capture_output=True, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [*login(COLLEAGUE), *command],
+            cwd=here,
+            env={"PATH": "/usr/bin:/bin", "HOME": "/", **extra},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         (line,) = [line for line in done.stderr.splitlines() if line.startswith("+ exec ")]
         return line
 

@@ -124,9 +124,24 @@ def test_notebook_runs_cells_in_the_images_python_and_leaves_nothing(
         kernel = server.get("/api/kernels", token=server.token, post={"name": "python3"})
         assert isinstance(kernel, dict)
         done = subprocess.run(
-            ["apptainer", "exec", "--cleanenv", sif, "/opt/notebook/bin/python", "-c", RUN_CELL, server.url, server.token, kernel["id"], CELL],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            [
+                "apptainer",
+                "exec",
+                "--cleanenv",
+                sif,
+                "/opt/notebook/bin/python",
+                "-c",
+                RUN_CELL,
+                server.url,
+                server.token,
+                kernel["id"],
+                CELL,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         # Kernels have sockets of files: what they print is nobody else's to read.
         expected = (
             f"/opt/venv {here} /opt/ekiben/recipe/entrypoints/hello.py /opt/notebook/lib/python3.11/site-packages ipc\n"

@@ -49,12 +49,30 @@ def test_two_nodes_are_signalled_before_the_walltime_and_requeued(pbs: Submitter
 
 
 def test_array_jobs_are_requeued_alone_and_dependents_wait(pbs: Submitter) -> None:
-    run = pbs.submit("--seeds", "5,70", "--time", "30s", "--grace-period", "15s", "--", "fake", "--folder", "run-{seed}", "--until", "2",
-                     "+", "look", "--folder", "last")  # fmt: skip
+    run = pbs.submit(
+        "--seeds",
+        "5,70",
+        "--time",
+        "30s",
+        "--grace-period",
+        "15s",
+        "--",
+        "fake",
+        "--folder",
+        "run-{seed}",
+        "--until",
+        "2",
+        "+",
+        "look",
+        "--folder",
+        "last",
+    )
     rows = pbs.wait(run)
     assert {job: (row["state"], row["resubmitted"]) for job, row in rows.items()} == {
-        "1-fake.1": ("done", 1), "1-fake.2": ("done", 1), "2-look": ("done", 0),
-    }  # fmt: skip
+        "1-fake.1": ("done", 1),
+        "1-fake.2": ("done", 1),
+        "2-look": ("done", 0),
+    }
     ends = [(pbs.folder / name).stat().st_mtime for name in ("run-5/start-2-0", "run-70/start-2-0", "last/start-1-0")]
     assert ends[2] == max(ends)
 

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.covers("ekiben/resolve", "ekiben/artifacts", "ekiben/sp
 REGISTRY = "127.0.0.1:5000"
 # %files of a layer comes after the %post of the one below, and goes into its folders.
 LAYERS = {
-    "lower": r"""
+    "lower": (
+        r"""
 %files
     "files/a name" "/opt/a copy"
     files/data.txt /opt/data.txt
@@ -36,8 +37,10 @@ LAYERS = {
     mkfifo -m 600 /opt/pipe; ln /opt/pipe /opt/pipe-too; printf 'x' >/opt/first; ln /opt/first /opt/second
     rm -r /usr/share/doc; rm /etc/issue
     useradd --no-create-home --uid 444 porter; printf 'x' >/opt/owned; chown porter:12 /opt/owned; chmod 4750 /opt/owned
-""",
-    "upper": r"""
+"""
+    ),
+    "upper": (
+        r"""
 %environment
     export GREETING="it's"
 
@@ -56,7 +59,8 @@ LAYERS = {
     printf '%s %s\n' "$GREETING" "$(cat /opt/data.txt)" >>/opt/said
     rm -r /opt/gone; mkdir /opt/gone; printf 'new\n' >/opt/gone/new
     rm "/opt/a copy"; ln -s 'sp ace' "/opt/a copy"
-""",
+"""
+    ),
 }
 FILES = ("data.txt", "a name", "it's", "tree/one.md", "tree/two words.md", "tree/deep/x.txt")
 
@@ -116,8 +120,9 @@ def test_apptainer_builds_the_rendered_definition(stacked: Stacked, workspace: W
     give(file.parent, USER)
     tree = workspace.folder("sandbox", USER) / "tree"
     argv = ["apptainer", "build", "--fakeroot", "--no-https", "--sandbox", tree, file.name]
-    done = subprocess.run(argv, cwd=file.parent, env=Cli(workspace, USER).settings(), capture_output=True, text=True,
-                          **as_user(USER))  # fmt: skip
+    done = subprocess.run(
+        argv, cwd=file.parent, env=Cli(workspace, USER).settings(), capture_output=True, text=True, **as_user(USER)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     theirs, ours = dict(read_folder(tree)), read_image(stacked.store, stacked.layers)
     assert differing(without_owners(ours), without_owners(theirs)) == {}
@@ -132,8 +137,11 @@ def without_owners(seen: Seen) -> Seen:
 
 def differing(ours: Seen, theirs: Seen) -> dict[str, tuple[object, object]]:
     assert len(ours) > 2000
-    return {path: (ours.get(path), theirs.get(path)) for path in ours.keys() | theirs.keys()
-            if not is_known(path) and ours.get(path) != theirs.get(path)}  # fmt: skip
+    return {
+        path: (ours.get(path), theirs.get(path))
+        for path in ours.keys() | theirs.keys()
+        if not is_known(path) and ours.get(path) != theirs.get(path)
+    }
 
 
 def test_docker_builds_the_rendered_dockerfile(stacked: Stacked, workspace: Workspace, cli: Cli) -> None:

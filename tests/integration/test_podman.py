@@ -29,8 +29,9 @@ devices:
 
 
 def asked(cli: Cli, *args: str) -> list[str]:
-    done = subprocess.run(["podman", *args], cwd="/", env=cli.settings(), capture_output=True, text=True, check=True,
-                          **as_user(cli.user))  # fmt: skip
+    done = subprocess.run(
+        ["podman", *args], cwd="/", env=cli.settings(), capture_output=True, text=True, check=True, **as_user(cli.user)
+    )
     return done.stdout.split()
 
 
@@ -45,8 +46,14 @@ def someone(request: pytest.FixtureRequest, workspace: Workspace) -> Iterator[Cl
     yield cli
     assert containers(cli) == []
     for image in asked(cli, "images", "--quiet", "--filter", "reference=localhost/ekiben/*"):
-        subprocess.run(["podman", "rmi", "--force", image], cwd="/", env=cli.settings(), capture_output=True, check=False,
-                       **as_user(cli.user))  # fmt: skip
+        subprocess.run(
+            ["podman", "rmi", "--force", image],
+            cwd="/",
+            env=cli.settings(),
+            capture_output=True,
+            check=False,
+            **as_user(cli.user),
+        )
 
 
 @pytest.mark.guard
@@ -88,8 +95,15 @@ def test_task_writes_as_this_user_and_gpus_come_by_cdi(someone: Cli, new_store: 
             " 'echo gpu $SEEN_BY_CDI; touch ' + sys.argv[2] + '/made']; os.execvp(words[0], words)"
         )
         python = someone.argv()[0]
-        done = subprocess.run([python, "-c", script, str(workspace.checkout), str(here)], cwd=here, env=someone.settings(), capture_output=True,
-                              text=True, check=False, **as_user(someone.user))  # fmt: skip
+        done = subprocess.run(
+            [python, "-c", script, str(workspace.checkout), str(here)],
+            cwd=here,
+            env=someone.settings(),
+            capture_output=True,
+            text=True,
+            check=False,
+            **as_user(someone.user),
+        )
     finally:
         spec.unlink()
     assert (done.returncode, done.stdout) == (0, "gpu yes\n"), done.stderr
@@ -107,8 +121,19 @@ def test_failed_script_leaves_no_container(someone: Cli, recipe_folder: RecipeFo
     recipe_folder.layer("broken", "base", "echo here\nexit 7")
     recipe_folder.top("broken")
     store = new_store(someone.user, "base")
-    done = someone.run("--store", store, "image", recipe_folder.path, "--engine", "podman", "--format", "oci", "--no-verify", code=5,
-                       cwd=Path("/tmp"))  # fmt: skip
+    done = someone.run(
+        "--store",
+        store,
+        "image",
+        recipe_folder.path,
+        "--engine",
+        "podman",
+        "--format",
+        "oci",
+        "--no-verify",
+        code=5,
+        cwd=Path("/tmp"),
+    )
     assert "exit code 7" in done.stderr
     assert containers(someone) == []
     assert not list((store / "staging").iterdir())

@@ -27,8 +27,13 @@ def printed(recipe_folder: RecipeFolder, cli: Cli, new_store: NewStore) -> Itera
     entrypoints = recipe_folder.path / "entrypoints"
     entrypoints.mkdir()
     (entrypoints / "write.py").write_text("import os\nopen('result.txt', 'w').write(f'{os.getcwd()}\\n')\n")
-    about = {"name": "writes", "description": "a test", "stack": "cu130", "layer": "python",
-             "tasks": {"write": {"entrypoint": "write.py", "help": "write result.txt"}}}  # fmt: skip
+    about = {
+        "name": "writes",
+        "description": "a test",
+        "stack": "cu130",
+        "layer": "python",
+        "tasks": {"write": {"entrypoint": "write.py", "help": "write result.txt"}},
+    }
     (recipe_folder.path / "recipe.yaml").write_text(json.dumps(about))
     store = new_store(ME, "base", "python")
     made = cli.image(store, recipe_folder.path, "--format", "docker", "--no-verify", cwd=recipe_folder.path)
@@ -43,8 +48,15 @@ def test_a_task_s_file_stays_and_is_the_caller_s(printed: str, user: str, worksp
     folder = workspace.folder("a folder", user)
     identity = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": [SOCKET.stat().st_gid]}
     environment = {"PATH": os.environ["PATH"], "HOME": home_of(user)}
-    done = subprocess.run(["sh", "-c", printed], cwd=folder, env=environment, capture_output=True, text=True, check=False,
-                          **({} if user == ME else identity))  # type: ignore[arg-type]  # fmt: skip
+    done = subprocess.run(
+        ["sh", "-c", printed],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        **({} if user == ME else identity),
+    )  # type: ignore[arg-type]
     assert done.returncode == 0, f"{printed}\n{done.stderr}"
     made = folder / "result.txt"
     assert made.read_text() == f"{folder}\n"

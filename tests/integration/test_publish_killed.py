@@ -45,8 +45,14 @@ def session_members_at_last(session: int) -> list[str]:
 def start(files_only: SampleRecipe, store_root: Path, shared_dir: Path) -> subprocess.Popen[str]:
     command = ("publish", files_only.path, "--to", shared_dir, "--no-verify")
     argv = [sys.executable, ROOT / "build.py", "--store", store_root, *command]
-    return subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                            env={**os.environ, "EKIBEN_SHARED": ""})  # fmt: skip
+    return subprocess.Popen(
+        argv,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "EKIBEN_SHARED": ""},
+    )
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])

@@ -51,7 +51,10 @@ def test_import_loads_none_of_the_interface_until_it_is_used() -> None:
 
 
 def test_build_is_the_function_whether_the_package_of_its_name_was_imported_or_not() -> None:
-    script = "import ekiben, inspect; print(callable(ekiben.build)); import ekiben.builder.build; print(callable(ekiben.build))"
+    script = (
+        "import ekiben, inspect; print(callable(ekiben.build)); import ekiben.builder.build;"
+        " print(callable(ekiben.build))"
+    )
     assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True) == "True\nTrue\n"
     script = "import ekiben, ekiben.builder.build; ekiben.build('no-such-recipe')"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -61,8 +64,10 @@ def test_build_is_the_function_whether_the_package_of_its_name_was_imported_or_n
 def test_plan_then_build_then_run(new_store: NewStore, tmp_path: Path) -> None:
     store = new_store(ME, "base", "python")
     assert [(layer.name, layer.is_stored) for layer in ekiben.plan("hello", store=store)] == [
-        ("base", True), ("python", True), ("hello", False),
-    ]  # fmt: skip
+        ("base", True),
+        ("python", True),
+        ("hello", False),
+    ]
     made = ekiben.build("hello", output=tmp_path / "here.sif", store=store, engine="apptainer")
     assert made.path == tmp_path / "here.sif"
     assert all(layer.is_stored for layer in ekiben.plan("hello", store=store))
@@ -150,7 +155,10 @@ def test_files_and_variables_of_the_host_are_as_for_a_job(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/the/host")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    script = "import os; print(os.environ.get('PYTHONPATH'), os.environ['NCCL_DEBUG'], os.environ['MINE']); open('made', 'w')"
+    script = (
+        "import os; print(os.environ.get('PYTHONPATH'), os.environ['NCCL_DEBUG'], os.environ['MINE']); open('made',"
+        " 'w')"
+    )
     assert image.execute(["python", "-c", script], environment={"MINE": "a b"}, check=True).stdout == "None INFO a b\n"
     assert (tmp_path / "made").is_file()
 
@@ -252,8 +260,12 @@ def test_the_hang_of_spython_s_stream_is_real(sif: Path, tmp_path: Path, plain: 
     )
     child = subprocess.Popen(
         [sys.executable, "-I", "-c", script, str(sif), NOISY],
-        cwd=tmp_path, env=plain, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=plain,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     began = time.monotonic()
     try:
         with pytest.raises(subprocess.TimeoutExpired):

@@ -49,12 +49,19 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> str:
     need("skopeo", "curl")
     subprocess.run(["curl", "-sf", f"http://{REGISTRY}/v2/"], check=True)
     folder = tmp_path_factory.mktemp("image")
-    layers = [tar_of(etc=None, etc_keep="1", etc_gone="1", opt=None, opt_old="1"), tar_of(etc_WHgone="", etc_keep="22"),
-              tar_of(opt=None, **{"opt_WH.wh..opq": ""}, opt_new="3")]  # fmt: skip
+    layers = [
+        tar_of(etc=None, etc_keep="1", etc_gone="1", opt=None, opt_old="1"),
+        tar_of(etc_WHgone="", etc_keep="22"),
+        tar_of(opt=None, **{"opt_WH.wh..opq": ""}, opt_new="3"),
+    ]
     media = "application/vnd.oci.image"
     system, architecture = platform().split("/")
-    config = {"os": system, "architecture": architecture, "config": {"Env": ["FROM_BASE=yes"]},
-              "rootfs": {"type": "layers", "diff_ids": ["sha256:" + "0" * 64] * 3}}  # fmt: skip
+    config = {
+        "os": system,
+        "architecture": architecture,
+        "config": {"Env": ["FROM_BASE=yes"]},
+        "rootfs": {"type": "layers", "diff_ids": ["sha256:" + "0" * 64] * 3},
+    }
     manifest = {
         "schemaVersion": 2,
         "mediaType": f"{media}.manifest.v1+json",
@@ -62,11 +69,33 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> str:
         "layers": [{"mediaType": f"{media}.layer.v1.tar+gzip", **blob(folder, layer)} for layer in layers],
     }
     described = blob(folder, json.dumps(manifest).encode())
-    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [
-        {"mediaType": f"{media}.manifest.v1+json", **described, "annotations": {"org.opencontainers.image.ref.name": "v1"}}]}))  # fmt: skip
+    (folder / "index.json").write_text(
+        json.dumps(
+            {
+                "schemaVersion": 2,
+                "manifests": [
+                    {
+                        "mediaType": f"{media}.manifest.v1+json",
+                        **described,
+                        "annotations": {"org.opencontainers.image.ref.name": "v1"},
+                    }
+                ],
+            }
+        )
+    )
     (folder / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
-    subprocess.run(["skopeo", "copy", "--quiet", "--preserve-digests", "--dest-tls-verify=false", f"oci:{folder}:v1",
-                    f"docker://{REGISTRY}/ekiben-test/tiny:v1"], check=True)  # fmt: skip
+    subprocess.run(
+        [
+            "skopeo",
+            "copy",
+            "--quiet",
+            "--preserve-digests",
+            "--dest-tls-verify=false",
+            f"oci:{folder}:v1",
+            f"docker://{REGISTRY}/ekiben-test/tiny:v1",
+        ],
+        check=True,
+    )
     return str(described["digest"])
 
 

@@ -44,10 +44,22 @@ def test_blob_and_manifest_round_trip(host: str, tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes() == data
     manifest = json.dumps({"config": {"digest": sent.digest}, "layers": [{"digest": sent.digest}]}).encode()
     assert registry.tag_digest("1") is None
-    digest = registry.put_manifest(json.dumps({
-        "schemaVersion": 2, "mediaType": MEDIA_MANIFEST, "layers": [],
-        "config": {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": sent.digest, "size": sent.size},
-    }).encode(), MEDIA_MANIFEST, "1")  # fmt: skip
+    digest = registry.put_manifest(
+        json.dumps(
+            {
+                "schemaVersion": 2,
+                "mediaType": MEDIA_MANIFEST,
+                "layers": [],
+                "config": {
+                    "mediaType": "application/vnd.oci.image.config.v1+json",
+                    "digest": sent.digest,
+                    "size": sent.size,
+                },
+            }
+        ).encode(),
+        MEDIA_MANIFEST,
+        "1",
+    )
     assert registry.tag_digest("1") == digest
     assert at(host, tag="1").fetch_manifest()[1] == digest
     assert digest != digest_of(manifest)

@@ -46,8 +46,15 @@ def test_docker_pulls_and_runs_the_pushed_image(cli: Cli, hello: Path, plain: st
         subprocess.run(["docker", "image", "rm", "--force", f"{plain}/lab/hello:1"], capture_output=True, check=False)
     # Apptainer unpacks and packs it: the same content in a SIF of its own.
     out = workspace.folder("out")
-    command = ["apptainer", "build", "--no-https", "--mksquashfs-args", "-comp zstd -Xcompression-level 1", out / "own.sif",
-               f"docker://{plain}/lab/hello:1"]  # fmt: skip
+    command = [
+        "apptainer",
+        "build",
+        "--no-https",
+        "--mksquashfs-args",
+        "-comp zstd -Xcompression-level 1",
+        out / "own.sif",
+        f"docker://{plain}/lab/hello:1",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     subprocess.run(["apptainer", "exec", out / "own.sif", "hello"], check=True, capture_output=True)
 

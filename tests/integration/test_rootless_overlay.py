@@ -73,14 +73,22 @@ def test_buildah_with_fuse_overlayfs_refuses_what_that_mixes_up(
     recipe_folder.top("changed")
     out = workspace.folder("out", USER)
     (out / "storage.conf").write_text(
-        f'[storage]\ndriver = "overlay"\nrunroot = "{out}/run"\ngraphroot = "{out}/root"\nrootless_storage_path = "{out}/images"\n'
-        f'[storage.options.overlay]\nmount_program = "{program}"\n'
+        f'[storage]\ndriver = "overlay"\nrunroot = "{out}/run"\ngraphroot = "{out}/root"\nrootless_storage_path ='
+        f' "{out}/images"\n[storage.options.overlay]\nmount_program = "{program}"\n'
     )
     store = new_store(USER, "base")
     done = Cli(workspace, USER).run(
-        "--store", store, "image", recipe_folder.path, "--engine", "buildah", "--no-verify",
-        cwd=out, env={"CONTAINERS_STORAGE_CONF": str(out / "storage.conf")}, code=5,
-    )  # fmt: skip
+        "--store",
+        store,
+        "image",
+        recipe_folder.path,
+        "--engine",
+        "buildah",
+        "--no-verify",
+        cwd=out,
+        env={"CONTAINERS_STORAGE_CONF": str(out / "storage.conf")},
+        code=5,
+    )
     assert "engine buildah: asked for; it uses fuse-overlayfs" in done.stderr
     assert message in done.stderr
     assert stat.S_ISDIR((out / "images").stat().st_mode)  # and not the user's own storage

@@ -44,10 +44,19 @@ print(json.dumps({"environment": dict(os.environ), "cwd": os.getcwd(), "data": d
 """
 SECRET = "hf_" + "s3cr3t" * 5
 ENVIRONMENT = {
-    "HF_TOKEN": SECRET, "NCCL_DEBUG": "INFO", "SLURM_PROCID": "0", "https_proxy": "http://127.0.0.1:9", "MASTER_ADDR": "127.0.0.1",
-    "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64", "PYTHONPATH": "/apps/python/lib", "CUDA_HOME": "/apps/cuda",
-    "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/hpcx/lib", "APPTAINERENV_PYTHONPATH": "/apps/more", "MY_OWN": "1", "SSL_CERT_FILE": str(CA_BUNDLE),
-}  # fmt: skip
+    "HF_TOKEN": SECRET,
+    "NCCL_DEBUG": "INFO",
+    "SLURM_PROCID": "0",
+    "https_proxy": "http://127.0.0.1:9",
+    "MASTER_ADDR": "127.0.0.1",
+    "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64",
+    "PYTHONPATH": "/apps/python/lib",
+    "CUDA_HOME": "/apps/cuda",
+    "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/hpcx/lib",
+    "APPTAINERENV_PYTHONPATH": "/apps/more",
+    "MY_OWN": "1",
+    "SSL_CERT_FILE": str(CA_BUNDLE),
+}
 
 
 @dataclass(frozen=True)
@@ -63,10 +72,17 @@ def looker(workspace: Workspace, cli: Cli, hello: Path) -> Iterator[Looker]:
     recipe = workspace.folder("looker") / "look"
     (recipe / "entrypoints").mkdir(parents=True)
     (recipe / "entrypoints/look.py").write_text(LOOK)
-    (recipe / "recipe.yaml").write_text(json.dumps({
-        "name": "look", "description": "a test", "stack": "cu130", "layer": "python",
-        "tasks": {"look": {"entrypoint": "look.py", "help": "say what is seen"}},
-    }))  # fmt: skip
+    (recipe / "recipe.yaml").write_text(
+        json.dumps(
+            {
+                "name": "look",
+                "description": "a test",
+                "stack": "cu130",
+                "layer": "python",
+                "tasks": {"look": {"entrypoint": "look.py", "help": "say what is seen"}},
+            }
+        )
+    )
     sif = recipe / "look.sif"
     cli.image(hello, recipe, "--format", "sif", "--format", "docker", "--no-verify", cwd=recipe)
     assert sif.is_file()
@@ -237,8 +253,17 @@ def test_shell_reads_commands_and_has_the_tasks(user: str, runtime: str, looker:
     argv = ["--store", looker.store, "shell", looker.recipe, "--cpu"]
     argv += ["--runtime", "docker"] if runtime == "docker" else ["--sif", looker.sif]
     assert cli.run(*argv, "--", "python3", "-c", "print(6 * 7)", cwd=here).stdout == "42\n"
-    done = subprocess.run(cli.argv(*argv), input="pwd; command -v look; exit 3\n", capture_output=True, text=True, cwd=here,
-                          env=cli.settings(), timeout=300, check=False, **as_user(user))  # fmt: skip
+    done = subprocess.run(
+        cli.argv(*argv),
+        input="pwd; command -v look; exit 3\n",
+        capture_output=True,
+        text=True,
+        cwd=here,
+        env=cli.settings(),
+        timeout=300,
+        check=False,
+        **as_user(user),
+    )
     assert (done.returncode, done.stdout) == (3, f"{here}\n/usr/local/bin/look\n"), done.stderr
 
 
@@ -281,8 +306,24 @@ def test_doctor_gets_memory_from_the_task(sif: bool, looker: Looker, workspace: 
 def test_doctor_where_user_namespaces_are_off(workspace: Workspace, cli: Cli) -> None:
     """The limit holds in a user namespace made for it, and below: as on a node whose administrator turned them off."""
     forbid = 'echo 0 >/proc/sys/user/max_user_namespaces && exec setpriv --ambient-caps=-all --inh-caps=-all "$@"'
-    prefix = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--init-groups", "unshare", "--user", "--map-current-user",
-              "--keep-caps", "sh", "-c", forbid, "sh", "env", f"HOME=/home/{USER}", f"USER={USER}", f"LOGNAME={USER}"]  # fmt: skip
+    prefix = [
+        "setpriv",
+        f"--reuid={USER}",
+        f"--regid={USER}",
+        "--init-groups",
+        "unshare",
+        "--user",
+        "--map-current-user",
+        "--keep-caps",
+        "sh",
+        "-c",
+        forbid,
+        "sh",
+        "env",
+        f"HOME=/home/{USER}",
+        f"USER={USER}",
+        f"LOGNAME={USER}",
+    ]
     here = workspace.folder("job", USER)
     argv = ("--store", here / "store", "doctor", "--json")
     [about] = json.loads(cli.run(*argv, cwd=here, prefix=prefix, code=10).stdout)

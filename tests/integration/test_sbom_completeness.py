@@ -41,10 +41,16 @@ def _drift(sbom: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("script", "message"), [
-    ("head -c 3000 /var/lib/dpkg/status >/tmp/status; mv /tmp/status /var/lib/dpkg/status", "dpkg's database is broken"),
-    ("rm /opt/venv/lib/python3.11/site-packages/uv-*.dist-info/METADATA", "a Python package is broken"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            "head -c 3000 /var/lib/dpkg/status >/tmp/status; mv /tmp/status /var/lib/dpkg/status",
+            "dpkg's database is broken",
+        ),
+        ("rm /opt/venv/lib/python3.11/site-packages/uv-*.dist-info/METADATA", "a Python package is broken"),
+    ],
+)
 def test_broken_package_database_is_named(
     script: str, message: str, new_store: NewStore, recipe_folder: RecipeFolder, cli: Cli
 ) -> None:

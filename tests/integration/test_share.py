@@ -29,8 +29,16 @@ COLLEAGUE, LAB = "colleague", "ekiben-lab"  # tests/services.sh makes them
 
 def login(user: str) -> list[str]:
     """As after a new login: with all groups of the user's."""
-    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "env", f"HOME={home_of(user)}", f"USER={user}",
-            f"LOGNAME={user}"]  # fmt: skip
+    return [
+        "setpriv",
+        f"--reuid={user}",
+        f"--regid={user}",
+        "--init-groups",
+        "env",
+        f"HOME={home_of(user)}",
+        f"USER={user}",
+        f"LOGNAME={user}",
+    ]
 
 
 @pytest.fixture
@@ -42,8 +50,15 @@ def lab(workspace: Workspace) -> Path:
     return shared_dir
 
 
-def publish(cli: Cli, store: Path, shared_dir: Path, *args: str | Path, code: int = 0, prefix: list[str] | None = None,
-            recipe: str | Path = "hello") -> subprocess.CompletedProcess[str]:  # fmt: skip
+def publish(
+    cli: Cli,
+    store: Path,
+    shared_dir: Path,
+    *args: str | Path,
+    code: int = 0,
+    prefix: list[str] | None = None,
+    recipe: str | Path = "hello",
+) -> subprocess.CompletedProcess[str]:
     return cli.run("--store", store, "publish", recipe, "--to", shared_dir, *args, code=code, prefix=prefix or [])
 
 
@@ -59,8 +74,13 @@ def test_colleague_runs_the_published_image_without_a_build(
 
     out, mine = workspace.folder("out", USER), workspace.store(USER, "of-a-colleague")
     current = lab / "images/hello/current"
-    ran = subprocess.run([*login(COLLEAGUE), "apptainer", "exec", "--nv", current, "hello"], capture_output=True, text=True,
-                         cwd="/", check=False)  # fmt: skip
+    ran = subprocess.run(
+        [*login(COLLEAGUE), "apptainer", "exec", "--nv", current, "hello"],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        check=False,
+    )
     assert ran.returncode == 0, ran.stderr
     made = user_cli.image(
         mine, "hello", "--format", "sif", "-o", out / "hello.sif", cwd=out, env={"EKIBEN_SHARED": str(lab)}
@@ -143,8 +163,12 @@ def test_full_disk_while_publishing(cli: Cli, hello: Path, small_disk: Path) -> 
     done = publish(cli, hello, shared_dir, code=6)
     assert re.search(rf"no space left in {shared_dir}: No space left on device; [\d.]+ [kMG]?B", done.stderr)
     assert f"prune --in {shared_dir}" in done.stderr
-    assert [path for path in shared_dir.rglob("*") if path.suffix in (".sif", ".json") or path.parent.name == "sha256"
-            if path.name != "index.json"] == []  # fmt: skip
+    assert [
+        path
+        for path in shared_dir.rglob("*")
+        if path.suffix in (".sif", ".json") or path.parent.name == "sha256"
+        if path.name != "index.json"
+    ] == []
     subprocess.run(["mount", "-o", "remount,size=400m", small_disk], check=True)
     publish(cli, hello, shared_dir)
     assert len(read_records(InnerPath.below(shared_dir / "images/hello"))[0]) == 1
@@ -177,9 +201,13 @@ def test_load_of_16_writers_and_64_readers(workspace: Workspace) -> None:
     """Killed at random all the while: nothing lost, nothing damaged, nothing half ever seen."""
     folder = workspace.folder("load")
     done = subprocess.run(
-        [sys.executable, ROOT / "tests/integration/share_load.py", folder, "15"], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, check=False,
-    )  # fmt: skip
+        [sys.executable, ROOT / "tests/integration/share_load.py", folder, "15"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["failed"] == []

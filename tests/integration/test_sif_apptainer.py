@@ -105,8 +105,15 @@ def top_layer() -> Files:
     environment = {"PATH": "/opt/bin:/usr/bin:/bin", "GREETING": "it's $HOME", "LD_LIBRARY_PATH": "/opt/lib"}
     runscript = 'if [ $# -gt 0 ]; then exec "$@"; fi\necho "tasks: $GREETING"\n'
     startscript = 'echo "$GREETING $@" >"$1"\nexec sleep 60\n'
-    return runtime_files(environment, runscript, "test -f /layer/new && echo tests passed", LABELS, DEFFILE,
-                         startscript=startscript, help="The tasks.\n")  # fmt: skip
+    return runtime_files(
+        environment,
+        runscript,
+        "test -f /layer/new && echo tests passed",
+        LABELS,
+        DEFFILE,
+        startscript=startscript,
+        help="The tasks.\n",
+    )
 
 
 def layers_of(workspace: Path, base: Partition, count: int) -> list[Partition]:
@@ -180,9 +187,14 @@ def test_layers_are_stacked_and_whiteouts_apply(image: Path, who: str) -> None:
     again = "6" if who == "root" else "unreadable"  # mode 0600, owned by root
     shown = apptainer(who, "exec", image, "sh", "-c", SHOW).splitlines()
     assert shown == [
-        "layer/new: 2", "layer/gone: -", f"layer/again: {again}", "old/deep: -", "old/back: back", "etc/issue: ours",
+        "layer/new: 2",
+        "layer/gone: -",
+        f"layer/again: {again}",
+        "old/deep: -",
+        "old/back: back",
+        "etc/issue: ours",
         "usr/share/doc/base-files/FAQ: -",
-    ]  # fmt: skip
+    ]
 
 
 def test_exec_run_shell_and_test(image: Path, who: str) -> None:
@@ -227,10 +239,15 @@ def test_users_of_upper_layers(base: Partition, who: str) -> None:
     with base.path.open("rb") as stream:
         reader = SquashfsReader(stream)
         passwd, group = (reader.read_file(f"etc/{name}") for name in ("passwd", "group"))
-    upper = change({
-        "etc/passwd": (0o644, passwd + b"ann:x:4242:4321::/home/ann:/bin/sh\nsshd:x:104:65534::/run/sshd:/usr/sbin/nologin\n"),
-        "etc/group": (0o644, group + b"lab:x:4321:ann\n"),
-    })  # fmt: skip
+    upper = change(
+        {
+            "etc/passwd": (
+                0o644,
+                passwd + b"ann:x:4242:4321::/home/ann:/bin/sh\nsshd:x:104:65534::/run/sshd:/usr/sbin/nologin\n",
+            ),
+            "etc/group": (0o644, group + b"lab:x:4321:ann\n"),
+        }
+    )
     layers = [
         base,
         squashfs(base.path.parent / "users.sqfs", upper),
@@ -245,9 +262,11 @@ def test_users_of_upper_layers(base: Partition, who: str) -> None:
     for options in ([], ["--contain", "--writable-tmpfs"], *([] if who == "root" else [["--fakeroot"]])):
         caller = "root" if options == ["--fakeroot"] else who
         assert apptainer(who, "exec", *options, image, "sh", "-c", show).splitlines() == [
-            "uid=4242(ann) gid=4321(lab) groups=4321(lab)", "sshd:x:104:65534::/run/sshd:/usr/sbin/nologin",
-            "lab:x:4321:ann", caller,
-        ]  # fmt: skip
+            "uid=4242(ann) gid=4321(lab) groups=4321(lab)",
+            "sshd:x:104:65534::/run/sshd:/usr/sbin/nologin",
+            "lab:x:4321:ann",
+            caller,
+        ]
 
 
 def test_apptainer_inspect(image: Path, who: str) -> None:
@@ -283,8 +302,10 @@ def test_writable_overlay(image: Path, who: str, workspace: Path) -> None:
 def test_apptainer_sif_list(images: dict[str, Path]) -> None:
     shown = [line for line in apptainer("root", "sif", "list", images["8"]).splitlines() if line[:1].isdigit()]
     assert [line.rpartition("|")[2] for line in shown] == [
-        "Def.FILE", "FS (Squashfs/*System/amd64)", *["FS (Squashfs/Overlay/amd64)"] * 7,
-    ]  # fmt: skip
+        "Def.FILE",
+        "FS (Squashfs/*System/amd64)",
+        *["FS (Squashfs/Overlay/amd64)"] * 7,
+    ]
     assert {line.split("|")[1].strip() for line in shown} == {"1"}
 
 

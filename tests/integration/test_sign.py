@@ -99,11 +99,16 @@ def test_signed_sif_verifies_and_names_the_signer(signed: Path, alice: Key, bob:
     assert sum(heard) == sum(item.size for item in info.descriptors if item.data_type != SIGNATURE)
     assert [item.number for item in info.layers] == [2, 3, 4]  # runs as before
     assert [item["name"] for item in describe(str(signed), Store(signed.parent))["objects"]] == [
-        "definition", "layer 0", "layer 1", "layer 2", "signature",
-    ]  # fmt: skip
+        "definition",
+        "layer 0",
+        "layer 1",
+        "layer 2",
+        "signature",
+    ]
     assert check_sif(signed, Keys(fingerprints=frozenset([alice.fingerprint]))) == [alice]
-    assert refusal(signed, Keys(fingerprints=frozenset([bob.fingerprint]))) == (
-        f"{signed}: it is signed by {alice}, not by the key of --key: {bob.fingerprint}"
+    assert (
+        refusal(signed, Keys(fingerprints=frozenset([bob.fingerprint])))
+        == f"{signed}: it is signed by {alice}, not by the key of --key: {bob.fingerprint}"
     )
 
 
@@ -215,12 +220,20 @@ def test_signature_of_another_image_is_refused(tmp_path: Path, alice: Key) -> No
     one, other = layers(tmp_path, "base", "one"), layers(tmp_path, "base", "other")
     message = signed_message(one, SifHeader(ID, DEFFILE, "amd64", EPOCH))
     data, hash = gpg.sign(message, alice, clear=True)
-    write_sif(tmp_path / "x.sif", other, SifHeader(ID, DEFFILE, "amd64", EPOCH),
-              signature=Signature(data, alice.fingerprint, hash))  # fmt: skip
+    write_sif(
+        tmp_path / "x.sif",
+        other,
+        SifHeader(ID, DEFFILE, "amd64", EPOCH),
+        signature=Signature(data, alice.fingerprint, hash),
+    )
     assert "changed after Alice" in refusal(tmp_path / "x.sif")
     data, hash = gpg.sign(b"I like it.", alice, clear=True)
-    write_sif(tmp_path / "x.sif", other, SifHeader(ID, DEFFILE, "amd64", EPOCH),
-              signature=Signature(data, alice.fingerprint, hash))  # fmt: skip
+    write_sif(
+        tmp_path / "x.sif",
+        other,
+        SifHeader(ID, DEFFILE, "amd64", EPOCH),
+        signature=Signature(data, alice.fingerprint, hash),
+    )
     assert "signed is no signature of a SIF" in refusal(tmp_path / "x.sif")
 
 
@@ -230,8 +243,9 @@ def test_unsigned_or_unknown_signer_is_refused(tmp_path: Path, stranger: Key, ri
     assert refusal(tmp_path / "plain.sif") == f"{tmp_path}/plain.sif is not signed"
     make_signed(tmp_path / "x.sif", parts, stranger)
     with used(ring):
-        assert refusal(tmp_path / "x.sif") == (
-            f"{tmp_path}/x.sif: it is signed by a key that is not in your keyring: {stranger.fingerprint}"
+        assert (
+            refusal(tmp_path / "x.sif")
+            == f"{tmp_path}/x.sif: it is signed by a key that is not in your keyring: {stranger.fingerprint}"
         )
 
 

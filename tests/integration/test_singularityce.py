@@ -73,9 +73,14 @@ def images(workspace: Workspace, hello: Path, cli: Cli) -> Iterator[dict[str, Pa
             "import os, sys\nprint('task', os.environ['GREETING'], sys.argv[1:])\n"
         )
         recipe_file = {
-            "name": name, "description": "a test", "stack": "cu130", "layer": "users",
-            "tasks": {"greet": {"entrypoint": "greet.py", "help": "greet"}}, "test": "test -f /opt/noted", **task,
-        }  # fmt: skip
+            "name": name,
+            "description": "a test",
+            "stack": "cu130",
+            "layer": "users",
+            "tasks": {"greet": {"entrypoint": "greet.py", "help": "greet"}},
+            "test": "test -f /opt/noted",
+            **task,
+        }
         (recipe / "recipe.yaml").write_text(json.dumps(recipe_file))
         cli.image(
             hello, recipe, "--engine", "apptainer", "--no-verify", "--format", "sif", "-o", folder / f"{name}.sif"

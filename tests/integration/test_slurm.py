@@ -123,7 +123,9 @@ def test_array_job_for_each_seed_and_a_dependent_job(slurm: Submitter) -> None:
 
 
 def test_failing_rank_is_named_and_dependents_are_not_started(slurm: Submitter) -> None:
-    run = slurm.submit("--nodes", "2", "--processes-per-node", "2", "--", "fake", "--fail-rank", "3", "+", "look", "--folder", "last")  # fmt: skip
+    run = slurm.submit(
+        "--nodes", "2", "--processes-per-node", "2", "--", "fake", "--fail-rank", "3", "+", "look", "--folder", "last"
+    )
     rows = slurm.wait(run)
     assert (rows["1-fake"]["state"], rows["1-fake"]["exit_code"], rows["2-look"]["state"]) == ("failed", 3, "skipped")
     assert "error: rank 3 on c2 ended with exit code 3" in slurm.log(run)

@@ -69,8 +69,13 @@ def on_disk(root: Path, with_xattrs: bool = True) -> Seen:
 
 def look_at(location: Path, with_xattrs: bool) -> tuple[object, ...]:
     seen = location.lstat()
-    kind = {stat.S_IFDIR: "dir", stat.S_IFREG: "file", stat.S_IFLNK: "symlink", stat.S_IFIFO: "fifo",
-            stat.S_IFCHR: "whiteout"}[stat.S_IFMT(seen.st_mode)]  # fmt: skip
+    kind = {
+        stat.S_IFDIR: "dir",
+        stat.S_IFREG: "file",
+        stat.S_IFLNK: "symlink",
+        stat.S_IFIFO: "fifo",
+        stat.S_IFCHR: "whiteout",
+    }[stat.S_IFMT(seen.st_mode)]
     shown: object = ""
     if kind == "file":
         shown = location.read_bytes()

@@ -31,10 +31,15 @@ def wheel(folder: Path, name: str, version: str, *depends: str) -> None:
         f"Version: {version}",
         *(f"Requires-Dist: {need}" for need in depends),
     ]
-    files = {f"{name}.py": b"", f"{info}/METADATA": "\n".join(lines).encode() + b"\n",
-             f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}  # fmt: skip
-    rows = [f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
-            for path, data in files.items()]  # fmt: skip
+    files = {
+        f"{name}.py": b"",
+        f"{info}/METADATA": "\n".join(lines).encode() + b"\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    rows = [
+        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}"
+        for path, data in files.items()
+    ]
     files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
@@ -46,11 +51,13 @@ def archive(folder: Path, **versions: str) -> None:
     """The index of a Debian archive with these packages; `core` is essential and needs `libcore`."""
     depends = {"core": "Essential: yes\nDepends: libcore\n", "tool": "Depends: libtool\n"}
     (folder / "archive").mkdir(exist_ok=True)
-    (folder / "archive/Packages").write_text("\n".join(
-        f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: nobody\nPriority: optional\n"
-        f"{depends.get(name, '')}Filename: ./{name}.deb\nSize: 1\nSHA256: {'0' * 64}\n"
-        for name, version in {"apt": "2.0", **versions}.items()
-    ))  # fmt: skip
+    (folder / "archive/Packages").write_text(
+        "\n".join(
+            f"Package: {name}\nVersion: {version}\nArchitecture: amd64\nMaintainer: nobody\nPriority: optional\n"
+            f"{depends.get(name, '')}Filename: ./{name}.deb\nSize: 1\nSHA256: {'0' * 64}\n"
+            for name, version in {"apt": "2.0", **versions}.items()
+        )
+    )
 
 
 @pytest.fixture
@@ -74,8 +81,12 @@ def house(tmp_path: Path) -> Path:
 
 
 def lock(run_cli: RunCli, house: Path, *args: str, code: int = 0, archive: str = "./") -> Done:
-    settings = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(house.parent / "wheels"), "UV_OFFLINE": "1",
-                "UV_CACHE_DIR": str(house.parent / "uv")}  # fmt: skip
+    settings = {
+        "UV_NO_INDEX": "1",
+        "UV_FIND_LINKS": str(house.parent / "wheels"),
+        "UV_OFFLINE": "1",
+        "UV_CACHE_DIR": str(house.parent / "uv"),
+    }
     mirror = f"deb [trusted=yes] file:{house.parent}/archive {archive}"
     return run_cli("lock", "tiny", *args, "--mirror", mirror, code=code, env=settings, root=house)
 

@@ -78,9 +78,20 @@ def test_unreadable_source_is_named(command: str, recipe: SampleRecipe, user: Cl
 
 @pytest.mark.parametrize(
     "path",
-    ["files/tree", "files/tree/sub", "entrypoints/library", "files", "images", "images/roof.def", "images/stacks/tiny/stack.yaml", "recipe.yaml", "entrypoints/greet.py",
-     "configs/greet.yaml", "."],
-)  # fmt: skip
+    [
+        "files/tree",
+        "files/tree/sub",
+        "entrypoints/library",
+        "files",
+        "images",
+        "images/roof.def",
+        "images/stacks/tiny/stack.yaml",
+        "recipe.yaml",
+        "entrypoints/greet.py",
+        "configs/greet.yaml",
+        ".",
+    ],
+)
 def test_every_unreadable_path_is_named(path: str, recipe: SampleRecipe, user: Cli, workspace: Workspace) -> None:
     (recipe.path / path).chmod(0)
     message = refused(user, workspace.folder("out", USER), "plan", str(recipe.path), "--json")
@@ -99,10 +110,15 @@ def test_unreadable_folder_in_a_pattern_is_named(recipe: SampleRecipe, user: Cli
 
 @pytest.mark.parametrize(
     "argv",
-    [["run", "RECIPE", "greet", "--dry-run"], ["submit", "RECIPE", "greet", "--scheduler", "slurm", "--dry-run", "--json"],
-     ["lock", "RECIPE"], ["notebook", "RECIPE", "--dry-run"], ["shell", "RECIPE", "--dry-run"]],
+    [
+        ["run", "RECIPE", "greet", "--dry-run"],
+        ["submit", "RECIPE", "greet", "--scheduler", "slurm", "--dry-run", "--json"],
+        ["lock", "RECIPE"],
+        ["notebook", "RECIPE", "--dry-run"],
+        ["shell", "RECIPE", "--dry-run"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_unreadable_recipe_is_named(argv: list[str], recipe: SampleRecipe, user: Cli, workspace: Workspace) -> None:
     file = recipe.path / "recipe.yaml"
     file.chmod(0)

@@ -56,8 +56,14 @@ def test_recipe_and_layer_inside_the_repository(clone: Path, new_store: NewStore
     recipe.write_text(recipe.read_text().replace("name: hello", "name: mine").replace("layer: python", "layer: mine"))
     add_layer(clone / "images")
     environment = {**os.environ, "EKIBEN_STORE": str(store)}
-    done = subprocess.run(["make", "image", "recipe=mine", "options=--format sif"], cwd=clone, env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["make", "image", "recipe=mine", "options=--format sif"],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mine: 2 of 4 layers to build" in done.stderr
     for user in (ME, USER):

@@ -51,8 +51,15 @@ class Installed:
         """Run a program of the environment, and return its stdout."""
         merged = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         merged |= {"PATH": f"{self.venv / 'bin'}:{os.environ['PATH']}", **(env or {})}
-        done = subprocess.run([str(self.venv / "bin" / argv[0]), *map(str, argv[1:])], cwd=self.folder, env=merged,
-                              capture_output=True, text=True, check=False, timeout=600)  # fmt: skip
+        done = subprocess.run(
+            [str(self.venv / "bin" / argv[0]), *map(str, argv[1:])],
+            cwd=self.folder,
+            env=merged,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
         assert done.returncode == code, f"{argv}\n{done.stdout}\n{done.stderr}"
         return done.stdout if code == 0 else done.stderr
 
@@ -139,8 +146,14 @@ def test_stacks_of_an_installation_are_not_locked_in_place(installed: Installed)
 
 def test_printed_engine_install_command_runs(installed: Installed) -> None:
     offered = installed.run("python", "-c", "from ekiben.core.paths import ENGINE_SETUP; print(ENGINE_SETUP)").strip()
-    done = subprocess.run(["sh", "-c", offered], cwd=installed.folder, env={**os.environ, "EKIBEN_NO_INSTALL": "1"},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["sh", "-c", offered],
+        cwd=installed.folder,
+        env={**os.environ, "EKIBEN_NO_INSTALL": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr  # there is an engine here
     assert not [*installed.venv.rglob(".venv")]
 

@@ -81,14 +81,25 @@ class Cli:
         """In a process group of its own, as a terminal's foreground job is."""
         return subprocess.Popen(
             [*prefix, *self.argv(*args)],
-            cwd=cwd, env=self.settings(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, process_group=0, **as_user(self.user),
-        )  # fmt: skip
+            cwd=cwd,
+            env=self.settings(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            **as_user(self.user),
+        )
 
     def run(
-        self, *args: str | Path, cwd: Path | None = None, env: Mapping[str, str | None] | None = None, code: int | None = 0,
-        prefix: Sequence[str] = (), timeout: float = 600,
-    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        self,
+        *args: str | Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str | None] | None = None,
+        code: int | None = 0,
+        prefix: Sequence[str] = (),
+        timeout: float = 600,
+    ) -> subprocess.CompletedProcess[str]:
         with self.start(*args, cwd=cwd or self.workspace.path, env=env, prefix=prefix) as process:
             try:
                 out, err = process.communicate(timeout=timeout)

@@ -203,7 +203,8 @@ def main() -> None:
             levels = floors(between)
             for level in range(max(levels.values()), 0, -1):
                 print(
-                    f"  floor {level}: {' '.join(sorted(package.rpartition('.')[2] for package in levels if levels[package] == level))}"
+                    f"  floor {level}:"
+                    f" {' '.join(sorted(package.rpartition('.')[2] for package in levels if levels[package] == level))}"
                 )
     for line in passed_faces(builder_modules()) + passed_faces(task_modules()):
         print("past a face:", line)

@@ -127,9 +127,20 @@ def lay_out(destination: str, entry: Entry, data: bytes) -> None:
 
 
 BASE = tree(
-    d("etc"), f("etc/conf", b"1"), f("etc/passwd", b"root"), d("opt", 0o750, uid=7), d("opt/a"), d("opt/a/b"), f("opt/a/b/c", b"c"),
-    f("opt/a/x", b"x"), f("opt/z", b"z"), d("usr"), d("usr/bin"), f("usr/bin/tool", b"tool", 0o755), link("bin", "usr/bin"),
-)  # fmt: skip
+    d("etc"),
+    f("etc/conf", b"1"),
+    f("etc/passwd", b"root"),
+    d("opt", 0o750, uid=7),
+    d("opt/a"),
+    d("opt/a/b"),
+    f("opt/a/b/c", b"c"),
+    f("opt/a/x", b"x"),
+    f("opt/z", b"z"),
+    d("usr"),
+    d("usr/bin"),
+    f("usr/bin/tool", b"tool", 0o755),
+    link("bin", "usr/bin"),
+)
 CAPABILITY = bytes.fromhex("01000002c0200000000000000000000000000000")
 XATTRS: Xattrs = (("security.capability", CAPABILITY), ("user.empty", b""), ("user.note", b"a\0=\n\xff"))
 
@@ -140,8 +151,14 @@ def files(base: Layers, *destinations: str) -> list[Content]:
 
 def tar_info(entry: Entry, prefix: str = "./") -> tarfile.TarInfo:
     info = tarfile.TarInfo(prefix + entry.path)
-    kinds = {"dir": tarfile.DIRTYPE, "file": tarfile.REGTYPE, "symlink": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE,
-             "hardlink": tarfile.LNKTYPE, "whiteout": tarfile.CHRTYPE}  # fmt: skip
+    kinds = {
+        "dir": tarfile.DIRTYPE,
+        "file": tarfile.REGTYPE,
+        "symlink": tarfile.SYMTYPE,
+        "fifo": tarfile.FIFOTYPE,
+        "hardlink": tarfile.LNKTYPE,
+        "whiteout": tarfile.CHRTYPE,
+    }
     info.type, info.mode, info.uid, info.gid = kinds[entry.kind], entry.mode, entry.uid, entry.gid
     info.mtime, info.size, info.linkname = entry.mtime, entry.size, entry.target
     info.pax_headers = to_pax(entry.xattrs)
@@ -157,8 +174,9 @@ def tar(infos: Iterable[tuple[tarfile.TarInfo, bytes]]) -> io.BytesIO:
     return out
 
 
-def in_order(upper: Upper, opaque: Callable[[tarfile.TarInfo], None] = lambda info: None, whiteouts: bool = True,
-             marks: str = "") -> io.BytesIO:  # fmt: skip
+def in_order(
+    upper: Upper, opaque: Callable[[tarfile.TarInfo], None] = lambda info: None, whiteouts: bool = True, marks: str = ""
+) -> io.BytesIO:
     """Depth first and sorted, as GNU tar --sort=name writes an upper directory."""
     files: dict[str, Content] = dict(upper.made)
     for path in upper.deleted if whiteouts else ():

@@ -45,9 +45,13 @@ def audit(folder: Path, *args: str) -> Audit:
     read, write = os.pipe()
     script = f"import os; os.dup2({write}, 3)\n{_AUDITED}"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(ROOT / "build.py"), *args], cwd=folder, pass_fds=(write,), check=False,
-        env={"PATH": "", "HOME": str(folder), "EKIBEN_STORE": str(folder / "store")}, capture_output=True,
-    )  # fmt: skip
+        [sys.executable, "-c", script, str(ROOT / "build.py"), *args],
+        cwd=folder,
+        pass_fds=(write,),
+        check=False,
+        env={"PATH": "", "HOME": str(folder), "EKIBEN_STORE": str(folder / "store")},
+        capture_output=True,
+    )
     os.close(write)
     with os.fdopen(read) as pipe:
         effects, modules = pipe.read().split("--\n")

@@ -43,9 +43,14 @@ Stage: runtime
     true
 """
 INPUTS: dict[str, Any] = {
-    "platform": "linux/amd64", "suite": "bookworm", "python": "3.11", "torch": "2.11.0", "cuda": "13.0", "cxx11_abi": True,
+    "platform": "linux/amd64",
+    "suite": "bookworm",
+    "python": "3.11",
+    "torch": "2.11.0",
+    "cuda": "13.0",
+    "cxx11_abi": True,
     "capabilities": ["9.0"],
-}  # fmt: skip
+}
 TAG = "cp311-cp311-linux_x86_64"
 
 

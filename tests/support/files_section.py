@@ -63,8 +63,10 @@ def ours(tree: Path, lines: str, out: Path) -> Tree:
     with out.open("w+b") as squashfs:
         write_entries(normalize(tree / "base", Lower([]), epoch=2**31 - 1), SquashfsWriter(squashfs, epoch=1))
         lower = Lower([SquashfsReader(squashfs)])
-        found = {entry.path: shown(entry, lower.read_file(entry.path) if entry.kind == "file" else b"")
-                 for entry, _ in normalize(tree / "base", Lower([]), epoch=1)}  # fmt: skip
+        found = {
+            entry.path: shown(entry, lower.read_file(entry.path) if entry.kind == "file" else b"")
+            for entry, _ in normalize(tree / "base", Lower([]), epoch=1)
+        }
         for entry, chunks in file_entries(files, lower, epoch=1):
             found[entry.path] = shown(entry, b"".join(chunks or ()))
     return {path: what for path, what in found.items() if path}

@@ -69,9 +69,12 @@ class Server:
         self.end, other = socket.socketpair()
         with other:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "support.forked_cli", str(other.fileno())], pass_fds=[other.fileno()],
-                cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                [sys.executable, "-m", "support.forked_cli", str(other.fileno())],
+                pass_fds=[other.fileno()],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+                stdin=subprocess.DEVNULL,
+            )
         self.answers = self.end.makefile("r", encoding="utf-8")
 
     def run(

@@ -16,9 +16,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 FORWARDED = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
-    signal.SIGALRM, signal.SIGCONT,
-)  # fmt: skip
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGALRM,
+    signal.SIGCONT,
+)
 
 
 def connect(folder: str) -> socket.socket | None:

@@ -40,13 +40,27 @@ FOLDER = "EKIBEN_TEST_FORKSERVER"  # the folder of a server that runs already
 # Not for the scripts: sys.executable is the stand-in in those that do not have the variable.
 _shared = os.environ.pop(FOLDER, "") if __name__ != "__main__" else ""
 PRELOADED = (
-    "torch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint", "safetensors.torch",
-    "transformers", "transformers.models.auto.modeling_auto", "transformers.models.gpt_neox.modeling_gpt_neox",
-    "transformers.models.llama.modeling_llama", "peft", "sentencepiece",
-)  # fmt: skip
+    "torch",
+    "torch.distributed.run",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "safetensors.torch",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "sentencepiece",
+)
 GUARDED = (
-    "HF_ENDPOINT", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONHOME", "TRITON_INTERPRET",
-)  # fmt: skip
+    "HF_ENDPOINT",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "OMP_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "PYTHONHOME",
+    "TRITON_INTERPRET",
+)
 _PR_SET_PDEATHSIG = 1
 _servers: dict[int, str] = {}  # process that started it → folder
 
@@ -63,9 +77,13 @@ def start_server(preloaded: Sequence[str]) -> str:
     ready, writer = os.pipe()
     with (Path(folder) / "log").open("wb") as log:
         server = subprocess.Popen(
-            [sys.executable, __file__, folder, *preloaded], stdin=subprocess.PIPE, stdout=writer, stderr=log,
-            start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [sys.executable, __file__, folder, *preloaded],
+            stdin=subprocess.PIPE,
+            stdout=writer,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     os.close(writer)
     with os.fdopen(ready, "rb") as stream:
         assert stream.readline() == b"ready\n", (Path(folder) / "log").read_text()

@@ -25,9 +25,38 @@ NO_BASENAMES = (
 )
 # In the place of a value of a record.
 VALUES: tuple[Any, ...] = (
-    None, True, 0, -1, 2**31, 2**64, 10**400, 1.5, "", "x", "../../x", "/etc/passwd", "a\0b", "a\nb", "あ", "\ud800", "x" * 5000, "-1", "٣",
-    "sha256:" + "0" * 64, "sha256:../../x", "2026-01-01", [], {}, [None], [[]], [{}], {"": ""}, {"a": None}, ["x"], [1],
-)  # fmt: skip
+    None,
+    True,
+    0,
+    -1,
+    2**31,
+    2**64,
+    10**400,
+    1.5,
+    "",
+    "x",
+    "../../x",
+    "/etc/passwd",
+    "a\0b",
+    "a\nb",
+    "あ",
+    "\ud800",
+    "x" * 5000,
+    "-1",
+    "٣",
+    "sha256:" + "0" * 64,
+    "sha256:../../x",
+    "2026-01-01",
+    [],
+    {},
+    [None],
+    [[]],
+    [{}],
+    {"": ""},
+    {"a": None},
+    ["x"],
+    [1],
+)
 
 
 def damage(path: Path, data: bytes, at: int = 0) -> None:

@@ -74,9 +74,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json({"url": f"{hub.url}/{name}", "id": name}, status)
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/preupload/main", self.path):
             modes = [
-                {"path": item["path"], "uploadMode": "lfs" if item["path"].endswith(LARGE) else "regular",
-                 "shouldIgnore": False} for item in json.loads(body)["files"]
-            ]  # fmt: skip
+                {
+                    "path": item["path"],
+                    "uploadMode": "lfs" if item["path"].endswith(LARGE) else "regular",
+                    "shouldIgnore": False,
+                }
+                for item in json.loads(body)["files"]
+            ]
             self._json({"files": modes})
         elif re.fullmatch(r"/[^/]+/[^/]+\.git/info/lfs/objects/batch", self.path):
             self._json(
@@ -175,9 +179,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()
-    }  # fmt: skip
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
     if path.endswith(LARGE):
         entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
     return entry

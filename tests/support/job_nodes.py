@@ -38,7 +38,15 @@ class Node:
     sif: Path
 
     def plan(self, *args: str, **request: Any) -> JobPlan:
-        return plan(RECIPE, args, JobRequest(**request), scheduler="slurm", site=None, sif=self.sif, runs=self.work / "ekiben-runs")  # fmt: skip
+        return plan(
+            RECIPE,
+            args,
+            JobRequest(**request),
+            scheduler="slurm",
+            site=None,
+            sif=self.sif,
+            runs=self.work / "ekiben-runs",
+        )
 
     def write(self, job: JobPlan) -> JobPlan:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -58,8 +66,14 @@ class Node:
             "SLURM_NODEID": "0",
             "TMPDIR": str(self.folder / "local"),
         }
-        done = subprocess.run(["bash", job.folder / f"{job.steps[0].name}.sh"], cwd="/", env={**known, **environment},
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)  # fmt: skip
+        done = subprocess.run(
+            ["bash", job.folder / f"{job.steps[0].name}.sh"],
+            cwd="/",
+            env={**known, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
         stdout = done.stdout.decode(errors="replace")
         assert done.returncode == code, stdout
         return stdout
@@ -100,7 +114,10 @@ def assert_local_folder_is_unused(node: Node, folder: Path) -> None:
     assert str(node.sif).encode() in node.argv
     assert list(folder.iterdir()) == []
     # Compiled code of others is not loaded either.
-    caches = {node.environment[f"APPTAINERENV_{name}"] for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")}  # fmt: skip
+    caches = {
+        node.environment[f"APPTAINERENV_{name}"]
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+    }
     assert len(caches) == 3
     assert all(path.startswith(f"{node.folder}/local/ekiben-cache-") for path in caches)
     assert any(bind.startswith(f"{node.folder}/local/ekiben-cache-") for bind in node.binds)

@@ -20,8 +20,15 @@ RECIPE = Recipe(Path(), RecipeFile(name="mine", description="", stack="cu130", l
 
 
 def made(*args: str, scheduler: str = "slurm", site: str | None = None, **wanted: Any) -> JobPlan:
-    return plan(RECIPE, args, JobRequest(**wanted), scheduler=scheduler, site=find_site(site) if site else None,
-                sif=Path("/images/mine.sif"), runs=Path("/shared/runs"))  # fmt: skip
+    return plan(
+        RECIPE,
+        args,
+        JobRequest(**wanted),
+        scheduler=scheduler,
+        site=find_site(site) if site else None,
+        sif=Path("/images/mine.sif"),
+        runs=Path("/shared/runs"),
+    )
 
 
 def scripts(run: JobPlan) -> list[str]:

@@ -51,10 +51,32 @@ class Job:
     def start(
         self, does: str, *more: str, node: int = 0, nodes: Sequence[str] = NODES, processes: int = 1
     ) -> subprocess.Popen[str]:
-        argv = ["--node", str(node), "--nodes", ",".join(nodes), "--processes", str(processes), "--port", str(self.port),
-                 "--key", "key", *more, "--", sys.executable, "-c", WORKER, does]  # fmt: skip
-        started = subprocess.Popen([sys.executable, LAUNCHER, *argv], cwd=self.folder, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, process_group=0)  # fmt: skip
+        argv = [
+            "--node",
+            str(node),
+            "--nodes",
+            ",".join(nodes),
+            "--processes",
+            str(processes),
+            "--port",
+            str(self.port),
+            "--key",
+            "key",
+            *more,
+            "--",
+            sys.executable,
+            "-c",
+            WORKER,
+            does,
+        ]
+        started = subprocess.Popen(
+            [sys.executable, LAUNCHER, *argv],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
         self.launchers.append(started)
         return started
 

@@ -36,9 +36,13 @@ def _folders(file: str) -> Iterator[str]:
 
 
 def image(
-    tmp_path: Path, stack: contextlib.ExitStack, name: str, *layers: Files, links: Mapping[str, str] | None = None,
+    tmp_path: Path,
+    stack: contextlib.ExitStack,
+    name: str,
+    *layers: Files,
+    links: Mapping[str, str] | None = None,
     **environment: str,
-) -> ImageReader:  # fmt: skip
+) -> ImageReader:
     parts = []
     for number, files in enumerate(layers):
         path = write(tmp_path / f"{name}-{number}", files, links=links)
@@ -66,7 +70,7 @@ def status(*records: str) -> Files:
 
 def dist_info(name: str, version: str, *lines: str) -> Files:
     return {
-        f"{SITE}/{name}-{version}.dist-info/METADATA": "\n".join(
-            [f"Name: {name}", f"Version: {version}", *lines]
-        ).encode()
+        f"{SITE}/{name}-{version}.dist-info/METADATA": (
+            "\n".join([f"Name: {name}", f"Version: {version}", *lines]).encode()
+        )
     }

@@ -24,16 +24,31 @@ class ModuleSystem:
     command: tuple[str, ...]
 
     def run(
-        self, modules: Path, script: str, *, home: Path, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None,
+        self,
+        modules: Path,
+        script: str,
+        *,
+        home: Path,
+        prefix: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    ) -> subprocess.CompletedProcess[str]:
         """After `module use` of ``modules``, with an environment that holds no more than a login's and ``env``."""
         start = (
             f'module() {{ eval "$({shlex.join(self.command)} sh "$@")"; }}\nmodule use {shlex.quote(str(modules))}\n'
         )
         settings = {"HOME": str(home), "PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8", **(env or {})}
-        return subprocess.run([*prefix, "sh", "-c", start + script], env=settings, cwd=cwd or home, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, errors="replace", timeout=120, check=False)  # fmt: skip
+        return subprocess.run(
+            [*prefix, "sh", "-c", start + script],
+            env=settings,
+            cwd=cwd or home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=120,
+            check=False,
+        )
 
 
 def module_system(name: str) -> ModuleSystem:

@@ -53,9 +53,14 @@ def qsub(argv: list[str]) -> None:
         folder.mkdir()
         (folder / "script").write_text(text)
         write(folder, about)
-        subprocess.Popen([sys.executable, __file__, "run", str(folder)], start_new_session=True, stdin=subprocess.DEVNULL,
-                         stdout=subprocess.DEVNULL, stderr=(folder / "errors").open("w"),
-                         env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PBS_STANDIN": str(ROOM)})  # fmt: skip
+        subprocess.Popen(
+            [sys.executable, __file__, "run", str(folder)],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=(folder / "errors").open("w"),
+            env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PBS_STANDIN": str(ROOM)},
+        )
     print(id)
 
 
@@ -111,9 +116,17 @@ def check(asked: dict[str, list[str]]) -> dict[str, Any]:
         refuse("qsub: illegal -J value", 2)
     depend = re.fullmatch(r"depend=(afterany|afterok):(\S+)", one("-W", r"depend=(afterany|afterok):\S+", ""))
     variables = dict(pair.split("=", 1) for pair in one("-v", r"[A-Z_]+=[^,]*(,[A-Z_]+=[^,]*)*").split(",") if pair)
-    return {"name": asked.get("-N", ["STDIN"])[0], "output": asked.get("-o", [""])[0], "seconds": seconds, "nodes": nodes,
-            "indices": list(range(first, last + 1)) if "-J" in asked else [], "after": [depend[1], depend[2]] if depend else None,
-            "variables": variables, "code": None, "pid": None}  # fmt: skip
+    return {
+        "name": asked.get("-N", ["STDIN"])[0],
+        "output": asked.get("-o", [""])[0],
+        "seconds": seconds,
+        "nodes": nodes,
+        "indices": list(range(first, last + 1)) if "-J" in asked else [],
+        "after": [depend[1], depend[2]] if depend else None,
+        "variables": variables,
+        "code": None,
+        "pid": None,
+    }
 
 
 def new_number() -> int:
@@ -143,13 +156,27 @@ def run(folder: Path) -> None:
     number = job["id"].partition(".")[0].removesuffix("[]")
     id = f"{number}[{job['index']}].{SERVER}" if job["index"] else job["id"]
     environment = {
-        "PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "PBS_STANDIN": str(ROOM), "PBS_ENVIRONMENT": "PBS_BATCH",
-        "PBS_JOBID": id, "PBS_JOBNAME": job["name"], "PBS_O_WORKDIR": job["work"], "PBS_NODEFILE": str(folder / "nodes"),
-        **({"PBS_ARRAY_INDEX": str(job["index"])} if job["index"] else {}), **job["variables"],
-    }  # fmt: skip
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ["HOME"],
+        "PBS_STANDIN": str(ROOM),
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+        "PBS_JOBID": id,
+        "PBS_JOBNAME": job["name"],
+        "PBS_O_WORKDIR": job["work"],
+        "PBS_NODEFILE": str(folder / "nodes"),
+        **({"PBS_ARRAY_INDEX": str(job["index"])} if job["index"] else {}),
+        **job["variables"],
+    }
     with (folder / "output").open("w") as output:
-        child = subprocess.Popen(["/bin/bash", folder / "script"], env=environment, cwd=os.environ["HOME"], stdout=output,
-                                 stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        child = subprocess.Popen(
+            ["/bin/bash", folder / "script"],
+            env=environment,
+            cwd=os.environ["HOME"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         write(folder, {**job, "state": "R", "pid": child.pid})
         try:
             code = child.wait(job["seconds"])

@@ -58,10 +58,16 @@ def trees(draw: st.DrawFn) -> Tree:
             )
         xattrs: Xattrs = content_xattrs(draw(attributes).items()) if kind in ("dir", "file", "hardlink") else ()
         entry = Entry(
-            path, "file" if kind == "hardlink" else kind, draw(st.sampled_from([0, 0o644, 0o4755, 0o1777, 0o2750])) if kind != "symlink" else 0o777,
-            draw(numbers), draw(numbers), draw(st.sampled_from([0, 5, 2**31 - 1])), len(data),
-            decode_name(draw(names)) if kind == "symlink" else "", xattrs,
-        )  # fmt: skip
+            path,
+            "file" if kind == "hardlink" else kind,
+            draw(st.sampled_from([0, 0o644, 0o4755, 0o1777, 0o2750])) if kind != "symlink" else 0o777,
+            draw(numbers),
+            draw(numbers),
+            draw(st.sampled_from([0, 5, 2**31 - 1])),
+            len(data),
+            decode_name(draw(names)) if kind == "symlink" else "",
+            xattrs,
+        )
         files[path] = entry, data
     return files
 

@@ -42,8 +42,24 @@ def real_registry(folder: Path, *, password: bool = False, tls: bool = False) ->
     lines = ["version: 0.1", "log: {level: error}", f"storage: {{filesystem: {{rootdirectory: {folder}/data}}}}"]
     secure = ""
     if tls:
-        command: list[str | Path] = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=registry.test",
-                   "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]  # fmt: skip
+        command: list[str | Path] = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=registry.test",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout",
+            folder / "key.pem",
+            "-out",
+            folder / "cert.pem",
+        ]
         subprocess.run(command, check=True, capture_output=True)
         secure = f", tls: {{certificate: {folder}/cert.pem, key: {folder}/key.pem}}"
     lines.append(f'http: {{addr: "127.0.0.1:{port}", secret: test{secure}}}')

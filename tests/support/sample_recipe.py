@@ -29,13 +29,25 @@ Done = subprocess.CompletedProcess[str]
 RunCli = Callable[..., Done]
 
 STACK: dict[str, Any] = {
-    "name": "tiny", "description": "for tests", "suite": "bookworm", "python": "3.11", "cuda": "13.0", "torch": "2.11.0",
-    "driver": ">=580", "compute_capabilities": ["9.0"], "epoch": 1_700_000_000, "arguments": {"word": "hello"},
-}  # fmt: skip
+    "name": "tiny",
+    "description": "for tests",
+    "suite": "bookworm",
+    "python": "3.11",
+    "cuda": "13.0",
+    "torch": "2.11.0",
+    "driver": ">=580",
+    "compute_capabilities": ["9.0"],
+    "epoch": 1_700_000_000,
+    "arguments": {"word": "hello"},
+}
 RECIPE: dict[str, Any] = {
-    "name": "own", "description": "a recipe outside the repository", "stack": "tiny", "layer": "roof",
-    "tasks": {"greet": {"entrypoint": "greet.py", "config": "configs/greet.yaml", "help": "say hello"}}, "test": "greet\n",
-}  # fmt: skip
+    "name": "own",
+    "description": "a recipe outside the repository",
+    "stack": "tiny",
+    "layer": "roof",
+    "tasks": {"greet": {"entrypoint": "greet.py", "config": "configs/greet.yaml", "help": "say hello"}},
+    "test": "greet\n",
+}
 AS_SIF = ("--format", "sif", "--no-verify")
 GROUND = (
     "Bootstrap: debootstrap\nOSVersion: bookworm\nInclude: b a\nMirrorURL: {{ mirror }}\n\n%arguments\n    mirror=\n"
@@ -110,10 +122,19 @@ def seed(store: Store, layer: Layer) -> None:
             write_entries(members, digest, SquashfsWriter(out, epoch=layer.epoch))
         data = (staging / "blob").read_bytes()
         store.put_file(staging / "blob", digest_of(data))
-    store.put_layer(StoredLayer(
-        name=layer.name, cache_key=layer.cache_key, diff_id=digest.diff_id, tar_size=digest.size, digest=digest_of(data),
-        size=len(data), executor="hand", seconds=0.0, inputs=layer.inputs,
-    ))  # fmt: skip
+    store.put_layer(
+        StoredLayer(
+            name=layer.name,
+            cache_key=layer.cache_key,
+            diff_id=digest.diff_id,
+            tar_size=digest.size,
+            digest=digest_of(data),
+            size=len(data),
+            executor="hand",
+            seconds=0.0,
+            inputs=layer.inputs,
+        )
+    )
 
 
 def seeded(sample: SampleRecipe, root: Path, *names: str) -> Store:

@@ -77,11 +77,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # Files of tests/integration that one process runs, in turn. The first: `prune --engines` removes the layers that
 # an engine keeps for other builds, and tests count an engine's containers. The second: Slurm's nodes are few.
 _SERIAL = (
-    {"test_awkward_paths", "test_build_stages", "test_busybox_base", "test_crash_recovery", "test_executor_parity",
-     "test_host_limits", "test_layer_content", "test_podman", "test_random_layers", "test_render",
-     "test_rootless_overlay", "test_user_recipes"},
+    {
+        "test_awkward_paths",
+        "test_build_stages",
+        "test_busybox_base",
+        "test_crash_recovery",
+        "test_executor_parity",
+        "test_host_limits",
+        "test_layer_content",
+        "test_podman",
+        "test_random_layers",
+        "test_render",
+        "test_rootless_overlay",
+        "test_user_recipes",
+    },
     {"test_lora_opencalm", "test_recorded_site", "test_slurm"},
-)  # fmt: skip
+)
 
 _APART = {"test_tasks_in_image"}  # files whose tests take long and share little: several processes run them
 

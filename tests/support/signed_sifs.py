@@ -21,6 +21,5 @@ def layers(folder: Path, *names: str) -> list[Partition]:
 def make_signed(out: Path, parts: list[Partition], key: Key) -> Path:
     message = signed_message(parts, SifHeader(ID, DEFFILE, "amd64", EPOCH))
     data, hash = gpg.sign(message, key, clear=True)
-    write_sif(out, parts, SifHeader(ID, DEFFILE, "amd64", EPOCH),
-              signature=Signature(data, key.fingerprint, hash))  # fmt: skip
+    write_sif(out, parts, SifHeader(ID, DEFFILE, "amd64", EPOCH), signature=Signature(data, key.fingerprint, hash))
     return out

@@ -96,8 +96,12 @@ def random_tree(seed: int) -> Tree:
 
 def with_xattrs(files: Tree, choose: random.Random) -> Tree:
     """A few sets of them, on files and folders."""
-    sets = [tuple((f"user.{name}", choose.randbytes(choose.choice([0, 1, 300]))) for name in "abc"[: choose.randrange(1, 4)])
-            for _ in range(3)] + [(("security.capability", bytes.fromhex("01000002c0200000000000000000000000000000")),)]  # fmt: skip
+    sets = [
+        tuple(
+            (f"user.{name}", choose.randbytes(choose.choice([0, 1, 300]))) for name in "abc"[: choose.randrange(1, 4)]
+        )
+        for _ in range(3)
+    ] + [(("security.capability", bytes.fromhex("01000002c0200000000000000000000000000000")),)]
     holders = [path for path, (entry, _) in files.items() if entry.kind in ("file", "dir")]
     for path in choose.sample(holders, len(holders) // 4):
         entry, data = files[path]

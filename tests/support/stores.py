@@ -10,8 +10,18 @@ def put(store: Store, name: str, data: bytes = b"layer", key: str = "k1") -> Sto
     with store.staging() as staging:
         (staging / "blob").write_bytes(data)
         store.put_file(staging / "blob", digest_of(data))
-    layer = StoredLayer(name=name, cache_key=key, diff_id="sha256:d", tar_size=9, digest=digest_of(data), size=len(data),
-                        executor="none", seconds=0.1, inputs={"post": "x"}, notes={"a": [1]})  # fmt: skip
+    layer = StoredLayer(
+        name=name,
+        cache_key=key,
+        diff_id="sha256:d",
+        tar_size=9,
+        digest=digest_of(data),
+        size=len(data),
+        executor="none",
+        seconds=0.1,
+        inputs={"post": "x"},
+        notes={"a": [1]},
+    )
     store.put_layer(layer)
     return layer
 

@@ -56,9 +56,16 @@ def device() -> device_module.Device:
 
 def small(base: Path, **changes: Any) -> Settings:
     values: dict[str, Any] = {
-        "model": str(base), "data": [str(SAMPLE)], "validation_split": 0.1, "max_length": 512, "batch_size": 32,
-        "learning_rate": 1e-2, "log_seconds": 0.0, "eval_every": 0, "device": CPU,
-    }  # fmt: skip
+        "model": str(base),
+        "data": [str(SAMPLE)],
+        "validation_split": 0.1,
+        "max_length": 512,
+        "batch_size": 32,
+        "learning_rate": 1e-2,
+        "log_seconds": 0.0,
+        "eval_every": 0,
+        "device": CPU,
+    }
     return Settings(**{**values, **changes})
 
 

@@ -83,9 +83,12 @@ def test_faces_are_cheap_to_import() -> None:
 def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.architecture.ROOT", tmp_path)
     texts = {
-        "top/__init__.py": "", "top/one/__init__.py": "__all__ = ['a']\n", "top/two/__init__.py": "__all__ = []\n",
-        "top/one/a.py": "def f():\n    from top.two import b\n" + "    x = 1\n" * 60, "top/two/b.py": "import top.one.a\n",
-    }  # fmt: skip
+        "top/__init__.py": "",
+        "top/one/__init__.py": "__all__ = ['a']\n",
+        "top/two/__init__.py": "__all__ = []\n",
+        "top/one/a.py": "def f():\n    from top.two import b\n" + "    x = 1\n" * 60,
+        "top/two/b.py": "import top.one.a\n",
+    }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -108,7 +111,9 @@ BY_PATH = {
     "publish/catalog/runs.py _find folder.is_dir": "your folders of results",
     "publish/catalog/runs.py _find os.walk": "your folders of results",
     "publish/catalog/runs.py _read read_regular": "your results",
-    "publish/catalog/write.py _inner os.path.realpath": "whether -o lies in the shared folder, which is then walked without links",
+    "publish/catalog/write.py _inner os.path.realpath": (
+        "whether -o lies in the shared folder, which is then walked without links"
+    ),
     "store/_staging.py prepare self.root.is_dir": "your own store, before it is opened",
     "store/_staging.py prepare make_folders": "your own store, before it is opened",
     "store/_staging.py prepare self.root.mkdir": "your own store, before it is opened",
@@ -123,7 +128,7 @@ BY_PATH = {
     "store/shared.py open_shared shared_dir.is_dir": "the folder that you name, for a message",
     "store/shared.py _exists version.outermost.path.is_dir": "the folder that you name, for a message",
     "store/sif_check.py note_sif Path(name).is_file": "which notes are kept in your own store",
-}  # fmt: skip
+}
 
 
 def test_nothing_in_a_shared_folder_is_named_by_its_path() -> None:

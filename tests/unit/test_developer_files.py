@@ -36,9 +36,14 @@ def test_hooks_run_the_commands_of_make_lint() -> None:
 
 @pytest.mark.parametrize(
     ("path", "is_checked"),
-    [("ekiben/api.py", True), ("pyproject.toml", True), ("requirements-dev.lock", True), ("docs/index.md", False),
-     ("images/stacks/cu130/requirements.lock", False)],
-)  # fmt: skip
+    [
+        ("ekiben/api.py", True),
+        ("pyproject.toml", True),
+        ("requirements-dev.lock", True),
+        ("docs/index.md", False),
+        ("images/stacks/cu130/requirements.lock", False),
+    ],
+)
 def test_hooks_run_for_changes_that_their_tools_read(path: str, is_checked: bool) -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert bool(re.search(config["files"], path)) is is_checked

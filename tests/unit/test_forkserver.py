@@ -28,8 +28,9 @@ def program() -> Iterator[str]:
 
 def end_of(program: str, *arguments: str, cwd: Path | None = None, **env: str) -> tuple[int, str, str]:
     """Return exit code, output and errors."""
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, cwd=cwd,
-                          env={**os.environ, **env})  # fmt: skip
+    done = subprocess.run(
+        [program, *arguments], capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, **env}
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -66,7 +67,9 @@ ENDS = {
     "object at the end": "class A:\n    def __del__(self): print('deleted')\na = A()",
     "streams": "import sys; print('o'); print('e', file=sys.stderr); print(len(sys.stdin.read()))",
     "arguments and path": "import sys, os; print(sys.argv, sys.path[0] == '', __name__, os.getcwd())",
-    "warnings": "import warnings; warnings.warn('odd', stacklevel=1); warnings.warn('old', DeprecationWarning, stacklevel=1)",
+    "warnings": (
+        "import warnings; warnings.warn('odd', stacklevel=1); warnings.warn('old', DeprecationWarning, stacklevel=1)"
+    ),
 }
 
 
@@ -82,15 +85,18 @@ def test_script_and_module_run_as_in_a_new_interpreter(options: list[str], progr
     (tmp_path / "scripts" / "beside.py").write_text("WORD = 'beside'\n")
     script = tmp_path / "scripts" / "script.py"
     script.write_text(
-        "import sys, os, warnings, beside\nwarnings.warn('odd')\n"
-        "print(sys.argv, beside.WORD, __file__, sys.path[:4], os.environ['COLOUR'], sys.warnoptions)\nraise ValueError('no')\n"
+        "import sys, os, warnings, beside\nwarnings.warn('odd')\nprint(sys.argv, beside.WORD, __file__, sys.path[:4],"
+        " os.environ['COLOUR'], sys.warnoptions)\nraise ValueError('no')\n"
     )
     env = {"COLOUR": "blue", "PYTHONPATH": f"{tmp_path}/there:{tmp_path}/there:other", "PYTHONWARNINGS": "default"}
     for what in (["scripts/script.py"], [str(script)], ["-m", "script"], ["-m", "no.module"]):
         arguments = [*options, *what, "--word"]
         expected = end_of(sys.executable, *arguments, cwd=tmp_path, **env)
-        assert end_of(program, *arguments, cwd=tmp_path, **env) == (expected[0], expected[1], expected[2].replace(
-            sys.executable, program))  # fmt: skip
+        assert end_of(program, *arguments, cwd=tmp_path, **env) == (
+            expected[0],
+            expected[1],
+            expected[2].replace(sys.executable, program),
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,13 +206,16 @@ def test_scripts_and_server_end_with_the_process_that_started_them(tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["-u", "-W", "ignore", "-Werror", "a.py", "-c"], Options("script", "a.py", ("-c",), ("ignore", "error"), True)),
+        (
+            ["-u", "-W", "ignore", "-Werror", "a.py", "-c"],
+            Options("script", "a.py", ("-c",), ("ignore", "error"), True),
+        ),
         (["-m", "a.b", "-u"], Options("m", "a.b", ("-u",))),
         (["-c", "x"], Options("c", "x", ())),
         (["-I", "a.py"], None),
         (["-c"], None),
         ([], None),
     ],
-)  # fmt: skip
+)
 def test_options_of_an_interpreter(arguments: list[str], expected: Options | None) -> None:
     assert Options.parse(arguments) == expected

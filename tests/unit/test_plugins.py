@@ -58,8 +58,12 @@ def cancel(ids): return None
 
 def members(protocol: type[Any]) -> tuple[set[str], dict[str, Callable[..., Any]]]:
     """Attributes and functions that a Protocol asks for."""
-    functions = {name: cast(Callable[..., Any], found) for base in reversed(protocol.__mro__[:-1]) for name, found in vars(base).items()
-                 if inspect.isfunction(found) and not name.startswith("_")}  # fmt: skip
+    functions = {
+        name: cast(Callable[..., Any], found)
+        for base in reversed(protocol.__mro__[:-1])
+        for name, found in vars(base).items()
+        if inspect.isfunction(found) and not name.startswith("_")
+    }
     return set(get_type_hints(protocol)) - set(functions), functions
 
 

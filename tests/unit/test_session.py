@@ -51,9 +51,13 @@ def inner(tmp_path: Path, *args: str, ci: str) -> tuple[int, str]:
     (tmp_path / "test_b.py").write_text(MODULE)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\npythonpath = .\naddopts = -p support.session\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *args], cwd=tmp_path,
-        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *args],
+        cwd=tmp_path,
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stdout
 
 

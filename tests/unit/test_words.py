@@ -28,9 +28,16 @@ def test_every_kind_of_use_is_counted() -> None:
     source = 'def place(found): """What was learnt."""\n{"bill": found.said, "a bill": f"{place} was told"}'
     uses = sorted((use.line, use.kind, use.term) for use in uses_in_python("x.py", source))
     assert uses == [
-        (1, "name", "found"), (1, "name", "place"), (1, "text", "learnt"), (2, "key", "bill"), (2, "name", "found"),
-        (2, "name", "place"), (2, "name", "said"), (2, "text", "bill"), (2, "text", "told"),
-    ]  # fmt: skip
+        (1, "name", "found"),
+        (1, "name", "place"),
+        (1, "text", "learnt"),
+        (2, "key", "bill"),
+        (2, "name", "found"),
+        (2, "name", "place"),
+        (2, "name", "said"),
+        (2, "text", "bill"),
+        (2, "text", "told"),
+    ]
     assert [use.term for use in uses_in_text("x.html", "<p>a place</p>\n<p>the catalogue</p>")] == ["catalogue"]
 
 

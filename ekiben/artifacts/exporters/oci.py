@@ -54,8 +54,10 @@ def make_archive(image: Image, store: Store, out: Path, *, on_bytes: Callable[[i
         os.chmod(temporary, 0o644)
         os.rename(temporary, out)
     except OSError as error:
-        raise StoreError(f"{out} cannot be written: {reason_of(error, out)}; it takes "
-                         f"{sum(layer.tar_size for layer in image.layers) / 1e9:.1f} GB") from error  # fmt: skip
+        raise StoreError(
+            f"{out} cannot be written: {reason_of(error, out)}; it takes "
+            f"{sum(layer.tar_size for layer in image.layers) / 1e9:.1f} GB"
+        ) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

@@ -146,5 +146,8 @@ def _bootstrapped(
         hint = "is the mirror reachable? another one is given with --build-arg mirror=URI"
         if "NO_PUBKEY" in error.stderr:
             hint = "the keys of that archive are not here; Debian's own are the package debian-archive-keyring"
-        raise FetchError(f"{layer.name}: mmdebstrap failed with exit code {error.returncode}:\n"
-                         + "\n".join(error.stderr.strip().splitlines()[-8:]), hint=hint) from error  # fmt: skip
+        raise FetchError(
+            f"{layer.name}: mmdebstrap failed with exit code {error.returncode}:\n"
+            + "\n".join(error.stderr.strip().splitlines()[-8:]),
+            hint=hint,
+        ) from error

@@ -36,6 +36,12 @@ def new_runs_option(function: Function) -> Function:
 
 def _runs_option(callback: Callable[..., Path] | None) -> Callable[[Function], Function]:
     return click.option(
-        "--runs", callback=callback, type=PathType(), envvar="EKIBEN_RUNS", default=Path("ekiben-runs"), show_default=True, metavar="DIR",
+        "--runs",
+        callback=callback,
+        type=PathType(),
+        envvar="EKIBEN_RUNS",
+        default=Path("ekiben-runs"),
+        show_default=True,
+        metavar="DIR",
         help="The folder of runs, on a file system that the compute nodes share. Or $EKIBEN_RUNS.",
-    )  # fmt: skip
+    )

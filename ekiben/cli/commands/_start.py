@@ -58,25 +58,53 @@ def start_options(function: Callable[..., None]) -> Callable[..., None]:
 
 _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option("--cpu", is_flag=True, help="Use no GPU, even when there are some."),
-    click.option("--runtime", default="auto", show_default=True, metavar="NAME", type=TextType(),
-                 help="apptainer, singularity, docker, or an engine that keeps images: podman."),
+    click.option(
+        "--runtime",
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        type=TextType(),
+        help="apptainer, singularity, docker, or an engine that keeps images: podman.",
+    ),
     image_options,
     include_option(),
-    click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: the recipe's, in this folder)."),
-    click.option("--bind", "binds", multiple=True, type=PathType(), metavar="DIR",
-                 help="Show this folder inside, at its own path; may repeat. This folder, caches and what ARGS name are shown anyway."),
-    option("--copy-local", former="--stage", is_flag=True,
-           help="Copy the SIF to the node's own disk first, once for all jobs there."),
-    click.option("--live", is_flag=True,
-                 help="Use the recipe's scripts as they are here, not the image's; run.json records it."),
+    click.option(
+        "--sif", type=PathType(), metavar="FILE", help="The file to run (default: the recipe's, in this folder)."
+    ),
+    click.option(
+        "--bind",
+        "binds",
+        multiple=True,
+        type=PathType(),
+        metavar="DIR",
+        help=(
+            "Show this folder inside, at its own path; may repeat. This folder, caches and what ARGS name are shown"
+            " anyway."
+        ),
+    ),
+    option(
+        "--copy-local",
+        former="--stage",
+        is_flag=True,
+        help="Copy the SIF to the node's own disk first, once for all jobs there.",
+    ),
+    click.option(
+        "--live", is_flag=True, help="Use the recipe's scripts as they are here, not the image's; run.json records it."
+    ),
     click.option("--force", is_flag=True, help="Run it even where doctor says that it will fail."),
     click.option("--dry-run", is_flag=True, help="Print the command, run nothing."),
-)  # fmt: skip
+)
 
 
 def start_image(
-    context: Context, recipe: Recipe, argv: Sequence[str], start: StartOptions, *, executes: bool, publish: str | None = None
-) -> None:  # fmt: skip
+    context: Context,
+    recipe: Recipe,
+    argv: Sequence[str],
+    start: StartOptions,
+    *,
+    executes: bool,
+    publish: str | None = None,
+) -> None:
     """Check the machine, then become the container runtime. ``publish``: see RunRequest.
 
     Raises:
@@ -95,9 +123,14 @@ def start_image(
     live = live_files(recipe) if start.live else LiveFiles({}, "")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     request = launch.RunRequest(
-        argv=argv, gpu=not start.cpu and has_gpu(), binds=start.binds, mounts=live.mounts, terminal=is_terminal,
-        executes=executes, publish=publish,
-    )  # fmt: skip
+        argv=argv,
+        gpu=not start.cpu and has_gpu(),
+        binds=start.binds,
+        mounts=live.mounts,
+        terminal=is_terminal,
+        executes=executes,
+        publish=publish,
+    )
     absent = "" if has_gpu() else f"{GPU_DEVICE} does not exist"
     log_decision("GPUs", "all" if request.gpu else "none", "--cpu" if start.cpu else absent or f"{GPU_DEVICE} exists")
     if not start.dry_run and not start.force:

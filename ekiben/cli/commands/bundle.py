@@ -51,8 +51,10 @@ class BundleResult:
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
         counts = self.counts
-        yield (f"{self.file}  {format_size(self.size)}: {counts['debs'] - 2} Debian packages, "
-               f"{counts['wheels']} Python packages, {counts['include']} files included")  # fmt: skip
+        yield (
+            f"{self.file}  {format_size(self.size)}: {counts['debs'] - 2} Debian packages, "
+            f"{counts['wheels']} Python packages, {counts['include']} files included"
+        )
         yield f"use it  {command_name()} image {self.recipe} --offline --bundle {shlex.quote(str(self.file))}"
 
 
@@ -77,8 +79,14 @@ def command(
     file = check_output_file(output or Path(f"{image.name}.bundle"))
     options = Options(engine=engine, mirror=recipe_options.mirror)
     index = write_bundle(
-        resolved, image, context.store, file, options, context.progress, snapshots=recipe_options.included,
+        resolved,
+        image,
+        context.store,
+        file,
+        options,
+        context.progress,
+        snapshots=recipe_options.included,
         compiler=compiler,
-    )  # fmt: skip
+    )
     counts = {section: sum(name.startswith(f"{section}/") for name in index.files) for section in SECTIONS}
     context.print(BundleResult(recipe=resolved.cli_args, file=file, size=file.stat().st_size, counts=counts))

@@ -40,10 +40,21 @@ class CatalogResult:
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
         (images, versions), runs = self.counts, self.written.runs
-        return {"path": str(self.written.out), "images": images, "versions": versions,
-                "runs": {"new": runs.new, "known": runs.known, "unfinished": runs.unfinished, "unmatched": runs.unmatched,
-                         "jobs": runs.jobs, "without_image": len(runs.without_image), "unreadable": len(runs.broken)},
-                "skipped": self.skipped}  # fmt: skip
+        return {
+            "path": str(self.written.out),
+            "images": images,
+            "versions": versions,
+            "runs": {
+                "new": runs.new,
+                "known": runs.known,
+                "unfinished": runs.unfinished,
+                "unmatched": runs.unmatched,
+                "jobs": runs.jobs,
+                "without_image": len(runs.without_image),
+                "unreadable": len(runs.broken),
+            },
+            "skipped": self.skipped,
+        }
 
     @property
     def skipped(self) -> list[SkippedFile]:
@@ -55,17 +66,27 @@ class CatalogResult:
         """Yield what is printed."""
         (images, versions), runs = self.counts, self.written.runs
         if self.with_runs:
-            yield (f"runs     {len(runs.new)} new, {runs.known} known, {runs.unfinished} not finished, "
-                   f"{runs.unmatched} of other images, {len(runs.without_image)} without an image, "
-                   f"{len(runs.broken)} unreadable{f', {runs.jobs} of jobs' if runs.jobs else ''}")  # fmt: skip
+            yield (
+                f"runs     {len(runs.new)} new, {runs.known} known, {runs.unfinished} not finished, "
+                f"{runs.unmatched} of other images, {len(runs.without_image)} without an image, "
+                f"{len(runs.broken)} unreadable{f', {runs.jobs} of jobs' if runs.jobs else ''}"
+            )
         yield f"written  {self.written.out}/index.html  {_counted(images, 'image')}, {_counted(versions, 'version')}"
 
 
 @click.command("catalog", cls=Command, help=__doc__)
 @click.argument("folder", type=PathType(), metavar="DIR")
 @click.option("-o", "--output", type=OutputFolder(), metavar="DIR", help="The folder of pages (default: DIR/catalog).")
-@click.option("--runs", type=PathType(), multiple=True, metavar="FILE|DIR",
-              help="Look here for run.json and OUTPUT.run.json of finished runs, and keep what may be shared with the versions they used; may repeat.")  # fmt: skip
+@click.option(
+    "--runs",
+    type=PathType(),
+    multiple=True,
+    metavar="FILE|DIR",
+    help=(
+        "Look here for run.json and OUTPUT.run.json of finished runs, and keep what may be shared with the versions"
+        " they used; may repeat."
+    ),
+)
 @json_option
 @click.pass_obj
 def command(context: Context, /, folder: Path, output: Path | None, runs: tuple[Path, ...]) -> None:

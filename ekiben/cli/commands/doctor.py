@@ -67,18 +67,33 @@ class DoctorResult:
 @click.command("doctor", cls=Command, help=__doc__)
 @click.argument("image", required=False, metavar="[RECIPE|FILE.sif]", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
-@click.option("--site", type=NameType(), metavar="NAME|FILE",
-              help="Check the compute nodes of this site, of sites/ or by its profile, instead of this machine.")  # fmt: skip
+@click.option(
+    "--site",
+    type=NameType(),
+    metavar="NAME|FILE",
+    help="Check the compute nodes of this site, of sites/ or by its profile, instead of this machine.",
+)
 @click.option("--record", is_flag=True, help="Write this machine's site profile; best in a job on a compute node.")
-@click.option("-o", "--output", type=PathType(), metavar="FILE",
-              help="With --record: the file (default: it is printed). Else: where the image would be written.")  # fmt: skip
+@click.option(
+    "-o",
+    "--output",
+    type=PathType(),
+    metavar="FILE",
+    help="With --record: the file (default: it is printed). Else: where the image would be written.",
+)
 @recipe_options
 @json_option
 @click.pass_obj
 def command(
-    context: Context, /, image: str | None, argv: tuple[str, ...], site: str | None, record: bool,
-    output: Path | None, recipe_options: RecipeOptions,
-) -> None:  # fmt: skip
+    context: Context,
+    /,
+    image: str | None,
+    argv: tuple[str, ...],
+    site: str | None,
+    record: bool,
+    output: Path | None,
+    recipe_options: RecipeOptions,
+) -> None:
     """Record this machine, or check it or a site."""
     if record:
         if image or site or context.json:
@@ -97,8 +112,17 @@ def command(
     if output and output.exists() and not output.is_dir():
         check_output_file(output, f"-o {output}")  # an image could not be written there
     site_file = find_site(site).file if site else None
-    sections = consult(context.store, image, site_file, output or Path(), argv=argv, stack=recipe_options.stack,
-                       find=recipe_options.find, resolved=recipe_options.resolve, log=context.log)  # fmt: skip
+    sections = consult(
+        context.store,
+        image,
+        site_file,
+        output or Path(),
+        argv=argv,
+        stack=recipe_options.stack,
+        find=recipe_options.find,
+        resolved=recipe_options.resolve,
+        log=context.log,
+    )
     result = DoctorResult(sections)
     context.print(result)
     if result.will_fail:

@@ -81,16 +81,24 @@ class ImageResult:
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
         return {
-            "recipe": self.image.recipe, "stack": self.image.stack, "name": self.image.name, "image": self.image.image_id,
+            "recipe": self.image.recipe,
+            "stack": self.image.stack,
+            "name": self.image.name,
+            "image": self.image.image_id,
             "size": self.image.size,
-            "layers": [{"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size} for layer in self.image.layers],
+            "layers": [
+                {"name": layer.name, "diff_id": layer.diff_id, "digest": layer.digest, "size": layer.size}
+                for layer in self.image.layers
+            ],
             "built": list(self.built),
-            "artifacts": [{"kind": item.kind, "ref": item.ref, "size": item.size, "created": item.created, "sha256": item.sha256}
-                          for item in self.artifacts],
+            "artifacts": [
+                {"kind": item.kind, "ref": item.ref, "size": item.size, "created": item.created, "sha256": item.sha256}
+                for item in self.artifacts
+            ],
             "checks": [{"runtime": item.runtime, "seconds": item.seconds, "known": item.known} for item in self.checks],
             "data": [str(path) for path in self.data],
             "run": list(self.run),
-        }  # fmt: skip
+        }
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
@@ -101,7 +109,9 @@ class ImageResult:
             yield f"{label:<7} {item.ref}  {format_size(item.size)}{'' if item.created else '  (existing)'}"
         yield from (f"data    {path}" for path in self.data)
         for check in self.checks:
-            yield f"tested  under {check.runtime}, {check.seconds:.0f} s{' (before, same image)' if check.known else ''}"
+            yield (
+                f"tested  under {check.runtime}, {check.seconds:.0f} s{' (before, same image)' if check.known else ''}"
+            )
         later = f"`{command_name()} verify {self.recipe}`"
         if not self.is_verified:
             yield f"tested  no: --no-verify was given; {later} does it"
@@ -132,9 +142,19 @@ class ImageResult:
 @json_option
 @click.pass_obj
 def command(
-    context: Context, /, recipes: tuple[str, ...], formats: tuple[str, ...], output: Path | None, squash: bool,
-    no_verify: bool, engine: str, locked: bool, offline: bool, bundle: Path | None, recipe_options: RecipeOptions,
-) -> None:  # fmt: skip
+    context: Context,
+    /,
+    recipes: tuple[str, ...],
+    formats: tuple[str, ...],
+    output: Path | None,
+    squash: bool,
+    no_verify: bool,
+    engine: str,
+    locked: bool,
+    offline: bool,
+    bundle: Path | None,
+    recipe_options: RecipeOptions,
+) -> None:
     """Resolve all recipes, then make one image after the other."""
     check_output(recipes, formats)
     if formats and "sif" not in formats:
@@ -142,9 +162,15 @@ def command(
     if bundle and recipe_options.mirror:
         raise UsageError("--build-arg mirror: --bundle has the packages; leave one of them out")
     request = ImageRequest(
-        formats=formats, output=output, export=ExportOptions(squash=squash, with_sha256=not no_verify),
-        verify=not no_verify, engine=engine, locked=locked, offline=offline or bundle is not None, bundle=bundle,
-    )  # fmt: skip
+        formats=formats,
+        output=output,
+        export=ExportOptions(squash=squash, with_sha256=not no_verify),
+        verify=not no_verify,
+        engine=engine,
+        locked=locked,
+        offline=offline or bundle is not None,
+        bundle=bundle,
+    )
     # A mistake in the last recipe is reported before the first one is built.
     all_resolved = [recipe_options.resolve(recipe) for recipe in recipes]
     results = [make_image(context, recipe_options, resolved, request) for resolved in all_resolved]
@@ -176,18 +202,34 @@ def make_image(
     missing = [action.layer.name for action in actions if action.decision == "BUILD"]
     report_plan(resolved, store, actions, progress, savings=bool(recipe_options.gpu_arch))
     if missing and request.offline and not request.bundle:
-        raise UsageError(f"--offline: {', '.join(missing)} would have to be built; "
-                         f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)")  # fmt: skip
+        raise UsageError(
+            f"--offline: {', '.join(missing)} would have to be built; "
+            f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)"
+        )
     with build_inputs(context, recipe_options, resolved, request) as (options, data):
         image, artifacts = build_and_export(
-            resolved, store, options, progress, actions,
-            formats=request.formats, output=request.output, export_options=request.export,
-        )  # fmt: skip
+            resolved,
+            store,
+            options,
+            progress,
+            actions,
+            formats=request.formats,
+            output=request.output,
+            export_options=request.export,
+        )
     checks = verify_artifacts(image, artifacts, store, progress) if request.verify else []
     task = next(iter(resolved.recipe.file.tasks), "")
     run = [line for item in artifacts for line in exporters.run_commands(item, task)]
-    return ImageResult(recipe=resolved.cli_args, image=image, built=missing, artifacts=artifacts, checks=checks,
-                       data=data, run=run, is_verified=request.verify)  # fmt: skip
+    return ImageResult(
+        recipe=resolved.cli_args,
+        image=image,
+        built=missing,
+        artifacts=artifacts,
+        checks=checks,
+        data=data,
+        run=run,
+        is_verified=request.verify,
+    )
 
 
 def report_plan(

@@ -22,8 +22,15 @@ from ekiben.project.create import create_recipe
 
 @click.command("init", cls=Command, help=__doc__)
 @click.argument("folder", type=PathType(), metavar="DIR")
-@click.option("--from", "layer", default="python", show_default=True, type=NameType(), metavar="LAYER",
-              help="The layer below the recipe's own: python, pytorch, huggingface, …")  # fmt: skip
+@click.option(
+    "--from",
+    "layer",
+    default="python",
+    show_default=True,
+    type=NameType(),
+    metavar="LAYER",
+    help="The layer below the recipe's own: python, pytorch, huggingface, …",
+)
 @click.option(
     "--stack", default="cu130", show_default=True, type=NameType(), metavar="STACK", help="The stack of versions."
 )

@@ -39,16 +39,24 @@ from ekiben.project.lock import find_local_recipe, lock_recipe
     "--advisories",
     type=PathType(),
     metavar="FILE|FOLDER",
-    help="Change nothing; print known advisories of the locked versions, from a database in the OSV format. "
-    "Exit with 9 if there is one.",
+    help=(
+        "Change nothing; print known advisories of the locked versions, from a database in the OSV format. "
+        "Exit with 9 if there is one."
+    ),
 )
 @arch_option("Lock for this processor only (default: all that stack.yaml names).")
 @click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: as apt has it here).")
 @include_option()
 def command(
-    stack: str, check: bool, keep: bool, outdated: bool, advisories: Path | None, mirror: str | None, arch: str | None,
+    stack: str,
+    check: bool,
+    keep: bool,
+    outdated: bool,
+    advisories: Path | None,
+    mirror: str | None,
+    arch: str | None,
     included: tuple[Path, ...],
-) -> None:  # fmt: skip
+) -> None:
     """Update, check, or compare."""
     recipe = find_local_recipe(stack, included)
     if outdated or advisories:
@@ -87,6 +95,8 @@ def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisor
             where = next(lock for lock, versions in locks.items() if advisory.name in versions)
             click.echo(printable(f"{short_path(where)}: {advisory}"))
         if known:
-            raise LockMismatchError(f"advisories of the locked versions are known: {len(known)}",
-                                    hint="ask for a fixed version in the .in file, then lock with --keep")  # fmt: skip
+            raise LockMismatchError(
+                f"advisories of the locked versions are known: {len(known)}",
+                hint="ask for a fixed version in the .in file, then lock with --keep",
+            )
         click.echo(f"no advisory is known of {len(pinned)} locked packages")

@@ -61,9 +61,17 @@ _ANY = "0.0.0.0"
 @start_options
 @click.pass_obj
 def command(
-    context: Context, /, recipe: str, port: int | None, ip: str, no_start: bool, no_verify: bool, gpu_arch: str | None,
-    arguments: tuple[str, ...], start: StartOptions,
-) -> None:  # fmt: skip
+    context: Context,
+    /,
+    recipe: str,
+    port: int | None,
+    ip: str,
+    no_start: bool,
+    no_verify: bool,
+    gpu_arch: str | None,
+    arguments: tuple[str, ...],
+    start: StartOptions,
+) -> None:
     """Build what is missing, then become the container runtime with JupyterLab."""
     if no_start:
         refuse_ignored(
@@ -110,9 +118,15 @@ def _build(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, 
     from ekiben.cli.commands.image import ImageRequest, make_image
 
     request = ImageRequest(
-        formats=[kind], output=None, export=ExportOptions(with_sha256=verify), verify=verify, engine="auto", locked=False,
-        offline=False, bundle=None,
-    )  # fmt: skip
+        formats=[kind],
+        output=None,
+        export=ExportOptions(with_sha256=verify),
+        verify=verify,
+        engine="auto",
+        locked=False,
+        offline=False,
+        bundle=None,
+    )
     result = make_image(context, options, options.resolve(recipe), request)
     for line in result.to_lines():
         if not line.startswith("run "):  # of the recipe's tasks

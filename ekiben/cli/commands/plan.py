@@ -34,11 +34,19 @@ class PlanResult:
     def to_json(self) -> list[dict[str, Any]]:
         """Return what --json prints."""
         return [
-            {"layer": action.layer.name, "kind": action.layer.kind, "cache_key": action.layer.cache_key,
-             "stored": action.stored is not None, "in_registry": action.in_registry, "reason": action.reason,
-             "inputs": action.layer.inputs, **self._included_by(action), **({"stage_deps": _stages(action)} if action.stage_deps else {})}
+            {
+                "layer": action.layer.name,
+                "kind": action.layer.kind,
+                "cache_key": action.layer.cache_key,
+                "stored": action.stored is not None,
+                "in_registry": action.in_registry,
+                "reason": action.reason,
+                "inputs": action.layer.inputs,
+                **self._included_by(action),
+                **({"stage_deps": _stages(action)} if action.stage_deps else {}),
+            }
             for action in self.actions
-        ]  # fmt: skip
+        ]
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
@@ -59,9 +67,17 @@ class PlanResult:
 
 
 def _stages(action: Action) -> list[dict[str, Any]]:
-    return [{"step": stage.step.name, "cache_key": stage.step.cache_key, "stored": stage.is_stored,
-             "in_registry": stage.in_registry, "reason": stage.reason, "inputs": stage.step.inputs}
-            for stage in action.stage_deps]  # fmt: skip
+    return [
+        {
+            "step": stage.step.name,
+            "cache_key": stage.step.cache_key,
+            "stored": stage.is_stored,
+            "in_registry": stage.in_registry,
+            "reason": stage.reason,
+            "inputs": stage.step.inputs,
+        }
+        for stage in action.stage_deps
+    ]
 
 
 def _lines(action: Action) -> Iterator[tuple[str, str, str, str]]:

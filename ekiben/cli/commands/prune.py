@@ -30,19 +30,41 @@ _DAYS = click.FloatRange(min=0)
 @click.command("prune", cls=Command, help=__doc__)
 @click.argument("images", nargs=-1, metavar="[IMAGE…]", type=NameType())
 @click.option("--in", "folder", type=PathType(), metavar="DIR", help="Prune a folder that was published to instead.")
-@click.option("--unused-for", type=_DAYS, default=30.0, show_default=True, metavar="DAYS",
-              help="With --in: keep what was used in the last DAYS.")  # fmt: skip
-@click.option("--grace", type=_DAYS, default=7.0, show_default=True, metavar="DAYS",
-              help="With --in: quarantine what goes for DAYS, longer than the longest job, before it is removed.")  # fmt: skip
+@click.option(
+    "--unused-for",
+    type=_DAYS,
+    default=30.0,
+    show_default=True,
+    metavar="DAYS",
+    help="With --in: keep what was used in the last DAYS.",
+)
+@click.option(
+    "--grace",
+    type=_DAYS,
+    default=7.0,
+    show_default=True,
+    metavar="DAYS",
+    help="With --in: quarantine what goes for DAYS, longer than the longest job, before it is removed.",
+)
 @click.option("--engines", is_flag=True, help="Also remove the layers that engines keep for the next build.")
-@click.option("--wheels", is_flag=True, help="Also remove compiled wheels that no image was made with "
-              "(imported ones stay), and unfinished compilations.")  # fmt: skip
+@click.option(
+    "--wheels",
+    is_flag=True,
+    help="Also remove compiled wheels that no image was made with (imported ones stay), and unfinished compilations.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, remove nothing.")
 @click.pass_obj
 def command(
-    context: Context, /, images: tuple[str, ...], folder: Path | None, unused_for: float, grace: float,
-    engines: bool, wheels: bool, dry_run: bool,
-) -> None:  # fmt: skip
+    context: Context,
+    /,
+    images: tuple[str, ...],
+    folder: Path | None,
+    unused_for: float,
+    grace: float,
+    engines: bool,
+    wheels: bool,
+    dry_run: bool,
+) -> None:
     """Prune the store, or a shared folder."""
     if folder:
         refuse_ignored("is about your own store; leave it out, or leave out --in", "engines", "wheels")
@@ -60,8 +82,13 @@ def command(
         name = path.stem
         heals = "Building the image" if path.parent.name == "refs" else "Building an image with its layer"
         forgets = f"`{command_name()} prune {name}`" if path.parent.name == "refs" else "removing the file"
-        click.echo(printable(f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again, {forgets} "
-                             "lets go of what only it names"), err=True)  # fmt: skip
+        click.echo(
+            printable(
+                f"warning: {path} is damaged, and may name any layer: none is removed. {heals} writes it again,"
+                f" {forgets} lets go of what only it names"
+            ),
+            err=True,
+        )
     total = sum(count for _, count in removed)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} blobs, {format_size(total)}")
 
@@ -85,5 +112,7 @@ def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace:
         click.echo(
             printable(f"{'keep  ' if one.keep else 'remove'}  {one.file}  {format_size(one.size)}  {one.reason}")
         )
-    click.echo(f"{format_size(aside)} {would}quarantined, to be removed in {grace:g} days; "
-               f"{format_size(removed)} of before {would}removed")  # fmt: skip
+    click.echo(
+        f"{format_size(aside)} {would}quarantined, to be removed in {grace:g} days; "
+        f"{format_size(removed)} of before {would}removed"
+    )

@@ -64,18 +64,29 @@ class PublishResult:
         yield f"run        singularity exec --nv {shlex.quote(str(sif))} {self.task}"
         if done.module:
             module = done.module.rpartition("/")[0] if self.is_current else done.module
-            yield f"module     module use {shlex.quote(f'{self.folder}/modulefiles')}; module load {shlex.quote(module)}"
+            yield (
+                f"module     module use {shlex.quote(f'{self.folder}/modulefiles')}; module load {shlex.quote(module)}"
+            )
         yield f"build on   EKIBEN_SHARED={shlex.quote(str(self.folder))} {command_name()} image {self.recipe}"
         if done.created and (self.folder / "catalog").is_dir():
-            yield f"catalog    {command_name()} catalog {shlex.quote(str(self.folder))}   # adds this version to the pages"
+            yield (
+                f"catalog    {command_name()} catalog {shlex.quote(str(self.folder))}   # adds this version to the"
+                " pages"
+            )
 
 
 @click.command("publish", cls=Command, help=__doc__)
 @click.argument("recipe", type=RecipeType())
 @click.option("--to", "folder", type=PathType(), metavar="DIR", required=True, help="The folder colleagues read.")
 @click.option("--version", type=TextType(), metavar="VERSION", help="Default: the date, as 2026.11.21.")
-@click.option("--tag", "tags", multiple=True, type=TextType(), metavar="TAG",
-              help="Add a link beside `current`; may repeat. Its image is never pruned.")  # fmt: skip
+@click.option(
+    "--tag",
+    "tags",
+    multiple=True,
+    type=TextType(),
+    metavar="TAG",
+    help="Add a link beside `current`; may repeat. Its image is never pruned.",
+)
 @click.option("--pin", is_flag=True, help="Never prune this version.")
 @click.option("--no-current", is_flag=True, help="Leave the link `current` as it is.")
 @click.option("--modulefile", is_flag=True, help="Offer its tasks as commands, for `module load`; see above.")
@@ -86,9 +97,20 @@ class PublishResult:
 @json_option
 @click.pass_obj
 def command(
-    context: Context, /, recipe: str, folder: Path, version: str | None, tags: tuple[str, ...], pin: bool,
-    no_current: bool, modulefile: bool, no_verify: bool, sign: str | None, engine: str, recipe_options: RecipeOptions,
-) -> None:  # fmt: skip
+    context: Context,
+    /,
+    recipe: str,
+    folder: Path,
+    version: str | None,
+    tags: tuple[str, ...],
+    pin: bool,
+    no_current: bool,
+    modulefile: bool,
+    no_verify: bool,
+    sign: str | None,
+    engine: str,
+    recipe_options: RecipeOptions,
+) -> None:
     """Check the folder and the key, build, publish."""
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
     # An image takes minutes, a refusal none.
@@ -96,8 +118,19 @@ def command(
     key = find_key(sign) if sign is not None else None
     options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)
     image = build(resolved, store, options, context.progress)
-    published = publish(image, store, folder, context.progress, version=version, tags=tags, pin=pin,
-                        current=not no_current, check=not no_verify, key=key, module=modulefile)  # fmt: skip
+    published = publish(
+        image,
+        store,
+        folder,
+        context.progress,
+        version=version,
+        tags=tags,
+        pin=pin,
+        current=not no_current,
+        check=not no_verify,
+        key=key,
+        module=modulefile,
+    )
     task = next(iter(resolved.recipe.file.tasks), "COMMAND")
     context.print(
         PublishResult(

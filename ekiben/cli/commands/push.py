@@ -50,14 +50,21 @@ class PushResult:
         """Return what --json prints."""
         done, key = self.pushed, self.key
         signed = {"fingerprint": key.fingerprint, "user": key.user} if key else None
-        return {"ref": done.ref, "sent": done.sent, "mounted": done.mounted, "existing": done.existing,
-                "signed": signed, "sbom": done.sbom}  # fmt: skip
+        return {
+            "ref": done.ref,
+            "sent": done.sent,
+            "mounted": done.mounted,
+            "existing": done.existing,
+            "signed": signed,
+            "sbom": done.sbom,
+        }
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
         done = self.pushed
-        yield (f"pushed  {done.ref}  {format_size(done.sent)} sent, "
-               f"{done.mounted} blobs mounted, {done.existing} existing")  # fmt: skip
+        yield (
+            f"pushed  {done.ref}  {format_size(done.sent)} sent, {done.mounted} blobs mounted, {done.existing} existing"
+        )
         if self.key:
             yield f"signed  by {self.key}"
         if done.sbom:
@@ -68,17 +75,29 @@ class PushResult:
 @click.command("push", cls=Command, help=__doc__)
 @click.argument("recipe", type=RecipeType())
 @click.argument("reference", metavar="REF", type=TextType())
-@click.option("--format", "format_", type=NearestChoice(FORMATS), default="docker", show_default=True,
-              help="For docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.")  # fmt: skip
+@click.option(
+    "--format",
+    "format_",
+    type=NearestChoice(FORMATS),
+    default="docker",
+    show_default=True,
+    help="For docker pull, for apptainer pull oras://, or layers by key for EKIBEN_REGISTRY.",
+)
 @sign_option
 @click.option("--sbom", is_flag=True, help="Attach its SBOM (CycloneDX), as OCI 1.1 attaches artifacts.")
 @recipe_options
 @json_option
 @click.pass_obj
 def command(
-    context: Context, /, recipe: str, reference: str, format_: str, sign: str | None, sbom: bool,
+    context: Context,
+    /,
+    recipe: str,
+    reference: str,
+    format_: str,
+    sign: str | None,
+    sbom: bool,
     recipe_options: RecipeOptions,
-) -> None:  # fmt: skip
+) -> None:
     """Find the key, ask the registry, build, push."""
     if format_ == "layers":  # before anything is built; push() refuses it, too
         refuse_ignored("is for an image; layers have none, and are found by their keys", "sbom", "sign")
@@ -88,6 +107,9 @@ def command(
     key = find_key(sign) if sign is not None else None
     check_push(target, format_)  # before a build of minutes
     pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
-    use = {"docker": f"docker pull {target}", "sif": f"apptainer pull oras://{target}",
-           "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {resolved.cli_args}"}[format_]  # fmt: skip
+    use = {
+        "docker": f"docker pull {target}",
+        "sif": f"apptainer pull oras://{target}",
+        "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {resolved.cli_args}",
+    }[format_]
     context.print(PushResult(pushed=pushed, key=key, use=use))

@@ -95,12 +95,30 @@ class SubmitPreview:
 @click.argument("recipe", required=False, type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="TASK [-- ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
 @click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one that is here.")
-@click.option("--site", type=NameType(), metavar="NAME|FILE", help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.")  # fmt: skip
-@option("--partition", "resource", former="--resource", type=TextType(), metavar="NAME", help="One of the site's kinds of nodes (default: the smallest that does), or the scheduler's partition or queue.")  # fmt: skip
-@option("--account", "group", former="--group", type=TextType(), metavar="NAME", help="The group or account that pays.")  # fmt: skip
+@click.option(
+    "--site",
+    type=NameType(),
+    metavar="NAME|FILE",
+    help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.",
+)
+@option(
+    "--partition",
+    "resource",
+    former="--resource",
+    type=TextType(),
+    metavar="NAME",
+    help="One of the site's kinds of nodes (default: the smallest that does), or the scheduler's partition or queue.",
+)
+@option("--account", "group", former="--group", type=TextType(), metavar="NAME", help="The group or account that pays.")
 @click.option("--qos", type=TextType(), metavar="NAME", help="The quality of service, where the scheduler has such.")
 @click.option("--nodes", type=_COUNT, metavar="N", default=1, show_default=True, help="For tasks that run on several.")
-@click.option("--gpus-per-node", "gpus", type=_COUNT_OR_NONE, metavar="N", help="Default: what the site's kind of node has, else 0.")  # fmt: skip
+@click.option(
+    "--gpus-per-node",
+    "gpus",
+    type=_COUNT_OR_NONE,
+    metavar="N",
+    help="Default: what the site's kind of node has, else 0.",
+)
 @click.option("--cpus-per-node", "cpus", type=_COUNT, metavar="N", help="Default: in proportion to the GPUs.")
 @click.option("--memory", type=TextType(), metavar="64G", help="Memory per node. Default: in proportion to the GPUs.")
 @click.option("--exclusive", is_flag=True, default=None, help="Request nodes that no other job uses.")
@@ -111,21 +129,55 @@ class SubmitPreview:
     metavar="NAME[=VALUE]",
     help="A variable for the task, from here or with this value; may repeat.",
 )
-@click.option("--bind", "binds", multiple=True, type=PathType(), metavar="DIR", help="Show this folder inside, at its own path; may repeat.")  # fmt: skip
+@click.option(
+    "--bind",
+    "binds",
+    multiple=True,
+    type=PathType(),
+    metavar="DIR",
+    help="Show this folder inside, at its own path; may repeat.",
+)
 @click.option("--processes-per-node", "processes", type=_COUNT, metavar="N", help="Default: one for each GPU.")
 @click.option(
     "--time", "walltime", type=TextType(), metavar="H:MM:SS", help="Walltime of one job; also 90m, 2h, 1-12:00:00."
 )
-@option("--grace-period", "notice", former="--notice", type=TextType(), metavar="TIME", default="5m", show_default=True,
-        help="How long before its end a job receives the signal to checkpoint.")  # fmt: skip
-@click.option("--max-resubmits", type=_COUNT_OR_NONE, metavar="N", default=20, show_default=True,
-              help="How often a job that saved goes back into the queue.")  # fmt: skip
+@option(
+    "--grace-period",
+    "notice",
+    former="--notice",
+    type=TextType(),
+    metavar="TIME",
+    default="5m",
+    show_default=True,
+    help="How long before its end a job receives the signal to checkpoint.",
+)
+@click.option(
+    "--max-resubmits",
+    type=_COUNT_OR_NONE,
+    metavar="N",
+    default=20,
+    show_default=True,
+    help="How often a job that saved goes back into the queue.",
+)
 @click.option("--seeds", type=TextType(), metavar="1,2,3", help="Submit a job for each; {seed} in ARGS is replaced.")
-@option("--scheduler-arg", "options", former="--option", multiple=True, type=TextType(), metavar="WORDS",
-        help="An option of the scheduler's own; may repeat.")  # fmt: skip
+@option(
+    "--scheduler-arg",
+    "options",
+    former="--option",
+    multiple=True,
+    type=TextType(),
+    metavar="WORDS",
+    help="An option of the scheduler's own; may repeat.",
+)
 @click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: ./RECIPE.sif).")
 @include_option()
-@option("--copy-local", "stage", former="--stage", is_flag=True, help="Copy the SIF to each node's own disk first, once for all jobs there.")  # fmt: skip
+@option(
+    "--copy-local",
+    "stage",
+    former="--stage",
+    is_flag=True,
+    help="Copy the SIF to each node's own disk first, once for all jobs there.",
+)
 @click.option(
     "--again",
     type=NameType(),
@@ -141,10 +193,25 @@ class SubmitPreview:
 @json_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, recipe: str | None, argv: tuple[str, ...], scheduler: str | None, site: str | None, runs: Path, sif: Path | None,
-    included: tuple[Path, ...], walltime: str | None, notice: str, memory: str | None, seeds: str | None, again: str | None, force: bool, wait: bool,
-    dry_run: bool, **resource_options: Any,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    recipe: str | None,
+    argv: tuple[str, ...],
+    scheduler: str | None,
+    site: str | None,
+    runs: Path,
+    sif: Path | None,
+    included: tuple[Path, ...],
+    walltime: str | None,
+    notice: str,
+    memory: str | None,
+    seeds: str | None,
+    again: str | None,
+    force: bool,
+    wait: bool,
+    dry_run: bool,
+    **resource_options: Any,
+) -> None:
     """Plan the jobs, check the compute nodes, submit."""
     context = ctx.find_object(Context) or Context()
     if dry_run:
@@ -170,9 +237,12 @@ def command(
         )
     recipe_spec, profile = find_recipe(recipe, included), find_site(site) if site else None
     request = JobRequest(
-        seconds=seconds_of(walltime) if walltime else None, notice=seconds_of(notice),
-        memory_mib=memory_mib_of(memory) if memory else None, seeds=parse_seeds(seeds) if seeds is not None else (), **resource_options,
-    )  # fmt: skip
+        seconds=seconds_of(walltime) if walltime else None,
+        notice=seconds_of(notice),
+        memory_mib=memory_mib_of(memory) if memory else None,
+        seeds=parse_seeds(seeds) if seeds is not None else (),
+        **resource_options,
+    )
     defaults = [
         *context.settings.jobs,
         *([profile.file.scheduler.defaults] if profile and profile.file.scheduler else []),
@@ -182,8 +252,15 @@ def command(
     request = with_defaults(request, defaults)
     if scheduler:
         log_decision("scheduler", scheduler, "--scheduler")
-    run = planning.plan(recipe_spec, argv, request, scheduler=scheduler or choose_scheduler(profile), site=profile,
-                    sif=sif or Path(f"{recipe_spec.image_name()}.sif"), runs=runs)  # fmt: skip
+    run = planning.plan(
+        recipe_spec,
+        argv,
+        request,
+        scheduler=scheduler or choose_scheduler(profile),
+        site=profile,
+        sif=sif or Path(f"{recipe_spec.image_name()}.sif"),
+        runs=runs,
+    )
     _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
 
 
@@ -194,10 +271,13 @@ _WITH_AGAIN = {"again", "included", "env", "runs", "force", "wait", "dry_run", "
 def _check_only_again(ctx: click.Context) -> None:
     """Raise UsageError for what --again takes from the run's record."""
     named = [
-        param for param in ctx.command.params
-        if param.name and param.name not in _WITH_AGAIN and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+        param
+        for param in ctx.command.params
+        if param.name
+        and param.name not in _WITH_AGAIN
+        and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
         and ctx.params.get(param.name)
-    ]  # fmt: skip
+    ]
     if named:
         shown = ", ".join(
             param.opts[0] if isinstance(param, click.Option) else f"the {_ARGUMENTS[str(param.name)]}"
@@ -213,8 +293,15 @@ def _plan_again(before: jobs.Run, runs: Path, env: Sequence[str], included: Sequ
     names = {word.partition("=")[0] for word in before.record.get("request", {}).get("env", ())}
     known = [word for word in (*defaults, *env) if word.partition("=")[0] in names]
     recipe, argv, request = jobs.request_again(before, known)
-    return planning.plan(find_recipe(recipe, included), argv, request, scheduler=before.record["scheduler"], site=profile,
-                         sif=Path(before.record["sif"]), runs=runs)  # fmt: skip
+    return planning.plan(
+        find_recipe(recipe, included),
+        argv,
+        request,
+        scheduler=before.record["scheduler"],
+        site=profile,
+        sif=Path(before.record["sif"]),
+        runs=runs,
+    )
 
 
 def _submit(

@@ -88,16 +88,27 @@ class RebuildResult:
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
         done = self.comparison
-        layers = [{"name": item.name, "same": item.same, "diff_id": [item.before.diff_id, item.after.diff_id],
-                   "digest": [item.before.digest, item.after.digest], "executor": [item.before.executor, item.after.executor],
-                   "seconds": item.after.seconds, "differing": list(item.differing)} for item in done.layers]  # fmt: skip
+        layers = [
+            {
+                "name": item.name,
+                "same": item.same,
+                "diff_id": [item.before.diff_id, item.after.diff_id],
+                "digest": [item.before.digest, item.after.digest],
+                "executor": [item.before.executor, item.after.executor],
+                "seconds": item.after.seconds,
+                "differing": list(item.differing),
+            }
+            for item in done.layers
+        ]
         return {"same": done.same, "image": done.image_ids, "sif": done.sif_digests, "layers": layers}
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed of an image that came out the same."""
         done = self.comparison
-        yield (f"the same again, in {self.seconds:.0f} s: {len(done.layers)} layers, "
-               f"config {done.image_ids[0][:19]}, SIF {done.sif_digests[0][:19]}")  # fmt: skip
+        yield (
+            f"the same again, in {self.seconds:.0f} s: {len(done.layers)} layers, "
+            f"config {done.image_ids[0][:19]}, SIF {done.sif_digests[0][:19]}"
+        )
 
 
 @click.command("verify", cls=Command, help=__doc__)
@@ -110,13 +121,27 @@ class RebuildResult:
 @json_option
 @click.pass_obj
 def command(
-    context: Context, /, recipe: str, sif: Path | None, again: bool, engine: str, require_signature: bool,
-    signer: str | None, recipe_options: RecipeOptions,
-) -> None:  # fmt: skip
+    context: Context,
+    /,
+    recipe: str,
+    sif: Path | None,
+    again: bool,
+    engine: str,
+    require_signature: bool,
+    signer: str | None,
+    recipe_options: RecipeOptions,
+) -> None:
     """Check the signature, rebuild, or run the tests."""
     if is_image(recipe):
-        refuse_ignored("is for a recipe's image; of a file or a reference, integrity and signature are checked",
-                       "sif", "again", "engine", "stack", "gpu_arch", "arguments")  # fmt: skip
+        refuse_ignored(
+            "is for a recipe's image; of a file or a reference, integrity and signature are checked",
+            "sif",
+            "again",
+            "engine",
+            "stack",
+            "gpu_arch",
+            "arguments",
+        )
         context.print(SignedResult(*check_image(recipe, signer)))
         return
     is_signature_required = require_signature or signer is not None

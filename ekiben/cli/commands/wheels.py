@@ -52,8 +52,11 @@ class WheelsResult:
         for item in self.wheels:
             origin = "" if item.origin == "compiled" else f"{item.origin}, "
             seconds = f"compiled in {item.seconds:.0f} s" if item.seconds else "compiled elsewhere"
-            yield (f"{item.wheel:<12}  {item.key[:12]}  torch {item.input_text('torch')}  CUDA {item.input_text('cuda')}  Python {item.input_text('python')}  "
-                   f"for {' '.join(item.capabilities)}  {format_size(item.size)}  {origin}{seconds}")  # fmt: skip
+            yield (
+                f"{item.wheel:<12}  {item.key[:12]}  torch {item.input_text('torch')}  CUDA {item.input_text('cuda')} "
+                f" Python {item.input_text('python')}  for {' '.join(item.capabilities)}  {format_size(item.size)} "
+                f" {origin}{seconds}"
+            )
 
 
 @click.group("wheels", cls=CommandGroup, help=__doc__)

@@ -15,9 +15,11 @@ TORCH_BUILD = 8 * GIB  # what the store holds at most while a recipe with torch 
 def check_build(host: BuildHost, needed: int = TORCH_BUILD, group_name: Callable[[int], str] = str) -> list[Finding]:
     """Check whether images can be built here; ``needed``: bytes that the store holds at most meanwhile."""
     usable = [name for name, reason in host.engines.items() if reason is None]
-    findings = [Finding("ok", "engine", f"{', '.join(usable)} can build here")] if usable else [
-        Finding("error", "engine", f"{name}: {reason}", ENGINE_SETUP) for name, reason in host.engines.items()
-    ]  # fmt: skip
+    findings = (
+        [Finding("ok", "engine", f"{', '.join(usable)} can build here")]
+        if usable
+        else [Finding("error", "engine", f"{name}: {reason}", ENGINE_SETUP) for name, reason in host.engines.items()]
+    )
     if host.uid:
         findings += _rootless(host, level="info" if usable else "warning")
     findings += [*_temporary(host), *_store(host, needed), *_output(host, group_name)]
@@ -28,14 +30,24 @@ def _rootless(host: BuildHost, level: str) -> list[Finding]:
     """What a user without root needs; a note where some engine works all the same."""
     findings = []
     if not host.user_namespaces:
-        fix = ("sysctl kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for the runtime"
-              if host.apparmor_restricts else "sysctl user.max_user_namespaces=15000")  # fmt: skip
+        fix = (
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for the runtime"
+            if host.apparmor_restricts
+            else "sysctl user.max_user_namespaces=15000"
+        )
         message = "AppArmor keeps user namespaces from users" if host.apparmor_restricts else "user namespaces are off"
         findings.append(Finding(level, "namespaces", message, f"ask the administrator for: {fix}"))
     if min(host.subuid, host.subgid) < 65536:
         message = f"{host.user} has {host.subuid} subordinate user ids and {host.subgid} group ids; 65536 are wanted"
-        findings.append(Finding(level, "ids", message, "ask the administrator for: usermod --add-subuids 100000-165535 "
-                                                 f"--add-subgids 100000-165535 {host.user}"))  # fmt: skip
+        findings.append(
+            Finding(
+                level,
+                "ids",
+                message,
+                "ask the administrator for: usermod --add-subuids 100000-165535 "
+                f"--add-subgids 100000-165535 {host.user}",
+            )
+        )
     if not host.newuidmap:
         findings.append(
             Finding(level, "ids", "newuidmap and newgidmap are missing", "the package uidmap, or shadow-utils")
@@ -49,11 +61,18 @@ def _temporary(host: BuildHost) -> list[Finding]:
     """Ekiben builds in its store; plain `apptainer build` and `singularity pull` use this."""
     filesystem = host.temporary
     drawback = (
-        "is a file system of other machines, where `apptainer build --fakeroot` fails" if filesystem.shared and host.uid
-        else "is mounted noexec, and programs there do not start" if filesystem.noexec
-        else f"has {_free(filesystem)}, and images of gigabytes are unpacked there" if filesystem.free < TORCH_BUILD
-        else ""
-    )  # fmt: skip
+        "is a file system of other machines, where `apptainer build --fakeroot` fails"
+        if filesystem.shared and host.uid
+        else (
+            "is mounted noexec, and programs there do not start"
+            if filesystem.noexec
+            else (
+                f"has {_free(filesystem)}, and images of gigabytes are unpacked there"
+                if filesystem.free < TORCH_BUILD
+                else ""
+            )
+        )
+    )
     if not drawback:
         return [Finding("ok", "TMPDIR", f"{_where(filesystem)}, {_free(filesystem)}")]
     message = f"{_where(filesystem)} {drawback}: Ekiben builds in its store, plain `apptainer build` would not"
@@ -65,11 +84,17 @@ def _store(host: BuildHost, needed: int) -> list[Finding]:
     if not filesystem.writable:
         return [Finding("error", "store", f"{filesystem.path} cannot be written", fix)]
     if filesystem.shared and host.uid:
-        message = f"{_where(filesystem)}: layers are built in it, and on file systems of other machines builds without root may fail"
+        message = (
+            f"{_where(filesystem)}: layers are built in it, and on file systems of other machines builds without root"
+            " may fail"
+        )
         return [Finding("warning", "store", message, fix)]
     if filesystem.free < needed:
         quota = " left of the quota" if filesystem.quota is not None else ""
-        message = f"{_where(filesystem)}, {_free(filesystem)}{quota}; up to {needed / GIB:.0f} GiB are on the way while it is built"
+        message = (
+            f"{_where(filesystem)}, {_free(filesystem)}{quota}; up to {needed / GIB:.0f} GiB are on the way while it is"
+            " built"
+        )
         return [Finding("error", "store", message, f"{fix}, or make room: {command_name()} prune")]
     if filesystem.path.is_relative_to(host.home.path) and host.home.quota is not None:
         message = f"{filesystem.path} is in $HOME, whose quota has {host.home.quota / GIB:.0f} GiB left"

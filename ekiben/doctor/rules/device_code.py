@@ -20,9 +20,17 @@ from ekiben.spec.stack import StackFile
 
 FLOORS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}  # CUDA's major version → the oldest driver that runs it
 TOOLKIT_DRIVERS = {
-    "11.8": "520.61.05", "12.0": "525.60.13", "12.1": "530.30.02", "12.4": "550.54.14", "12.6": "560.28.03",
-    "12.8": "570.26", "12.9": "575.51.03", "13.0": "580.65.06", "13.1": "590.44.01", "13.2": "595.45.04",
-}  # fmt: skip
+    "11.8": "520.61.05",
+    "12.0": "525.60.13",
+    "12.1": "530.30.02",
+    "12.4": "550.54.14",
+    "12.6": "560.28.03",
+    "12.8": "570.26",
+    "12.9": "575.51.03",
+    "13.0": "580.65.06",
+    "13.1": "590.44.01",
+    "13.2": "595.45.04",
+}
 _DATA_CENTRE = re.compile(r"\b(Tesla|[ABHLPTV]\d{1,3}[SX]?|GH200|GB200)\b")  # forward compatibility is for these only
 _VARIANT = re.compile(r"\d+(?=\.so)|(?<=cuda)\d+")  # libbitsandbytes_cuda118.so, …_cuda130.so: one of them is loaded
 
@@ -119,15 +127,24 @@ def driver(site: SiteFile, checked: CheckedImage) -> list[Finding]:
     if floor is None:
         return [Finding("warning", "driver", f"which drivers run CUDA {image.cuda} is not known here")]
     if node.driver is None:
-        return [Finding("warning", "driver", f"which driver is there is not known; CUDA {image.cuda} needs {floor} or later",
-                        f"record it in a job there: {command_name()} doctor --record")]  # fmt: skip
+        return [
+            Finding(
+                "warning",
+                "driver",
+                f"which driver is there is not known; CUDA {image.cuda} needs {floor} or later",
+                f"record it in a job there: {command_name()} doctor --record",
+            )
+        ]
     have = f"driver {node.driver}"
     if version_of(node.driver) < version_of(floor):
         return [
             _too_old(node, image, f"{have} is too old for CUDA {image.cuda}, which needs {floor} or later", instead)
         ]
     if toolkit_driver and version_of(node.driver) < version_of(toolkit_driver):
-        message = f"{have} runs CUDA {image.cuda} by minor version compatibility (its own driver is {toolkit_driver}): PTX is refused"
+        message = (
+            f"{have} runs CUDA {image.cuda} by minor version compatibility (its own driver is {toolkit_driver}): PTX is"
+            " refused"
+        )
         return [_only_ptx(node, image, message, instead)]
     return [Finding("ok", "driver", f"{have} for CUDA {image.cuda} ({floor} or later)")]
 
@@ -141,8 +158,12 @@ def _too_old(node: Node, image: ImageRequirements, message: str, instead: str | 
     if not all(_DATA_CENTRE.search(gpu.model) for gpu in node.gpus):
         return Finding("error", "driver", message, instead or "ask for a newer driver")
     if image.compat:
-        return Finding("warning", "driver", f"{message}; the image brings the compatibility package {image.compat}",
-                       "put its folder first in LD_LIBRARY_PATH")  # fmt: skip
+        return Finding(
+            "warning",
+            "driver",
+            f"{message}; the image brings the compatibility package {image.compat}",
+            "put its folder first in LD_LIBRARY_PATH",
+        )
     return Finding(
         "error", "driver", message, instead or "ask for a newer driver, or for NVIDIA's forward compatibility package"
     )

@@ -21,8 +21,14 @@ def local_storage(site: SiteFile, checked: CheckedImage) -> list[Finding]:
     local = site.storage.get("local")
     if local is None or local.size_gib is None or checked.image.size <= local.size_gib * GIB:
         return []
-    return [Finding("warning", "storage", f"the image has {checked.image.size / 1e9:.1f} GB, {local.path} {local.size_gib} GiB",
-                    "run it without --copy-local")]  # fmt: skip
+    return [
+        Finding(
+            "warning",
+            "storage",
+            f"the image has {checked.image.size / 1e9:.1f} GB, {local.path} {local.size_gib} GiB",
+            "run it without --copy-local",
+        )
+    ]
 
 
 def between_nodes(site: SiteFile, checked: CheckedImage) -> list[Finding]:
@@ -61,8 +67,14 @@ def check_memory(site: SiteFile, task: str, expected: float) -> list[Finding]:
         if expected <= 0.9 * gpu.memory_gib:  # what the tasks themselves allow
             findings.append(Finding("ok", "memory", message))
         else:
-            findings.append(Finding("warning", "memory", message, f"see what {task} does on a smaller GPU: shorter sequences, smaller batches, "
-                                                        "a smaller model"))  # fmt: skip
+            findings.append(
+                Finding(
+                    "warning",
+                    "memory",
+                    message,
+                    f"see what {task} does on a smaller GPU: shorter sequences, smaller batches, a smaller model",
+                )
+            )
     return findings
 
 

@@ -15,8 +15,14 @@ from ekiben.run.site import Node, Runtime, SiteFile, version_of
 def best_runtime(site: SiteFile, checked: CheckedImage) -> list[Finding]:
     """Report the runtime of the site that suits the image best."""
     if not site.runtimes:
-        return [Finding("warning", "runtime", "which container runtime is there is not known",
-                        f"record it in a job there: {command_name()} doctor --record")]  # fmt: skip
+        return [
+            Finding(
+                "warning",
+                "runtime",
+                "which container runtime is there is not known",
+                f"record it in a job there: {command_name()} doctor --record",
+            )
+        ]
     tried = [
         (_docker if runtime.kind == "docker" else _sif_runtime)(runtime, site.node, checked.image)
         for runtime in site.runtimes
@@ -45,8 +51,14 @@ def _namespaces(runtime: Runtime, node: Node) -> list[Finding]:
         return []
     setuid_state = "is not installed setuid" if runtime.setuid is False else "may not be installed setuid"
     level = "error" if runtime.setuid is False else "warning"
-    return [Finding(level, "runtime", f"{_named(runtime)} {setuid_state}, and user namespaces are off there",
-                    "ask the administrator for user.max_user_namespaces=15000, or a setuid installation")]  # fmt: skip
+    return [
+        Finding(
+            level,
+            "runtime",
+            f"{_named(runtime)} {setuid_state}, and user namespaces are off there",
+            "ask the administrator for user.max_user_namespaces=15000, or a setuid installation",
+        )
+    ]
 
 
 def _stacking(runtime: Runtime, image: ImageRequirements) -> list[Finding]:

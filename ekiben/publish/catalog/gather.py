@@ -46,10 +46,16 @@ _SHOWN = 40  # files of one layer
 _VERSION_FIELDS = ("version", "stack", "description", "file", "sha256", "size", "sif", "image", "published", "by")
 _LAYER_FIELDS = ("name", "cache_key", "diff_id", "digest", "size", "tar_size")
 GPUS = (
-    ("Volta", "V100", "7.0"), ("Turing", "T4, RTX 20", "7.5"), ("Ampere", "A100, A30", "8.0"), ("Ampere", "A10, A40, RTX 30", "8.6"),
-    ("Ada", "L4, L40S, RTX 40", "8.9"), ("Hopper", "H100, H200", "9.0"), ("Blackwell", "B200, GB200", "10.0"),
-    ("Blackwell", "B300, GB300", "10.3"), ("Blackwell", "RTX 50, RTX PRO", "12.0"),
-)  # fmt: skip
+    ("Volta", "V100", "7.0"),
+    ("Turing", "T4, RTX 20", "7.5"),
+    ("Ampere", "A100, A30", "8.0"),
+    ("Ampere", "A10, A40, RTX 30", "8.6"),
+    ("Ada", "L4, L40S, RTX 40", "8.9"),
+    ("Hopper", "H100, H200", "9.0"),
+    ("Blackwell", "B200, GB200", "10.0"),
+    ("Blackwell", "B300, GB300", "10.3"),
+    ("Blackwell", "RTX 50, RTX PRO", "12.0"),
+)
 
 Log = Callable[[str], None]
 
@@ -89,11 +95,14 @@ def _image(
     at = stems.index(current) if current in stems else -1
     shown, recipe, layers = versions[at], records[at].recipe, records[at].added_layers
     return {
-        "name": folder.name, "description": shown["description"], "recipe": recipe,
-        "current": current if current in stems else None, "shown": shown["stem"],
+        "name": folder.name,
+        "description": shown["description"],
+        "recipe": recipe,
+        "current": current if current in stems else None,
+        "shown": shown["stem"],
         "commands": commands(shared.shared_dir, folder, shown, recipe, current in stems, layers),
         "versions": versions[::-1],
-    }  # fmt: skip
+    }
 
 
 def _version(
@@ -107,8 +116,10 @@ def _version(
     runs, broken = runs_of(folder, record.stem)
     skipped += [{"file": f"{IMAGES}/{folder.name}/{name}", "reason": reason} for name, reason in broken]
     version: dict[str, Any] = {
-        "stem": record.stem, **{name: getattr(record, name) for name in _VERSION_FIELDS},
-        "tasks": dict(record.tasks), "environment": dict(record.environment),
+        "stem": record.stem,
+        **{name: getattr(record, name) for name in _VERSION_FIELDS},
+        "tasks": dict(record.tasks),
+        "environment": dict(record.environment),
         "checks": [asdict(check) for check in record.checks],
         "tags": sorted(tag for tag, target in links.items() if target == record.file),
         "pinned": (folder / f"{record.stem}.pin").lexists(),
@@ -119,7 +130,7 @@ def _version(
         **inspector.of(record),
         "changes": None,
         "runs": runs,
-    }  # fmt: skip
+    }
     return cast(CatalogVersion, version)
 
 
@@ -139,8 +150,17 @@ class LayerInspector:
 
     def of(self, record: VersionRecord) -> LayerSummary:
         """Return what decides where an image runs, and its packages; ``read_error`` is the reason when they are not known."""
-        nothing: LayerSummary = {"read_error": None, "python": {}, "debian": {}, "glibc": None, "torch": None, "cuda": None, "device_code": [],
-                   "gpus": [], "driver": None}  # fmt: skip
+        nothing: LayerSummary = {
+            "read_error": None,
+            "python": {},
+            "debian": {},
+            "glibc": None,
+            "torch": None,
+            "cuda": None,
+            "device_code": [],
+            "gpus": [],
+            "driver": None,
+        }
         try:
             from ekiben.core.environment import platform
 
@@ -153,14 +173,23 @@ class LayerInspector:
             return {**nothing, "read_error": str(error)}
         core = [path for path in requirements.judged if path.endswith("/libtorch_cuda.so")] or list(requirements.judged)
         return {
-            "read_error": None, "python": dict(sorted(requirements.packages.items())), "debian": dict(sorted(debian.items())),
-            "glibc": requirements.glibc, "torch": requirements.torch, "cuda": requirements.cuda,
-            "device_code": requirements.judged[core[0]].names if core else [], "gpus": _gpus(requirements), "driver": _driver(requirements.cuda),
-        }  # fmt: skip
+            "read_error": None,
+            "python": dict(sorted(requirements.packages.items())),
+            "debian": dict(sorted(debian.items())),
+            "glibc": requirements.glibc,
+            "torch": requirements.torch,
+            "cuda": requirements.cuda,
+            "device_code": requirements.judged[core[0]].names if core else [],
+            "gpus": _gpus(requirements),
+            "driver": _driver(requirements.cuda),
+        }
 
     def changes(self, before: CatalogVersion, after: CatalogVersion) -> VersionChanges:
         """Return what ``after`` has that the version before it had not. Of small layers, the files, too."""
-        layers = [[StoredLayer(**layer, executor="", seconds=0, inputs={}) for layer in one["layers"]] for one in (before, after)]  # fmt: skip
+        layers = [
+            [StoredLayer(**layer, executor="", seconds=0, inputs={}) for layer in one["layers"]]
+            for one in (before, after)
+        ]
         layer_changes = compare_layers(*layers)
         files = {}
         for change in layer_changes:
@@ -168,12 +197,16 @@ class LayerInspector:
             if not change["same"] and pair[0] and pair[1] and max(pair[0].size, pair[1].size) <= _SMALL:
                 files[change["name"]] = self._files(pair[0], pair[1])
         return {
-            "before": before["stem"], "size": [before["size"], after["size"]],
+            "before": before["stem"],
+            "size": [before["size"], after["size"]],
             "layers": [change for change in layer_changes if not change["same"]],
-            "packages": {"python": changes(before["python"], after["python"]), "debian": changes(before["debian"], after["debian"])},
+            "packages": {
+                "python": changes(before["python"], after["python"]),
+                "debian": changes(before["debian"], after["debian"]),
+            },
             "environment": changes(before["environment"], after["environment"]),
             "files": {name: lines for name, lines in files.items() if lines},
-        }  # fmt: skip
+        }
 
     def _layer(self, layer: StoredLayer) -> StoredLayer:
         stored = self.store.layer(layer.cache_key)
@@ -215,8 +248,15 @@ def _gpus(requirements: ImageRequirements) -> list[GpuSupport]:
             for one in check_image(SiteFile(name="", description="", node=node), requirements)
             if one.topic == "GPU code"
         ]
-        rows.append({"family": family, "models": models, "capability": capability, "level": worst(findings),
-                     "message": "; ".join(one.message for one in findings if one.level == worst(findings))})  # fmt: skip
+        rows.append(
+            {
+                "family": family,
+                "models": models,
+                "capability": capability,
+                "level": worst(findings),
+                "message": "; ".join(one.message for one in findings if one.level == worst(findings)),
+            }
+        )
     return rows
 
 
@@ -246,22 +286,50 @@ def commands(
     run = "singularity exec --nv"  # which only says so where there is no GPU
     stack = f" --stack {shlex.quote(version['stack'])}" if folder.name != recipe else ""
     stack += "".join(f" --layer {shlex.quote(layer)}" for layer in layers)
-    ways: list[RunCommand] = [{"title": "Singularity, Apptainer", "description": "Nothing else is needed.",
-             "lines": [f"{run} {file} {task}", f"{run.replace('singularity', 'apptainer')} {file} {task}"]}]  # fmt: skip
+    ways: list[RunCommand] = [
+        {
+            "title": "Singularity, Apptainer",
+            "description": "Nothing else is needed.",
+            "lines": [f"{run} {file} {task}", f"{run.replace('singularity', 'apptainer')} {file} {task}"],
+        }
+    ]
     if (folder / f"{version['stem']}.module").lexists():
         module = f"ekiben/{folder.name}" if is_current else module_name(folder.name, version["stem"])
-        ways.append({"title": "Environment Modules, Lmod", "description": "The tasks are then on PATH.",
-                     "lines": [f"module use {shlex.quote(str(shared_dir / MODULES))}", f"module load {shlex.quote(module)}", task]})  # fmt: skip
+        ways.append(
+            {
+                "title": "Environment Modules, Lmod",
+                "description": "The tasks are then on PATH.",
+                "lines": [
+                    f"module use {shlex.quote(str(shared_dir / MODULES))}",
+                    f"module load {shlex.quote(module)}",
+                    task,
+                ],
+            }
+        )
     shared = f"EKIBEN_SHARED={shlex.quote(str(shared_dir))} ekiben image {shlex.quote(recipe)}{stack} --format docker"
-    ways.append({"title": "Docker", "description": "With Ekiben, which reuses the layers in this folder and builds none.",
-                 "lines": [shared, docker_line(f"ekiben/{shlex.quote(folder.name)}", task, gpu_args=("--gpus", "all") if gpu else ())]})  # fmt: skip
+    ways.append(
+        {
+            "title": "Docker",
+            "description": "With Ekiben, which reuses the layers in this folder and builds none.",
+            "lines": [
+                shared,
+                docker_line(f"ekiben/{shlex.quote(folder.name)}", task, gpu_args=("--gpus", "all") if gpu else ()),
+            ],
+        }
+    )
     line = f"{run} {fixed} {task}"
     for kind, scheduler in schedulers.by_preference().items():
         gpu_option = (
             f" --scheduler-arg {shlex.quote(scheduler.GPU_OPTION)}" if scheduler.GPU_OPTION else " --gpus-per-node 1"
         )
-        again = f"ekiben submit {shlex.quote(recipe)} {task} --scheduler {kind} --sif {fixed}{gpu_option * gpu} --time 2:00:00"
-        description = "One task on one node. The second line, with Ekiben: also on several, and into the queue again until it is done."
+        again = (
+            f"ekiben submit {shlex.quote(recipe)} {task} --scheduler {kind} --sif {fixed}{gpu_option * gpu} --time"
+            " 2:00:00"
+        )
+        description = (
+            "One task on one node. The second line, with Ekiben: also on several, and into the queue again until it is"
+            " done."
+        )
         if gpu and scheduler.GPU_OPTION:
             description += " What a GPU is called differs from site to site."
         ways.append(

@@ -46,10 +46,14 @@ def render(catalog: Catalog, images: str | None) -> dict[str, bytes]:
     style, script = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", "sort.js"))
     environment = _environment()
     common = {
-        "catalog": catalog, "style": Markup(style), "script": Markup(script),
-        "policy": f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; base-uri 'none'; "
-                  "form-action 'none'",
-    }  # fmt: skip
+        "catalog": catalog,
+        "style": Markup(style),
+        "script": Markup(script),
+        "policy": (
+            f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; base-uri"
+            " 'none'; form-action 'none'"
+        ),
+    }
     versions = sum(len(image["versions"]) for image in catalog["images"])
     files = {"index.html": environment.get_template("index.html").render(common, top="", versions=versions)}
     for image in catalog["images"]:
@@ -77,17 +81,36 @@ def _hash(text: str) -> str:
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     environment.filters |= {
-        "shown": _shown, "page": lambda name: f"{IMAGES}/{quote(name)}.html", "day": lambda time: time[:10], "bytes": format_size,
-        "holds": _holds, "generations": _generations, "runs_count": lambda image: sum(len(one["runs"]) for one in image["versions"]),
-        "main_packages": _main_packages, "share": _share, "level_word": lambda level: _LEVELS[level][0],
-        "level_class": lambda level: _LEVELS[level][1], "difference": _difference, "any_change": _any_change, "device": _device,
-        "count": _count, "plain": lambda value: "" if value is None else value, "grouped": _grouped, "percent": _percent,
-        "duration": _duration, "answers": _answers, "loss": _loss, "gib": lambda value: _or_dash(value and value / 2**30, "{:.1f} GiB"),
-    }  # fmt: skip
+        "shown": _shown,
+        "page": lambda name: f"{IMAGES}/{quote(name)}.html",
+        "day": lambda time: time[:10],
+        "bytes": format_size,
+        "holds": _holds,
+        "generations": _generations,
+        "runs_count": lambda image: sum(len(one["runs"]) for one in image["versions"]),
+        "main_packages": _main_packages,
+        "share": _share,
+        "level_word": lambda level: _LEVELS[level][0],
+        "level_class": lambda level: _LEVELS[level][1],
+        "difference": _difference,
+        "any_change": _any_change,
+        "device": _device,
+        "count": _count,
+        "plain": lambda value: "" if value is None else value,
+        "grouped": _grouped,
+        "percent": _percent,
+        "duration": _duration,
+        "answers": _answers,
+        "loss": _loss,
+        "gib": lambda value: _or_dash(value and value / 2**30, "{:.1f} GiB"),
+    }
     return environment
 
 
@@ -105,8 +128,13 @@ def _difference(sizes: Sequence[int]) -> str:
 
 def _main_packages(version: CatalogVersion) -> list[tuple[str, str]]:
     debian = version["debian"].get("base-files", "")
-    versions = [("CUDA", version["cuda"]), *((name, version["python"].get(name)) for name in _MAIN),
-             ("Python", _python(version["debian"])), ("glibc", version["glibc"]), ("Debian", debian.partition(".")[0])]  # fmt: skip
+    versions = [
+        ("CUDA", version["cuda"]),
+        *((name, version["python"].get(name)) for name in _MAIN),
+        ("Python", _python(version["debian"])),
+        ("glibc", version["glibc"]),
+        ("Debian", debian.partition(".")[0]),
+    ]
     return [(name, value) for name, value in versions if value]
 
 
@@ -215,12 +243,29 @@ def _plot(
     position, ticks = _axis(min(values), max(values))
     return {
         "title": title,
-        "rows": [{"label": label, "best": format_value(max(value for value, _ in values_of)),
-                  "dots": [{"x": position(value), "tooltip": f"{format_value(value)}, {run['started'][:10]}, version {run['version']}"} for value, run in values_of]}
-                 for label, values_of in rows],
-        "ticks": [{"x": position(tick), "label": format_value(tick) if tick else "0",
-                   "anchor": "start" if at == 0 else "end" if at == len(ticks) - 1 else "middle"} for at, tick in enumerate(ticks)],
-    }  # fmt: skip
+        "rows": [
+            {
+                "label": label,
+                "best": format_value(max(value for value, _ in values_of)),
+                "dots": [
+                    {
+                        "x": position(value),
+                        "tooltip": f"{format_value(value)}, {run['started'][:10]}, version {run['version']}",
+                    }
+                    for value, run in values_of
+                ],
+            }
+            for label, values_of in rows
+        ],
+        "ticks": [
+            {
+                "x": position(tick),
+                "label": format_value(tick) if tick else "0",
+                "anchor": "start" if at == 0 else "end" if at == len(ticks) - 1 else "middle",
+            }
+            for at, tick in enumerate(ticks)
+        ],
+    }
 
 
 def _axis(lowest: float, highest: float) -> tuple[Callable[[float], float], list[float]]:

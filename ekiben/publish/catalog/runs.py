@@ -33,8 +33,17 @@ from ekiben.store.shared import SharedStore
 FORMAT = 1
 _RECIPE = "opt/ekiben/recipe/"
 _MOST = 1_000_000  # bytes of a run.json
-_NUMBERS = ("steps", "time_to_train_s", "tokens_per_s", "mfu", "peak_memory_bytes", "final_loss", "final_eval_loss",
-            "final_eval_perplexity", "seed")  # fmt: skip
+_NUMBERS = (
+    "steps",
+    "time_to_train_s",
+    "tokens_per_s",
+    "mfu",
+    "peak_memory_bytes",
+    "final_loss",
+    "final_eval_loss",
+    "final_eval_perplexity",
+    "seed",
+)
 _FORMER = {
     "final_eval_loss": "final_test_loss",
     "final_eval_perplexity": "final_test_perplexity",
@@ -150,8 +159,11 @@ def _versions(shared: SharedStore, unreadable: list[tuple[str, str]]) -> Iterato
 
 def image_metadata(layer: SquashfsReader) -> dict[str, Any]:
     """Return what a run.json has under `image` for the image whose last layer this is. Raises StoreError, ValueError."""
-    files = {entry.path: b"".join(chunks or ()) for entry, chunks in layer.contents()
-             if entry.path.startswith(_RECIPE) and entry.kind == "file" and "__pycache__" not in entry.path}  # fmt: skip
+    files = {
+        entry.path: b"".join(chunks or ())
+        for entry, chunks in layer.contents()
+        if entry.path.startswith(_RECIPE) and entry.kind == "file" and "__pycache__" not in entry.path
+    }
     digest = hashlib.sha256()
     for path, data in sorted(files.items()):
         digest.update(f"{path.removeprefix(_RECIPE)}\0{len(data)}\0".encode() + data)
@@ -193,20 +205,36 @@ def reduced(run: Mapping[str, Any]) -> ReducedRun:
         name = f"GPT {_text(settings['size'])}"
     checksum = str(data.get("sha256", ""))
     kept: dict[str, Any] = {
-        "format": FORMAT, "started": started,
-        "model": {"name": _model_name(name), "parameters": _number(model.get("parameters")), "trainable": _number(model.get("trainable"))},
+        "format": FORMAT,
+        "started": started,
+        "model": {
+            "name": _model_name(name),
+            "parameters": _number(model.get("parameters")),
+            "trainable": _number(model.get("trainable")),
+        },
         "method": _text(settings.get("method")),
-        "device": {"name": _text(device.get("name")), "count": _number(device.get("count")), "parallel": _text(device.get("parallel")),
-                   "dtype": _text(device.get("dtype")), "attention": _text(device.get("attention"))},
-        "data": {"sha256": checksum if re.fullmatch("[0-9a-f]{64}", checksum) else None, "rows": _number(data.get("rows")),
-                 "tokens": _number(data.get("tokens"))},
+        "device": {
+            "name": _text(device.get("name")),
+            "count": _number(device.get("count")),
+            "parallel": _text(device.get("parallel")),
+            "dtype": _text(device.get("dtype")),
+            "attention": _text(device.get("attention")),
+        },
+        "data": {
+            "sha256": checksum if re.fullmatch("[0-9a-f]{64}", checksum) else None,
+            "rows": _number(data.get("rows")),
+            "tokens": _number(data.get("tokens")),
+        },
         "settings": dict(_numbers(settings)),
         **{field: _number(run.get(field, run.get(_FORMER.get(field, field)))) for field in _NUMBERS},
         # Of generate alone, so that records of training stay as they are: their checksum is their name.
         **{name: _number(run[name]) for name in ("answers", "seconds") if "answers" in run and name in run},
-        "versions": {key: _text(value) for key, value in sorted(_mapping(run.get("versions")).items())
-                     if _PACKAGE.fullmatch(key) and _text(value)},
-    }  # fmt: skip
+        "versions": {
+            key: _text(value)
+            for key, value in sorted(_mapping(run.get("versions")).items())
+            if _PACKAGE.fullmatch(key) and _text(value)
+        },
+    }
     return cast(ReducedRun, kept)
 
 

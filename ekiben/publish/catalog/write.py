@@ -53,8 +53,10 @@ def make_catalog(shared_dir: Path, store: Store, *, out: Path | None, runs: Sequ
 
 def _inner(shared: SharedStore, out: Path) -> InnerPath | None:
     """Return ``out`` below the shared folder; None where it lies elsewhere. A link in the shared folder is not followed."""
-    for outer, inner in ((os.path.abspath(shared.shared_dir), os.path.abspath(out)),
-                         (os.path.realpath(shared.shared_dir), os.path.realpath(out))):  # fmt: skip
+    for outer, inner in (
+        (os.path.abspath(shared.shared_dir), os.path.abspath(out)),
+        (os.path.realpath(shared.shared_dir), os.path.realpath(out)),
+    ):
         if (path := PurePosixPath(inner)).is_relative_to(outer):
             return shared.folder / path.relative_to(outer)
     return None

@@ -44,8 +44,10 @@ def option_of(scheduler: Scheduler, name: str, value: object = "") -> str:
     """Return the scheduler's option ``name`` with its value. Raises UsageError when it has none."""
     if name not in scheduler.OPTIONS:
         shown = f"--{name} {value}".strip()
-        raise UsageError(f"{shown}: {scheduler.TITLE} has no option for it that all sites share",
-                         hint="--scheduler-arg, with the option as your site has it")  # fmt: skip
+        raise UsageError(
+            f"{shown}: {scheduler.TITLE} has no option for it that all sites share",
+            hint="--scheduler-arg, with the option as your site has it",
+        )
     return f"{scheduler.OPTIONS[name]}{value}"
 
 
@@ -118,9 +120,11 @@ def _of_site(
     if is_fraction:
         cores, memory_gib = (amount and max(1, amount * gpus // resource.gpus) for amount in (cores, memory_gib))
     amounts = {
-        "nodes": nodes, "gpus": gpus, "cores": request.cpus or cores or 1,
+        "nodes": nodes,
+        "gpus": gpus,
+        "cores": request.cpus or cores or 1,
         "memory_gib": -(-request.memory_mib // 1024) if request.memory_mib else memory_gib or 1,
-    }  # fmt: skip
+    }
     args = [word.format(**amounts) for word in resource.request]
     if not gpus and resource.gpus:  # a node with GPUs for a task without: the scheduler's own defaults
         cores = memory_gib = None

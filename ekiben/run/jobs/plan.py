@@ -67,8 +67,15 @@ class JobPlan:
 
 
 def plan(
-    recipe: Recipe, argv: Sequence[str], request: JobRequest, *, scheduler: str, site: Site | None, sif: Path, runs: Path
-) -> JobPlan:  # fmt: skip
+    recipe: Recipe,
+    argv: Sequence[str],
+    request: JobRequest,
+    *,
+    scheduler: str,
+    site: Site | None,
+    sif: Path,
+    runs: Path,
+) -> JobPlan:
     """Return the run that ``argv`` (TASK ARGS…, and after a lone ``+`` the next task) and ``request`` describe.
 
     Raises UsageError when it can never run.
@@ -81,8 +88,10 @@ def plan(
     tasks = _insert_seeds(tasks, request.seeds)
     single = not any(recipe.task(task[0]).launch == "per-gpu" for task in tasks)
     if single and (request.nodes > 1 or (request.processes or 1) > 1):
-        raise UsageError(f"'{tasks[0][0]}' runs as one process on one node, whatever --nodes and --processes-per-node say",
-                         hint="a task that can run on several has `launch: per-gpu` in recipe.yaml")  # fmt: skip
+        raise UsageError(
+            f"'{tasks[0][0]}' runs as one process on one node, whatever --nodes and --processes-per-node say",
+            hint="a task that can run on several has `launch: per-gpu` in recipe.yaml",
+        )
     steps = tuple(_step(recipe, number, task, request, scheduler, site) for number, task in enumerate(tasks, start=1))
     on_command, in_script = _account_args(request, scheduler, site)
     name = f"{recipe.name}-{tasks[0][0]}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -92,10 +101,18 @@ def plan(
     # A link such as `current` may point elsewhere by the time the job starts.
     image = Path(os.path.realpath(sif))
     return JobPlan(
-        folder=next(folder for folder in folders if not folder.exists()), recipe=recipe.name, recipe_folder=recipe.folder.absolute(), scheduler=scheduler,
-        site=site, sif=image, sif_sha256=_sha256(image) if image.is_file() else "", request=request, steps=steps, command_args=on_command,
+        folder=next(folder for folder in folders if not folder.exists()),
+        recipe=recipe.name,
+        recipe_folder=recipe.folder.absolute(),
+        scheduler=scheduler,
+        site=site,
+        sif=image,
+        sif_sha256=_sha256(image) if image.is_file() else "",
+        request=request,
+        steps=steps,
+        command_args=on_command,
         directives=(*in_script, *site_options, *request.options),
-    )  # fmt: skip
+    )
 
 
 def _check_runs(runs: Path) -> None:
@@ -118,8 +135,10 @@ def _split(argv: Sequence[str]) -> list[list[str]]:
         else:
             tasks[-1].append(word)
     if not all(tasks):
-        raise UsageError("a task is missing" + (" beside '+'" if len(tasks) > 1 else ""),
-                         hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or TASK ARGS… + TASK ARGS… for one after the other")  # fmt: skip
+        raise UsageError(
+            "a task is missing" + (" beside '+'" if len(tasks) > 1 else ""),
+            hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or TASK ARGS… + TASK ARGS… for one after the other",
+        )
     return tasks
 
 
@@ -131,8 +150,10 @@ def _insert_seeds(tasks: list[list[str]], seeds: Sequence[str]) -> list[list[str
     if has_placeholder or not seeds:
         return tasks
     if len(tasks) > 1:
-        raise UsageError(f"--seeds: put {SEED} into the arguments where the seed goes",
-                         hint=f"train --set seed={SEED} --output result-{SEED} + merge --adapter result-{SEED}/adapter")  # fmt: skip
+        raise UsageError(
+            f"--seeds: put {SEED} into the arguments where the seed goes",
+            hint=f"train --set seed={SEED} --output result-{SEED} + merge --adapter result-{SEED}/adapter",
+        )
     if any(word.split("=")[0] == "--output" for word in tasks[0]):
         raise UsageError(f"--seeds: {len(seeds)} jobs would write into the same --output; put {SEED} into its name")
     return [[*tasks[0], "--set", f"seed={SEED}", "--output", f"result-{SEED}"]]
@@ -145,11 +166,16 @@ def _step(
     nodes = request.nodes if launch == "per-gpu" else 1
     resources = choose_resources(request, scheduler, site, nodes, gpus=0 if launch == "cpu" else request.gpus)
     return JobStep(
-        name=f"{number}-{task[0]}", argv=tuple(task), nodes=nodes, gpus=resources.gpus,
-        processes=request.processes if launch == "per-gpu" else 1, uses_gpus=launch != "cpu", resource_args=resources.args,
+        name=f"{number}-{task[0]}",
+        argv=tuple(task),
+        nodes=nodes,
+        gpus=resources.gpus,
+        processes=request.processes if launch == "per-gpu" else 1,
+        uses_gpus=launch != "cpu",
+        resource_args=resources.args,
         seeds=tuple(request.seeds) if any(SEED in word for word in task) else (),
         warning=None if launch == "cpu" else resources.warning(task[0]),
-    )  # fmt: skip
+    )
 
 
 def _account_args(request: JobRequest, scheduler: str, site: Site | None) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -67,14 +67,21 @@ def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRe
     """
     for layer in defaults:
         known: dict[str, Any] = {
-            "group": layer.account, "resource": layer.partition, "qos": layer.qos, "gpus": layer.gpus_per_node,
-            "cpus": layer.cpus_per_node, "exclusive": layer.exclusive,
+            "group": layer.account,
+            "resource": layer.partition,
+            "qos": layer.qos,
+            "gpus": layer.gpus_per_node,
+            "cpus": layer.cpus_per_node,
+            "exclusive": layer.exclusive,
             "seconds": seconds_of(layer.time) if layer.time else None,
             "memory_mib": memory_mib_of(layer.memory) if layer.memory else None,
-        }  # fmt: skip
+        }
         missing = {name: value for name, value in known.items() if getattr(request, name) is None}
         request = replace(
-            request, **missing, env=(*layer.env, *request.env), options=(*layer.scheduler_args, *request.options),
+            request,
+            **missing,
+            env=(*layer.env, *request.env),
+            options=(*layer.scheduler_args, *request.options),
             binds=(*(expand_home(Path(folder), "jobs: bind") for folder in layer.bind), *request.binds),
-        )  # fmt: skip
+        )
     return request

@@ -114,19 +114,32 @@ def _record(plan: JobPlan) -> dict[str, Any]:
     with contextlib.suppress(StoreError):  # a SIF of another make, which a runtime may read
         sif_id = read_sif(plan.sif).id
     return {
-        "format": RECORD_FORMAT, "recipe": plan.recipe, "recipe_path": str(plan.recipe_folder),
-        "request": _request_record(plan.request), "scheduler": plan.scheduler,
-        "site": plan.site.name if plan.site else None, "site_path": str(plan.site.path.absolute()) if plan.site else None,
-        "sif": str(plan.sif), "sif_id": sif_id, "sif_sha256": plan.sif_sha256,
-        "work": str(Path.cwd()), "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "steps": [_step_record(step) for step in plan.steps],
-    }  # fmt: skip
+        "format": RECORD_FORMAT,
+        "recipe": plan.recipe,
+        "recipe_path": str(plan.recipe_folder),
+        "request": _request_record(plan.request),
+        "scheduler": plan.scheduler,
+        "site": plan.site.name if plan.site else None,
+        "site_path": str(plan.site.path.absolute()) if plan.site else None,
+        "sif": str(plan.sif),
+        "sif_id": sif_id,
+        "sif_sha256": plan.sif_sha256,
+        "work": str(Path.cwd()),
+        "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "steps": [_step_record(step) for step in plan.steps],
+    }
 
 
 def _step_record(step: JobStep) -> dict[str, Any]:
     return {
-        "name": step.name, "argv": step.argv, "nodes": step.nodes, "gpus": step.gpus, "processes": step.processes,
-        "resource_args": step.resource_args, "seeds": step.seeds,
-    }  # fmt: skip
+        "name": step.name,
+        "argv": step.argv,
+        "nodes": step.nodes,
+        "gpus": step.gpus,
+        "processes": step.processes,
+        "resource_args": step.resource_args,
+        "seeds": step.seeds,
+    }
 
 
 def _request_record(request: JobRequest) -> dict[str, Any]:
@@ -155,13 +168,19 @@ def request_again(run: Run, env: Sequence[str] = ()) -> tuple[str, list[str], Jo
 def check_same_image(run: Run, plan: JobPlan) -> None:
     """Raise UsageError when the image of ``run`` is another file now."""
     if plan.sif_sha256 and plan.sif_sha256 != run.record.get("sif_sha256"):
-        raise UsageError(f"{plan.sif} is not what it was when {run.folder.name} was submitted",
-                         hint="--force submits with the image that is there now")  # fmt: skip
+        raise UsageError(
+            f"{plan.sif} is not what it was when {run.folder.name} was submitted",
+            hint="--force submits with the image that is there now",
+        )
 
 
 _TYPES: Mapping[str, type | UnionType] = {
-    "int": int, "int | None": int | None, "str | None": str | None, "bool": bool, "bool | None": bool | None,
-}  # fmt: skip
+    "int": int,
+    "int | None": int | None,
+    "str | None": str | None,
+    "bool": bool,
+    "bool | None": bool | None,
+}
 
 
 def _parse_request(record: Fields) -> JobRequest:
@@ -196,8 +215,11 @@ class Run:
     @property
     def jobs(self) -> list[str]:
         """Return the names of all its jobs, in order."""
-        return [f"{step['name']}.{index}" if step["seeds"] else step["name"]
-                for step in self.record["steps"] for index in range(1, (len(step["seeds"]) or 1) + 1)]  # fmt: skip
+        return [
+            f"{step['name']}.{index}" if step["seeds"] else step["name"]
+            for step in self.record["steps"]
+            for index in range(1, (len(step["seeds"]) or 1) + 1)
+        ]
 
     @property
     def ids(self) -> dict[str, str]:
@@ -394,9 +416,15 @@ def job_status(run: Run, job: str, id: str, queue: Mapping[tuple[str, int], Job]
     else:
         state, detail = "lost", "neither in the queue nor ended by itself; its log may tell"
     return JobStatus(
-        run=run.folder.name, job=job, id=run.single_id(job, id), state=state, detail=detail, resubmitted=run.times(job),
-        exit_code=code, started=started,
-    )  # fmt: skip
+        run=run.folder.name,
+        job=job,
+        id=run.single_id(job, id),
+        state=state,
+        detail=detail,
+        resubmitted=run.times(job),
+        exit_code=code,
+        started=started,
+    )
 
 
 def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:

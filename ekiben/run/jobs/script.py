@@ -25,10 +25,14 @@ def script(plan: JobPlan, step: JobStep) -> str:
     scheduler = load(plan.scheduler)
     seconds = plan.request.seconds or _default_seconds(plan.site)
     request = Request(
-        name=f"{plan.recipe}-{step.name.partition('-')[2]}", nodes=step.nodes, args=[*step.resource_args, *plan.directives],
-        seconds=seconds, notice=min(plan.request.notice, (seconds or 0) // 2), jobs=len(step.seeds),
+        name=f"{plan.recipe}-{step.name.partition('-')[2]}",
+        nodes=step.nodes,
+        args=[*step.resource_args, *plan.directives],
+        seconds=seconds,
+        notice=min(plan.request.notice, (seconds or 0) // 2),
+        jobs=len(step.seeds),
         log=plan.folder / f"{step.name}.log",
-    )  # fmt: skip
+    )
     directives = scheduler.directives(request)
     for line in directives:
         # A second line would be read as another option, or be run.
@@ -42,7 +46,10 @@ def script(plan: JobPlan, step: JobStep) -> str:
         "#!/bin/bash",
         *(scheduler.PREFIX + line for line in directives),
         "",
-        "# Written by Ekiben. It needs the folder of its run: job.sh, which reads these parameters, environment and key. `submit` makes it.",
+        (
+            "# Written by Ekiben. It needs the folder of its run: job.sh, which reads these parameters, environment and"
+            " key. `submit` makes it."
+        ),
         f"run={quote(str(plan.folder))}",
         f"step={quote(step.name)}",
         "script=$run/$step.sh",
@@ -65,13 +72,16 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"seeds=({quote_all(step.seeds)})",
         # A function: $seed is known on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
-        f"set_outputs() {{ outputs=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in _outputs(step.argv))}); }}",
+        (
+            "set_outputs() {"
+            f" outputs=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in _outputs(step.argv))}); }}"
+        ),
         f"command_args=({quote_all(arg for word in plan.command_args for arg in word.split(' ', 1))})",
         *_function("load_modules", *(_modules(plan.site) or [":"])),
         *_hook_lines(hooks),
         "",
         '. "$run/job.sh" || exit',
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -164,11 +174,14 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
     of_a_job = {*variables(), *local_folders(), *_OF_A_JOB}
     prefixes = ("PMI_", "PMIX_", "OMPI_", *(name for name in of_a_job if name.endswith("_")))
     kept = {
-        name: value for name, value in environment.items()
-        if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII) and re.fullmatch(passes(), name)
+        name: value
+        for name, value in environment.items()
+        if re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)
+        and re.fullmatch(passes(), name)
         # What this shell has of a scheduler is not the job's.
-        and not name.startswith(prefixes) and name not in of_a_job
-    }  # fmt: skip
+        and not name.startswith(prefixes)
+        and name not in of_a_job
+    }
     for word in names:
         name, is_set, value = word.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
@@ -182,5 +195,16 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
     return "".join(f"export {name}={quote(value)}\n" for name, value in sorted(kept.items()))
 
 
-_OF_A_JOB = {"CUDA_VISIBLE_DEVICES", "TERM", "USER", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-             "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}  # fmt: skip
+_OF_A_JOB = {
+    "CUDA_VISIBLE_DEVICES",
+    "TERM",
+    "USER",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}

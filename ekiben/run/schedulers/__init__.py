@@ -207,8 +207,10 @@ def choose() -> str:
     reasons = {name: scheduler.unavailable() for name, scheduler in by_preference().items()}
     usable = next((name for name, reason in reasons.items() if reason is None), None)
     if usable is None:
-        raise EngineError("no scheduler can be used here:\n" + "\n".join(f"  {name}: {reason}" for name, reason in reasons.items()),
-                          hint="submit on a login node of the cluster; `--scheduler NAME --dry-run` writes a script anywhere")  # fmt: skip
+        raise EngineError(
+            "no scheduler can be used here:\n" + "\n".join(f"  {name}: {reason}" for name, reason in reasons.items()),
+            hint="submit on a login node of the cluster; `--scheduler NAME --dry-run` writes a script anywhere",
+        )
     alternatives = [
         f"{name}: {reason or 'usable, of lower preference'}" for name, reason in reasons.items() if name != usable
     ]
@@ -228,8 +230,10 @@ def seconds_of(text: str) -> int:
         days, hours, minutes, rest = (int(match[name] or 0) for name in "dhms")
         seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
         if match["d"] is None and match["s"] is None:
-            raise UsageError(f"--time {text}: hours and minutes, or minutes and seconds, as Slurm has it? Write "
-                             f"{hours}:{minutes:02}:00, or {hours}m")  # fmt: skip
+            raise UsageError(
+                f"--time {text}: hours and minutes, or minutes and seconds, as Slurm has it? Write "
+                f"{hours}:{minutes:02}:00, or {hours}m"
+            )
     else:
         seconds = 0
     if not seconds:

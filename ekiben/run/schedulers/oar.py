@@ -65,8 +65,10 @@ def unavailable() -> str | None:
 def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
     """Return oarsub's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
     if gpus or cpus or memory_mib:
-        raise UsageError("how an OAR names GPUs and cores is each site's own affair",
-                         hint=f"--site PROFILE, or the words themselves: --scheduler-arg '{GPU_OPTION}'")  # fmt: skip
+        raise UsageError(
+            "how an OAR names GPUs and cores is each site's own affair",
+            hint=f"--site PROFILE, or the words themselves: --scheduler-arg '{GPU_OPTION}'",
+        )
     return [f"-l nodes={nodes}"]
 
 
@@ -100,8 +102,10 @@ def directives(request: Request) -> list[str]:
     log = request.log.with_suffix(".oar.%jobid%.log")
     # Its own rule for logs; and it reads a script by `cat PATH`, in a shell.
     if not re.fullmatch(r"[\w%./-]+", str(log), re.ASCII):
-        raise UsageError(f"oarsub takes no script in {log.parent}: besides letters and digits only % . / _ - may be in its path",
-                         hint="name another folder with --runs")  # fmt: skip
+        raise UsageError(
+            f"oarsub takes no script in {log.parent}: besides letters and digits only % . / _ - may be in its path",
+            hint="name another folder with --runs",
+        )
     lines = [f"-n {request.name}", *asked, f"-O {log}", f"-E {log}"]
     return [*lines, f"--array {request.jobs}"] if request.jobs else lines
 

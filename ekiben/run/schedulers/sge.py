@@ -30,7 +30,9 @@ HOOKS = JobScriptHooks(
     nodes='{ cat -- "${SGE_JOB_HOSTLIST:-$PE_HOSTFILE}" || hostname; } 2>/dev/null',
     # Grid Engine itself starts what runs on the other nodes (tight integration): no ssh, and it ends with the job.
     # qrsh makes one line of shell of its words.
-    start_remote='qrsh -inherit -nostdin "$host" /bin/bash "$(printf %q "$script")" node "$number" "$nodes" "$port" "$name"',
+    start_remote=(
+        'qrsh -inherit -nostdin "$host" /bin/bash "$(printf %q "$script")" node "$number" "$nodes" "$port" "$name"'
+    ),
     # 99: back into the queue under the same id. A job of several hosts then waits on (8.1.9: "host cleanup has not finished"), so it
     # submits itself anew, where it may.
     requeue=f"{{ [[ $nodes = *,* ]] && {_ANEW.format('')}; }} || code=99",
@@ -52,8 +54,10 @@ def unavailable() -> str | None:
 def resource_args(nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
     """Return qsub's options for nodes and what each has. Raises UsageError where only a site's profile can say it."""
     if nodes > 1 or gpus or cpus or memory_mib:
-        raise UsageError("how a Grid Engine names nodes, GPUs and cores is each site's own affair",
-                         hint="--site PROFILE, or the words themselves: --scheduler-arg '-l gpu=1' --scheduler-arg '-pe mpi 2'")  # fmt: skip
+        raise UsageError(
+            "how a Grid Engine names nodes, GPUs and cores is each site's own affair",
+            hint="--site PROFILE, or the words themselves: --scheduler-arg '-l gpu=1' --scheduler-arg '-pe mpi 2'",
+        )
     return []
 
 

@@ -17,8 +17,14 @@ PREFIX = "#SBATCH "
 VARIABLES = ("SLURM_",)
 LOCAL_FOLDER = "SLURM_TMPDIR"
 GPU_OPTION = None
-OPTIONS = {"partition": "--partition=", "account": "--account=", "qos": "--qos=", "exclusive": "--exclusive",
-           "cpus": "--cpus-per-task=", "memory": "--mem="}  # fmt: skip
+OPTIONS = {
+    "partition": "--partition=",
+    "account": "--account=",
+    "qos": "--qos=",
+    "exclusive": "--exclusive",
+    "cpus": "--cpus-per-task=",
+    "memory": "--mem=",
+}
 HOOKS = JobScriptHooks(
     job='"$SLURM_JOB_ID"',
     # From 22.05 on srun does not take over how many CPUs sbatch was asked for.
@@ -30,7 +36,9 @@ HOOKS = JobScriptHooks(
     start_all='srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 bash "$script" node 0 "$nodes" "$port" "$name"',
     node_number="${SLURM_NODEID:-$1}",
     # Slurm would put a cancelled job back, too; such a job is COMPLETING. One that is put back is ended by Slurm.
-    requeue='scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"',
+    requeue=(
+        'scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"'
+    ),
 )
 _STATES = {"PENDING": "queued", "SUSPENDED": "held", "CONFIGURING": "queued", "REQUEUED": "queued"}
 
@@ -107,9 +115,13 @@ def limits(args: Sequence[str]) -> Limits:
     cpus, memory = (min(int(fields[column].rstrip("+")) for fields in cut) for column in (4, 5))
     time = cut[0][1]
     return Limits(
-        where=f"partition {cut[0][0].rstrip('*')}", gpus=max(gpus), cpus=cpus, memory_mib=memory if memory > 1 else None, nodes=sum(int(fields[2]) for fields in cut),
+        where=f"partition {cut[0][0].rstrip('*')}",
+        gpus=max(gpus),
+        cpus=cpus,
+        memory_mib=memory if memory > 1 else None,
+        nodes=sum(int(fields[2]) for fields in cut),
         seconds=None if time in ("infinite", "n/a") else seconds_of(time if time.count(":") > 1 else f"0:{time}"),
-    )  # fmt: skip
+    )
 
 
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
@@ -125,7 +137,19 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     """Return the jobs that squeue lists, by (id, index in the array or 0). Raises SchedulerError."""
     if not ids:
         return {}
-    done = ask(["squeue", "--noheader", "--array", "--states=all", "--jobs", ",".join(ids), "--format", "%F|%K|%T|%N|%r|%M|%S"], timeout=LIST_SECONDS)  # fmt: skip
+    done = ask(
+        [
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            "--jobs",
+            ",".join(ids),
+            "--format",
+            "%F|%K|%T|%N|%r|%M|%S",
+        ],
+        timeout=LIST_SECONDS,
+    )
     if done.returncode and "Invalid job id" not in done.stderr:
         raise SchedulerError(done.stderr.strip())
     return _read_queue(done.stdout)
@@ -152,8 +176,24 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     if not ids:
         return {}
     named = ",".join(ids)
-    recent = ask(["squeue", "--noheader", "--array", "--states=all", "--jobs", named, "--format", "%F_%K|%T|%N|%S|"], timeout=LIST_SECONDS)  # fmt: skip
-    kept = ask(["sacct", "--noheader", "--allocations", "--parsable", "--array", "--jobs", named, "--format", "JobID,State,NodeList,Start,ExitCode"], timeout=LIST_SECONDS)  # fmt: skip
+    recent = ask(
+        ["squeue", "--noheader", "--array", "--states=all", "--jobs", named, "--format", "%F_%K|%T|%N|%S|"],
+        timeout=LIST_SECONDS,
+    )
+    kept = ask(
+        [
+            "sacct",
+            "--noheader",
+            "--allocations",
+            "--parsable",
+            "--array",
+            "--jobs",
+            named,
+            "--format",
+            "JobID,State,NodeList,Start,ExitCode",
+        ],
+        timeout=LIST_SECONDS,
+    )
     return _read_ended(recent.stdout + kept.stdout)
 
 

@@ -22,8 +22,13 @@ _COLUMNS = {
 }
 _CONVERSATION = ("messages", "conversations", "content", "text")
 _ROLES = {
-    "system": "system", "user": "user", "human": "user", "prompter": "user", "assistant": "assistant", "gpt": "assistant",
-}  # fmt: skip
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
 _MARKED = re.compile(r"<\|(system|prompter|assistant)\|>(.*?)(?=<\|(?:system|prompter|assistant)\|>|\Z)", re.DOTALL)
 _FIELD = re.compile(r"[^\[\].!:]+(\[[^\[\]]+\])*")
 

@@ -293,4 +293,7 @@ def format_invalid(bad: Sequence[InvalidExample]) -> str:
     """Return a message with the number of invalid examples, the first five of them, and what to do."""
     shown = "\n".join(f"  {row.where}: {row.problem}" for row in bad[:5])
     more = f"\n  and {len(bad) - 5} more" if len(bad) > 5 else ""
-    return f"{len(bad)} invalid example{'s' * (len(bad) > 1)}; correct them, or leave them out with --skip-invalid\n{shown}{more}"
+    return (
+        f"{len(bad)} invalid example{'s' * (len(bad) > 1)}; correct them, or leave them out with"
+        f" --skip-invalid\n{shown}{more}"
+    )

@@ -210,8 +210,8 @@ def _apply_template(tokenizer: Any, messages: Sequence[dict[str, str]], *, asks:
 def _check_prefix(text: str, prefix: str) -> None:
     if not text.startswith(prefix):
         raise TaskError(
-            "the tokenizer's chat template changes earlier turns when later ones come, so the model would be trained on "
-            "other text than it is asked with; use another: --set form.chat=prompter, or a Jinja file of your own"
+            "the tokenizer's chat template changes earlier turns when later ones come, so the model would be trained on"
+            " other text than it is asked with; use another: --set form.chat=prompter, or a Jinja file of your own"
         )
 
 

@@ -96,8 +96,8 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
         gpu_count = torch.cuda.device_count()
         if world.local_rank >= gpu_count:
             raise TaskError(
-                f"process {world.local_rank + 1} of this node has no GPU: {gpu_count} visible here; start as many processes "
-                f"as there are GPUs (train --gpus {gpu_count}), or ask the scheduler for more"
+                f"process {world.local_rank + 1} of this node has no GPU: {gpu_count} visible here; start as many"
+                f" processes as there are GPUs (train --gpus {gpu_count}), or ask the scheduler for more"
             )
         torch.cuda.set_device(world.local_rank)
     timeout = process_group_timeout(hang_minutes)
@@ -108,21 +108,26 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
         # While the first process reads a large model from a slow disk, the others wait in a broadcast.
         # Without a GPU, gloo: the error that there is none comes from choose_device(), not from NCCL.
         torch.distributed.init_process_group(
-            "nccl" if on_gpu else "gloo", timeout=timeout, store=store, rank=world.rank, world_size=size,
+            "nccl" if on_gpu else "gloo",
+            timeout=timeout,
+            store=store,
+            rank=world.rank,
+            world_size=size,
             # With the device given, NCCL does not guess one at the first barrier.
             device_id=torch.device("cuda", world.local_rank) if on_gpu else None,
-        )  # fmt: skip
+        )
     except (RuntimeError, ValueError) as error:
         if size == 1:
             raise TaskError(
-                f"no process group can be created, which this run wants of its one process: {' '.join(str(error).split())[:300]}; "
-                "gloo needs a network interface that is up, be it the loopback alone"
+                "no process group can be created, which this run wants of its one process:"
+                f" {' '.join(str(error).split())[:300]}; gloo needs a network interface that is up, be it the loopback"
+                " alone"
             ) from error
         meeting = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TaskError(
-            f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where the port is "
-            "in use, choose another (MASTER_PORT; torchrun --master-port); where nothing answers, look at MASTER_ADDR and the "
-            "firewall"
+            f"the {size} processes of this run cannot meet at {meeting}: {' '.join(str(error).split())[:300]}; where"
+            " the port is in use, choose another (MASTER_PORT; torchrun --master-port); where nothing answers, look at"
+            " MASTER_ADDR and the firewall"
         ) from error
     _watch_each_other(world)
     return world
@@ -249,8 +254,8 @@ def check_grace_period(seconds: float) -> str | None:
     if not grace.isdigit() or seconds <= int(grace):
         return None
     return (
-        f"note        saving takes up to {math.ceil(seconds)} s, and the grace period of this job is {grace} s: steps since the "
-        f"checkpoint before may be lost; submit it with --grace-period {math.ceil(1.5 * seconds / 60)}m"
+        f"note        saving takes up to {math.ceil(seconds)} s, and the grace period of this job is {grace} s: steps"
+        f" since the checkpoint before may be lost; submit it with --grace-period {math.ceil(1.5 * seconds / 60)}m"
     )
 
 

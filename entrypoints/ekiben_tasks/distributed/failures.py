@@ -24,12 +24,22 @@ FAILURE_DIR = "EKIBEN_FAILURE_DIR"  # where the launcher looks for the sentences
 PATIENCE = 5.0  # seconds that a process with nothing new to say leaves to the one that failed first
 # What CUDA's libraries say where PyTorch's own allocator is not the one that failed.
 _OUT_OF_MEMORY = (
-    "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+)
 _PEER_LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "recvValue failed",
-    "got 0 bytes", "remote process exited", "NCCL communicator was aborted", "Timed out waiting",
-)  # fmt: skip
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "recvValue failed",
+    "got 0 bytes",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "Timed out waiting",
+)
 
 
 def run(main: Callable[[], int]) -> NoReturn:

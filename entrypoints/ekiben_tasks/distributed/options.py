@@ -21,9 +21,10 @@ class DeepSpeed:
         "none", "what is kept in the host's memory; all: optimizer and weights (stage 3)"
     )
     optimizer: Literal["auto", "torch", "deepspeed"] = option(
-        "auto", "whose AdamW; deepspeed: FusedAdam, or CPUAdam with offload, where the image has them compiled; "
+        "auto",
+        "whose AdamW; deepspeed: FusedAdam, or CPUAdam with offload, where the image has them compiled; "
         "auto: that CPUAdam where there is one, else torch's",
-    )  # fmt: skip
+    )
 
     @property
     def adam_op(self) -> str:

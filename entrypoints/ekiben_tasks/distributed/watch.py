@@ -135,8 +135,8 @@ def describe_dead(signs: Mapping[int, Sign]) -> str:
     """Return the sentence that names the ranks in which not even the watch runs."""
     where = min(signs.values(), key=lambda sign: sign.position["at"]).position["where"]
     return (
-        f"{_names(signs)}: no sign of life (stopped, in a call that does not return, or the node is gone), last seen {where}, "
-        "and the others wait (setting hang_minutes)"
+        f"{_names(signs)}: no sign of life (stopped, in a call that does not return, or the node is gone), last seen"
+        f" {where}, and the others wait (setting hang_minutes)"
     )
 
 

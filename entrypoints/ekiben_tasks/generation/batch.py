@@ -72,12 +72,14 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     prompts, too_long = prepare_prompts(model, tokenizer, examples, chosen, settings)
     if too_long and not skip_bad:
         raise TaskError(
-            f"{source.location}: example {too_long[0] + 1} leaves no tokens for an answer ({len(too_long)} of {len(chosen)} do not: the "
-            f"model takes {load.longest_context(model.config):,} tokens); leave such examples out with --skip-invalid"
+            f"{source.location}: example {too_long[0] + 1} leaves no tokens for an answer ({len(too_long)} of"
+            f" {len(chosen)} do not: the model takes {load.longest_context(model.config):,} tokens); leave such"
+            " examples out with --skip-invalid"
         )
     sampling = f"temperature {settings.temperature}, top-p {settings.top_p}, seed {settings.seed}"
     print_once(
-        f"data        {source.location}: {len(examples):,} examples, {len(bad)} invalid and {len(too_long)} too long left out, as {form}",
+        f"data        {source.location}: {len(examples):,} examples, {len(bad)} invalid and {len(too_long)} too long"
+        f" left out, as {form}",
         f"answers     {len(prompts):,}, {sampling if settings.temperature else 'greedy'}, at most "
         f"{settings.max_new_tokens} tokens",
     )
@@ -89,9 +91,13 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     if writer.done:
         print_once(f"resumed     {len(writer.done):,} answers were there")
     record.data = {
-        "source": source.location, "versions": versions, "examples": len(examples), "chosen": len(chosen),
-        "bad": len(bad), "too_long": len(too_long),
-    }  # fmt: skip
+        "source": source.location,
+        "versions": versions,
+        "examples": len(examples),
+        "chosen": len(chosen),
+        "bad": len(bad),
+        "too_long": len(too_long),
+    }
     resumed, started = len(writer.done), time.monotonic()
     batches = _share_batches(make_batches(prompts, settings.batch_size), writer, world)
     finished, answers, tokens = _answer_batches(model, tokenizer, batches, settings, writer, stop, heartbeat)
@@ -125,9 +131,14 @@ def _share_batches(
 
 
 def _answer_batches(
-    model: Any, tokenizer: Any, batches: Sequence[Sequence[Prompt]], settings: GenerateSettings,
-    writer: ResumableJsonlWriter, stop: Stop, heartbeat: Heartbeat,
-) -> tuple[bool, int, int]:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    batches: Sequence[Sequence[Prompt]],
+    settings: GenerateSettings,
+    writer: ResumableJsonlWriter,
+    stop: Stop,
+    heartbeat: Heartbeat,
+) -> tuple[bool, int, int]:
     """Write the answers batch by batch, and print the progress.
 
     Returns:
@@ -155,9 +166,13 @@ def _answer_batches(
 
 
 def _answer_lines(
-    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings, done: dict[int, dict[str, Any]],
+    model: Any,
+    tokenizer: Any,
+    batch: Sequence[Prompt],
+    settings: GenerateSettings,
+    done: dict[int, dict[str, Any]],
     on_token: Callable[[int], None],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     answers = answer_batch(model, tokenizer, batch, settings, on_token)
     for prompt, (ids, ended) in zip(batch, answers, strict=True):
         if prompt.index not in done:
@@ -205,9 +220,12 @@ def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
 
 
 def answer_batch(
-    model: Any, tokenizer: Any, batch: Sequence[Prompt], settings: GenerateSettings,
+    model: Any,
+    tokenizer: Any,
+    batch: Sequence[Prompt],
+    settings: GenerateSettings,
     on_token: Callable[[int], None] | None = None,
-) -> list[tuple[list[int], bool]]:  # fmt: skip
+) -> list[tuple[list[int], bool]]:
     """Return (token ids, whether it ended by itself) of each answer. After out of memory, the batch is halved.
 
     on_token: is called before each token with the number of those before it.

@@ -51,9 +51,12 @@ class RunRecord:
         self.world.all_reduce(total)
         answers, tokens = total.tolist()
         self.counts = {
-            "answers": resumed + answers, "resumed": resumed, "tokens": tokens, "seconds": round(seconds, 1),
+            "answers": resumed + answers,
+            "resumed": resumed,
+            "tokens": tokens,
+            "seconds": round(seconds, 1),
             "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
-        }  # fmt: skip
+        }
 
     def write(self, exit_code: int | None) -> Path:
         """Write the record in the main process, and return its path. exit_code: None for a finished run.
@@ -69,8 +72,10 @@ class RunRecord:
             for key, (name, checksum) in self.models.items()
         }
         device = {
-            "name": self.device.name, "count": self.world.size, "dtype": str(self.device.dtype).removeprefix("torch."),
-        }  # fmt: skip
+            "name": self.device.name,
+            "count": self.world.size,
+            "dtype": str(self.device.dtype).removeprefix("torch."),
+        }
         record = run_metadata.run_record(self.settings, exit_code, self.began)
         try:
             files.write_json(self.file, {**record, **models, "data": self.data, "device": device, **self.counts})

@@ -36,7 +36,8 @@ class ResumableJsonlWriter:
             header, *lines = _complete_lines(part) or [{"run": fingerprint}]
             if header["run"] != fingerprint:
                 raise TaskError(
-                    f"{output}: was begun with other settings or data; give another --output, or start again with --overwrite"
+                    f"{output}: was begun with other settings or data; give another --output, or start again with"
+                    " --overwrite"
                 )
             self.done |= {line["index"]: line for line in lines}
 

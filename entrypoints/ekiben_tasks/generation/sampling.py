@@ -113,9 +113,12 @@ class GumbelSampler(transformers.LogitsProcessor):  # type: ignore[misc]  # unty
     """
 
     def __init__(
-        self, params: Sampling, row_seeds: Sequence[int], mask: torch.Tensor,
+        self,
+        params: Sampling,
+        row_seeds: Sequence[int],
+        mask: torch.Tensor,
         on_token: Callable[[int], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.params, self.mask, self.on_token = params, mask, on_token
         self.seen: torch.Tensor | None = None  # [rows, vocabulary]
         self.generators = [

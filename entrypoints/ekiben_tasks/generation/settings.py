@@ -58,8 +58,8 @@ class GenerateSettings:
     bits: Literal[16, 8, 4] = option(16, "of the weights: 8 and 4 need a GPU and save memory")
     hang_minutes: float = option(
         10,
-        "minutes that one of several processes may go without a token before all end; loading, and joining the answers, "
-        "may take an hour, or as long as this; 0: an hour everywhere",
+        "minutes that one of several processes may go without a token before all end; loading, and joining the answers,"
+        " may take an hour, or as long as this; 0: an hour everywhere",
     )
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
 
@@ -74,11 +74,13 @@ def check(settings: GenerateSettings) -> None:
     problems = [
         f"setting {name}: must be at least {least}, not {value}"
         for name, value, least in [
-            ("examples", settings.examples, 0), ("max_new_tokens", settings.max_new_tokens, 1),
-            ("temperature", settings.temperature, 0), ("batch_size", settings.batch_size, 1),
+            ("examples", settings.examples, 0),
+            ("max_new_tokens", settings.max_new_tokens, 1),
+            ("temperature", settings.temperature, 0),
+            ("batch_size", settings.batch_size, 1),
         ]
         if value < least
-    ]  # fmt: skip
+    ]
     if not 0 < settings.top_p <= 1:
         problems.append(f"setting top_p: must be above 0 and at most 1, not {settings.top_p}")
     if not 0 <= settings.hang_minutes < math.inf:

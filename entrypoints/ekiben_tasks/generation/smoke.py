@@ -64,9 +64,16 @@ def smoke_generate(settings: GenerateSettings, sample: Path) -> int:
             tiny.make_model(folder / "model", texts)
         world.barrier()  # the others read it
         quick = replace(
-            settings, model=str(folder / "model"), adapter="", examples=12, max_new_tokens=12, batch_size=8,
-            temperature=0.7, bits=16, device=_device(),
-        )  # fmt: skip
+            settings,
+            model=str(folder / "model"),
+            adapter="",
+            examples=12,
+            max_new_tokens=12,
+            batch_size=8,
+            temperature=0.7,
+            bits=16,
+            device=_device(),
+        )
 
         def answers(name: str, **changes: Any) -> list[dict[str, Any]]:
             file = folder / f"{name}.jsonl"
@@ -79,7 +86,10 @@ def smoke_generate(settings: GenerateSettings, sample: Path) -> int:
         if not world.is_main_process:  # what several processes answered is checked once
             return 0
         continue_alone()
-        greedy, single = ([line["complete"] for line in answers(f"greedy-{size}", temperature=0.0, batch_size=size)] for size in (8, 1))  # fmt: skip
+        greedy, single = (
+            [line["complete"] for line in answers(f"greedy-{size}", temperature=0.0, batch_size=size)]
+            for size in (8, 1)
+        )
         chosen = choose_examples(len(texts), 12, quick.seed)
         check_smoke("every example is answered", [line["index"] for line in first] == chosen)
         check_smoke("the same seed gives the same answers", answers("again") == first)

@@ -117,5 +117,6 @@ def save_adapter(model: Any, folder: Path, weights: dict[str, torch.Tensor], bas
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise TaskError(
-            f"{folder}: cannot be written ({error}); make room and give the same command again: it goes on from the last checkpoint"
+            f"{folder}: cannot be written ({error}); make room and give the same command again: it goes on from the"
+            " last checkpoint"
         ) from error

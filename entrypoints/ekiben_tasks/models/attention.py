@@ -107,9 +107,14 @@ def attend(
 
 
 def _flash_attn_2(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, longest: int, num_examples: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    longest: int,
+    num_examples: int,
     scaling: float | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return causal attention by flash-attn 2 (Dao 2023, arXiv:2307.08691), ``[tokens, heads, size]`` as its arguments."""
     import flash_attn
 
@@ -119,9 +124,14 @@ def _flash_attn_2(
 # It is no operator of torch: torch.compile would follow its autograd function into the package's own compiler.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types here
 def _flash_attn_4(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, longest: int, num_examples: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    longest: int,
+    num_examples: int,
     scaling: float | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return what _flash_attn_2() does by flash-attn 4 (Zadouri et al. 2026, arXiv:2603.05451), compiled at the first call."""
     from flash_attn import cute
 
@@ -129,9 +139,15 @@ def _flash_attn_4(
 
 
 def _call_flash_attn(
-    functions: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens: torch.Tensor, longest: int,
-    num_examples: int, scaling: float | None,
-) -> torch.Tensor:  # fmt: skip
+    functions: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens: torch.Tensor,
+    longest: int,
+    num_examples: int,
+    scaling: float | None,
+) -> torch.Tensor:
     options = {"softmax_scale": scaling, "causal": True}
     if num_examples:
         q, k, v = (tensor.unflatten(0, (num_examples, -1)) for tensor in (query, key, value))
@@ -257,7 +273,10 @@ def _unsuited(kernel: AttentionKernel, config: Any, device: Device, *, is_here: 
     if kernel == "flash_attn_4" and device.is_older_than_hopper(is_here=is_here):
         return f"{setting} {device.name} is older than Hopper, and has no such kernel; take attention=auto"
     if kernel == "flash_attn_4" and _head_size(config) not in FLASH_ATTN_4_SIZES:
-        return f"{setting} its results were compared with heads of 64 and 128 alone, and are wrong with 80; take attention=auto"
+        return (
+            f"{setting} its results were compared with heads of 64 and 128 alone, and are wrong with 80; take"
+            " attention=auto"
+        )
     if kernel == "flash_attn_3" and is_here and torch.cuda.get_device_capability(device.torch_device) != (9, 0):
         return f"{setting} its kernels are for Hopper, and {device.name} is none; take attention=flash_attn_2 or auto"
     return None
@@ -288,8 +307,8 @@ def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
         ) from error
     if not difference <= MAX_DIFFERENCE:
         raise TaskError(
-            f"setting attention={kernel}: its results on {what} differ from torch's by {difference:.0%} of the largest; "
-            "take attention=auto"
+            f"setting attention={kernel}: its results on {what} differ from torch's by {difference:.0%} of the largest;"
+            " take attention=auto"
         )
 
 
@@ -303,8 +322,9 @@ def compare_kernel(kernel: AttentionKernel, heads: int, kept: int, size: int, de
     ends = torch.tensor([0, 333, 512], device=device.torch_device, dtype=torch.int32)
     seq_lens = () if kernel in ("varlen", "flash_attn_3", *FLASH_ATTN_KERNELS) else (333, 179)
     both: tuple[tuple[AttentionKernel, tuple[int, ...], torch.dtype], ...] = (
-        (kernel, seq_lens, device.dtype), ("math", (333, 179), torch.float32),
-    )  # fmt: skip
+        (kernel, seq_lens, device.dtype),
+        ("math", (333, 179), torch.float32),
+    )
     results: list[list[torch.Tensor]] = []
     for name, lengths, dtype in both:
         rounded = [value.to(device.torch_device, device.dtype).to(dtype, copy=True) for value in values]

@@ -25,12 +25,37 @@ from ekiben_tasks.models.architecture import attention_width, attention_windows,
 # B200, B300: the HGX data sheet (36 PFLOP/s with sparsity on 8 GPUs); GB200, GB300: the NVL72 data sheets (360 on 72).
 # The longer name first: "H100 PCIe" before "H100".
 PEAKS = {
-    "GB300": 2500, "GB200": 2500, "B300": 2250, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989,
-    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989, "H20": 148,
-    "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181, "L20": 119.5,
-    "L4": 121, "V100": 125, "T4": 65, "RTX PRO 6000": 503.8, "RTX 6000 Ada": 364, "RTX A6000": 155,
-    "RTX 5090": 209.5, "RTX 4090": 165, "RTX 3090": 71,
-}  # fmt: skip
+    "GB300": 2500,
+    "GB200": 2500,
+    "B300": 2250,
+    "B200": 2250,
+    "GH200": 989,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "A40": 150,
+    "A30": 165,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L20": 119.5,
+    "L4": 121,
+    "V100": 125,
+    "T4": 65,
+    "RTX PRO 6000": 503.8,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,23 +79,52 @@ _rope_forward.register_autograd(_backward, setup_context=_keep)
 
 
 def _launch(
-    qkv: torch.Tensor, change: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    cos: torch.Tensor, sin: torch.Tensor, *, adds: bool, back: bool,
-) -> None:  # fmt: skip
+    qkv: torch.Tensor,
+    change: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    adds: bool,
+    back: bool,
+) -> None:
     _, tokens, heads, size = query.shape
     _kernel[(tokens,)](
-        qkv, change, query, key, value, cos.contiguous(), sin.contiguous(),
-        HEADS=heads, HALF=size // 2, BLOCK_HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2),
-        ADDS=adds, BACK=back, num_warps=8,
-    )  # fmt: skip
+        qkv,
+        change,
+        query,
+        key,
+        value,
+        cos.contiguous(),
+        sin.contiguous(),
+        HEADS=heads,
+        HALF=size // 2,
+        BLOCK_HEADS=triton.next_power_of_2(heads),
+        BLOCK=triton.next_power_of_2(size // 2),
+        ADDS=adds,
+        BACK=back,
+        num_warps=8,
+    )
 
 
 @triton.jit
 def _kernel(
-    qkv, change, query, key, value, cos, sin,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    ADDS: tl.constexpr, BACK: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    change,
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    BACK: tl.constexpr,
+):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -114,9 +143,19 @@ def _kernel(
 
 @triton.jit
 def _rotate(
-    qkv, change, states, c, s, joint, apart, inside,
-    HALF: tl.constexpr, ADDS: tl.constexpr, BACK: tl.constexpr, ROTATES: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    change,
+    states,
+    c,
+    s,
+    joint,
+    apart,
+    inside,
+    HALF: tl.constexpr,
+    ADDS: tl.constexpr,
+    BACK: tl.constexpr,
+    ROTATES: tl.constexpr,
+):
     """Both halves of queries, of keys or of values."""
     if BACK:
         first = tl.load(states + apart, mask=inside).to(tl.float32)

@@ -64,11 +64,13 @@ def load_base(name: str, device: Device, attention: str | None = None, bits: int
     silence_warnings()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            **pretrained(path), dtype=device.dtype, attn_implementation=attention,
+            **pretrained(path),
+            dtype=device.dtype,
+            attn_implementation=attention,
             # DeepSpeed shards the weights as they are read.
             device_map=None if is_deepspeed_zero3_enabled() else {"": device.torch_device},
             quantization_config=_quantization_config(device, bits),
-        )  # fmt: skip
+        )
     except torch.OutOfMemoryError as error:
         raise TaskError(f"model {name}: does not fit the memory of {device.name}; choose a smaller one") from error
     except Exception as error:

@@ -26,12 +26,41 @@ Strategy = Literal["none", "ddp", "fsdp", "zero2", "zero3"]
 
 # GiB that a program can allocate, a little less than the data sheet says. The longer name first: "A100-SXM4-80GB" before "A100".
 SIZES = {
-    "GB300": 268, "B300": 268, "GB200": 178, "B200": 178, "H200": 139, "GH200": 94, "H20": 94, "RTX PRO 6000": 94,
-    "H100 NVL": 93, "H100": 79, "H800": 79, "A100-SXM4-80GB": 79, "A100 80GB": 79, "A100": 39, "A800 40GB": 39, "A800": 79,
-    "RTX 6000 Ada": 47, "RTX A6000": 47, "L40S": 44, "L40": 44, "L20": 44, "A40": 44, "RTX 5090": 31, "RTX 4090": 23,
-    "RTX 3090": 23, "A30": 23, "A10G": 22, "A10": 22, "L4": 22, "V100-SXM2-32GB": 31, "V100-PCIE-32GB": 31, "V100S": 31,
-    "V100": 15, "T4": 14,
-}  # fmt: skip
+    "GB300": 268,
+    "B300": 268,
+    "GB200": 178,
+    "B200": 178,
+    "H200": 139,
+    "GH200": 94,
+    "H20": 94,
+    "RTX PRO 6000": 94,
+    "H100 NVL": 93,
+    "H100": 79,
+    "H800": 79,
+    "A100-SXM4-80GB": 79,
+    "A100 80GB": 79,
+    "A100": 39,
+    "A800 40GB": 39,
+    "A800": 79,
+    "RTX 6000 Ada": 47,
+    "RTX A6000": 47,
+    "L40S": 44,
+    "L40": 44,
+    "L20": 44,
+    "A40": 44,
+    "RTX 5090": 31,
+    "RTX 4090": 23,
+    "RTX 3090": 23,
+    "A30": 23,
+    "A10G": 22,
+    "A10": 22,
+    "L4": 22,
+    "V100-SXM2-32GB": 31,
+    "V100-PCIE-32GB": 31,
+    "V100S": 31,
+    "V100": 15,
+    "T4": 14,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

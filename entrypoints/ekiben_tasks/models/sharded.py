@@ -117,7 +117,8 @@ def match_names(checkpoint: Path, base: str) -> dict[str, str]:
             raise TaskError(f"{checkpoint}: is of another model than {base}: it has no {name}.{hint}")
         if stored[prefix + name] != shape:
             raise TaskError(
-                f"{checkpoint}: is of another model than {base}: {name} is {list(stored[prefix + name])} there and {list(shape)} here"
+                f"{checkpoint}: is of another model than {base}: {name} is {list(stored[prefix + name])} there and"
+                f" {list(shape)} here"
             )
     return {name: prefix + name for name in expected}
 

@@ -22,12 +22,24 @@ METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 # What torch's own file of metadata names; dtypes beside it. A pickle that names anything else could run whatever it wants.
 _CLASSES = {
-    *((f"{_DCP}.metadata", name) for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-    (f"{_DCP}.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("torch", "Size"), ("torch.serialization", "_get_layout"),
-}  # fmt: skip
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
 
 
 def _memory_format(enum: Any, name: str) -> Any:

@@ -102,9 +102,13 @@ def apply_tuning_method(causal: Any, tuning: TuningMethod) -> Any:
         if targets == "all-linear":
             targets = ("all-linear",)
         return adapter.add_adapter(
-            causal, r=tuning.lora.r, alpha=tuning.lora.alpha, dropout=tuning.lora.dropout, seed=tuning.seed,
+            causal,
+            r=tuning.lora.r,
+            alpha=tuning.lora.alpha,
+            dropout=tuning.lora.dropout,
+            seed=tuning.seed,
             target_modules=find_architecture(causal.config).lora if targets == "auto" else targets,
-        )  # fmt: skip
+        )
     if tuning.method == "last-layer":
         chosen = last_layer(causal.config) if tuning.last_layer == "auto" else tuning.last_layer
         set_trainable(causal, chosen)

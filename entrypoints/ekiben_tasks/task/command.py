@@ -180,10 +180,12 @@ def refuse_copies(environment: Mapping[str, str]) -> None:
     if environment.get(rank, "0") == "0":
         task = Path(sys.argv[0]).stem
         print(
-            f"error: srun or mpirun started {task} {environment[size]} times, as separate runs: start it once (srun -n 1), with "
-            "--gpus N for several processes on one node; `ekiben submit` and torchrun join several nodes; EKIBEN_INDEPENDENT=1 "
-            "is for runs that are meant to be separate", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"error: srun or mpirun started {task} {environment[size]} times, as separate runs: start it once (srun -n"
+            " 1), with --gpus N for several processes on one node; `ekiben submit` and torchrun join several nodes;"
+            " EKIBEN_INDEPENDENT=1 is for runs that are meant to be separate",
+            file=sys.stderr,
+            flush=True,
+        )
     raise SystemExit(2)
 
 

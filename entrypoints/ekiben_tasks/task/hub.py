@@ -12,9 +12,17 @@ from ekiben_tasks.task.errors import TaskError
 _TOKEN = "set HF_TOKEN (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
 _TOKEN_PAGE = "https://huggingface.co/settings/tokens"
 _UNREACHABLE = {
-    "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "Timeout",
-    "gaierror", "ProxyError", "ConnectTimeoutError",
-}  # fmt: skip
+    "OfflineModeIsEnabled",
+    "LocalEntryNotFoundError",
+    "ConnectionError",
+    "ConnectError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "Timeout",
+    "gaierror",
+    "ProxyError",
+    "ConnectTimeoutError",
+}
 
 
 def format_hub_error(error: BaseException, name: str, kind: str) -> str:
@@ -23,8 +31,8 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
     text = " ".join(str(each) for each in _causes(error))
     if "GatedRepoError" in names and _has_token():
         return (
-            f"{kind} {name}: the token you gave has no access; accept the owner's terms on its page with the same account, "
-            "and let the token read gated repositories (a fine-grained one does not by itself)"
+            f"{kind} {name}: the token you gave has no access; accept the owner's terms on its page with the same"
+            " account, and let the token read gated repositories (a fine-grained one does not by itself)"
         )
     if "GatedRepoError" in names:
         return f"{kind} {name}: its owner asks you to accept terms on its page; do that, then {_TOKEN}"
@@ -37,18 +45,24 @@ def format_hub_error(error: BaseException, name: str, kind: str) -> str:
         return f"{kind} {name}: is on the hub, but is no {kind} these libraries can load (a file is missing)"
     if names & _UNREACHABLE:
         return (
-            f"{kind} {name}: not in the cache {os.environ.get('HF_HOME', '')}, and the hub cannot be reached from here; "
-            f"download it once where there is a network, with the same HF_HOME (hf download {name}"
-            f"{' --repo-type dataset' if kind == 'data set' else ''}), or name a local folder"
+            f"{kind} {name}: not in the cache {os.environ.get('HF_HOME', '')}, and the hub cannot be reached from here;"
+            " download it once where there is a network, with the same HF_HOME (hf download"
+            f" {name}{' --repo-type dataset' if kind == 'data set' else ''}), or name a local folder"
         )
     if "OSError" in names and "No space left" in text:
         return (
             f"{kind} {name}: the disk of {os.environ.get('HF_HOME', '')} is full; set HF_HOME to a disk with free space"
         )
     if "trust_remote_code" in text:
-        return f"{kind} {name}: comes with custom code, which Ekiben's tasks do not run; take a model that transformers itself has"
+        return (
+            f"{kind} {name}: comes with custom code, which Ekiben's tasks do not run; take a model that transformers"
+            " itself has"
+        )
     if "UnpicklingError" in names:
-        return f"{kind} {name}: its weights are a pickle that holds more than tensors, which could run code; take one with safetensors"
+        return (
+            f"{kind} {name}: its weights are a pickle that holds more than tensors, which could run code; take one with"
+            " safetensors"
+        )
     if "SafetensorError" in names:
         return f"{kind} {name}: a file of its weights is cut or damaged ({error}); copy or download it again"
     return f"{kind} {name}: cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
@@ -62,13 +76,13 @@ def format_upload_error(error: BaseException, name: str) -> str:
         return f"model {name}: the hub does not know the token in HF_TOKEN; copy it anew from {_TOKEN_PAGE}"
     if 403 in statuses:
         return (
-            f"model {name}: the token in HF_TOKEN may not write there; is {name.split('/')[0]} your account or organisation? "
-            f"A token that may write is made at {_TOKEN_PAGE}"
+            f"model {name}: the token in HF_TOKEN may not write there; is {name.split('/')[0]} your account or"
+            f" organisation? A token that may write is made at {_TOKEN_PAGE}"
         )
     if names & _UNREACHABLE:
         return (
-            f"model {name}: the hub cannot be reached from here; upload it again where there is a network, for example on the login "
-            "node, with HF_HUB_OFFLINE not set"
+            f"model {name}: the hub cannot be reached from here; upload it again where there is a network, for example"
+            " on the login node, with HF_HUB_OFFLINE not set"
         )
     return f"model {name}: cannot be uploaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
 

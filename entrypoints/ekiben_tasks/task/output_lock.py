@@ -38,7 +38,8 @@ def lock_output(output: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().decode(errors="replace").strip() or "unknown process"
                 raise TaskError(
-                    f"{output.absolute()}: another run writes there ({holder}); wait for it, end it, or give another --output"
+                    f"{output.absolute()}: another run writes there ({holder}); wait for it, end it, or give another"
+                    " --output"
                 ) from None
         with contextlib.suppress(OSError):  # a full disk has no room for the name, and still a lock
             file.truncate(0)

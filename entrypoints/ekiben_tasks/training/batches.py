@@ -21,9 +21,17 @@ class Batches:
     """
 
     def __init__(
-        self, train: Sequence[Example], test: Sequence[Example], plan: Plan, world: DistributedContext, *,
-        layout: packing.Layout, collective: bool, device: torch.device, sequences: Sequence[Sequence[int]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        train: Sequence[Example],
+        test: Sequence[Example],
+        plan: Plan,
+        world: DistributedContext,
+        *,
+        layout: packing.Layout,
+        collective: bool,
+        device: torch.device,
+        sequences: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.train, self.test, self.plan, self.world = train, test, plan, world
         self.layout, self.collective, self.device = layout, collective, device
         self.sequences = sequences

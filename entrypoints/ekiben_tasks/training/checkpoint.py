@@ -141,8 +141,8 @@ def save_model(causal: Any, folder: Path, weights: dict[str, torch.Tensor]) -> N
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise TaskError(
-            f"{folder}: cannot be written ({error}); {_free(folder.parent)}; make room and give the same command again: "
-            "nothing has to be trained a second time"
+            f"{folder}: cannot be written ({error}); {_free(folder.parent)}; make room and give the same command again:"
+            " nothing has to be trained a second time"
         ) from error
 
 

@@ -54,9 +54,16 @@ class Run:
     """Run the training loop, step by step."""
 
     def __init__(
-        self, strategy: ParallelStrategy, batches: Batches, progress: Progress, checkpoints: Checkpoints, device: Device,
-        stop: Stop, callback: TrainerCallback | None = None, heartbeat: Heartbeat | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        strategy: ParallelStrategy,
+        batches: Batches,
+        progress: Progress,
+        checkpoints: Checkpoints,
+        device: Device,
+        stop: Stop,
+        callback: TrainerCallback | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
         self.strategy, self.batches, self.progress, self.checkpoints = strategy, batches, progress, checkpoints
         self.device, self.stop, self.callback = device, stop, callback or TrainerCallback()
         self.heartbeat = heartbeat or Heartbeat(0)
@@ -83,7 +90,8 @@ class Run:
             self.checkpoints.say_resumed(progress.step, self.steps)
             if self.world.is_main_process and state.get("steps", self.steps) != self.steps:
                 print(
-                    f"note        {self.steps} steps instead of {state['steps']}: the learning rate goes on as of a run of that length"
+                    f"note        {self.steps} steps instead of {state['steps']}: the learning rate goes on as of a run"
+                    " of that length"
                 )
         progress.begin()
         self.stop.saves = True
@@ -237,10 +245,10 @@ class Run:
         else:
             # Processes that wait for each other cannot change their plans one by one.
             raise TaskError(
-                f"{failures.name_process()}: out of GPU memory with packs of {batches.max_tokens:,} tokens, the longest row {longest:,}, "
-                f"{self.checkpointed} of {layers} blocks checkpointed, on {self.device.name}; try "
-                f"--set gradient_checkpointing=true --set micro_batch=1, --set max_length={longest // 2}, "
-                "more GPUs, or GPUs nobody else is using"
+                f"{failures.name_process()}: out of GPU memory with packs of {batches.max_tokens:,} tokens, the longest"
+                f" row {longest:,}, {self.checkpointed} of {layers} blocks checkpointed, on {self.device.name}; try"
+                f" --set gradient_checkpointing=true --set micro_batch=1, --set max_length={longest // 2}, more GPUs,"
+                " or GPUs nobody else is using"
             )
 
     # ------------------------------------------------------------------ around the steps

@@ -173,7 +173,7 @@ class Progress:
         newest = checkpoint.latest(self.output / "checkpoints")
         left = f"{newest} is the newest checkpoint, from before it" if newest else "no checkpoint was saved before it"
         return (
-            f"look at the data for rows of noise, or start again with --overwrite "
+            "look at the data for rows of noise, or start again with --overwrite "
             f"--set learning_rate={self.plan.learning_rate / 3:.2g}; {left}"
         )
 
@@ -198,9 +198,14 @@ class Progress:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: plain values."""
         return {
-            "step": self.step, "steps": self.steps, "meter": self.meter.state(), "wall": self.wall,
-            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss, "lengths": self.lengths,
-        }  # fmt: skip
+            "step": self.step,
+            "steps": self.steps,
+            "meter": self.meter.state(),
+            "wall": self.wall,
+            "last_loss": self.last_loss,
+            "last_eval_loss": self.last_eval_loss,
+            "lengths": self.lengths,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` of a checkpoint."""

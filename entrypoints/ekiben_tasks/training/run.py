@@ -99,12 +99,21 @@ def run(job: Job) -> int:
     checksums = world.is_main_process and job.settings.model_checksum
     checksum = run_metadata.start_checksum(job.path, job.output / "run.json") if checksums else ModelChecksum(None)
     data, plan = summary.data, summary.plan
-    batches = Batches(data.train, data.test, plan, world, layout=strategy.loss_module.layout, collective=strategy.collective,
-                      device=summary.device.torch_device, sequences=data.sequences)  # fmt: skip
+    batches = Batches(
+        data.train,
+        data.test,
+        plan,
+        world,
+        layout=strategy.loss_module.layout,
+        collective=strategy.collective,
+        device=summary.device.torch_device,
+        sequences=data.sequences,
+    )
     progress = Progress(plan, world, summary.device, costs, job.output, data.count)
     same = fingerprint(job.settings, data)
-    checkpoints = checkpoint.Checkpoints(job.output, same, job.settings.model, world,
-                                         keep=job.settings.save_total_limit)  # fmt: skip
+    checkpoints = checkpoint.Checkpoints(
+        job.output, same, job.settings.model, world, keep=job.settings.save_total_limit
+    )
     training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback, heartbeat)
     in_use = kernels_in_use(summary.kernels.setting, summary.device.torch_device)
     with peak_memory(summary.device) as peak, in_use:
@@ -137,24 +146,42 @@ def _decide(
     profile = memory.profile_model(meta, longest=data.longest, **choices)
     expected = memory.expect_memory(profile)
     parameters, trainable = load.count_parameters(meta)
-    kernels = choose_kernels(settings.attention, meta.config, device, is_here=is_here and no_device is None,
-                             longest=data.longest)  # fmt: skip
+    kernels = choose_kernels(
+        settings.attention, meta.config, device, is_here=is_here and no_device is None, longest=data.longest
+    )
     summary = RunSummary(
-        settings=settings, parallel=job.parallel, processes=world.size, spread=module.SUMMARY, device=device,
-        no_device=no_device, plan=make_plan(settings, device, expected, profile, data),
+        settings=settings,
+        parallel=job.parallel,
+        processes=world.size,
+        spread=module.SUMMARY,
+        device=device,
+        no_device=no_device,
+        plan=make_plan(settings, device, expected, profile, data),
         attention=run_summary.name_attention(choose_layout(meta.config), choose_attention(meta.config), kernels.mixed),
         kernels=kernels,
-        data=data, memory=expected, layers=profile.layers, parameters=parameters - trainable * (settings.method == "lora"),
-        form=form, trainable=trainable, trained=describe(meta, settings), output=job.output,
-    )  # fmt: skip
+        data=data,
+        memory=expected,
+        layers=profile.layers,
+        parameters=parameters - trainable * (settings.method == "lora"),
+        form=form,
+        trainable=trainable,
+        trained=describe(meta, settings),
+        output=job.output,
+    )
     return summary, profile, flops.training_costs(meta)
 
 
 def _request(job: Job, summary: RunSummary) -> strategies.ModelRequest:
     return strategies.ModelRequest(
-        path=job.path, name=job.settings.model, device=summary.device, tuning=job.settings, bits=job.settings.bits,
-        checkpointed_blocks=summary.plan.checkpointed, compile=summary.plan.compile, attention_kernel=summary.kernels.setting,
-    )  # fmt: skip
+        path=job.path,
+        name=job.settings.model,
+        device=summary.device,
+        tuning=job.settings,
+        bits=job.settings.bits,
+        checkpointed_blocks=summary.plan.checkpointed,
+        compile=summary.plan.compile,
+        attention_kernel=summary.kernels.setting,
+    )
 
 
 def _options(job: Job) -> Any:
@@ -163,9 +190,15 @@ def _options(job: Job) -> Any:
 
 
 def _record(
-    job: Job, summary: RunSummary, training: Run, tokenizer: Any, peak: int, exit_code: int | None, started: float,
+    job: Job,
+    summary: RunSummary,
+    training: Run,
+    tokenizer: Any,
+    peak: int,
+    exit_code: int | None,
+    started: float,
     checksum: ModelChecksum,
-) -> None:  # fmt: skip
+) -> None:
     """Write the model, the run's record and its plot; say what came of it."""
     strategy, folder = training.strategy, job.output / job.product
     if exit_code is None and job.product == "model":

@@ -86,7 +86,10 @@ def format_header(summary: RunSummary) -> list[str]:
     batch = f"{plan.batch_size} rows"
     if data.sequences is not None:
         filled = data.tokens / (len(data.sequences) * plan.sequence_length)
-        batch = f"{plan.batch_size} packed sequences of at most {plan.sequence_length:,} tokens ({len(data.sequences):,}, {filled:.0%} full)"
+        batch = (
+            f"{plan.batch_size} packed sequences of at most {plan.sequence_length:,} tokens ({len(data.sequences):,},"
+            f" {filled:.0%} full)"
+        )
     compiling = "compiled" if plan.compile else "not compiled"
     if not plan.compile and device.is_gpu and compiler_missing():
         compiling += f" ({compiler_missing()} in this image)"
@@ -102,11 +105,17 @@ def format_header(summary: RunSummary) -> list[str]:
         f"data        {sources}",
         f"            {len(data.train):,} rows to learn, {len(data.test):,} to test on; {left_out}",
         f"            as {summary.form}",
-        f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has {data.longest:,}",
+        (
+            f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has"
+            f" {data.longest:,}"
+        ),
         f"steps       {steps:,} of {batch}, {plan.epochs:g} epoch{'s' * (plan.epochs > 1)}",
         f"device      {where}, {str(device.dtype).removeprefix('torch.')}, {compiling}",
         f"attention   {summary.attention}",
-        f"memory      {expected} of {device.memory / GIB:.1f} GiB free{' on each' * (summary.processes > 1)}{twice}{host}",
+        (
+            f"memory      {expected} of {device.memory / GIB:.1f} GiB"
+            f" free{' on each' * (summary.processes > 1)}{twice}{host}"
+        ),
         f"output      {summary.output.absolute()}",
     ]
     if summary.no_device:
@@ -207,13 +216,17 @@ def format_footer(summary: dict[str, Any], what: str, output: Path) -> list[str]
     # What this recipe has to go on with.
     weights = output / what
     ways = {
-        "generate": f"generate --{what} {weights}", "chat": f'chat --{what} {weights} "質問"',
-        "evaluate": f"evaluate --{what} {weights}", "upload": f"upload --input {weights} --name you/{output.name} --dry-run",
-    }  # fmt: skip
+        "generate": f"generate --{what} {weights}",
+        "chat": f'chat --{what} {weights} "質問"',
+        "evaluate": f"evaluate --{what} {weights}",
+        "upload": f"upload --input {weights} --name you/{output.name} --dry-run",
+    }
     task = next((name for name in ways if shutil.which(name)), "chat")
     return [
-        f"done        {summary['steps']:,} steps in {summary['time_to_train_s']:,.0f} s, {summary['tokens_per_s']:,.0f} tokens/s"
-        f"{mfu}, at most {summary['peak_memory_bytes'] / 2**30:.1f} GiB",
+        (
+            f"done        {summary['steps']:,} steps in {summary['time_to_train_s']:,.0f} s,"
+            f" {summary['tokens_per_s']:,.0f} tokens/s{mfu}, at most {summary['peak_memory_bytes'] / 2**30:.1f} GiB"
+        ),
         f"{what:<12}{weights}   loss {output / 'loss.png'}   record {output / 'run.json'}",
         f"try         {ways[task]}",
     ]

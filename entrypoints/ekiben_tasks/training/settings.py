@@ -61,7 +61,8 @@ class Settings:
     max_length: int = option(2048, "rows of more tokens are left out, and counted")
     packing: bool = option(
         False,
-        "rows fill sequences of max_length tokens, which batch_size and micro_batch then count; none attends to another",
+        "rows fill sequences of max_length tokens, which batch_size and micro_batch then count; none attends to"
+        " another",
     )
     lora: Lora = dataclasses.field(default_factory=Lora)
     last_layer: Literal["auto"] | tuple[str, ...] = option(
@@ -85,9 +86,10 @@ class Settings:
     save_total_limit: int = option(2, "checkpoints that are kept, the newest ones")
     log_seconds: float = option(5, "seconds between lines of progress")
     hang_minutes: float = option(
-        10, "minutes that one of several processes may go without progress before all end; loading, compiling and "
+        10,
+        "minutes that one of several processes may go without progress before all end; loading, compiling and "
         "saving may take an hour, or as long as this; 0: an hour everywhere",
-    )  # fmt: skip
+    )
     model_checksum: bool = option(
         True, "record the SHA-256 of a local model's files; they are read in the background, once the model is loaded"
     )
@@ -97,11 +99,11 @@ class Settings:
     )
     compile: bool | Literal["auto"] = option("auto", "torch.compile the blocks; auto: on a GPU, for runs long enough")
     attention: AttentionKernel = option(  # noqa: RUF009  it makes a field
-        "auto", "its kernel; auto: the fastest here, for examples of 4,096 tokens and more flash_attn_4 where the image and a Hopper "
-        "GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of "
-        "torch's alone; varlen: torch's for mixed lengths; flash_attn_2 and flash_attn_4: of the "
-        "layers flash-attn and flash-attn-4",
-    )  # fmt: skip
+        "auto",
+        "its kernel; auto: the fastest here, for examples of 4,096 tokens and more flash_attn_4 where the image and a"
+        " Hopper GPU have it; sdpa: torch's choice; flash, cudnn, efficient, math: that one of torch's alone; varlen:"
+        " torch's for mixed lengths; flash_attn_2 and flash_attn_4: of the layers flash-attn and flash-attn-4",
+    )
     parallel: str = option(
         "auto", "several GPUs: ddp: each the whole model; fsdp, deepspeed: shared. auto: ddp where there are several"
     )
@@ -119,11 +121,14 @@ def check(settings: Settings) -> None:
     problems = [
         f"setting {name}: must be at least 1, not {value}"
         for name, value in [
-            ("max_length", settings.max_length), ("save_total_limit", settings.save_total_limit), ("batch_size", settings.batch_size),
-            ("lora.r", settings.lora.r), ("micro_batch", settings.micro_batch),
+            ("max_length", settings.max_length),
+            ("save_total_limit", settings.save_total_limit),
+            ("batch_size", settings.batch_size),
+            ("lora.r", settings.lora.r),
+            ("micro_batch", settings.micro_batch),
         ]
         if isinstance(value, int) and value < 1
-    ]  # fmt: skip
+    ]
     if not settings.learning_rate > 0 or not math.isfinite(settings.learning_rate):
         problems.append(f"setting learning_rate: must be above 0, not {settings.learning_rate}")
     if not 0 <= settings.max_grad_norm < math.inf:
@@ -182,7 +187,8 @@ def resolve_parallel(settings: Settings, processes: int) -> str:
     takes = strategy.find(settings.parallel).PROCESSES
     if takes == "one" and several:
         raise TaskError(
-            f"setting parallel={settings.parallel}: this is one of several processes, each would train the same; take ddp"
+            f"setting parallel={settings.parallel}: this is one of several processes, each would train the same;"
+            " take ddp"
         )
     if takes == "several" and not several:
         raise TaskError(

@@ -42,13 +42,27 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
         world.barrier()  # the others read it
         sharded = settings.parallel == "deepspeed" or (settings.parallel == "fsdp" and world.size > 1)
         quick = dataclasses.replace(
-            Settings(), model=str(base), data=[str(sample)], validation_split=0.1, mask_prompt=settings.mask_prompt,
-            form=settings.form, method=settings.method,
-            max_length=1024, lora=Lora(r=8, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
-            epochs=6, max_steps=72, batch_size=16, learning_rate=2e-2, warmup_steps=4,
-            eval_every=0, log_seconds=2, compile=False, device=device, deepspeed=settings.deepspeed,
+            Settings(),
+            model=str(base),
+            data=[str(sample)],
+            validation_split=0.1,
+            mask_prompt=settings.mask_prompt,
+            form=settings.form,
+            method=settings.method,
+            max_length=1024,
+            lora=Lora(r=8, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+            epochs=6,
+            max_steps=72,
+            batch_size=16,
+            learning_rate=2e-2,
+            warmup_steps=4,
+            eval_every=0,
+            log_seconds=2,
+            compile=False,
+            device=device,
+            deepspeed=settings.deepspeed,
             parallel=settings.parallel if sharded else "auto",
-        )  # fmt: skip
+        )
         if train(quick, sample.parent.parent, folder, fresh=True) != 0:
             raise TaskError("smoke: interrupted")
         if not world.is_main_process:  # what is left of the run is checked once

@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 
 
 def train(
-    settings: Settings, recipe: Path, output: Path, *, dry: DryRun | None = None, skip_bad: bool = False, fresh: bool = False,
-    prepare: Callable[[Settings, list[Source], Any, int, bool], Prepared] | None = None, callback: TrainerCallback | None = None,
-) -> int:  # fmt: skip
+    settings: Settings,
+    recipe: Path,
+    output: Path,
+    *,
+    dry: DryRun | None = None,
+    skip_bad: bool = False,
+    fresh: bool = False,
+    prepare: Callable[[Settings, list[Source], Any, int, bool], Prepared] | None = None,
+    callback: TrainerCallback | None = None,
+) -> int:
     """Train as ``settings`` say into ``output`` and return the exit code: 0, or 75 or 130 after a signal.
 
     recipe: its folder, whose data/sample.jsonl is the data ``sample``. dry: print the plan for these GPUs, and stop.
@@ -50,8 +57,19 @@ def train(
 
         from ekiben_tasks.training.run import Job, run
 
-        job = Job(settings=settings, parallel=parallel, processes=processes, sources=sources, path=path, output=output, dry=dry,
-                  skip_bad=skip_bad, fresh=fresh, prepare=prepare, callback=callback)  # fmt: skip
+        job = Job(
+            settings=settings,
+            parallel=parallel,
+            processes=processes,
+            sources=sources,
+            path=path,
+            output=output,
+            dry=dry,
+            skip_bad=skip_bad,
+            fresh=fresh,
+            prepare=prepare,
+            callback=callback,
+        )
         return run(job)
 
 

@@ -28,8 +28,12 @@ def check_layer_norm() -> None:
             module = FusedLayerNorm(width).cuda().to(dtype)
             torch.nn.init.normal_(module.weight)
             torch.nn.init.normal_(module.bias)
-            compare_module(module, lambda x, p, w=width: F.layer_norm(x, (w,), p["weight"], p["bias"], 1e-5),
-                           randn(37, width, dtype=dtype, grad=True), f"FusedLayerNorm({width})")  # fmt: skip
+            compare_module(
+                module,
+                lambda x, p, w=width: F.layer_norm(x, (w,), p["weight"], p["bias"], 1e-5),
+                randn(37, width, dtype=dtype, grad=True),
+                f"FusedLayerNorm({width})",
+            )
 
 
 def check_rms_norm() -> None:
@@ -37,8 +41,12 @@ def check_rms_norm() -> None:
         for width in (256, 1000, 4096):
             module = FusedRMSNorm(width).cuda().to(dtype)
             torch.nn.init.normal_(module.weight)
-            compare_module(module, lambda x, p, w=width: F.rms_norm(x, (w,), p["weight"], 1e-5),
-                           randn(37, width, dtype=dtype, grad=True), f"FusedRMSNorm({width})")  # fmt: skip
+            compare_module(
+                module,
+                lambda x, p, w=width: F.rms_norm(x, (w,), p["weight"], 1e-5),
+                randn(37, width, dtype=dtype, grad=True),
+                f"FusedRMSNorm({width})",
+            )
 
 
 def check_fused_dense() -> None:
@@ -46,8 +54,12 @@ def check_fused_dense() -> None:
         module = FusedDense(512, 256).cuda()
         torch.nn.init.normal_(module.weight, std=0.05)
         torch.nn.init.normal_(module.bias)
-        compare_module(module.to(dtype), lambda x, p: F.linear(x, p["weight"], p["bias"]),
-                       randn(128, 512, dtype=dtype, grad=True), "FusedDense")  # fmt: skip
+        compare_module(
+            module.to(dtype),
+            lambda x, p: F.linear(x, p["weight"], p["bias"]),
+            randn(128, 512, dtype=dtype, grad=True),
+            "FusedDense",
+        )
 
 
 def check_fused_dense_gelu_dense() -> None:
@@ -179,9 +191,15 @@ class Lamb:
     """LAMB as https://arxiv.org/abs/1904.00962 has it, with the gradient's norm clipped first, as apex does."""
 
     def __init__(
-        self, params: list[torch.Tensor], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+        self,
+        params: list[torch.Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
         max_grad_norm: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.param_groups = [{"params": params}]
         self.lr, self.betas, self.eps, self.weight_decay, self.max_grad_norm = (
             lr,
@@ -211,8 +229,13 @@ def check_lamb() -> None:
     for dtype in (torch.float32, torch.float16):  # FusedLAMB refuses bf16
         ours, theirs = parameters(dtype)
         # apex keeps the moments in the parameters' type: squares of clipped gradients would be 0 in fp16.
-        options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01,
-                                   "max_grad_norm": 1.0 if dtype == torch.float32 else 1e6}  # fmt: skip
+        options: dict[str, Any] = {
+            "lr": 1e-2,
+            "betas": (0.9, 0.999),
+            "eps": 1e-6,
+            "weight_decay": 0.01,
+            "max_grad_norm": 1.0 if dtype == torch.float32 else 1e6,
+        }
         optimize(FusedLAMB(ours, **options), Lamb(theirs, **options), dtype, 5, "FusedLAMB")
 
 

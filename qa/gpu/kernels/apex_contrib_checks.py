@@ -43,8 +43,12 @@ def check_fast_layer_norm() -> None:
             module = module_of(width).cuda().to(dtype)
             torch.nn.init.normal_(module.weight)
             torch.nn.init.normal_(module.bias)
-            compare_module(module, lambda x, p, w=width: F.layer_norm(x, (w,), p["weight"], p["bias"], 1e-5),
-                           randn(37, width, dtype=dtype, grad=True), f"FastLayerNorm({width})")  # fmt: skip
+            compare_module(
+                module,
+                lambda x, p, w=width: F.layer_norm(x, (w,), p["weight"], p["bias"], 1e-5),
+                randn(37, width, dtype=dtype, grad=True),
+                f"FastLayerNorm({width})",
+            )
 
 
 def check_group_norm() -> None:

@@ -96,7 +96,8 @@ def read_target(output: Path, model: str, data: str) -> float:
         ) from None
     if (reference["model"], reference["data"]) != (model, data):
         raise TaskError(
-            f"{file}: the reference run was of another model or other data ({reference['model']}); take another --output"
+            f"{file}: the reference run was of another model or other data ({reference['model']}); take another"
+            " --output"
         )
     return float(reference["sets_target"])
 
@@ -163,18 +164,24 @@ def summarise(output: Path, run_count: int) -> dict[str, Any]:
             f"{output}: runs with different targets ({', '.join(map(str, targets))}); take another --output"
         )
     summary = {
-        "runs": results, "finished": len(results), "wanted": run_count,
+        "runs": results,
+        "finished": len(results),
+        "wanted": run_count,
         "reached": sum(math.isfinite(each) for each in seconds),
-        "olympic_mean_s": None if mean is None else round(mean, 3), "target_loss": targets.pop(),
-    }  # fmt: skip
+        "olympic_mean_s": None if mean is None else round(mean, 3),
+        "target_loss": targets.pop(),
+    }
     write_json(output / "summary.json", summary)
     for result in results:
         state = "reached" if result["reached"] else "not reached"
-        print(f"run {result['run']:<8}{result['seconds']:>10,.1f} s  loss {result['loss']:.4f}  "
-              f"perplexity {result['perplexity']:.2f}  {result['samples']:,} rows  {state}")  # fmt: skip
+        print(
+            f"run {result['run']:<8}{result['seconds']:>10,.1f} s  loss {result['loss']:.4f}  "
+            f"perplexity {result['perplexity']:.2f}  {result['samples']:,} rows  {state}"
+        )
     shown = f"{mean:,.1f} s" if mean is not None else "none: it takes three runs, and all but one must reach the target"
     print(
-        f"result      olympic mean {shown}; {summary['reached']} of {len(results)} runs reached {summary['target_loss']}"
+        f"result      olympic mean {shown}; {summary['reached']} of {len(results)} runs reached"
+        f" {summary['target_loss']}"
     )
     return summary
 

@@ -85,11 +85,22 @@ def tiny(folder: Path, sample: Path, *, cpu: bool) -> Settings:
     check_dataset.check(folder / "processed", dolly.read_record(folder / "processed"))
     record = dolly.read_record(folder / "processed")["test"]
     training = replace(
-        Training(), model=str(folder / "base"), data=str(folder / "processed"), max_length=512, epochs=40, batch_size=16,
-        learning_rate=2e-2, warmup_steps=2, eval_every=5, log_seconds=2.0, compile=False,
-        lora=Lora(r=32, alpha=32, dropout=0.0, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+        Training(),
+        model=str(folder / "base"),
+        data=str(folder / "processed"),
+        max_length=512,
+        epochs=40,
+        batch_size=16,
+        learning_rate=2e-2,
+        warmup_steps=2,
+        eval_every=5,
+        log_seconds=2.0,
+        compile=False,
+        lora=Lora(
+            r=32, alpha=32, dropout=0.0, target_modules=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+        ),
         device="cpu" if cpu else "auto",
-    )  # fmt: skip
+    )
     return Settings(target_loss=0.95 * record["bytes"] / record["num_target_tokens"], runs=2, train=training)
 
 

@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name:<12}{count:,} null or empty")
     for number, row in enumerate(rows[:3]):
         print(
-            f"[{number}] instruction: {row['instruction']}\n    context: {row['context']}\n    response: {row['response']}"
+            f"[{number}] instruction: {row['instruction']}\n    context: {row['context']}\n    response:"
+            f" {row['response']}"
         )
     if args.expect and len(rows) != args.expect:
         raise TaskError(f"{args.input}: {len(rows):,} rows, and {args.expect:,} were expected (--expect 0: any number)")

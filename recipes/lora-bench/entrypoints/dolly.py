@@ -83,9 +83,10 @@ def write_split(file: Path, encoded: Sequence[tuple[list[int], list[int]]]) -> N
 
     numbers = pyarrow.list_(pyarrow.int32())
     columns = {
-        "input_ids": [ids for ids, _ in encoded], "attention_mask": [[1] * len(ids) for ids, _ in encoded],
+        "input_ids": [ids for ids, _ in encoded],
+        "attention_mask": [[1] * len(ids) for ids, _ in encoded],
         "labels": [labels for _, labels in encoded],
-    }  # fmt: skip
+    }
     pyarrow.parquet.write_table(
         pyarrow.table({name: pyarrow.array(rows, numbers) for name, rows in columns.items()}), file
     )

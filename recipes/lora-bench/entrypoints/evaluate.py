@@ -90,9 +90,12 @@ def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
         total, tokens = total + float(loss), tokens + int((targets != dolly.IGNORED).sum())
     mean = total / tokens
     return {
-        "loss": mean, "perplexity": math.exp(min(mean, 100)), "nats_per_byte": total / record["test"]["bytes"],
-        "tokens": tokens, "rows": record["test"]["rows"],
-    }  # fmt: skip
+        "loss": mean,
+        "perplexity": math.exp(min(mean, 100)),
+        "nats_per_byte": total / record["test"]["bytes"],
+        "tokens": tokens,
+        "rows": record["test"]["rows"],
+    }
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         raise TaskError(
-            f"{self.baseFilename}: cannot be written ({getattr(error, 'strerror', None) or error}); make room and give the same "
-            "command again: a run without its log proves nothing, so this one starts again"
+            f"{self.baseFilename}: cannot be written ({getattr(error, 'strerror', None) or error}); make room and give"
+            " the same command again: a run without its log proves nothing, so this one starts again"
         ) from error
 
 
@@ -82,10 +82,12 @@ class RunLog:
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         platform = device_name if self.settings.platform == "auto" else self.settings.platform
         for key, value in {
-            "submission_benchmark": self.settings.benchmark, "submission_division": "open",
-            "submission_org": self.settings.organisation, "submission_status": "research",
+            "submission_benchmark": self.settings.benchmark,
+            "submission_division": "open",
+            "submission_org": self.settings.organisation,
+            "submission_status": "research",
             "submission_platform": f"{os.environ.get('WORLD_SIZE', '1')} x {platform}",
-        }.items():  # fmt: skip
+        }.items():
             self.event(key, value)
         self.end("init_stop")
         self.start("run_start")
@@ -98,20 +100,37 @@ class RunLog:
             str(run.device.dtype)
         ]
         values = {
-            "seed": tuned.seed, "config_filename": str(self.config or "defaults"),
-            "global_batch_size": plan.batch_size, "gradient_accumulation_steps": 1, "micro_batch_size": plan.max_rows,
-            "train_samples": len(run.batches.train), "eval_samples": len(run.batches.test), "max_steps": run.steps,
-            "max_sequence_length": tuned.max_length, "opt_name": "adamw", "opt_base_learning_rate": plan.learning_rate,
+            "seed": tuned.seed,
+            "config_filename": str(self.config or "defaults"),
+            "global_batch_size": plan.batch_size,
+            "gradient_accumulation_steps": 1,
+            "micro_batch_size": plan.max_rows,
+            "train_samples": len(run.batches.train),
+            "eval_samples": len(run.batches.test),
+            "max_steps": run.steps,
+            "max_sequence_length": tuned.max_length,
+            "opt_name": "adamw",
+            "opt_base_learning_rate": plan.learning_rate,
             "opt_learning_rate_warmup_steps": min(plan.warmup_steps, run.steps // 10),
-            "opt_learning_rate_training_steps": run.steps, "opt_learning_rate_decay_schedule": tuned.schedule,
-            "opt_adamw_weight_decay": plan.weight_decay, "opt_gradient_clip_norm": plan.max_grad_norm,
-            "lora_rank": tuned.lora.r, "lora_alpha": tuned.lora.alpha, "lora_dropout": tuned.lora.dropout,
-            "lowest_numerical_precision_in_linear": precision, "lowest_numerical_precision_in_attn": precision,
-            "lowest_numerical_precision_in_comm": "fp32", "tensor_parallelism": 1, "pipeline_parallelism": 1,
-            "context_parallelism": 1, "expert_parallelism": 1,
-            "model": tuned.model, "dataset": dolly.NAME, "dataset_sha256": self.record["data"],
+            "opt_learning_rate_training_steps": run.steps,
+            "opt_learning_rate_decay_schedule": tuned.schedule,
+            "opt_adamw_weight_decay": plan.weight_decay,
+            "opt_gradient_clip_norm": plan.max_grad_norm,
+            "lora_rank": tuned.lora.r,
+            "lora_alpha": tuned.lora.alpha,
+            "lora_dropout": tuned.lora.dropout,
+            "lowest_numerical_precision_in_linear": precision,
+            "lowest_numerical_precision_in_attn": precision,
+            "lowest_numerical_precision_in_comm": "fp32",
+            "tensor_parallelism": 1,
+            "pipeline_parallelism": 1,
+            "context_parallelism": 1,
+            "expert_parallelism": 1,
+            "model": tuned.model,
+            "dataset": dolly.NAME,
+            "dataset_sha256": self.record["data"],
             "target_loss": self.settings.target_loss,
-        }  # fmt: skip
+        }
         for key, value in values.items():
             self.event(key, value)
 
@@ -161,11 +180,19 @@ class RunLog:
     def result(self, number: int, seed: int) -> dict[str, Any]:
         """Return the content of result.json. ``seconds`` are those of the clock, ``loss`` is in nats per token."""
         return {
-            "run": number, "seed": seed, "reached": self.reached, "target_loss": self.settings.target_loss,
-            "seconds": round(self.seconds, 3), "loss": self.loss, "perplexity": math.exp(min(self.loss, 100)),
-            "samples": self.samples, "log": LOG, "model": self.tuned.model, "data": self.record["data"],
+            "run": number,
+            "seed": seed,
+            "reached": self.reached,
+            "target_loss": self.settings.target_loss,
+            "seconds": round(self.seconds, 3),
+            "loss": self.loss,
+            "perplexity": math.exp(min(self.loss, 100)),
+            "samples": self.samples,
+            "log": LOG,
+            "model": self.tuned.model,
+            "data": self.record["data"],
             **({"sets_target": self.target_for_runs()} if number == REFERENCE else {}),
-        }  # fmt: skip
+        }
 
     def callback(self) -> Any:
         """Return the callback with which the training loop writes this log.

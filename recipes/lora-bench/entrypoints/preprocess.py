@@ -83,9 +83,12 @@ def preprocess(settings: Settings, rows: Sequence[dolly.Row], output: Path) -> N
             for _, labels in usable
         ]
         record[name] = {
-            "rows": len(usable), "tokens": sum(len(ids) for ids, _ in usable), "num_target_tokens": num_target_tokens,
-            "bytes": sum(len(text.encode()) for text in responses), "without_response": len(encoded) - len(usable),
-        }  # fmt: skip
+            "rows": len(usable),
+            "tokens": sum(len(ids) for ids, _ in usable),
+            "num_target_tokens": num_target_tokens,
+            "bytes": sum(len(text.encode()) for text in responses),
+            "without_response": len(encoded) - len(usable),
+        }
         print(f"{name:<12}{len(usable):,} examples, {num_target_tokens:,} target tokens", flush=True)
     files.write_json(output / dolly.RECORD, record)
     print(f"done        {output}; check-dataset --input {output}", flush=True)

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for index in range(torch.cuda.device_count() if has_gpu else 0):
         print(
-            f"  {index}         {torch.cuda.get_device_name(index)}, {torch.cuda.mem_get_info(index)[0] / 2**30:.0f} GiB free"
+            f"  {index}         {torch.cuda.get_device_name(index)}, {torch.cuda.mem_get_info(index)[0] / 2**30:.0f}"
+            " GiB free"
         )
     print(f"multiply    1024 x 1024 in {1e3 * time_product(device):.3f} ms on {device}, the first one left out")
     model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10)).to(device)

@@ -149,8 +149,8 @@ class Saver:
         left = f"step {int(checkpoints[-1].name.removeprefix('step-'))}" if checkpoints else "the start"
         free = shutil.disk_usage(next(path for path in (self.folder, *self.folder.parents) if path.is_dir())).free
         return (
-            f"{final}: cannot be written ({reason}); {free / 2**30:.1f} GiB are free there; make room and give the same "
-            f"command again: it goes on from {left}"
+            f"{final}: cannot be written ({reason}); {free / 2**30:.1f} GiB are free there; make room and give the same"
+            f" command again: it goes on from {left}"
         )
 
 
@@ -176,8 +176,8 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(f"it has no valid {', '.join(damaged)}")
     except (OSError, ValueError, RecursionError) as error:
         raise TaskError(
-            f"{file}: cannot be read: {error}; remove {checkpoint}, and training goes on from the checkpoint before it, or "
-            "start again with --overwrite"
+            f"{file}: cannot be read: {error}; remove {checkpoint}, and training goes on from the checkpoint before it,"
+            " or start again with --overwrite"
         ) from error
     return metadata
 

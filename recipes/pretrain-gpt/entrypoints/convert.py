@@ -158,9 +158,16 @@ def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:
     from ekiben_tasks.models.shards import SHARDS
 
     config = gpt.configure(
-        sizes, dtype=dtype, dropout=0.0, tensor=1, pipeline=1, sequence_parallel=False, recompute=False, on_gpu=False,
+        sizes,
+        dtype=dtype,
+        dropout=0.0,
+        tensor=1,
+        pipeline=1,
+        sequence_parallel=False,
+        recompute=False,
+        on_gpu=False,
         init_std=0.02,
-    )  # fmt: skip
+    )
     # Megatron builds norms and positions in fp32, and casts them for training: what is read is rounded as it was there.
     model = gpt.build(sizes, config, seed=0).to(dtype)
     try:
@@ -184,13 +191,19 @@ def rename_weights(state: dict[str, Any], shape: Shape) -> dict[str, Any]:
     import torch
 
     plain = {
-        "embedding.word_embeddings.weight": "wte.weight", "embedding.position_embeddings.weight": "wpe.weight",
-        "decoder.final_layernorm.weight": "ln_f.weight", "decoder.final_layernorm.bias": "ln_f.bias",
-    }  # fmt: skip
+        "embedding.word_embeddings.weight": "wte.weight",
+        "embedding.position_embeddings.weight": "wpe.weight",
+        "decoder.final_layernorm.weight": "ln_f.weight",
+        "decoder.final_layernorm.bias": "ln_f.bias",
+    }
     modules = {
-        "input_layernorm": "ln_1", "self_attention.linear_qkv": "attn.c_attn", "self_attention.linear_proj": "attn.c_proj",
-        "pre_mlp_layernorm": "ln_2", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj",
-    }  # fmt: skip
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    }
     renamed = {}
     for name, weight in state.items():
         if not isinstance(weight, torch.Tensor) or name.endswith("_extra_state") or name == "output_layer.weight":

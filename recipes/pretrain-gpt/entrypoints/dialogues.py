@@ -91,7 +91,11 @@ def chat_template(settings: Settings) -> str:
     """
     asks, answers = json.dumps(settings.instruction_template + " "), json.dumps(settings.response_template)
     return (
-        "{% for message in messages %}{% if message['role'] == 'user' %}{{ " + asks + " + message['content'] }}"
-        "{% else %}{{ " + answers + " + ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ " + answers + " }}{% endif %}"
+        "{% for message in messages %}{% if message['role'] == 'user' %}{{ "
+        + asks
+        + " + message['content'] }}{% else %}{{ "
+        + answers
+        + " + ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
+        + answers
+        + " }}{% endif %}"
     )

@@ -78,9 +78,17 @@ class Model(GPTModel):  # type: ignore[misc]
 
 
 def configure(
-    shape: Shape, *, dtype: torch.dtype, dropout: float, tensor: int, pipeline: int, sequence_parallel: bool,
-    recompute: bool, on_gpu: bool, init_std: float,
-) -> TransformerConfig:  # fmt: skip
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    dropout: float,
+    tensor: int,
+    pipeline: int,
+    sequence_parallel: bool,
+    recompute: bool,
+    on_gpu: bool,
+    init_std: float,
+) -> TransformerConfig:
     """Return Megatron's configuration of a model of this ``shape``.
 
     tensor, pipeline: sizes of the parallel groups. recompute: compute every layer's activations again in the backward
@@ -90,16 +98,32 @@ def configure(
     if recompute:
         recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=shape.layers, hidden_size=shape.width, num_attention_heads=shape.heads,
-        activation_func=F.gelu if on_gpu else _gelu, bias_activation_fusion=on_gpu, bias_dropout_fusion=on_gpu,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, persist_layer_norm=False,
+        num_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        activation_func=F.gelu if on_gpu else _gelu,
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
         # Its gradients are bf16 whatever the model is in.
-        cross_entropy_loss_fusion=on_gpu and dtype == torch.bfloat16, cross_entropy_fusion_impl="native",
-        hidden_dropout=dropout, attention_dropout=dropout, layernorm_epsilon=1e-5, init_method_std=init_std,
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, sequence_parallel=sequence_parallel,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
-        calculate_per_token_loss=True, **recomputing,
-    )  # fmt: skip
+        cross_entropy_loss_fusion=on_gpu and dtype == torch.bfloat16,
+        cross_entropy_fusion_impl="native",
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+        layernorm_epsilon=1e-5,
+        init_method_std=init_std,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        calculate_per_token_loss=True,
+        **recomputing,
+    )
 
 
 def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
@@ -109,10 +133,16 @@ def build(shape: Shape, config: TransformerConfig, *, seed: int) -> Any:
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     blocks = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), layer_norm=Norm)
     model = Model(
-        config, blocks, vocab_size=shape.vocabulary, max_sequence_length=shape.positions,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute", parallel_output=True,
-    )  # fmt: skip
+        config,
+        blocks,
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="learned_absolute",
+        parallel_output=True,
+    )
     device = torch.device(torch.cuda.current_device())  # where without_gpu pretends, the CPU
     model.to(device)
     if device.type == "cuda":

@@ -55,10 +55,20 @@ def hugging_face_config(shape: Shape, *, end: int, begin: int) -> Any:
     import transformers
 
     return transformers.GPT2Config(
-        vocab_size=shape.vocabulary, n_positions=shape.positions, n_embd=shape.width, n_layer=shape.layers,
-        n_head=shape.heads, activation_function="gelu_new", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        layer_norm_epsilon=1e-5, bos_token_id=begin, eos_token_id=end, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=shape.vocabulary,
+        n_positions=shape.positions,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        activation_function="gelu_new",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        layer_norm_epsilon=1e-5,
+        bos_token_id=begin,
+        eos_token_id=end,
+        tie_word_embeddings=True,
+    )
 
 
 def training_flops(shape: Shape, sequences: float) -> float:

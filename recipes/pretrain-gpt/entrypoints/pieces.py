@@ -32,11 +32,20 @@ def learn(texts: Iterable[str], *, vocabulary: int, coverage: float, kind: str, 
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, vocab_size=vocabulary, character_coverage=coverage,
-            model_type=kind, num_threads=threads, train_extremely_large_corpus=True, byte_fallback=True,
-            split_digits=True, allow_whitespace_only_pieces=True, remove_extra_whitespaces=False,
-            user_defined_symbols=list(SYMBOLS), minloglevel=2,
-        )  # fmt: skip
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            vocab_size=vocabulary,
+            character_coverage=coverage,
+            model_type=kind,
+            num_threads=threads,
+            train_extremely_large_corpus=True,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            remove_extra_whitespaces=False,
+            user_defined_symbols=list(SYMBOLS),
+            minloglevel=2,
+        )
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         if "Vocabulary size" in reason:
@@ -95,6 +104,13 @@ def to_hugging_face(file: Path) -> Any:
         [*spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token=END, unk_token="<unk>", pad_token="<pad>",
-        cls_token="<CLS>", sep_token="<SEP>", mask_token="<MASK>", clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token=END,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        cls_token="<CLS>",
+        sep_token="<SEP>",
+        mask_token="<MASK>",
+        clean_up_tokenization_spaces=False,
+    )

@@ -83,10 +83,13 @@ def prepare(
         file = tokenizer / pieces.MODEL if tokenizer.is_dir() else tokenizer
         shutil.copyfile(file, output / pieces.MODEL)
         record = {
-            "documents": counted, "tokens": tokens, "vocab_size": processor.vocab_size(),
-            "end_of_document": processor.piece_to_id(pieces.END), "tokenizer": pieces.fingerprint(file),
+            "documents": counted,
+            "tokens": tokens,
+            "vocab_size": processor.vocab_size(),
+            "end_of_document": processor.piece_to_id(pieces.END),
+            "tokenizer": pieces.fingerprint(file),
             "data": texts.digest(files),
-        }  # fmt: skip
+        }
         write_json(output / RECORD, record)
     except BaseException as error:
         for file in output.iterdir():
@@ -176,9 +179,12 @@ def _encode(texts: list[str]) -> tuple[Any, Any]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("prepare-data", __doc__, Settings, arguments)
     parser.add_argument(
-        "--data", action="append", metavar="PLACE", required=True,
+        "--data",
+        action="append",
+        metavar="PLACE",
+        required=True,
         help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PLACE", default=Path("tokenizer"), help="what train-tokenizer wrote"
     )

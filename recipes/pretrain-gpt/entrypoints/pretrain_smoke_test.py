@@ -24,10 +24,25 @@ def tiny(data: Path, *, cpu: bool) -> pretraining.Settings:
     """
     tokens = 16 * 128
     return replace(
-        pretraining.Settings(), data=str(data), layers=4, width=64, heads=4, sequence=128, batch_size=16, max_steps=30,
-        train_tokens=30 * tokens, warmup_tokens=3 * tokens, decay_tokens=30 * tokens, learning_rate=1e-2, split="9,1,0",
-        eval_every=0, eval_batches=1, save_every=0, log_seconds=2, device="cpu" if cpu else "auto",
-    )  # fmt: skip
+        pretraining.Settings(),
+        data=str(data),
+        layers=4,
+        width=64,
+        heads=4,
+        sequence=128,
+        batch_size=16,
+        max_steps=30,
+        train_tokens=30 * tokens,
+        warmup_tokens=3 * tokens,
+        decay_tokens=30 * tokens,
+        learning_rate=1e-2,
+        split="9,1,0",
+        eval_every=0,
+        eval_batches=1,
+        save_every=0,
+        log_seconds=2,
+        device="cpu" if cpu else "auto",
+    )
 
 
 def smoke_test(recipe: Path) -> int:
@@ -87,11 +102,22 @@ def tune(recipe: Path, model: Path, output: Path, *, cpu: bool) -> tuple[bool, s
     """
     settings = dialogues.Settings(
         train=replace(
-            dialogues.Settings().train, model=str(model), method="full", max_length=128, validation_split=0.1, epochs=4, max_steps=24,
-            batch_size=8, learning_rate=5e-3, warmup_steps=2, eval_every=0, log_seconds=2, compile=False,
+            dialogues.Settings().train,
+            model=str(model),
+            method="full",
+            max_length=128,
+            validation_split=0.1,
+            epochs=4,
+            max_steps=24,
+            batch_size=8,
+            learning_rate=5e-3,
+            warmup_steps=2,
+            eval_every=0,
+            log_seconds=2,
+            compile=False,
             device="cpu" if cpu else "auto",
         )
-    )  # fmt: skip
+    )
     output.mkdir()
     tuned = dialogues.prepare(settings, [recipe / "data" / "dialogues.jsonl"], output)
     if train(tuned, recipe, output) != 0:

@@ -31,10 +31,22 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 # What may differ between a run and its continuation: Megatron's checkpoints are the same however the model is split.
 _FREE = {
-    "tensor_parallel", "pipeline_parallel", "sequence_parallel", "distributed_optimizer", "micro_batch", "recompute",
-    "eval_every", "save_every", "log_seconds", "hang_minutes", "device", "data",
-    "train_tokens", "max_steps", "decay_tokens",  # a run can be lengthened
-}  # fmt: skip
+    "tensor_parallel",
+    "pipeline_parallel",
+    "sequence_parallel",
+    "distributed_optimizer",
+    "micro_batch",
+    "recompute",
+    "eval_every",
+    "save_every",
+    "log_seconds",
+    "hang_minutes",
+    "device",
+    "data",
+    "train_tokens",
+    "max_steps",
+    "decay_tokens",  # a run can be lengthened
+}
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,10 @@ class Settings:
     save_every: int = option(1000, "steps between checkpoints; there is one at the end and on SIGTERM")
     log_seconds: float = option(5, "seconds between lines of progress")
     hang_minutes: float = option(
-        10, "minutes that one of several processes may go without progress before all end; loading, compiling and "
+        10,
+        "minutes that one of several processes may go without progress before all end; loading, compiling and "
         "saving may take an hour, or as long as this; 0: an hour everywhere",
-    )  # fmt: skip
+    )
     seed: int = option(1234, "of the first weights, the order and the dropout")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "auto: bf16 where the GPU has it, else fp16")
     device: Literal["auto", "cpu"] = option("auto", "cpu: for proofs; Megatron-Core is made for GPUs")
@@ -110,9 +123,18 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
 
 
 def _pretrain(
-    settings: Settings, output: Path, data: dict[str, Any], world: DistributedContext, device: torch.device, name: str, memory: int,
-    dtype: torch.dtype, *, dry: bool, fresh: bool,
-) -> int:  # fmt: skip
+    settings: Settings,
+    output: Path,
+    data: dict[str, Any],
+    world: DistributedContext,
+    device: torch.device,
+    name: str,
+    memory: int,
+    dtype: torch.dtype,
+    *,
+    dry: bool,
+    fresh: bool,
+) -> int:
     import torch
 
     from ekiben_tasks.distributed.context import Stop, process_group_timeout
@@ -150,9 +172,17 @@ def _pretrain(
     started = time.time()
     peak = flops.peak_flops(name)
     run = steps.Run(
-        plan, Path(settings.data), settings.split, output, _fingerprint(settings, plan, data), world, stop, device, peak,
+        plan,
+        Path(settings.data),
+        settings.split,
+        output,
+        _fingerprint(settings, plan, data),
+        world,
+        stop,
+        device,
+        peak,
         Heartbeat(settings.hang_minutes),
-    )  # fmt: skip
+    )
     exit_code = run.fit()
 
     # ---- say what came of it
@@ -199,26 +229,43 @@ def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, 
     total_steps = math.ceil(settings.train_tokens / tokens)
     rate = model_configs.LADDER[settings.size][3] if settings.learning_rate == "auto" else settings.learning_rate
     return steps.Plan(
-        shape=shape, dtype=dtype, tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel,
-        sequence_parallel=settings.sequence_parallel, distributed_optimizer=settings.distributed_optimizer,
-        recompute=recompute, batch=settings.batch_size, micro_batch=micro,
+        shape=shape,
+        dtype=dtype,
+        tensor=settings.tensor_parallel,
+        pipeline=settings.pipeline_parallel,
+        sequence_parallel=settings.sequence_parallel,
+        distributed_optimizer=settings.distributed_optimizer,
+        recompute=recompute,
+        batch=settings.batch_size,
+        micro_batch=micro,
         steps=min(total_steps, settings.max_steps) if settings.max_steps > 0 else total_steps,
-        warmup=round(settings.warmup_tokens / tokens), decay=round(settings.decay_tokens / tokens), learning_rate=rate,
-        min_learning_rate=min(settings.min_learning_rate, rate), weight_decay=settings.weight_decay,
-        betas=(settings.adam_beta1, settings.adam_beta2), max_grad_norm=settings.max_grad_norm,
-        init_std=settings.init_std, dropout=settings.dropout, eval_every=settings.eval_every,
-        eval_batches=settings.eval_batches, save_every=settings.save_every, log_seconds=settings.log_seconds,
+        warmup=round(settings.warmup_tokens / tokens),
+        decay=round(settings.decay_tokens / tokens),
+        learning_rate=rate,
+        min_learning_rate=min(settings.min_learning_rate, rate),
+        weight_decay=settings.weight_decay,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        max_grad_norm=settings.max_grad_norm,
+        init_std=settings.init_std,
+        dropout=settings.dropout,
+        eval_every=settings.eval_every,
+        eval_batches=settings.eval_batches,
+        save_every=settings.save_every,
+        log_seconds=settings.log_seconds,
         seed=settings.seed,
-    )  # fmt: skip
+    )
 
 
 def shape_of(settings: Settings, vocabulary: int) -> model_configs.Shape:
     """Return the model's sizes: those of ``settings.size``, where no other is set. vocabulary: before padding."""
     layers, width, heads, _ = model_configs.LADDER[settings.size]
     return model_configs.Shape(
-        settings.layers or layers, settings.width or width, settings.heads or heads, settings.sequence,
+        settings.layers or layers,
+        settings.width or width,
+        settings.heads or heads,
+        settings.sequence,
         model_configs.pad_vocabulary(vocabulary),
-    )  # fmt: skip
+    )
 
 
 def expect_memory(settings: Settings, shape: model_configs.Shape, copies: int, micro: int, *, recompute: bool) -> int:
@@ -255,8 +302,9 @@ def _fit_memory(settings: Settings, shape: model_configs.Shape, copies: int, mem
                 return recompute, micro
     least = expect_memory(settings, shape, copies, sizes[-1], recompute=choices[-1])
     raise DoesNotFitError(
-        f"{shape.parameters / 1e9:.2f} G parameters need {least / GIB:.1f} GiB on each GPU, and {memory / GIB:.1f} GiB are free; "
-        f"try --set tensor_parallel={2 * settings.tensor_parallel} (or pipeline_parallel) on as many GPUs, or a smaller size"
+        f"{shape.parameters / 1e9:.2f} G parameters need {least / GIB:.1f} GiB on each GPU, and {memory / GIB:.1f} GiB"
+        f" are free; try --set tensor_parallel={2 * settings.tensor_parallel} (or pipeline_parallel) on as many GPUs,"
+        " or a smaller size"
     )
 
 
@@ -264,11 +312,14 @@ def _check(settings: Settings) -> None:
     problems = [
         f"setting {name}: must be at least 1, not {value}"
         for name, value in [
-            ("sequence", settings.sequence), ("batch_size", settings.batch_size), ("micro_batch", settings.micro_batch),
-            ("tensor_parallel", settings.tensor_parallel), ("pipeline_parallel", settings.pipeline_parallel),
+            ("sequence", settings.sequence),
+            ("batch_size", settings.batch_size),
+            ("micro_batch", settings.micro_batch),
+            ("tensor_parallel", settings.tensor_parallel),
+            ("pipeline_parallel", settings.pipeline_parallel),
         ]
         if isinstance(value, int) and value < 1
-    ]  # fmt: skip
+    ]
     if settings.size not in model_configs.LADDER:
         raise SettingError(f"setting size: no size '{settings.size}'.{nearest(settings.size, model_configs.LADDER)}")
     shares = settings.split.split(",")
@@ -393,13 +444,23 @@ def _announce(
     tokens = plan.steps * plan.batch * shape.positions
     free = f" of {memory / GIB:.1f} GiB free" if name != "none" else ""
     return [
-        f"model       GPT {settings.size}: {shape.parameters:,} parameters, all trainable; {shape.layers} layers of "
-        f"{shape.width}, {shape.heads} heads, a table of {shape.vocabulary:,}",
-        f"data        {settings.data}: {data['documents']:,} documents, {data['tokens']:,} tokens, split {settings.split}",
-        f"steps       {plan.steps:,} of {plan.batch} x {shape.positions:,} tokens: {tokens:,}, "
-        f"{tokens / max(data['tokens'], 1):.1f} times the data; warm-up {plan.warmup:,}",
-        f"parallel    {gpus} GPU{'s' * (gpus > 1)}: tensor {plan.tensor} x pipeline {plan.pipeline} x data {copies}, "
-        f"{plan.micro_batch} sequences at a time{', activations computed twice' if plan.recompute else ''}",
+        (
+            f"model       GPT {settings.size}: {shape.parameters:,} parameters, all trainable; {shape.layers} layers of"
+            f" {shape.width}, {shape.heads} heads, a table of {shape.vocabulary:,}"
+        ),
+        (
+            f"data        {settings.data}: {data['documents']:,} documents, {data['tokens']:,} tokens, split"
+            f" {settings.split}"
+        ),
+        (
+            f"steps       {plan.steps:,} of {plan.batch} x {shape.positions:,} tokens: {tokens:,}, "
+            f"{tokens / max(data['tokens'], 1):.1f} times the data; warm-up {plan.warmup:,}"
+        ),
+        (
+            f"parallel    {gpus} GPU{'s' * (gpus > 1)}: tensor {plan.tensor} x pipeline {plan.pipeline} x data"
+            f" {copies}, {plan.micro_batch} sequences at a"
+            f" time{', activations computed twice' if plan.recompute else ''}"
+        ),
         f"device      {name}, {str(plan.dtype).removeprefix('torch.')}, attention by torch's flash kernel",
         f"memory      {expected / GIB:.1f} GiB expected{free} on each",
         f"output      {output.absolute()}",
@@ -420,8 +481,11 @@ def _result(
         "model": {"parameters": plan.shape.parameters, **dataclasses.asdict(plan.shape)},
         "data": data,
         "device": {
-            "name": name, "count": run.world.size, "dtype": str(plan.dtype).removeprefix("torch."),
-            "micro_batch": plan.micro_batch, "recompute": plan.recompute,
+            "name": name,
+            "count": run.world.size,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "micro_batch": plan.micro_batch,
+            "recompute": plan.recompute,
         },
         "optimizer": name_optimizer(inner_optimizers(run.optimizer)[0].optimizer),
         "steps": run.step,
@@ -433,7 +497,7 @@ def _result(
         "final_loss": _number(run.last_loss),
         "final_eval_loss": _number(run.last_eval_loss),
         "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
-    }  # fmt: skip
+    }
 
 
 def _peak_memory(on_gpu: bool) -> int:

@@ -63,9 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("sft", __doc__, Settings, arguments)
     parser.add_argument(
-        "--data", action="append", metavar="PLACE",
+        "--data",
+        action="append",
+        metavar="PLACE",
         help="a .jsonl or .parquet file, or a folder of them; repeatable; default: the recipe's own dialogues",
-    )  # fmt: skip
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tuned"), help="default: tuned")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")

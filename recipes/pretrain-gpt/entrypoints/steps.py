@@ -77,46 +77,76 @@ class Run:
     """Train a model on Megatron-Core, step by step; see fit()."""
 
     def __init__(
-        self, plan: Plan, data: Path, split: str, output: Path, fingerprint: dict[str, Any], world: DistributedContext, stop: Stop,
-        device: torch.device, peak: float | None, heartbeat: Heartbeat,
-    ) -> None:  # fmt: skip
+        self,
+        plan: Plan,
+        data: Path,
+        split: str,
+        output: Path,
+        fingerprint: dict[str, Any],
+        world: DistributedContext,
+        stop: Stop,
+        device: torch.device,
+        peak: float | None,
+        heartbeat: Heartbeat,
+    ) -> None:
         self.plan, self.output, self.world, self.stop, self.device = plan, output, world, stop, device
         self.heartbeat = heartbeat
         self.fingerprint, self.peak, self.on_gpu = fingerprint, peak, device.type == "cuda"
         self.copies = parallel_state.get_data_parallel_world_size()
         model_parallel_cuda_manual_seed(plan.seed)
         config = gpt.configure(
-            plan.shape, dtype=plan.dtype, dropout=plan.dropout, tensor=plan.tensor, pipeline=plan.pipeline,
-            sequence_parallel=plan.sequence_parallel, recompute=plan.recompute, on_gpu=self.on_gpu, init_std=plan.init_std,
-        )  # fmt: skip
+            plan.shape,
+            dtype=plan.dtype,
+            dropout=plan.dropout,
+            tensor=plan.tensor,
+            pipeline=plan.pipeline,
+            sequence_parallel=plan.sequence_parallel,
+            recompute=plan.recompute,
+            on_gpu=self.on_gpu,
+            init_std=plan.init_std,
+        )
         config.finalize_model_grads_func = finalize_model_grads
         model_chunk = gpt.build(plan.shape, config, seed=plan.seed)
         self.model = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=plan.distributed_optimizer,
-                overlap_grad_reduce=self.copies > 1, bucket_size=40_000_000,
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=plan.distributed_optimizer,
+                overlap_grad_reduce=self.copies > 1,
+                bucket_size=40_000_000,
             ),
             Float16Module(config, model_chunk) if config.bf16 or config.fp16 else model_chunk,
-        )  # fmt: skip
+        )
         config.no_sync_func = self.model.no_sync
         half = {"bf16": plan.dtype == torch.bfloat16, "fp16": plan.dtype == torch.float16}
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam", lr=plan.learning_rate, weight_decay=plan.weight_decay, adam_beta1=plan.betas[0],
-                adam_beta2=plan.betas[1], clip_grad=plan.max_grad_norm, params_dtype=plan.dtype, **half,
-                use_distributed_optimizer=plan.distributed_optimizer, initial_loss_scale=2.0**11, loss_scale_window=500,
+                optimizer="adam",
+                lr=plan.learning_rate,
+                weight_decay=plan.weight_decay,
+                adam_beta1=plan.betas[0],
+                adam_beta2=plan.betas[1],
+                clip_grad=plan.max_grad_norm,
+                params_dtype=plan.dtype,
+                **half,
+                use_distributed_optimizer=plan.distributed_optimizer,
+                initial_loss_scale=2.0**11,
+                loss_scale_window=500,
             ),
             [self.model],
-        )  # fmt: skip
+        )
         config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = get_forward_backward_func()
         self.saver = Saver(output / CHECKPOINTS, world, device)
         self.saved = self._find_checkpoint()
         request = training_data.Request(
-            folder=data, split=split, cache=output / "cache", seed=plan.seed, positions=plan.shape.positions,
+            folder=data,
+            split=split,
+            cache=output / "cache",
+            seed=plan.seed,
+            positions=plan.shape.positions,
             validation=plan.eval_batches * plan.batch,
-        )  # fmt: skip
+        )
         self.train, self.valid, self.data_sizes = training_data.open_data(
             request, self._saved_sizes(), plan.steps * plan.batch
         )
@@ -225,16 +255,23 @@ class Run:
         saved = list_checkpoints(self.output / CHECKPOINTS)
         left = f"{saved[-1]} is the newest checkpoint, from before it" if saved else "no checkpoint was saved before it"
         rate = self.plan.rate(self.step - 1)
-        return f"look at the data for rows of noise, or start again with --overwrite --set learning_rate={rate / 3:.2g}; {left}"
+        return (
+            f"look at the data for rows of noise, or start again with --overwrite --set learning_rate={rate / 3:.2g};"
+            f" {left}"
+        )
 
     def _forward(self, data: Any, first: int, batches: int, *, forward_only: bool) -> list[Any]:
         """[(loss summed, tokens) of each micro-batch]: on the last pipeline stage only."""
         count = batches * self.plan.batch // (self.plan.micro_batch * self.copies)
         losses: list[Any] = self.schedule(
-            forward_step_func=_forward_step, data_iterator=self._batches(data, first, count), model=[self.model],
-            num_microbatches=count, seq_length=self.plan.shape.positions, micro_batch_size=self.plan.micro_batch,
+            forward_step_func=_forward_step,
+            data_iterator=self._batches(data, first, count),
+            model=[self.model],
+            num_microbatches=count,
+            seq_length=self.plan.shape.positions,
+            micro_batch_size=self.plan.micro_batch,
             forward_only=forward_only,
-        )  # fmt: skip
+        )
         return losses
 
     def _batches(self, data: Any, first: int, count: int) -> Iterator[tuple[Any, Any, Any]]:
@@ -311,12 +348,19 @@ class Run:
         copy, copies = parallel_state.get_data_parallel_rank(), self.copies
         scaler = next((each.state_dict() for each in self._scalers() if each.state_dict()), None)
         metadata = {
-            "step": self.step, "shape": asdict(self.plan.shape), "fingerprint": self.fingerprint, "meter": self.meter.state(), "wall": self.wall,
-            "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss, "lengths": self.lengths, "data_sizes": self.data_sizes,
+            "step": self.step,
+            "shape": asdict(self.plan.shape),
+            "fingerprint": self.fingerprint,
+            "meter": self.meter.state(),
+            "wall": self.wall,
+            "last_loss": self.last_loss,
+            "last_eval_loss": self.last_eval_loss,
+            "lengths": self.lengths,
+            "data_sizes": self.data_sizes,
             "evaluation_due": self.evaluation_due,
             "optimizer_steps": sharded_state.optimizer_steps(self.optimizer),
             "grad_scaler": scaler and {**scaler, "scale": float(scaler["scale"])},
-        }  # fmt: skip
+        }
         self.saver.save(self.step, sharded_state.to_write(self.model.module, self.optimizer, copy, copies), metadata)
 
     def _find_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
@@ -385,8 +429,8 @@ class Run:
         """Print what another number of steps, or of steps to the lowest learning rate, means for a run that goes on."""
         plan = self.plan
         print(
-            f"note        {plan.steps:,} steps instead of {before:,}: the learning rate goes on as warmup_tokens and decay_tokens set "
-            f"it, at its lowest from step {plan.decay:,} on",
+            f"note        {plan.steps:,} steps instead of {before:,}: the learning rate goes on as warmup_tokens and"
+            f" decay_tokens set it, at its lowest from step {plan.decay:,} on",
             flush=True,
         )
         if plan.steps > (seen := self.train.ends[0] // plan.batch):
@@ -399,8 +443,9 @@ class Run:
         """Restore what earlier releases wrote: Megatron's own format, which gathers the optimizer's state in one process."""
         model = self.model.module.sharded_state_dict()
         metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False
-        }  # fmt: skip
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
         for inner in sharded_state.inner_optimizers(self.optimizer):
             if hasattr(inner, "_set_main_param_and_optimizer_states"):
                 inner._set_main_param_and_optimizer_states = functools.partial(_set_states, inner)
@@ -434,9 +479,13 @@ class Run:
         speed, mfu = self.speed()
         left = (time.monotonic() - self.started) / (self.step - self.first_step) * (self.plan.steps - self.step)
         fields = [
-            f"step {self.step}/{self.plan.steps}", f"loss {self.last_loss:.4f}", f"lr {self.plan.rate(self.step - 1):.2e}",
-            f"{speed:,.0f} tokens/s" if speed else "", f"MFU {mfu:.0%}" if mfu else "", f"{left / 60:,.0f} min left",
-        ]  # fmt: skip
+            f"step {self.step}/{self.plan.steps}",
+            f"loss {self.last_loss:.4f}",
+            f"lr {self.plan.rate(self.step - 1):.2e}",
+            f"{speed:,.0f} tokens/s" if speed else "",
+            f"MFU {mfu:.0%}" if mfu else "",
+            f"{left / 60:,.0f} min left",
+        ]
         print("  ".join(field for field in fields if field), flush=True)
 
 

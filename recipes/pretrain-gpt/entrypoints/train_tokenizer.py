@@ -69,9 +69,12 @@ def train(settings: Settings, data: Sequence[str], recipe: Path, output: Path, *
         f"learning    {settings.vocab_size:,} pieces from {len(lines):,} lines of {len(documents):,} texts", flush=True
     )
     model = pieces.learn(
-        lines, vocabulary=settings.vocab_size, coverage=settings.character_coverage, kind=settings.model_type,
+        lines,
+        vocabulary=settings.vocab_size,
+        coverage=settings.character_coverage,
+        kind=settings.model_type,
         threads=min(settings.num_threads, len(os.sched_getaffinity(0))),
-    )  # fmt: skip
+    )
     _write(output / pieces.MODEL, model)
     processor = pieces.load(output)
     # What SentencePiece's trainer writes beside a model: a line per piece, and its logarithmic probability.
@@ -89,11 +92,16 @@ def train(settings: Settings, data: Sequence[str], recipe: Path, output: Path, *
     write_json(
         output / "tokenizer.run.json",
         {
-            "vocab_size": processor.vocab_size(), "sha256": pieces.fingerprint(output), "data": texts.digest(files),
-            "texts": len(documents), "lines": len(lines), "characters_per_token": round(per_token, 3),
-            "settings": dict(vars(settings)), "versions": versions(),
+            "vocab_size": processor.vocab_size(),
+            "sha256": pieces.fingerprint(output),
+            "data": texts.digest(files),
+            "texts": len(documents),
+            "lines": len(lines),
+            "characters_per_token": round(per_token, 3),
+            "settings": dict(vars(settings)),
+            "versions": versions(),
         },
-    )  # fmt: skip
+    )
     print(
         f"round trip  {same:,} of {len(documents):,} texts to the letter, the others but for NFKC's changes", flush=True
     )
@@ -109,9 +117,12 @@ def _write(file: Path, content: bytes) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.command("train-tokenizer", __doc__, Settings, arguments)
     parser.add_argument(
-        "--data", action="append", metavar="PLACE", required=True,
+        "--data",
+        action="append",
+        metavar="PLACE",
+        required=True,
         help="a .txt, .jsonl or .parquet file, or a folder of them; repeatable; 'sample': the recipe's own texts",
-    )  # fmt: skip
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tokenizer"), help="default: tokenizer")
     command.add_flag(
         parser, "--skip-invalid", former="--skip-bad", help="leave bad rows out instead of stopping at them"

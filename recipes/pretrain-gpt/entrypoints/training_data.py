@@ -84,11 +84,18 @@ def _build(request: Request, size: int, seed: int) -> tuple[Any, Any]:
     """Megatron's data sets for learning and for testing: shuffled sequences over all documents, by the seed."""
     prepared = json.loads((request.folder / "prepared.json").read_text(encoding="utf-8"))
     config = GPTDatasetConfig(
-        random_seed=seed, sequence_length=request.positions, blend=([str(request.folder / "text_document")], None),
-        split=request.split, path_to_cache=str(request.cache), create_attention_mask=False,
+        random_seed=seed,
+        sequence_length=request.positions,
+        blend=([str(request.folder / "text_document")], None),
+        split=request.split,
+        path_to_cache=str(request.cache),
+        create_attention_mask=False,
         tokenizer=_Ends({"sha256": prepared["tokenizer"]}, prepared["vocab_size"], prepared["end_of_document"]),
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, allow_ambiguous_pad_tokens=True,
-    )  # fmt: skip
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        allow_ambiguous_pad_tokens=True,
+    )
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [size, request.validation, None], lambda: True, config)
     train, valid, _ = builder.build()
     if train is None or not len(train):

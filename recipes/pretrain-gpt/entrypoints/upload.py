@@ -18,8 +18,14 @@ from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.hub import format_hub_error, format_upload_error
 
 # Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown. Other files of the repository stay.
-_WEIGHTS = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
-            "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*-of-*.bin"]  # fmt: skip
+_WEIGHTS = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model-*-of-*.bin",
+]
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
@@ -39,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise TaskError(f"{args.input.absolute()}: no config.json there; convert and sft write such a folder")
     if outside := _leads_outside(args.input):
         raise TaskError(
-            f"{outside}: is a link that leads out of {args.input.absolute()}; what it leads to would be uploaded. Remove it"
+            f"{outside}: is a link that leads out of {args.input.absolute()}; what it leads to would be uploaded."
+            " Remove it"
         )
     token = os.environ.get("HF_TOKEN", "").strip()
     if not token and not args.dry_run:
@@ -65,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"after       {after!r}", flush=True)
     if after != before:
         raise TaskError(
-            f"model {args.name}: what is on the hub now goes on in another way than {args.input.absolute()}; look for files there that are "
-            "not in that folder, remove them, and upload again"
+            f"model {args.name}: what is on the hub now goes on in another way than {args.input.absolute()}; look for"
+            " files there that are not in that folder, remove them, and upload again"
         )
     print(f"done        {args.name}", flush=True)
     return 0
@@ -120,8 +127,13 @@ def upload(folder: Path, name: str, token: str, *, private: bool) -> None:
     api = huggingface_hub.HfApi(token=token)
     try:
         api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"], delete_patterns=_WEIGHTS,
-                          commit_message="Upload by ekiben")  # fmt: skip
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            ignore_patterns=[".*"],
+            delete_patterns=_WEIGHTS,
+            commit_message="Upload by ekiben",
+        )
     except Exception as error:
         raise TaskError(format_upload_error(error, name)) from error
 

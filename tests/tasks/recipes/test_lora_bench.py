@@ -59,9 +59,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small(base: Path, **changes: Any) -> train.Settings:
     values: dict[str, Any] = {
-        "model": str(base), "data": [str(SAMPLE)], "validation_split": 0.1, "max_length": 512, "batch_size": 32,
-        "learning_rate": 1e-2, "log_seconds": 0.0, "eval_every": 2, "device": "cpu", "epochs": 2,
-    }  # fmt: skip
+        "model": str(base),
+        "data": [str(SAMPLE)],
+        "validation_split": 0.1,
+        "max_length": 512,
+        "batch_size": 32,
+        "learning_rate": 1e-2,
+        "log_seconds": 0.0,
+        "eval_every": 2,
+        "device": "cpu",
+        "epochs": 2,
+    }
     return train.Settings(**{**values, **changes})
 
 
@@ -288,9 +296,13 @@ def test_error_of_several_processes_is_printed_once(ready: bench_settings.Settin
     ]
     paths = os.pathsep.join([str(ROOT / "entrypoints"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [forkserver.python(), str(script), "--run", "1", "--gpus", "2", *options], env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [forkserver.python(), str(script), "--run", "1", "--gpus", "2", *options],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stderr.count("no reference run has set the target yet") == 1, done.stderr
 
@@ -332,8 +344,17 @@ def test_olympic_mean_drops_best_and_worst() -> None:
 def test_summary_has_the_olympic_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, seconds in enumerate((30.0, 10.0, 20.0, 25.0), 1):
         (tmp_path / f"run-{number}").mkdir()
-        result = {"run": number, "seed": number, "reached": True, "target_loss": 2.0, "seconds": seconds, "loss": 1.9,
-                  "perplexity": 6.7, "samples": 384, "log": mlperf_log.LOG}  # fmt: skip
+        result = {
+            "run": number,
+            "seed": number,
+            "reached": True,
+            "target_loss": 2.0,
+            "seconds": seconds,
+            "loss": 1.9,
+            "perplexity": 6.7,
+            "samples": 384,
+            "log": mlperf_log.LOG,
+        }
         (tmp_path / f"run-{number}" / bench_runs.RESULT).write_text(json.dumps(result))
     assert bench_runs.summarise(tmp_path, 10)["olympic_mean_s"] == 22.5
     assert "olympic mean 22.5 s; 4 of 4 runs reached 2.0" in capsys.readouterr().out

@@ -40,7 +40,7 @@ from recipes.test_pretrain_gpt import (  # noqa: F401
     small,
     start_ranks,
     tokenizer,
-)  # fmt: skip
+)
 from recipes.test_pretrain_gpt import pretrained as finished_run  # noqa: F401
 
 # isort: split
@@ -77,11 +77,14 @@ def remove_newest(output: Path) -> None:
 @pytest.mark.parametrize(
     ("processes", "changes"),
     [
-        (1, {}), (2, {"distributed_optimizer": False}), (2, {"tensor_parallel": 2, "sequence_parallel": True}),
-        (4, {"tensor_parallel": 2, "pipeline_parallel": 2}), (4, {"pipeline_parallel": 2}),
+        (1, {}),
+        (2, {"distributed_optimizer": False}),
+        (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+        (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+        (4, {"pipeline_parallel": 2}),
     ],
     ids=["1", "2-replicated", "2-tensor", "4-tensor-pipeline", "4-pipeline-data"],
-)  # fmt: skip
+)
 def test_resume_is_bit_equal(processes: int, changes: dict[str, Any], data: Path, tmp_path: Path) -> None:
     settings = changed(data, dropout=0.1 if processes == 1 else 0.0, **changes)
     assert finish(start_ranks(processes, settings, tmp_path)) == 0
@@ -137,8 +140,12 @@ def launch(
     """Run ``code`` in several processes. by: what starts them."""
     return subprocess.run(
         [*multiprocess.launcher(by, size, patience), forkserver.python(), "-c", code, *argv],
-        env=with_scripts(*SCRIPTS, str(ROOT / "tests")), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        env=with_scripts(*SCRIPTS, str(ROOT / "tests")),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
 
 
 def test_rank_that_runs_out_of_memory_ends_all_with_one_sentence(data: Path, tmp_path: Path) -> None:
@@ -169,7 +176,8 @@ def test_rank_whose_data_do_not_come_ends_all_and_is_named(by: str, host: str, d
     done = launch(2, hanging, "--output", str(tmp_path / "out"), *options, patience=2, by=by)
     errors = [re.sub(r"\d+ s", "N s", line) for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and errors == [
-        f"error: rank 1 on {host}: no progress for N s at step 3 (reading its data), and the others wait (setting hang_minutes)"
+        f"error: rank 1 on {host}: no progress for N s at step 3 (reading its data), and the others wait (setting"
+        " hang_minutes)"
     ], done.stdout + done.stderr
 
 
@@ -426,11 +434,30 @@ def test_a_full_disk_keeps_the_last_complete_checkpoint(data: Path, tmp_path: Pa
     shutil.rmtree(output)
     output.mkdir()
     run = [sys.executable, "-c", RANKS, json.dumps([1, asdict(changed(data)), str(output)])]
-    script = 'mount -t tmpfs -o "size=$1" none "$2" && cd "$2" && shift 2 && "$@"; echo "$? $(echo checkpoints/step-*/about.json)"'
+    script = (
+        'mount -t tmpfs -o "size=$1" none "$2" && cd "$2" && shift 2 && "$@"; echo "$? $(echo'
+        ' checkpoints/step-*/about.json)"'
+    )
     done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", str(size * 3 // 2), str(output), *run],
-        env=with_scripts(*SCRIPTS), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            str(size * 3 // 2),
+            str(output),
+            *run,
+        ],
+        env=with_scripts(*SCRIPTS),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.stdout.splitlines()[-1] == "1 checkpoints/step-0000003/about.json", done.stdout + done.stderr
     assert re.search(r"step-0000006: cannot be written \(.*No space left.*goes on from step 3", done.stderr), (
         done.stderr

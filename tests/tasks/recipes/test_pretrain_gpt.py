@@ -104,9 +104,17 @@ def pretrained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------------- tokenizer
 
 SAYINGS = [
-    "富士山は日本で一番高い山です。", "改行\nあり\n\n続く", "  二つ  の空白 ", "㍿ﾗｰﾒﾝ１２３", "𠮷野家で😀", "\n", "", "a\tb",
-    "<EOD>は記号、</s>も<mask>も。", "한국어 кириллица é",
-]  # fmt: skip
+    "富士山は日本で一番高い山です。",
+    "改行\nあり\n\n続く",
+    "  二つ  の空白 ",
+    "㍿ﾗｰﾒﾝ１２３",
+    "𠮷野家で😀",
+    "\n",
+    "",
+    "a\tb",
+    "<EOD>は記号、</s>も<mask>も。",
+    "한국어 кириллица é",
+]
 
 
 def test_special_tokens_come_first_in_order(tokenizer: Path) -> None:
@@ -229,9 +237,15 @@ def test_parameters_and_flops_by_hand() -> None:
 
 def test_learning_rate_warms_up_and_decays(data: Path) -> None:
     settings = replace(
-        pretraining.Settings(), data=str(data), batch_size=4, sequence=100, train_tokens=40e3, warmup_tokens=4e3,
-        decay_tokens=40e3, micro_batch=1,
-    )  # fmt: skip
+        pretraining.Settings(),
+        data=str(data),
+        batch_size=4,
+        sequence=100,
+        train_tokens=40e3,
+        warmup_tokens=4e3,
+        decay_tokens=40e3,
+        micro_batch=1,
+    )
     plan = pretraining.make_plan(settings, {"vocab_size": 1500}, 1, 1 << 50, torch.bfloat16)
     assert (plan.steps, plan.warmup, plan.decay) == (100, 10, 100)
     assert plan.rate(0) == pytest.approx(6e-5)
@@ -474,10 +488,15 @@ def test_resumed_run_has_bitwise_equal_losses(data: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b'{"step": 3', "cannot be read: Expecting"), (b"[]", "it is no JSON object"), (b"{}", "it has no valid step, fingerprint"),
-     (b'{"step": "3", "fingerprint": {}, "meter": {}, "wall": 1.0}', "it has no valid step;"), (b"\xff", "cannot be read")],
+    [
+        (b'{"step": 3', "cannot be read: Expecting"),
+        (b"[]", "it is no JSON object"),
+        (b"{}", "it has no valid step, fingerprint"),
+        (b'{"step": "3", "fingerprint": {}, "meter": {}, "wall": 1.0}', "it has no valid step;"),
+        (b"\xff", "cannot be read"),
+    ],
     ids=["cut", "list", "empty", "text", "no text"],
-)  # fmt: skip
+)
 def test_checkpoint_with_a_damaged_record_is_named(pretrained: Path, data: Path, content: bytes, message: str) -> None:
     newest = background_save.list_checkpoints(pretrained / "checkpoints")[-1]
     file = newest / "about.json"
@@ -590,9 +609,11 @@ def test_split_turns() -> None:
     split = dialogues.split_turns
     text = "### Human: 一つ目?### Assistant: はい。\n### Human: 次?### Assistant: いいえ。### Human: 無視"
     assert split(text, "### Human:", "### Assistant:") == [
-        {"role": "user", "content": "一つ目?"}, {"role": "assistant", "content": "はい。"},
-        {"role": "user", "content": "次?"}, {"role": "assistant", "content": "いいえ。"},
-    ]  # fmt: skip
+        {"role": "user", "content": "一つ目?"},
+        {"role": "assistant", "content": "はい。"},
+        {"role": "user", "content": "次?"},
+        {"role": "assistant", "content": "いいえ。"},
+    ]
     assert split("a ### Human: b", "### Human:", "### Assistant:") == "does not begin with '### Human:'"
     assert "do not take turns" in split("### Assistant: a### Human: b### Assistant: c", "### Human:", "### Assistant:")
     assert split("### Human: a### Assistant: ", "### Human:", "### Assistant:") == "turn 2 is empty"

@@ -22,7 +22,7 @@ from recipes.test_pretrain_gpt import (  # noqa: F401
     same_environment,
     small,
     tokenizer,
-)  # fmt: skip
+)
 
 # isort: split
 import training_data  # Megatron-Core, which is told first that there is no GPU
@@ -43,9 +43,10 @@ def test_run_can_be_lengthened(data: Path, tmp_path: Path, capsys: pytest.Captur
     assert pretraining.pretrain(small(data, max_steps=9, decay_tokens=decay), tmp_path / "run") == 0
     schedule = json.loads((tmp_path / "run" / "run.json").read_text())["schedule"]
     assert schedule["lengths"] == [
-        {"from_step": 0, "steps": 3, "decay_steps": 60}, {"from_step": 3, "steps": 5, "decay_steps": 60},
+        {"from_step": 0, "steps": 3, "decay_steps": 60},
+        {"from_step": 3, "steps": 5, "decay_steps": 60},
         {"from_step": 5, "steps": 9, "decay_steps": 8},
-    ]  # fmt: skip
+    ]
     assert losses(tmp_path / "run", "lr")[-1] == 1e-6
 
 

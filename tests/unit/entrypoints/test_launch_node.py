@@ -134,16 +134,20 @@ def test_active_infiniband_ports(tmp_path: Path) -> None:
     write_port(tmp_path, "mlx5_1", "1: DOWN", "InfiniBand")
     write_port(tmp_path, "mlx5_2", "4: ACTIVE", "Ethernet")
     assert launch_network.infiniband(tmp_path) == [
-        "InfiniBand mlx5_0:1 (400 Gb/sec (4X NDR))", "RoCE mlx5_2:1 (400 Gb/sec (4X NDR))",
-    ]  # fmt: skip
+        "InfiniBand mlx5_0:1 (400 Gb/sec (4X NDR))",
+        "RoCE mlx5_2:1 (400 Gb/sec (4X NDR))",
+    ]
     assert launch_network.infiniband(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
     ("line", "taken"),
-    [("c1:1:1 [0] NCCL INFO Using network Socket", "Socket"), ("c1:1:1 [0] NCCL INFO Using network IB", "IB"),
-     ("c1:1:1 [0] NCCL INFO NET/IB : No device found.", None)],
-)  # fmt: skip
+    [
+        ("c1:1:1 [0] NCCL INFO Using network Socket", "Socket"),
+        ("c1:1:1 [0] NCCL INFO Using network IB", "IB"),
+        ("c1:1:1 [0] NCCL INFO NET/IB : No device found.", None),
+    ],
+)
 def test_nccl_network_from_its_log(line: str, taken: str | None, tmp_path: Path) -> None:
     assert launch_network.nccl_network(tmp_path) is None
     (tmp_path / "c1.1.log").write_text(f"c1:1:1 [0] NCCL INFO Bootstrap: Using eno1\n{line}\n")

@@ -101,7 +101,10 @@ def test_every_package_names_what_it_holds(package: str) -> None:
 @pytest.mark.parametrize("command", sorted(path.stem for path in ENTRYPOINTS.glob("*.py")))
 def test_importing_a_command_imports_no_heavy_library(command: str) -> None:
     """--help and a wrong setting are answered at once; torch alone takes seconds."""
-    program = f"import sys, {command}; print([name for name in ('torch', 'transformers', 'peft', 'numpy') if name in sys.modules])"
+    program = (
+        f"import sys, {command}; print([name for name in ('torch', 'transformers', 'peft', 'numpy') if name in"
+        " sys.modules])"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ENTRYPOINTS)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -51,9 +51,11 @@ def test_folder_in_jglues_layout(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(train) == 7
     assert len(read(tmp_path / "data/jsquad-valid.jsonl")) == 2
     assert train[0] == {
-        "title": "日本", "context": "首都は東京で、東京は大きい。", "question": "首都は? 0",
+        "title": "日本",
+        "context": "首都は東京で、東京は大きい。",
+        "question": "首都は? 0",
         "answer": {"text": "東京", "answer_start": 3},
-    }  # fmt: skip
+    }
     assert all(row["context"][row["answer"]["answer_start"] :].startswith(row["answer"]["text"]) for row in train)
     assert "jsquad-train.jsonl: 7 questions on 1 articles, 0 invalid left out" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["jsquad-train.jsonl", "jsquad-valid.jsonl"]

@@ -23,8 +23,9 @@ def test_largest_job_is_the_largest_of_ninja_s_children(tmp_path: Path) -> None:
     for size in (30, 90):
         (tmp_path / f"job{size}.sh").write_text(f"'{sys.executable}' '{tmp_path}/job.py' {size}\ntrue\n")
     (tmp_path / "build.sh").write_text("".join(f"sh '{tmp_path}/job{size}.sh' &\n" for size in (30, 90)) + "wait\n")
-    outer = subprocess.Popen([tmp_path / "ninja", tmp_path / "build.sh"], stdout=subprocess.PIPE, text=True,
-                             start_new_session=True)  # fmt: skip
+    outer = subprocess.Popen(
+        [tmp_path / "ninja", tmp_path / "build.sh"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert outer.stdout is not None
         assert [outer.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]

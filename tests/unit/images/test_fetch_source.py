@@ -42,8 +42,13 @@ def mirror(tmp_path: Path) -> Path:
 
 
 def fetch_source(*args: str | Path, env: dict[str, str] | None = None) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, SCRIPTS / "fetch_source.py", *map(str, args)], env={**os.environ, **(env or {})},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "fetch_source.py", *map(str, args)],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.returncode, done.stderr
 
 
@@ -154,8 +159,17 @@ def outer(mirror: Path, tmp_path: Path) -> GitSource:
     return GitSource(f"file://{outer}", git(outer, "rev-parse", "HEAD~1"), ("inner",))
 
 
-NO_REPOSITORIES = ("--upload-pack=touch {0}/run;", "-x", "origin", "ext::touch {0}/run", "../work", "ssh://-oProxyCommand=touch {0}/run/x",
-                   "-oProxyCommand=touch {0}/run:x", "https://example.invalid/x\n", "")  # fmt: skip
+NO_REPOSITORIES = (
+    "--upload-pack=touch {0}/run;",
+    "-x",
+    "origin",
+    "ext::touch {0}/run",
+    "../work",
+    "ssh://-oProxyCommand=touch {0}/run/x",
+    "-oProxyCommand=touch {0}/run:x",
+    "https://example.invalid/x\n",
+    "",
+)
 
 
 @pytest.mark.parametrize("repository", NO_REPOSITORIES)
@@ -195,8 +209,13 @@ def test_submodule_on_this_machine_of_a_repository_elsewhere_is_refused(
 
 
 def test_keeps_a_commit_and_its_submodules_for_offline_builds(outer: GitSource, mirror: Path, tmp_path: Path) -> None:
-    arguments = {"outer_repository": outer.repository, "outer_commit": outer.commit, "outer_submodules": "inner",
-                 "none_repository": "", "none_commit": ""}  # fmt: skip
+    arguments = {
+        "outer_repository": outer.repository,
+        "outer_commit": outer.commit,
+        "outer_submodules": "inner",
+        "none_repository": "",
+        "none_commit": "",
+    }
     assert git_sources(arguments) == [outer]
     folder = tmp_path / "sources"
     folder.mkdir()
@@ -227,7 +246,10 @@ def test_submodules_that_are_not_asked_for_are_not_fetched(outer: GitSource, mir
     write_kept(keep_repository(GitSource(outer.repository, outer.commit), folder), folder)
     settings = mount_kept(folder, str(folder))
     count = int(settings["GIT_CONFIG_COUNT"])
-    settings |= {"GIT_CONFIG_COUNT": str(count + 1), f"GIT_CONFIG_KEY_{count}": "submodule.active",
-                 f"GIT_CONFIG_VALUE_{count}": ".none"}  # fmt: skip
+    settings |= {
+        "GIT_CONFIG_COUNT": str(count + 1),
+        f"GIT_CONFIG_KEY_{count}": "submodule.active",
+        f"GIT_CONFIG_VALUE_{count}": ".none",
+    }
     assert fetch_source(outer.repository, outer.commit, tmp_path / "out", env=settings) == (0, "")
     assert [*(tmp_path / "out/inner").iterdir()] == []

@@ -8,10 +8,21 @@ from support.image_scripts import package, record, strip_packages
 
 
 def test_removes_files_training_never_reads_and_updates_record(tmp_path: Path) -> None:
-    package(tmp_path, "torch", {"torch/version.py": b"cuda: Optional[str] = '13.0'\n", "torch/bin/protoc": b"x",
-                                "torch/testing/__init__.py": b"", "torch/include/a.h": b""})  # fmt: skip
-    package(tmp_path, "bitsandbytes", {f"bitsandbytes/libbitsandbytes_{build}.so": b"12345"
-                                       for build in ("cpu", "cuda128", "cuda130", "rocm72")})  # fmt: skip
+    package(
+        tmp_path,
+        "torch",
+        {
+            "torch/version.py": b"cuda: Optional[str] = '13.0'\n",
+            "torch/bin/protoc": b"x",
+            "torch/testing/__init__.py": b"",
+            "torch/include/a.h": b"",
+        },
+    )
+    package(
+        tmp_path,
+        "bitsandbytes",
+        {f"bitsandbytes/libbitsandbytes_{build}.so": b"12345" for build in ("cpu", "cuda128", "cuda130", "rocm72")},
+    )
     package(tmp_path, "a", {"a/__init__.py": b"", "a/tests/b/tests/test_c.py": b"x", "a/latest/d.py": b""})
     stdout = strip_packages(tmp_path)
     assert "bitsandbytes (2 paths)" in stdout

@@ -46,8 +46,8 @@ def unavailable(options: DeepSpeed) -> str | None:
         )
     if options.optimizer == "deepspeed" and not options.takes_adam_op():
         return (
-            f"deepspeed.optimizer=deepspeed needs DeepSpeed's op {options.adam_op}, which is not compiled in this image; "
-            "build it with --layer deepspeed, or take deepspeed.optimizer=auto"
+            f"deepspeed.optimizer=deepspeed needs DeepSpeed's op {options.adam_op}, which is not compiled in this"
+            " image; build it with --layer deepspeed, or take deepspeed.optimizer=auto"
         )
     return None
 

@@ -7,16 +7,24 @@ from typing import Any
 from ekiben_tasks.models.architecture import Architecture, full_attention
 
 ARCHITECTURE = Architecture(
-    name="Falcon", blocks="transformer.h", final_norm="transformer.ln_f",
-    lora=("query_key_value",), linear=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
-    attention="mask", implementations=("flash_attention_2", "sdpa", "eager"),
-    kept=((6, 1, 2), (7, 2, 2)), kept_compiled=((8, 1, 2), (10, 2, 2)),
-)  # fmt: skip
+    name="Falcon",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    lora=("query_key_value",),
+    linear=("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    attention="mask",
+    implementations=("flash_attention_2", "sdpa", "eager"),
+    kept=((6, 1, 2), (7, 2, 2)),
+    kept_compiled=((8, 1, 2), (10, 2, 2)),
+)
 attention_windows = full_attention
 
 
 def tiny_config(layers: int, width: int) -> dict[str, Any]:
     """Return a tiny Falcon's configuration: 4 heads, 1024 positions; its dropout is 0 by default."""
     return {
-        "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": 4, "max_position_embeddings": 1024,
-    }  # fmt: skip
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 1024,
+    }

@@ -7,16 +7,26 @@ from typing import Any
 from ekiben_tasks.models.architecture import Architecture, full_attention
 
 ARCHITECTURE = Architecture(
-    name="GPT-2", blocks="transformer.h", final_norm="transformer.ln_f",
-    lora=("c_attn",), linear=("c_attn", "c_proj", "c_fc"), transposed=True,
-    kept=((8, 4, 0), (10, 5, 0)), kept_compiled=((7, 1, 0), (9, 2, 0)),
-)  # fmt: skip
+    name="GPT-2",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    lora=("c_attn",),
+    linear=("c_attn", "c_proj", "c_fc"),
+    transposed=True,
+    kept=((8, 4, 0), (10, 5, 0)),
+    kept_compiled=((7, 1, 0), (9, 2, 0)),
+)
 attention_windows = full_attention
 
 
 def tiny_config(layers: int, width: int) -> dict[str, Any]:
     """Return a tiny GPT-2's configuration: 4 heads, 1024 positions, no dropout."""
     return {
-        "n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": 1024,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    }  # fmt: skip
+        "n_layer": layers,
+        "n_embd": width,
+        "n_head": 4,
+        "n_positions": 1024,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }

@@ -7,11 +7,16 @@ from typing import Any
 from ekiben_tasks.models.architecture import Architecture
 
 ARCHITECTURE = Architecture(
-    name="GPT-Neo", blocks="transformer.h", final_norm="transformer.ln_f",
-    lora=("q_proj", "v_proj"), linear=("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"),
-    attention="mask", implementations=("flash_attention_2", "eager"),
-    kept=((9, 4, 3), (11, 5, 3)), kept_compiled=((8, 1, 3), (11, 2, 3)),
-)  # fmt: skip
+    name="GPT-Neo",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    lora=("q_proj", "v_proj"),
+    linear=("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"),
+    attention="mask",
+    implementations=("flash_attention_2", "eager"),
+    kept=((9, 4, 3), (11, 5, 3)),
+    kept_compiled=((8, 1, 3), (11, 2, 3)),
+)
 
 
 def attention_windows(config: Any) -> list[int | None]:
@@ -22,6 +27,10 @@ def attention_windows(config: Any) -> list[int | None]:
 def tiny_config(layers: int, width: int) -> dict[str, Any]:
     """Return a tiny GPT-Neo's configuration: 4 heads, 1024 positions, windows of 16 tokens; ``layers`` must be even."""
     return {
-        "num_layers": layers, "hidden_size": width, "num_heads": 4, "max_position_embeddings": 1024, "window_size": 16,
+        "num_layers": layers,
+        "hidden_size": width,
+        "num_heads": 4,
+        "max_position_embeddings": 1024,
+        "window_size": 16,
         "attention_types": [[["global", "local"], layers // 2]],
-    }  # fmt: skip
+    }

@@ -7,11 +7,16 @@ from typing import Any
 from ekiben_tasks.models.architecture import Architecture, full_attention
 
 ARCHITECTURE = Architecture(
-    name="MPT", blocks="transformer.blocks", final_norm="transformer.norm_f",
-    lora=("Wqkv",), linear=("Wqkv", "out_proj", "up_proj", "down_proj"),
-    attention="mask", implementations=("eager",),
-    kept=((3, 2, 3), (5, 3, 3)), kept_compiled=((6, 1, 2), (9, 2, 2)),
-)  # fmt: skip
+    name="MPT",
+    blocks="transformer.blocks",
+    final_norm="transformer.norm_f",
+    lora=("Wqkv",),
+    linear=("Wqkv", "out_proj", "up_proj", "down_proj"),
+    attention="mask",
+    implementations=("eager",),
+    kept=((3, 2, 3), (5, 3, 3)),
+    kept_compiled=((6, 1, 2), (9, 2, 2)),
+)
 attention_windows = full_attention
 
 

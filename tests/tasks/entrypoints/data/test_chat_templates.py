@@ -31,9 +31,9 @@ LLAMA2 = (
     "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] "
-    "+ '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' +"
+    " m['content'] + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + '[/INST]' }}"
@@ -44,8 +44,9 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + {'user': 'user', 'assistant': 'model'}[m['role']] + '\n' "
-    "+ m['content'] + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + {'user': 'user', 'assistant': 'model'}[m['role']] +"
+    " '\n' + m['content'] + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n'"
+    " }}{% endif %}"
 )
 PHI = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
@@ -115,10 +116,15 @@ def make(family: str, folder: Path) -> Any:
         made.chat_template = dialogues.chat_template(dialogues.Settings())
         return made
     special, template, bos, eos = {
-        "llama-3": (["<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], LLAMA3, "<|begin|>", "<|eot_id|>"),
+        "llama-3": (
+            ["<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+            LLAMA3,
+            "<|begin|>",
+            "<|eot_id|>",
+        ),
         "qwen": (["<|im_start|>", "<|im_end|>", "<|endoftext|>"], CHATML, None, "<|im_end|>"),
         "plain": (["<|endoftext|>"], PLAIN, None, "<|endoftext|>"),
-    }[family]  # fmt: skip
+    }[family]
     tokenizer = learn(special, byte_level=True)
     tokenizer.decoder = decoders.ByteLevel()
     return wrap(tokenizer, template, bos, eos)

@@ -141,8 +141,10 @@ def test_every_conversation_format_parses_alike() -> None:
     expected = dialogue("Q1", "A1", "Q2", "A2", system="S")
     pairs = [("system", "S"), ("user", "Q1"), ("assistant", "A1"), ("user", "Q2"), ("assistant", "A2")]
     share = {"user": "human", "assistant": "gpt", "system": "system"}
-    seed = "<|system|> S <|endoftext|> <|prompter|> Q1 <|endoftext|> <|assistant|> A1 <|endoftext|> " \
-        "<|prompter|> Q2 <|endoftext|> <|assistant|> A2 <|endoftext|>"  # fmt: skip
+    seed = (
+        "<|system|> S <|endoftext|> <|prompter|> Q1 <|endoftext|> <|assistant|> A1 <|endoftext|> "
+        "<|prompter|> Q2 <|endoftext|> <|assistant|> A2 <|endoftext|>"
+    )
     for item in (
         {"messages": [{"role": role, "content": text} for role, text in pairs]},
         {"conversations": [{"from": share[role], "value": text} for role, text in pairs]},
@@ -157,14 +159,20 @@ def test_every_conversation_format_parses_alike() -> None:
     [
         ({"mesages": []}, "messages is missing. Did you mean 'mesages'?"),
         ({"messages": "hello"}, "messages: is text without <|prompter|> and <|assistant|>"),
-        ({"messages": [{"role": "asistant", "content": "x"}]}, "messages: message 1: role is 'asistant'. Did you mean 'assistant'?"),
+        (
+            {"messages": [{"role": "asistant", "content": "x"}]},
+            "messages: message 1: role is 'asistant'. Did you mean 'assistant'?",
+        ),
         ({"messages": [{"role": "user", "content": ""}]}, "messages: message 1: content is '', not text"),
         ({"messages": [{"role": "user", "content": "q"}]}, "messages: the last message must be by assistant"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages: message 1 is by assistant; user and assistant alternate, user first"),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "messages: message 1 is by assistant; user and assistant alternate, user first",
+        ),
         ({"content": "<|prompter|> q <|endoftext|> <|assistant|> <|endoftext|>"}, "content: message 2: is empty"),
         ([], 'is not an object like {"messages": [{"role": "user", "content": ...}, ...]}'),
     ],
-)  # fmt: skip
+)
 def test_invalid_conversations_are_refused(item: Any, problem: str) -> None:
     assert parse_example(item, CHAT) == problem
 
@@ -214,8 +222,10 @@ def test_user_text_cannot_contain_template_tokens(chatty: Any) -> None:
 
 
 def test_end_token_is_a_target_without_one_in_the_template(chatty: Any) -> None:
-    chatty.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}" \
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"  # fmt: skip
+    chatty.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
     (example,) = encode_examples(chatty, [dialogue("Q", "A")])
     assert pieces(chatty, example) == [("user: Q\nassistant: ", False), (f"A{tiny.END}", True)]
 

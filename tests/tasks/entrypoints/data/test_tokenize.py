@@ -35,12 +35,14 @@ pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of
 
 
 def test_prompt_text_is_exact() -> None:
-    assert render_prompt("問い") == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    assert (
+        render_prompt("問い")
+        == "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\n問い\n\n### Response:\n"
     )
-    assert render_prompt("問い", "文脈") == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
+    assert (
+        render_prompt("問い", "文脈")
+        == "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request."
         "\n\n### Instruction:\n問い\n\n### Input:\n文脈\n\n### Response:\n"
     )

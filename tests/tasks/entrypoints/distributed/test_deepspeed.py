@@ -61,10 +61,19 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def settings_of(base: Path, **changes: Any) -> train.Settings:
     values: dict[str, Any] = {
-        "model": str(base), "data": [str(SAMPLE)], "validation_split": 0.1, "max_length": 512, "batch_size": 31,
-        "learning_rate": 1e-2, "log_seconds": 0.0, "eval_every": 0, "device": "cpu", "max_steps": 3,
-        "lora": Lora(dropout=0.0), "micro_batch": 4,
-    }  # fmt: skip
+        "model": str(base),
+        "data": [str(SAMPLE)],
+        "validation_split": 0.1,
+        "max_length": 512,
+        "batch_size": 31,
+        "learning_rate": 1e-2,
+        "log_seconds": 0.0,
+        "eval_every": 0,
+        "device": "cpu",
+        "max_steps": 3,
+        "lora": Lora(dropout=0.0),
+        "micro_batch": 4,
+    }
     return train.Settings(**{**values, **changes})
 
 
@@ -80,10 +89,13 @@ def losses(output: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "method", "stage", "offload"),
     [
-        ("gpt2", "full", 2, "none"), ("llama", "lora", 2, "optimizer"), ("gpt2", "full", 3, "optimizer"),
-        ("llama", "full", 3, "none"), ("llama", "lora", 3, "all"),
+        ("gpt2", "full", 2, "none"),
+        ("llama", "lora", 2, "optimizer"),
+        ("gpt2", "full", 3, "optimizer"),
+        ("llama", "full", 3, "none"),
+        ("llama", "lora", 3, "all"),
     ],
-)  # fmt: skip
+)
 def test_two_processes_train_like_one(
     kind: str, method: str, stage: Any, offload: Any, bases: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -104,9 +116,13 @@ def test_two_processes_train_like_one(
 @pytest.mark.parametrize(("stage", "offload"), [(2, "none"), (3, "all")])
 def test_resumed_run_has_the_same_losses(stage: Any, offload: Any, bases: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_of(
-        bases["llama"], method="full", parallel="deepspeed", max_steps=7, epochs=2,
+        bases["llama"],
+        method="full",
+        parallel="deepspeed",
+        max_steps=7,
+        epochs=2,
         deepspeed=DeepSpeed(stage=stage, offload=offload),
-    )  # fmt: skip
+    )
     multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / "whole")
     work = signalled(3, signal.SIGUSR1, fit, rank=1)
     processes = multiprocess.start(2, tmp_path / "half", work, settings, tmp_path / "halves")
@@ -124,11 +140,14 @@ def test_optimizers_of_torch_and_of_deepspeed_go_on_from_each_other(
     """AdamW and CPUAdam give the same losses, their names are recorded, and each resumes the other's checkpoint."""
     ways = {
         kind: settings_of(
-            bases["llama"], method="full", parallel="deepspeed", max_steps=4,
+            bases["llama"],
+            method="full",
+            parallel="deepspeed",
+            max_steps=4,
             deepspeed=DeepSpeed(stage=stage, offload=offload, optimizer=kind),
         )
         for kind in ("torch", "deepspeed")
-    }  # fmt: skip
+    }
     names = {"torch": "torch.optim.AdamW, fused", "deepspeed": "deepspeed.ops.adam.DeepSpeedCPUAdam"}
     for kind, settings in ways.items():
         multiprocess.run(2, tmp_path / "log", fit, settings, tmp_path / kind)
@@ -163,8 +182,13 @@ def test_broken_gradient_in_a_saved_step_keeps_the_previous_checkpoint(
     stage: Any, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(
-        bases["llama"], method="full", parallel="deepspeed", deepspeed=DeepSpeed(stage=stage), max_steps=4, save_steps=2,
-    )  # fmt: skip
+        bases["llama"],
+        method="full",
+        parallel="deepspeed",
+        deepspeed=DeepSpeed(stage=stage),
+        max_steps=4,
+        save_steps=2,
+    )
 
     def work() -> int:
         gradients = loop.Run._gradients

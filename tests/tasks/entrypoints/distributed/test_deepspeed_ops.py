@@ -22,7 +22,10 @@ from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import SAMPLE, base  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
-OPS = "version='0.19.8'\ninstalled_ops={{'cpu_adam': {cpu}, 'fused_adam': {fused}, 'async_io': False}}\naccelerator_name='cuda'\n"
+OPS = (
+    "version='0.19.8'\ninstalled_ops={{'cpu_adam': {cpu}, 'fused_adam': {fused}, 'async_io':"
+    " False}}\naccelerator_name='cuda'\n"
+)
 
 
 @pytest.fixture
@@ -49,10 +52,14 @@ def test_compiled_ops_are_read_without_an_import(package: Path) -> None:
 @pytest.mark.parametrize(
     ("compiled", "offload", "optimizer", "takes"),
     [
-        ((1, 1), "none", "auto", False), ((1, 1), "optimizer", "auto", True), ((1, 1), "all", "torch", False),
-        ((1, 1), "none", "deepspeed", True), ((0, 1), "all", "auto", False), ((0, 0), "none", "deepspeed", False),
+        ((1, 1), "none", "auto", False),
+        ((1, 1), "optimizer", "auto", True),
+        ((1, 1), "all", "torch", False),
+        ((1, 1), "none", "deepspeed", True),
+        ((0, 1), "all", "auto", False),
+        ((0, 0), "none", "deepspeed", False),
     ],
-)  # fmt: skip
+)
 def test_optimizer_by_settings_and_ops(
     compiled: tuple[int, int], offload: Any, optimizer: Any, takes: bool, package: Path
 ) -> None:

@@ -67,9 +67,17 @@ def slow(function, times=9):
 
 
 def launch(
-    what: str, base: Path, output: Path, *more: str, rank: int = 1, patience: float = 60, setup: str = "",
-    by: str = "launch_node", size: int = 2, nodes: Sequence[str] = (),
-) -> tuple[subprocess.CompletedProcess[str], float]:  # fmt: skip
+    what: str,
+    base: Path,
+    output: Path,
+    *more: str,
+    rank: int = 1,
+    patience: float = 60,
+    setup: str = "",
+    by: str = "launch_node",
+    size: int = 2,
+    nodes: Sequence[str] = (),
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """(what ``size`` processes came to, seconds from the failure to the end). by: what starts them; nodes: its options."""
     settings = {"model": base, "max_steps": 5, "batch_size": 8, "max_length": 512, "eval_every": 0, "device": "cpu"}
     arguments = ["--data", str(SAMPLE), "--output", str(output)]
@@ -122,9 +130,20 @@ def launch_generate(
     folders = [str(ENTRYPOINTS), str(ROOT / "entrypoints")]
     code = GENERATE.format(entrypoints=folders, what=what, pause=pause, arguments=[*arguments, *more])
     argv = multiprocess.launcher(by, 2, 2)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(output.parent / "hub"), "PYTHONWARNINGS": "ignore"}  # fmt: skip
-    done = subprocess.run([*argv, forkserver.python(), "-c", code], capture_output=True, text=True, env=environment,
-                          timeout=120, check=False)  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(output.parent / "hub"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [*argv, forkserver.python(), "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
     began = multiprocess.times_of("failing", done.stdout)
     return done, time.time() - began[0] if began else 0.0
 
@@ -146,7 +165,10 @@ def test_generate_that_hangs_ends_all_with_one_sentence(pause: float, base: Path
 
 def test_generate_that_is_slow_goes_on(base: Path, tmp_path: Path) -> None:
     """A batch that takes longer than hang_minutes, token by token, while the other process has answered all."""
-    slow = "call = sampling.GumbelSampler.__call__; sampling.GumbelSampler.__call__ = lambda *words: (time.sleep(0.7), call(*words))[1]"
+    slow = (
+        "call = sampling.GumbelSampler.__call__; sampling.GumbelSampler.__call__ = lambda *words: (time.sleep(0.7),"
+        " call(*words))[1]"
+    )
     settings = ["--set", "hang_minutes=0.05", "--set", "max_new_tokens=8", "--set", "examples=8"]
     done, seconds = launch_generate(slow, base, tmp_path / "answers.jsonl", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -162,14 +184,24 @@ def errors(text: str) -> list[str]:
     [
         (1, "raise ValueError('odd')", 1, r"\S+: ValueError: odd", 1),
         (1, "raise torch.OutOfMemoryError('CUDA out of memory. Tried')", 1, r"\S+: out of GPU memory", 0),
-        (0, "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling')", 1,
-         r"\S+: out of GPU memory \(CUDA error: CUBLAS_STATUS_ALLOC_FAILED", 0),
-        (0, "raise OSError(28, 'No space left on device', '/out/metrics.jsonl')", 1,
-         r"\S+: /out/metrics.jsonl: cannot be written \(No space left on device\); make room", 0),
+        (
+            0,
+            "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling')",
+            1,
+            r"\S+: out of GPU memory \(CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+            0,
+        ),
+        (
+            0,
+            "raise OSError(28, 'No space left on device', '/out/metrics.jsonl')",
+            1,
+            r"\S+: /out/metrics.jsonl: cannot be written \(No space left on device\); make room",
+            0,
+        ),
         (0, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"\S+ was killed by SIGKILL", 0),
         (1, "os.kill(os.getpid(), signal.SIGKILL)", 137, r"\S+ was killed by SIGKILL", 0),
     ],
-)  # fmt: skip
+)
 def test_failing_rank_ends_all_with_one_sentence(
     rank: int, what: str, code: int, sentence: str, frames: int, base: Path, tmp_path: Path
 ) -> None:
@@ -187,7 +219,8 @@ def test_rank_that_hangs_ends_all_with_one_sentence(base: Path, tmp_path: Path) 
     done, seconds = launch("time.sleep(1000)", base, tmp_path / "out", "--set", "hang_minutes=0.1", patience=2)
     assert done.returncode == 1, done.stdout + done.stderr
     assert [re.sub(r"\d+ s", "N s", line) for line in errors(done.stderr)] == [
-        "error: rank 1 on localhost: no progress for N s at step 3 (reading its data), and the others wait (setting hang_minutes)"
+        "error: rank 1 on localhost: no progress for N s at step 3 (reading its data), and the others wait (setting"
+        " hang_minutes)"
     ]
     assert 6 <= seconds < 60
 
@@ -200,8 +233,8 @@ def test_rank_that_hangs_under_torchrun_ends_all_with_one_sentence(rank: int, ba
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert [re.sub(r"\d+ s", "N s", line) for line in errors(done.stderr)] == [
-        f"error: rank {rank} on {socket.gethostname()}: no progress for N s at step 3 (reading its data), and the others wait "
-        "(setting hang_minutes)"
+        f"error: rank {rank} on {socket.gethostname()}: no progress for N s at step 3 (reading its data), and the"
+        " others wait (setting hang_minutes)"
     ], done.stderr
     assert 6 <= seconds < 60
 
@@ -234,16 +267,24 @@ def test_rank_of_another_node_that_hangs_under_torchrun_is_named(base: Path, tmp
 
     def run(node: int) -> subprocess.CompletedProcess[str]:
         options = (*where, "--node-rank", str(node))
-        return launch("time.sleep(1000)", base, tmp_path / "out", "--set", "hang_minutes=0.1", by="torchrun", size=1,
-                      nodes=options)[0]  # fmt: skip
+        return launch(
+            "time.sleep(1000)",
+            base,
+            tmp_path / "out",
+            "--set",
+            "hang_minutes=0.1",
+            by="torchrun",
+            size=1,
+            nodes=options,
+        )[0]
 
     with ThreadPoolExecutor() as pool:
         ended = list(pool.map(run, (0, 1)))
     printed = "".join(done.stderr for done in ended)
     assert [done.returncode for done in ended] == [1, 1], printed
     assert [re.sub(r"\d+ s", "N s", line) for line in errors(printed)] == [
-        f"error: rank 1 on {socket.gethostname()}: no progress for N s at step 3 (reading its data), and the others wait "
-        "(setting hang_minutes)"
+        f"error: rank 1 on {socket.gethostname()}: no progress for N s at step 3 (reading its data), and the others"
+        " wait (setting hang_minutes)"
     ], printed
 
 
@@ -271,8 +312,9 @@ def test_hang_names_the_slowest_ranks(ranks: dict[int, tuple[int, str, bool]], w
         position = POSITION.copy()
         position["at"] = [step, 2, 1]
         signs[rank] = watch.Sign(position, host, disk, 5.0, 7)
-    assert watch.describe_hang(signs, 61.2) == (
-        f"{who}: no progress for 61 s at step 3 (saving), and the others wait (setting hang_minutes)"
+    assert (
+        watch.describe_hang(signs, 61.2)
+        == f"{who}: no progress for 61 s at step 3 (saving), and the others wait (setting hang_minutes)"
     )
 
 

@@ -27,7 +27,16 @@ def test_each_fault_ends_with_one_sentence_and_loses_nothing(tmp_path: Path) -> 
     counts = json.loads((tmp_path / "counts.json").read_text())["cases"]
     assert sum(tally["cases"] for tally in counts.values()) == len(counts) == 10
     assert {name.split(": ")[1] for name in counts} == {
-        "kill", "stop", "hang", "pause", "signal", "clock", "disk", "gradient", "memory", "out of memory",
-    }  # fmt: skip
+        "kill",
+        "stop",
+        "hang",
+        "pause",
+        "signal",
+        "clock",
+        "disk",
+        "gradient",
+        "memory",
+        "out of memory",
+    }
     assert sum(tally["late"] for tally in counts.values()) == 0
     print(done.stdout)

@@ -31,21 +31,50 @@ def launcher(name: str) -> list[str]:
     if name == "torchrun":
         return ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     if name == "accelerate":
-        return ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--num_cpu_threads_per_process",
-                "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(free_port())]  # fmt: skip
+        return [
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--num_cpu_threads_per_process",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            str(free_port()),
+        ]
     return [str(ENTRYPOINTS / "launch_node.py"), "--processes", "2", "--", forkserver.python()]
 
 
 def train_by(argv: list[str], base: Path, output: Path) -> dict[str, list[float]]:
     """Losses by kind."""
-    settings = {"model": base, "max_steps": STEPS, "batch_size": 8, "max_length": 512, "eval_every": 0, "device": "cpu",
-                "learning_rate": 0.01, "lora.dropout": 0, "validation_split": 0.1}  # fmt: skip
+    settings = {
+        "model": base,
+        "max_steps": STEPS,
+        "batch_size": 8,
+        "max_length": 512,
+        "eval_every": 0,
+        "device": "cpu",
+        "learning_rate": 0.01,
+        "lora.dropout": 0,
+        "validation_split": 0.1,
+    }
     task = [str(ENTRYPOINTS / "train.py"), "--data", str(SAMPLE), "--output", str(output)]
     task += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     keep = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in keep}
-    environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-                    "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(output.parent / "hub")}  # fmt: skip
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": str(output.parent / "hub"),
+    }
     command = [forkserver.python(), "-W", "ignore", *argv, *task]
     done = subprocess.run(command, cwd=output.parent, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr

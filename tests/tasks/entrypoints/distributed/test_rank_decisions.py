@@ -143,8 +143,11 @@ def test_micro_batches_of_all_ranks_shrink_when_one_is_short_of_memory(method: s
     assert printed.read_text().count("little GPU memory left: going on with packs of at most") == 1
     losses, sizes = (
         [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("run", "alike")],
-        [json.loads((tmp_path / name / "run.json").read_text())["device"]["tokens_at_a_time"] for name in ("run", "alike")],
-    )  # fmt: skip
+        [
+            json.loads((tmp_path / name / "run.json").read_text())["device"]["tokens_at_a_time"]
+            for name in ("run", "alike")
+        ],
+    )
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert sizes[0] <= sizes[1] // 2
 

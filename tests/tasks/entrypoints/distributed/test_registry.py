@@ -93,9 +93,17 @@ def test_one_file_adds_a_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     losses = {}
     for name, parallel, rate in (("plain", "none", 1e-2), ("added", "half_rate", 2e-2)):
         settings = Settings(
-            model=str(tmp_path / "base"), data=[str(SAMPLE)], max_length=512, max_steps=4, batch_size=8, eval_every=0,
-            learning_rate=rate, device="cpu", parallel=parallel, lora=Lora(dropout=0.0),
-        )  # fmt: skip
+            model=str(tmp_path / "base"),
+            data=[str(SAMPLE)],
+            max_length=512,
+            max_steps=4,
+            batch_size=8,
+            eval_every=0,
+            learning_rate=rate,
+            device="cpu",
+            parallel=parallel,
+            lora=Lora(dropout=0.0),
+        )
         assert train(settings, RECIPE, tmp_path / name) == 0
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [line["loss"] for line in lines if "loss" in line]

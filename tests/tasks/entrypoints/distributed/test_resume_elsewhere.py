@@ -36,8 +36,14 @@ ZERO_2, ZERO_3, ZERO_3_ALONE = (
 
 def check_losses(stages: list[Stage], method: str, base: Path, tmp_path: Path) -> None:
     """Train one step more with each stage, and compare all losses with those of one process that was never stopped."""
-    common: dict[str, Any] = {"method": method, "schedule": "constant", "warmup_steps": 0, "batch_size": 8,
-                              "lora": Lora(dropout=0.0), "learning_rate": 1e-2}  # fmt: skip
+    common: dict[str, Any] = {
+        "method": method,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "batch_size": 8,
+        "lora": Lora(dropout=0.0),
+        "learning_rate": 1e-2,
+    }
     assert fit(small(base, **common, max_steps=len(stages)), tmp_path / "at-once") == 0
     for step, (way, size, more) in enumerate(stages, 1):
         settings = small(base, **common, **more, parallel=way, max_steps=step)

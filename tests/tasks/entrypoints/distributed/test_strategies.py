@@ -75,10 +75,18 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def settings_of(base: Path, **changes: Any) -> train.Settings:
     values: dict[str, Any] = {
-        "model": str(base), "data": [str(SAMPLE)], "validation_split": 0.1, "max_length": 512, "batch_size": 32,
-        "learning_rate": 1e-2, "log_seconds": 0.0, "eval_every": 0, "device": "cpu", "max_steps": 3,
+        "model": str(base),
+        "data": [str(SAMPLE)],
+        "validation_split": 0.1,
+        "max_length": 512,
+        "batch_size": 32,
+        "learning_rate": 1e-2,
+        "log_seconds": 0.0,
+        "eval_every": 0,
+        "device": "cpu",
+        "max_steps": 3,
         "lora": Lora(dropout=0.0),
-    }  # fmt: skip
+    }
     return train.Settings(**{**values, **changes})
 
 
@@ -124,9 +132,11 @@ def test_two_processes_train_like_one(kind: str, method: str, bases: dict[str, P
 def test_tied_head_is_written_once(bases: dict[str, Path]) -> None:
     """From a GPU, table and head would be copied to the CPU as two tensors."""
     request = strategy.ModelRequest(
-        path=str(bases["gpt2"]), name="gpt2", device=device_module.choose_device("cpu"),
+        path=str(bases["gpt2"]),
+        name="gpt2",
+        device=device_module.choose_device("cpu"),
         tuning=settings_of(bases["gpt2"], method="full"),
-    )  # fmt: skip
+    )
     replica = replicated.create(request, OptimizerConfig(1e-3, 0.0, 1.0), DistributedContext(), None)
     assert "lm_head.weight" in replica.loss_module.model.state_dict()
     assert replica.weights().keys() == replica.loss_module.model.state_dict().keys() - {"lm_head.weight"}
@@ -330,8 +340,12 @@ def test_group_of_one_process_uses_no_server(setup: str, expected: str) -> None:
     )
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", setup + work],
-        env={**os.environ, "PYTHONPATH": str(ENTRYPOINTS)}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(ENTRYPOINTS)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert expected in done.stdout + done.stderr
     assert done.returncode == ("gloo" in expected)
 
@@ -346,8 +360,15 @@ def test_too_large_model_is_refused_with_a_suggestion(
     shutil.copytree(bases["llama"], tmp_path / "large")
     (tmp_path / "large" / "model.safetensors").unlink()
     file = tmp_path / "large" / "config.json"
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-             "intermediate_size": 11008, "vocab_size": 32000, "head_dim": 128}  # fmt: skip
+    sizes = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "vocab_size": 32000,
+        "head_dim": 128,
+    }
     file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
     chosen = dataclasses.replace(device_module.choose_device("cpu"), dtype=torch.bfloat16, memory=40 << 30)
     monkeypatch.setattr(run, "choose_device", lambda *_: chosen)

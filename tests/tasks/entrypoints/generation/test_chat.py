@@ -68,9 +68,13 @@ def make_adapter(model_dir: Path, folder: Path, kind: str) -> Path:
     known = find_module(kind).ARCHITECTURE
     torch.manual_seed(1)
     lora = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=list(known.linear), fan_in_fan_out=known.transposed, init_lora_weights=False,
+        r=4,
+        lora_alpha=8,
+        target_modules=list(known.linear),
+        fan_in_fan_out=known.transposed,
+        init_lora_weights=False,
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     made = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(model_dir), lora)
     made.save_pretrained(folder)
     return folder

@@ -72,9 +72,15 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(model_dir: Path, output: Path, **changes: Any) -> GenerateSettings:
     made = GenerateSettings(
-        model=str(model_dir), data=str(model_dir / "rows.json"), form=FORM, output=str(output), examples=9, max_new_tokens=6,
-        batch_size=4, device="cpu",
-    )  # fmt: skip
+        model=str(model_dir),
+        data=str(model_dir / "rows.json"),
+        form=FORM,
+        output=str(output),
+        examples=9,
+        max_new_tokens=6,
+        batch_size=4,
+        device="cpu",
+    )
     return replace(made, **changes)
 
 
@@ -108,9 +114,14 @@ def test_greedy_equals_transformers(tokenizer: Any) -> None:
     ids = torch.tensor([PROMPTS[2]])
     for penalty in (1.0, 1.4):
         theirs = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, repetition_penalty=penalty,
-            pad_token_id=0, eos_token_id=0,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=10,
+            do_sample=False,
+            repetition_penalty=penalty,
+            pad_token_id=0,
+            eos_token_id=0,
+        )
         ours, _ = sample(model, tokenizer, [PROMPTS[2]], [0], 10, Sampling(repetition_penalty=penalty))[0]
         assert ours == [token for token in theirs[0, len(PROMPTS[2]) :].tolist() if token != 0]
 
@@ -278,8 +289,7 @@ def test_continued_run_shares_what_is_left(model_dir: Path, tmp_path: Path) -> N
     stopped = multiprocess.start(2, tmp_path / "stopped", work, env={"STOP": "1"})
     assert multiprocess.wait(stopped) == [REQUEUE] * 2, multiprocess.read_logs(tmp_path / "stopped")
     multiprocess.run(2, tmp_path / "log", work)
-    counts = {name: [answered(tmp_path / f"{name}-{rank}") for rank in range(2)]
-              for name in ("stopped", "log")}  # fmt: skip
+    counts = {name: [answered(tmp_path / f"{name}-{rank}") for rank in range(2)] for name in ("stopped", "log")}
     assert counts == {"stopped": [10, 1], "log": [5, 4]}
     assert lines(tmp_path / "a.jsonl") == run(replace(chosen, output=str(tmp_path / "b.jsonl")))
 
@@ -292,9 +302,13 @@ def test_record_of_a_run(model_dir: Path, tmp_path: Path) -> None:
     assert record["settings"]["max_new_tokens"] == 6 and record["seed"] == record["settings"]["seed"]
     assert record["device"] == {"name": "CPU", "count": 1, "dtype": "float32"}
     assert record["data"] == {
-        "source": str(model_dir / "rows.json"), "examples": 20, "chosen": 9, "bad": 0, "too_long": 0,
+        "source": str(model_dir / "rows.json"),
+        "examples": 20,
+        "chosen": 9,
+        "bad": 0,
+        "too_long": 0,
         "versions": {str(model_dir / "rows.json"): hashlib.sha256((model_dir / "rows.json").read_bytes()).hexdigest()},
-    }  # fmt: skip
+    }
     weights = record["model"]["files"]["model.safetensors"]
     assert weights["sha256"] == hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
     assert (record["model"]["name"], record["model"]["commit"]) == (str(model_dir), None)

@@ -121,9 +121,15 @@ def test_flops_of_full_gpt_2_training_by_hand() -> None:
 def test_flops_of_llama_lora_with_grouped_heads_by_hand() -> None:
     """Llama-3.2-1B: 16 blocks; q and o 2048 x 2048, k and v 2048 x 512, three of 2048 x 8192; LoRA of rank 8 on q and v."""
     made = meta(
-        "llama", hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-        intermediate_size=8192, vocab_size=128256, tie_word_embeddings=True,
-    ).requires_grad_(False)  # fmt: skip
+        "llama",
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=8192,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+    ).requires_grad_(False)
     with torch.device("meta"):
         made = peft.get_peft_model(
             made, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -340,10 +346,24 @@ def test_bytes_of_the_loss_are_counted() -> None:
         assert counter.peak / logits.numel() == pytest.approx(expected, abs=0.01)
 
 
-NEOX = {"vocab_size": 52224, "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 8192,
-        "tie_word_embeddings": False}  # fmt: skip
-LLAMA = {"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True}  # fmt: skip
+NEOX = {
+    "vocab_size": 52224,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": False,
+}
+LLAMA = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -375,14 +395,26 @@ def test_expected_memory_is_within_a_tenth_of_what_was_reserved(
 @pytest.mark.parametrize(
     ("kind", "sizes", "method", "tokens", "choices", "measured"),
     [
-        ("gpt_neox", {**NEOX, "hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32,
-                      "intermediate_size": 10_240}, "lora", 16_384, {}, 41.5),
+        (
+            "gpt_neox",
+            {
+                **NEOX,
+                "hidden_size": 2560,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "intermediate_size": 10_240,
+            },
+            "lora",
+            16_384,
+            {},
+            41.5,
+        ),
         ("llama", LLAMA, "full", 14_600, {}, 55.7),
         # Two examples on each: less than a chunk of the loss.
         ("llama", LLAMA, "full", 1740, {"strategy": "fsdp", "gpus": 4}, 13.2),
     ],
     ids=["lora", "full", "fsdp"],
-)  # fmt: skip
+)
 def test_expected_memory_with_expandable_segments_is_within_a_tenth(
     kind: str, sizes: dict[str, Any], method: str, tokens: int, choices: dict[str, Any], measured: float
 ) -> None:
@@ -438,23 +470,58 @@ def test_suggested_settings_fit() -> None:
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "cerebras/Cerebras-GPT-256M": ("gpt2", {"n_layer": 14, "n_embd": 1088, "n_head": 17, "n_positions": 2048}),
     "cerebras/Cerebras-GPT-13B": ("gpt2", {"n_layer": 40, "n_embd": 5120, "n_head": 40, "n_positions": 2048}),
-    "databricks/dolly-v2-12b": ("gpt_neox", {
-        "num_hidden_layers": 36, "hidden_size": 5120, "num_attention_heads": 40, "intermediate_size": 20480, "vocab_size": 50280,
-    }),
-    "tiiuae/falcon-7b": ("falcon", {
-        "num_hidden_layers": 32, "hidden_size": 4544, "num_attention_heads": 71, "vocab_size": 65024, "multi_query": True,
-    }),
-    "rinna/japanese-gpt-neox-3.6b": ("gpt_neox", {
-        "num_hidden_layers": 36, "hidden_size": 2816, "num_attention_heads": 22, "intermediate_size": 11264, "vocab_size": 32000,
-    }),
+    "databricks/dolly-v2-12b": (
+        "gpt_neox",
+        {
+            "num_hidden_layers": 36,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "intermediate_size": 20480,
+            "vocab_size": 50280,
+        },
+    ),
+    "tiiuae/falcon-7b": (
+        "falcon",
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4544,
+            "num_attention_heads": 71,
+            "vocab_size": 65024,
+            "multi_query": True,
+        },
+    ),
+    "rinna/japanese-gpt-neox-3.6b": (
+        "gpt_neox",
+        {
+            "num_hidden_layers": 36,
+            "hidden_size": 2816,
+            "num_attention_heads": 22,
+            "intermediate_size": 11264,
+            "vocab_size": 32000,
+        },
+    ),
     "mosaicml/mpt-7b": ("mpt", {"n_layers": 32, "d_model": 4096, "n_heads": 32, "vocab_size": 50432}),
-    "cyberagent/open-calm-7b": ("gpt_neox", {
-        "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 16384, "vocab_size": 52224,
-    }),
-    "openlm-research/open_llama_13b_600bt": ("llama", {
-        "num_hidden_layers": 40, "hidden_size": 5120, "num_attention_heads": 40, "intermediate_size": 13824, "vocab_size": 32000,
-    }),
-}  # fmt: skip
+    "cyberagent/open-calm-7b": (
+        "gpt_neox",
+        {
+            "num_hidden_layers": 32,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "intermediate_size": 16384,
+            "vocab_size": 52224,
+        },
+    ),
+    "openlm-research/open_llama_13b_600bt": (
+        "llama",
+        {
+            "num_hidden_layers": 40,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "intermediate_size": 13824,
+            "vocab_size": 32000,
+        },
+    ),
+}
 TABLE = ROOT / "recipes" / "finetune" / "README.md"
 
 
@@ -486,12 +553,17 @@ def test_table_of_models_matches_the_computed_values(row: list[str]) -> None:
     kind, sizes = SHAPES[row[0]]
     known, made = architecture.find_module(kind).ARCHITECTURE, meta(kind, **sizes)
     reckoned = [
-        memory.expect_memory(memory.profile_model(dressed(meta(kind, **sizes), method), longest=2048))
-        .total(2048, checkpointing=True) / memory.GIB
+        memory.expect_memory(memory.profile_model(dressed(meta(kind, **sizes), method), longest=2048)).total(
+            2048, checkpointing=True
+        )
+        / memory.GIB
         for method in ("last-layer", "lora", "full")
-    ]  # fmt: skip
+    ]
     expected = [
-        known.name, f"{sum(part.numel() for part in made.parameters()) / 1e9:.2f} B", ", ".join(known.lora),
-        ", ".join(architecture.last_layer(made.config)), *(f"{size:.0f}" for size in reckoned),
-    ]  # fmt: skip
+        known.name,
+        f"{sum(part.numel() for part in made.parameters()) / 1e9:.2f} B",
+        ", ".join(known.lora),
+        ", ".join(architecture.last_layer(made.config)),
+        *(f"{size:.0f}" for size in reckoned),
+    ]
     assert row[1:] == expected

@@ -55,9 +55,17 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def flash_attn_varlen_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
         calls.append("varlen")
         assert causal and dropout_p == 0 and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
         assert softmax_scale is None or softmax_scale == pytest.approx(q.size(-1) ** -0.5)
@@ -67,18 +75,29 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return torch.cat(outputs).to(q.dtype)
 
     def flash_attn_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
         causal: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         calls.append("one length")
         assert causal and dropout_p == 0
         return torch.stack([plain(*example) for example in zip(q, k, v, strict=True)]).to(q.dtype)
 
     def flash_attn_4_varlen_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: None = None, cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
-        softmax_scale: float | None = None, causal: bool = False,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        qv: None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:
         assert qv is None and cu_seqlens_q is not None and cu_seqlens_k is not None
         mixed = flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal
@@ -87,9 +106,14 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return mixed, None
 
     def flash_attn_4_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: None = None, gather_kv_indices: None = None,
-        softmax_scale: float | None = None, causal: bool = False,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        qv: None = None,
+        gather_kv_indices: None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[torch.Tensor, None]:
         assert qv is gather_kv_indices is None
         mixed = flash_attn_func(q, k, v, 0.0, softmax_scale, causal)
         calls[-1] += " of 4"
@@ -125,9 +149,17 @@ def test_kernel_equals_plain_attention(
     uniform = len(lengths) if len(set(lengths)) == 1 else 0
     with kernels_in_use(kernel, torch.device("cpu")):
         mixed, _ = attention.attend(
-            torch.nn.Module(), *tensors, None, None, 0.0, ends, 128,
-            () if uniform else lengths, uniform, kernel=kernel,
-        )  # fmt: skip
+            torch.nn.Module(),
+            *tensors,
+            None,
+            None,
+            0.0,
+            ends,
+            128,
+            () if uniform else lengths,
+            uniform,
+            kernel=kernel,
+        )
     weight = torch.randn_like(mixed)
     gradients = torch.autograd.grad((mixed * weight).sum(), tensors)
     examples = zip(*(tensor[0].transpose(0, 1).split(lengths) for tensor in tensors), strict=True)
@@ -249,7 +281,11 @@ def package_of_flash_attn_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("where", "is_here", "message"),
     [
         (CPU, True, "attention=flash_attn_4: it runs on a GPU only; take attention=auto"),
-        (gpu("A100"), False, "attention=flash_attn_4: A100 is older than Hopper, and has no such kernel; take attention=auto"),
+        (
+            gpu("A100"),
+            False,
+            "attention=flash_attn_4: A100 is older than Hopper, and has no such kernel; take attention=auto",
+        ),
         (gpu("T4"), False, "attention=flash_attn_4: T4 is older than Hopper"),
         (gpu("RTX 4090"), False, "attention=flash_attn_4: RTX 4090 is older than Hopper"),
         (gpu("H100"), False, None),
@@ -257,7 +293,7 @@ def package_of_flash_attn_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (dry_run_device(), False, None),
     ],
     ids=lambda value: value.name if isinstance(value, Device) else "",
-)  # fmt: skip
+)
 def test_gpus_of_flash_attn_4(where: Device, is_here: bool, message: str | None, package_of_flash_attn_4: None) -> None:
     if message is None:
         chosen = choose_kernels("flash_attn_4", with_heads_of(64), where, is_here=is_here)
@@ -289,10 +325,20 @@ TORCH = ChosenKernels("sdpa", "varlen")
         ("H100", 64, 4095, TORCH),
         ("A100", 64, 8000, TORCH),
         ("B200", 64, 8000, TORCH),  # nobody measured it there
-        ("H100", 80, 8000, dataclasses.replace(TORCH, note="attention=auto leaves flash-attn 4: its results were "
-            "compared with heads of 64 and 128 alone, and are wrong with 80")),
+        (
+            "H100",
+            80,
+            8000,
+            dataclasses.replace(
+                TORCH,
+                note=(
+                    "attention=auto leaves flash-attn 4: its results were "
+                    "compared with heads of 64 and 128 alone, and are wrong with 80"
+                ),
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_auto_takes_flash_attn_4_for_long_examples(
     name: str, size: int, longest: int, expected: ChosenKernels, package_of_flash_attn_4: None
 ) -> None:
@@ -309,12 +355,19 @@ def test_auto_without_flash_attn_4() -> None:
     ("results", "note"),
     [
         (0.01, ""),
-        (0.5, "attention=auto leaves flash-attn 4: its results on H100 with heads of 64 in bfloat16 differ from torch's by "
-            "50% of the largest"),
-        (RuntimeError("no compiler"), "attention=auto leaves flash-attn 4: it does not run on H100 with heads of 64 in "
-            "bfloat16 (no compiler)"),
+        (
+            0.5,
+            (
+                "attention=auto leaves flash-attn 4: its results on H100 with heads of 64 in bfloat16 differ from"
+                " torch's by 50% of the largest"
+            ),
+        ),
+        (
+            RuntimeError("no compiler"),
+            "attention=auto leaves flash-attn 4: it does not run on H100 with heads of 64 in bfloat16 (no compiler)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_auto_compares_flash_attn_4_before_it_takes_it(
     results: float | Exception, note: str, package_of_flash_attn_4: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,8 +398,20 @@ def test_flash_attn_4_alone_is_not_mistaken_for_flash_attn_2(
 
 
 def test_gpus_older_than_hopper_by_name() -> None:
-    hopper_or_later = {"GB300", "B300", "GB200", "B200", "H200", "GH200", "H20", "RTX PRO 6000", "H100 NVL", "H100",
-                       "H800", "RTX 5090"}  # fmt: skip
+    hopper_or_later = {
+        "GB300",
+        "B300",
+        "GB200",
+        "B200",
+        "H200",
+        "GH200",
+        "H20",
+        "RTX PRO 6000",
+        "H100 NVL",
+        "H100",
+        "H800",
+        "RTX 5090",
+    }
     assert {name for name in memory.SIZES if not gpu(name).is_older_than_hopper(is_here=False)} == hopper_or_later
 
 

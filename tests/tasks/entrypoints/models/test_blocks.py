@@ -154,10 +154,11 @@ def test_uniform_examples_have_the_same_loss(kind: str) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("generate", "generate --adapter out/adapter"), ("evaluate", "evaluate --adapter out/adapter"),
+        ("generate", "generate --adapter out/adapter"),
+        ("evaluate", "evaluate --adapter out/adapter"),
         ("upload", "upload --input out/adapter --name you/out --dry-run"),
     ],
-)  # fmt: skip
+)
 def test_the_suggested_command_is_a_task_of_the_image(
     task: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,10 @@ def test_code_of_a_model_is_not_run_and_nobody_is_asked(tmp_path: Path) -> None:
     config = {"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "x.py").write_text("open('ran', 'w')")
-    script = "from ekiben_tasks.models import load\nfrom ekiben_tasks.task import command\ncommand.run(lambda: load.read_config('.') and 0)"
+    script = (
+        "from ekiben_tasks.models import load\nfrom ekiben_tasks.task import command\ncommand.run(lambda:"
+        " load.read_config('.') and 0)"
+    )
     done = run_script("http://127.0.0.1:9", tmp_path, script, "")
     assert done.returncode == 1 and "[y/N]" not in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1].startswith(

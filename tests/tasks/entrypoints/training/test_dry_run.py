@@ -27,8 +27,15 @@ from support.tiny_runs import SAMPLE
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 # Llama-2-7B, of which a plan reads configuration and tokenizer alone.
-SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-         "intermediate_size": 11008, "head_dim": 128, "max_position_embeddings": 4096}  # fmt: skip
+SIZES = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +54,9 @@ def plan(llama: Path, output: Path, *options: str) -> int:
 
 
 @pytest.mark.parametrize(("gpus", "way"), [(8, "ddp"), (2, "fsdp"), (8, "fsdp")])
-def test_plan_of_many_gpus_comes_from_one_process(gpus: int, way: str, llama: Path, tmp_path: Path, capsys: Any) -> None:  # fmt: skip
+def test_plan_of_many_gpus_comes_from_one_process(
+    gpus: int, way: str, llama: Path, tmp_path: Path, capsys: Any
+) -> None:
     options = ["--gpus", str(gpus), "--on", "H200", "--set", f"parallel={way}", "--set", "method=full"]
     if way == "ddp":
         options += ["--set", "method=lora"]

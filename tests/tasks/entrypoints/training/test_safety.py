@@ -212,8 +212,12 @@ def test_run_of_the_release_before_goes_on_under_the_new_names(base: Path, tmp_p
     assert fit(small(base, max_steps=3, validation_split=settings.validation_split), tmp_path) == 0
     assert "step 2 of 3" in capsys.readouterr().out
     assert [next(key for key in line if key.endswith("loss")) for line in metrics(tmp_path)] == [
-        "loss", "loss", "eval_loss", "loss", "eval_loss",
-    ]  # fmt: skip
+        "loss",
+        "loss",
+        "eval_loss",
+        "loss",
+        "eval_loss",
+    ]
     assert all("num_target_tokens" in line for line in metrics(tmp_path) if "loss" in line)
 
 

@@ -216,7 +216,10 @@ def test_incomplete_checkpoint_is_ignored(base: Path, tmp_path: Path) -> None:
 def test_nan_loss_stops_the_run(base: Path, tmp_path: Path) -> None:
     with pytest.raises(
         TaskError,
-        match=r"(loss|norm of the gradient) is (nan|inf) at step \d+: .*--overwrite --set learning_rate=\S+; no checkpoint",
+        match=(
+            r"(loss|norm of the gradient) is (nan|inf) at step \d+: .*--overwrite --set learning_rate=\S+; no"
+            r" checkpoint"
+        ),
     ):
         fit(small(base, learning_rate=1e18, warmup_steps=0), tmp_path)
 
@@ -281,8 +284,14 @@ def test_recipe_name_is_that_of_its_folder() -> None:
 def test_a_reloaded_adapter_gives_the_same_logits(base: Path, trained: Path, device: device_module.Device) -> None:
     ids = torch.arange(5, 25)[None]
     state = torch.load(next((trained / "checkpoints").glob("step-000012")) / "state.pt", weights_only=True)
-    fresh = add_adapter(load.load_base(str(base), device, "sdpa"), r=4, alpha=16, dropout=0.0,
-                               target_modules=("query_key_value",), seed=0)  # fmt: skip
+    fresh = add_adapter(
+        load.load_base(str(base), device, "sdpa"),
+        r=4,
+        alpha=16,
+        dropout=0.0,
+        target_modules=("query_key_value",),
+        seed=0,
+    )
     start = 0
     for parameter in (p for p in fresh.parameters() if p.requires_grad):
         parameter.data = state["weights"][start : start + parameter.numel()].view_as(parameter).clone()

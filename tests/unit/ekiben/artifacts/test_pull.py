@@ -207,8 +207,18 @@ def test_piece_that_is_in_use_is_left_alone(folder: Path, store: Store) -> None:
     assert hidden(folder) == []
 
 
-@pytest.mark.parametrize("record", ["", "{", "[]", "{}", '{"folder": "..", "file": "x", "digest": "sha256:%s"}' % ("0" * 64),
-                                    '{"folder": "a", "file": "../x", "digest": "sha256:%s"}' % ("0" * 64), '{"folder": 3}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"folder": "..", "file": "x", "digest": "sha256:%s"}' % ("0" * 64),
+        '{"folder": "a", "file": "../x", "digest": "sha256:%s"}' % ("0" * 64),
+        '{"folder": 3}',
+    ],
+)
 def test_record_that_is_none_is_ignored(record: str, folder: Path, store: Store) -> None:
     break_off(store, folder / "x.sif")
     (path,) = (store.root / "checks").glob("pull-*")

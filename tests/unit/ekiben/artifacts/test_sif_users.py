@@ -80,8 +80,9 @@ def test_the_primary_partition_has_the_merged_files(
         entries = {entry.path: entry for entry in reader.entries()}
         assert {path: reader.read_file(path).decode() for path in entries if entries[path].kind == "file"} == files
     assert {path: (entry.mode, entry.uid) for path, entry in entries.items() if entry.kind == "dir"} == {
-        "": (0o755, 0), "etc": (0o755, 0),
-    }  # fmt: skip
+        "": (0o755, 0),
+        "etc": (0o755, 0),
+    }
 
 
 def test_a_squashed_sif_has_no_such_partition(upper: Upper, tmp_path: Path) -> None:

@@ -45,8 +45,11 @@ def reasons(sample: SampleRecipe, store: Store) -> dict[str, str]:
 
 def test_a_plan_writes_nothing(sample: SampleRecipe, tmp_path: Path) -> None:
     assert reasons(sample, Store(tmp_path / "store")) == {
-        "ground": "never built in this store", "walls": "parent is rebuilt", "roof": "parent is rebuilt", "own": "parent is rebuilt",
-    }  # fmt: skip
+        "ground": "never built in this store",
+        "walls": "parent is rebuilt",
+        "roof": "parent is rebuilt",
+        "own": "parent is rebuilt",
+    }
     assert not (tmp_path / "store").exists()
 
 
@@ -54,27 +57,64 @@ def test_a_plan_writes_nothing(sample: SampleRecipe, tmp_path: Path) -> None:
     ("change", "expected"),
     [
         (lambda sample: None, {}),
-        (lambda sample: sample.replace("images/walls.def", "> /word", "> /w"),
-         {"walls": "%post changed", "roof": "parent changed", "own": "parent changed, file changed: /.singularity.d/Singularity, /opt/ekiben/image.json"}),
-        (lambda sample: sample.write("files/data.txt", "new\n"),
-         {"roof": "file changed: /opt/data/data.txt", "own": "parent changed, file changed: /opt/ekiben/image.json"}),
-        (lambda sample: (sample.path / "files/data.txt").chmod(0o755),
-         {"roof": "file changed: /opt/data/data.txt", "own": "parent changed, file changed: /opt/ekiben/image.json"}),
-        (lambda sample: [sample.write(f"files/tree/{name}", "") for name in "vwxyz"],
-         {"roof": "file changed: /opt/tree/v, /opt/tree/w, /opt/tree/x and 2 more", "own": "parent changed, file changed: /opt/ekiben/image.json"}),
-        (lambda sample: sample.replace("images/walls.def", "GREETING={{ word }}", "GREETING=hi"),
-         {"roof": "environment changed: GREETING",
-          "own": "parent changed, file changed: /.singularity.d/Singularity, /.singularity.d/env/90-environment.sh, /opt/ekiben/image.json"}),
-        (lambda sample: sample.write("entrypoints/greet.py", "print('hi')\n"), {"own": "file changed: /opt/ekiben/recipe/entrypoints/greet.py"}),
-        (lambda sample: sample.replace("images/ground.def", "bookworm", "trixie"),
-         {"ground": "source changed", "walls": "parent changed", "roof": "parent changed",
-          "own": "parent changed, file changed: /.singularity.d/Singularity, /opt/ekiben/image.json"}),
-        (lambda sample: sample.stack(epoch=5), {"ground": "epoch changed", "walls": "parent changed, epoch changed",
-                                          "roof": "parent changed, epoch changed",
-                                          "own": "parent changed, file changed: /opt/ekiben/image.json, epoch changed"}),
+        (
+            lambda sample: sample.replace("images/walls.def", "> /word", "> /w"),
+            {
+                "walls": "%post changed",
+                "roof": "parent changed",
+                "own": "parent changed, file changed: /.singularity.d/Singularity, /opt/ekiben/image.json",
+            },
+        ),
+        (
+            lambda sample: sample.write("files/data.txt", "new\n"),
+            {"roof": "file changed: /opt/data/data.txt", "own": "parent changed, file changed: /opt/ekiben/image.json"},
+        ),
+        (
+            lambda sample: (sample.path / "files/data.txt").chmod(0o755),
+            {"roof": "file changed: /opt/data/data.txt", "own": "parent changed, file changed: /opt/ekiben/image.json"},
+        ),
+        (
+            lambda sample: [sample.write(f"files/tree/{name}", "") for name in "vwxyz"],
+            {
+                "roof": "file changed: /opt/tree/v, /opt/tree/w, /opt/tree/x and 2 more",
+                "own": "parent changed, file changed: /opt/ekiben/image.json",
+            },
+        ),
+        (
+            lambda sample: sample.replace("images/walls.def", "GREETING={{ word }}", "GREETING=hi"),
+            {
+                "roof": "environment changed: GREETING",
+                "own": (
+                    "parent changed, file changed: /.singularity.d/Singularity, /.singularity.d/env/90-environment.sh,"
+                    " /opt/ekiben/image.json"
+                ),
+            },
+        ),
+        (
+            lambda sample: sample.write("entrypoints/greet.py", "print('hi')\n"),
+            {"own": "file changed: /opt/ekiben/recipe/entrypoints/greet.py"},
+        ),
+        (
+            lambda sample: sample.replace("images/ground.def", "bookworm", "trixie"),
+            {
+                "ground": "source changed",
+                "walls": "parent changed",
+                "roof": "parent changed",
+                "own": "parent changed, file changed: /.singularity.d/Singularity, /opt/ekiben/image.json",
+            },
+        ),
+        (
+            lambda sample: sample.stack(epoch=5),
+            {
+                "ground": "epoch changed",
+                "walls": "parent changed, epoch changed",
+                "roof": "parent changed, epoch changed",
+                "own": "parent changed, file changed: /opt/ekiben/image.json, epoch changed",
+            },
+        ),
     ],
     ids=["nothing", "post", "file", "mode", "many files", "environment", "entrypoint", "base", "epoch"],
-)  # fmt: skip
+)
 def test_plan_gives_the_reason_of_every_change(
     sample: SampleRecipe, tmp_path: Path, change: Callable[[SampleRecipe], object], expected: dict[str, str]
 ) -> None:
@@ -89,7 +129,12 @@ def test_plan_rebuilds_a_layer_whose_blob_is_missing(sample: SampleRecipe, tmp_p
     layer = store.layer(chain_of(sample).layers[1].cache_key)
     assert layer is not None
     store.drop_blob(layer.digest)
-    assert reasons(sample, store) == {"ground": "stored", "walls": "its data is gone from the store", "roof": "stored", "own": "parent is rebuilt"}  # fmt: skip
+    assert reasons(sample, store) == {
+        "ground": "stored",
+        "walls": "its data is gone from the store",
+        "roof": "stored",
+        "own": "parent is rebuilt",
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- build
@@ -103,8 +148,15 @@ def test_layers_of_files_build_without_an_engine(files_only: SampleRecipe, store
         reader = SquashfsReader(stream)
         assert reader.read_file("opt/tree/sub/b.txt") == b"b\n"
         assert [entry.path for entry in reader.entries()] == [
-            "", "opt", "opt/data", "opt/data/data.txt", "opt/tree", "opt/tree/a.txt", "opt/tree/sub", "opt/tree/sub/b.txt",
-        ]  # fmt: skip
+            "",
+            "opt",
+            "opt/data",
+            "opt/data/data.txt",
+            "opt/tree",
+            "opt/tree/a.txt",
+            "opt/tree/sub",
+            "opt/tree/sub/b.txt",
+        ]
     config = json.loads(store.get_blob(image.image_id))
     assert config["rootfs"]["diff_ids"] == [layer.diff_id for layer in image.layers]
     ref = store.image("own")
@@ -217,8 +269,12 @@ def test_build_killed_at_any_moment_is_resumed(files_only: SampleRecipe, tmp_pat
 def test_two_builds_at_once_store_one_copy(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     files_only.write("files/tree/big.bin", "x" * 5_000_000)
     argv = [sys.executable, f"{ROOT}/build.py", "--store", str(store.root), "image", str(files_only.path), *AS_SIF]
-    running = [subprocess.Popen([*argv, "--json", "-o", f"{tmp_path}/{name}.sif"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for name in ("one", "two")]  # fmt: skip
+    running = [
+        subprocess.Popen(
+            [*argv, "--json", "-o", f"{tmp_path}/{name}.sif"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for name in ("one", "two")
+    ]
     outputs = [process.communicate() for process in running]
     assert [process.returncode for process in running] == [0, 0], outputs
     assert (tmp_path / "one.sif").read_bytes() == (tmp_path / "two.sif").read_bytes()

@@ -50,9 +50,15 @@ def keep(store: Store, sample: SampleRecipe) -> StoredResult:
     (stage,) = stages_of(chain_of(sample).layers[-2].copies)
     digest = store.put_blob(b"PK wheel")
     result = StoredResult(
-        name=stage.name, key=stage.cache_key, wheel="tiny", inputs=stage.inputs, origin="compiled", executor="hand", seconds=1.0,
+        name=stage.name,
+        key=stage.cache_key,
+        wheel="tiny",
+        inputs=stage.inputs,
+        origin="compiled",
+        executor="hand",
+        seconds=1.0,
         files=(StageOutput("/opt/wheels/tiny/tiny-1.0-cp311-cp311-linux_x86_64.whl", 0o644, digest, 8),),
-    )  # fmt: skip
+    )
     store.put_result(result)
     return result
 
@@ -100,8 +106,10 @@ def test_layer_is_built_when_its_planned_pull_fails(sample: SampleRecipe, tmp_pa
     """With the build stages that it copies from, of which a plan to pull says nothing."""
     store = seeded(compiled(sample), tmp_path / "store", "ground", "walls")
     result = keep(store, sample)
-    actions = [replace(action, in_registry=True, stage_deps=()) if action.layer.name == "roof" else action
-               for action in plan(chain_of(sample), store)]  # fmt: skip
+    actions = [
+        replace(action, in_registry=True, stage_deps=()) if action.layer.name == "roof" else action
+        for action in plan(chain_of(sample), store)
+    ]
     assert [action.decision for action in actions] == ["CACHED", "PULL", "BUILD"]
     handed: list[str] = []
 

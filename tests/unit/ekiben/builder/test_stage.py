@@ -56,11 +56,20 @@ def test_image_metadata_records_the_wheels_origin(tiny: SampleRecipe) -> None:
     tiny.write("files/source/tiny-source.lock", f"tiny==1.0 \\\n    --hash=sha256:{'a' * 64}\n")
     tiny.write("files/tool.lock", f"nvidia-cuda-nvcc==13.0.88 \\\n    --hash=sha256:{'b' * 64}\n")
     tiny.replace("images/walls.def", "files/tool.sh /opt/tool.sh", "files/tool.lock /opt/tool.lock")
-    assert origins(tiny) == [{
-        "package": "tiny", "layer": "roof", "cache_key": stage_of(tiny).cache_key, "torch": "2.11.0", "cuda": "13.0", "python": "3.11",
-        "cxx11_abi": True, "capabilities": ["9.0"], "compilers": {"g++-12": "12.2", "nvcc": "13.0.88"},
-        "source": {"name": "tiny", "version": "1.0", "sha256": ["a" * 64]},
-    }]  # fmt: skip
+    assert origins(tiny) == [
+        {
+            "package": "tiny",
+            "layer": "roof",
+            "cache_key": stage_of(tiny).cache_key,
+            "torch": "2.11.0",
+            "cuda": "13.0",
+            "python": "3.11",
+            "cxx11_abi": True,
+            "capabilities": ["9.0"],
+            "compilers": {"g++-12": "12.2", "nvcc": "13.0.88"},
+            "source": {"name": "tiny", "version": "1.0", "sha256": ["a" * 64]},
+        }
+    ]
     # Of a stage that compiles for no GPU, the source alone; of one that makes no package, nothing.
     tiny.replace("images/roof.def", "org.ekiben.wheel tiny", "some.label tiny")
     (plain,) = origins(tiny)
@@ -69,9 +78,14 @@ def test_image_metadata_records_the_wheels_origin(tiny: SampleRecipe) -> None:
     assert origins(tiny) is None
 
 
-@pytest.mark.parametrize(("repository", "message"), [
-    ("https://example.org/tiny", "https://example.org/tiny"), ("/home/me/tiny", ""), ("https://me:word@example.org/tiny", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("repository", "message"),
+    [
+        ("https://example.org/tiny", "https://example.org/tiny"),
+        ("/home/me/tiny", ""),
+        ("https://me:word@example.org/tiny", ""),
+    ],
+)
 def test_credentials_are_not_in_the_recorded_repository(tiny: SampleRecipe, repository: str, message: str) -> None:
     commit = "1" * 40
     tiny.stack(arguments={"tiny_repository": repository, "tiny_commit": commit})
@@ -196,18 +210,28 @@ def keep(
     stage = stage_of(sample)
     digest = store.put_blob(data)
     result = StoredResult(
-        name=stage.name, key=stage.cache_key, wheel="tiny", inputs=stage.inputs, origin=origin, executor="hand", seconds=seconds,
+        name=stage.name,
+        key=stage.cache_key,
+        wheel="tiny",
+        inputs=stage.inputs,
+        origin=origin,
+        executor="hand",
+        seconds=seconds,
         files=(StageOutput("/opt/wheels/tiny/tiny-1.0-cp311-cp311-linux_x86_64.whl", 0o644, digest, len(data)),),
-    )  # fmt: skip
+    )
     store.put_result(result)
     return result
 
 
 def rows(sample: SampleRecipe, store: Store) -> list[tuple[str, bool, str]]:
-    return [row for action in plan(chain_of(sample), store) for row in (
-        *((need.step.name, need.is_stored, need.reason) for need in action.stage_deps),
-        (action.layer.name, action.stored is not None, action.reason),
-    )]  # fmt: skip
+    return [
+        row
+        for action in plan(chain_of(sample), store)
+        for row in (
+            *((need.step.name, need.is_stored, need.reason) for need in action.stage_deps),
+            (action.layer.name, action.stored is not None, action.reason),
+        )
+    ]
 
 
 def test_plan_shows_stages_with_reasons(tiny: SampleRecipe, tmp_path: Path) -> None:
@@ -469,11 +493,17 @@ def test_outputs_of_a_stage_go_to_their_destinations(plain: SampleRecipe, tmp_pa
 @pytest.mark.parametrize(
     ("below", "message"),
     [
-        ({"opt_result": "dir"}, "%files from build: /opt/result is a folder in the layers below; name where the stage's folder goes: /opt/result/out"),
+        (
+            {"opt_result": "dir"},
+            (
+                "%files from build: /opt/result is a folder in the layers below; name where the stage's folder goes:"
+                " /opt/result/out"
+            ),
+        ),
         ({"opt_bin_tool": "dir"}, "%files: /opt/bin/tool is a folder in the layers below; name the file in it"),
     ],
     ids=["folder", "file"],
-)  # fmt: skip
+)
 def test_stage_output_into_folder_fails(
     plain: SampleRecipe, tmp_path: Path, below: dict[str, str], message: str
 ) -> None:

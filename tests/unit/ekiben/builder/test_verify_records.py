@@ -41,8 +41,11 @@ def test_verify_names_the_repairing_command(files_only: SampleRecipe, run_cli: R
 
 
 def test_the_runtime_works_in_the_store_which_removes_it_after_a_kill(store: Store, tmp_path: Path) -> None:
-    script = ("import os, signal, sys; from pathlib import Path; from ekiben.builder.verify import _work_folder; from ekiben.store import Store\n"
-              "with _work_folder(Store(Path(sys.argv[1]))) as folder: (folder / 'x').mkdir(); os.kill(os.getpid(), signal.SIGKILL)\n")  # fmt: skip
+    script = (
+        "import os, signal, sys; from pathlib import Path; from ekiben.builder.verify import _work_folder; from"
+        " ekiben.store import Store\nwith _work_folder(Store(Path(sys.argv[1]))) as folder: (folder / 'x').mkdir();"
+        " os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     (tmp_path / "tmp").mkdir()
     subprocess.run(
         [sys.executable, "-c", script, store.root],

@@ -95,7 +95,7 @@ def test_wheel_differences_are_described() -> None:
         "files differs",
         "post differs, first in this line:\n    there: build x\n    here:  build",
         "torch: 2.6.0 there, 2.11.0 here",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("text", ["apex\n", "torch\nApex==0.9 \\\n  --hash=sha256:0\n", "  apex >= 0.1\n"])

@@ -229,8 +229,16 @@ def test_bundle_contains_stage_outputs(sample: SampleRecipe, tmp_path: Path, sto
     with pytest.raises(StoreError, match=r"what walls\.build compiled is not in .*/store any more"):
         _compiled(chain, store, tmp_path)
     digest = store.put_blob(b"compiled")
-    result = StoredResult(name=stage.name, key=stage.cache_key, wheel=None, files=(StageOutput("/made", 0o644, digest, 8),),
-                          inputs=stage.inputs, origin="compiled", executor="hand", seconds=1.0)  # fmt: skip
+    result = StoredResult(
+        name=stage.name,
+        key=stage.cache_key,
+        wheel=None,
+        files=(StageOutput("/made", 0o644, digest, 8),),
+        inputs=stage.inputs,
+        origin="compiled",
+        executor="hand",
+        seconds=1.0,
+    )
     store.put_result(result)
     files = {name: path.read_bytes() for name, path in _compiled(chain, store, tmp_path).items()}
     path = write(tmp_path / "x.bundle", index(files), files)
@@ -260,8 +268,12 @@ def test_a_file_behind_links_is_not_written(tmp_path: Path, store: Store) -> Non
     about["files"] |= {name: {"link": target} for name, target in links.items()}
     path = tmp_path / "x.bundle"
     with tarfile.open(path, "w") as tar:
-        for name, data, target in (("bundle.json", json.dumps(about).encode(), ""), ("include/x/flat/file", b"1", ""),
-                                   *((name, b"", target) for name, target in links.items()), ("include/x/out/evil", b"2", "")):  # fmt: skip
+        for name, data, target in (
+            ("bundle.json", json.dumps(about).encode(), ""),
+            ("include/x/flat/file", b"1", ""),
+            *((name, b"", target) for name, target in links.items()),
+            ("include/x/out/evil", b"2", ""),
+        ):
             info = tarfile.TarInfo(name)
             info.size, info.type, info.linkname = len(data), tarfile.SYMTYPE if target else tarfile.REGTYPE, target
             tar.addfile(info, io.BytesIO(data))
@@ -311,11 +323,27 @@ def test_a_later_versions_fields_of_the_index_are_ignored() -> None:
 
 @pytest.mark.parametrize(
     "record",
-    [{}, [1], {"key": "../../x"}, {"name": "../x"}, {"key": "other"}, {"files": [{"path": "/x", "mode": 1, "digest": "sha256:../../x", "size": 1}]},
-     {"files": [{"path": "../../x", "mode": 1, "digest": "sha256:" + "0" * 64, "size": 1}]}],
-)  # fmt: skip
+    [
+        {},
+        [1],
+        {"key": "../../x"},
+        {"name": "../x"},
+        {"key": "other"},
+        {"files": [{"path": "/x", "mode": 1, "digest": "sha256:../../x", "size": 1}]},
+        {"files": [{"path": "../../x", "mode": 1, "digest": "sha256:" + "0" * 64, "size": 1}]},
+    ],
+)
 def test_a_compiled_record_that_is_wrong_is_refused(tmp_path: Path, store: Store, record: Any) -> None:
-    right: dict[str, Any] = {"name": "walls.build", "key": "k" * 64, "wheel": None, "files": [], "inputs": {}, "origin": "compiled", "executor": "x", "seconds": 1.0}  # fmt: skip
+    right: dict[str, Any] = {
+        "name": "walls.build",
+        "key": "k" * 64,
+        "wheel": None,
+        "files": [],
+        "inputs": {},
+        "origin": "compiled",
+        "executor": "x",
+        "seconds": 1.0,
+    }
     data = json.dumps({**right, **record} if isinstance(record, dict) and record else record).encode()
     name = f"compiled/{'k' * 64}.json"
     path = write(tmp_path / "x.bundle", index({name: data}), {name: data})

@@ -14,8 +14,14 @@ from support.cli_audit import ROOT
 from support.sample_recipe import RunCli
 
 
-@pytest.mark.parametrize(("shell", "marker"), [("bash", "complete -o nosort -F _buildpy_completion build.py"),
-                                               ("zsh", "#compdef build.py"), ("fish", "--command build.py")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shell", "marker"),
+    [
+        ("bash", "complete -o nosort -F _buildpy_completion build.py"),
+        ("zsh", "#compdef build.py"),
+        ("fish", "--command build.py"),
+    ],
+)
 def test_completion_prints_the_script_of_a_shell(run_cli: RunCli, shell: str, marker: str) -> None:
     script = run_cli("completion", shell).stdout
     assert marker in script

@@ -18,8 +18,14 @@ START = "Traceback (most recent call last):\n"
 def run_here(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Start build.py in ``folder``; the fixture run_cli refuses frames."""
     env = {**os.environ, "EKIBEN_STORE": str(folder / "none"), **environment}
-    return subprocess.run([sys.executable, str(ROOT / "build.py"), *args], cwd=folder, env=env, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, str(ROOT / "build.py"), *args],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,21 @@ def test_plan_touches_nothing_and_imports_one_command(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [["imgae"], ["image"], ["image", "hello", "--frmat", "sif"], ["image", "hello", "--format", "sfi"], ["plan", "hello", "--build-arg", "x"],
-     ["plan", "helo"], ["image", "hello", "--engine", "dokcer"], ["image", "hello", "-o", "no/x.sif"], ["image", "hello", "lora-opencalm", "-o", "x"],
-     ["run", "hello", "helo"], ["image", "hello", "helo"]],
+    [
+        ["imgae"],
+        ["image"],
+        ["image", "hello", "--frmat", "sif"],
+        ["image", "hello", "--format", "sfi"],
+        ["plan", "hello", "--build-arg", "x"],
+        ["plan", "helo"],
+        ["image", "hello", "--engine", "dokcer"],
+        ["image", "hello", "-o", "no/x.sif"],
+        ["image", "hello", "lora-opencalm", "-o", "x"],
+        ["run", "hello", "helo"],
+        ["image", "hello", "helo"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_unknown_command_exits_with_2_and_touches_nothing(tmp_path: Path, argv: list[str]) -> None:
     found = audit(tmp_path, *argv)
     assert (found.code, found.effects) == (2, [])
@@ -219,12 +229,21 @@ def test_build_is_another_name_of_image(run_cli: RunCli) -> None:
         (["image"], "Missing argument 'RECIPE…'"),
         (["image", "hello", "--store", "x"], "build.py --store … image"),
         (["image", "hello", "--store", "x"], "'--store' comes before the command: "),
-        (["push", "hello", "x", "--format", "dokcer"], "'dokcer' is not one of 'docker', 'sif', 'layers'. Did you mean 'docker'?"),
-        (["render", "hello", "--to", "docker"], "'docker' is not one of 'dockerfile', 'def', 'compose', 'devcontainer'. Did you mean 'dockerfile'?"),
-        (["submit", "hello", "hello", "--scheduler", "slrum"], "--scheduler: no scheduler 'slrum'. Did you mean 'slurm'?"),
+        (
+            ["push", "hello", "x", "--format", "dokcer"],
+            "'dokcer' is not one of 'docker', 'sif', 'layers'. Did you mean 'docker'?",
+        ),
+        (
+            ["render", "hello", "--to", "docker"],
+            "'docker' is not one of 'dockerfile', 'def', 'compose', 'devcontainer'. Did you mean 'dockerfile'?",
+        ),
+        (
+            ["submit", "hello", "hello", "--scheduler", "slrum"],
+            "--scheduler: no scheduler 'slrum'. Did you mean 'slurm'?",
+        ),
         (["inspect", "nothing"], "no image 'nothing' in"),
     ],
-)  # fmt: skip
+)
 def test_unknown_commands_name_the_nearest(run_cli: RunCli, tmp_path: Path, argv: list[str], message: str) -> None:
     done = run_cli("--store", tmp_path / "store", *argv, code=2)
     assert message in done.stderr
@@ -266,8 +285,24 @@ def test_store_of_another_version_is_an_error(run_cli: RunCli, tmp_path: Path) -
 
 def test_verbose_prints_commands_to_paste(sample: SampleRecipe, tmp_path: Path) -> None:
     store = seeded(sample, tmp_path / "store", "ground")
-    done = subprocess.run([sys.executable, str(ROOT / "build.py"), "-v", "--store", str(store.root), "image", str(sample.path), "--engine", "buildah"],
-                          env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, check=False, cwd=tmp_path)  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "build.py"),
+            "-v",
+            "--store",
+            str(store.root),
+            "image",
+            str(sample.path),
+            "--engine",
+            "buildah",
+        ],
+        env={**os.environ, "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode in (4, 5)
     assert "Traceback" not in done.stderr
 
@@ -361,9 +396,11 @@ def test_ctrl_c_while_an_error_is_printed_has_the_code_130(monkeypatch: pytest.M
 
 def test_ctrl_c_after_a_command_has_ended_has_the_code_of_an_interrupt(tmp_path: Path) -> None:
     """While click closes the command's context."""
-    script = ("import sys, click; from ekiben.cli.group import main\n"
-              "def interrupt(*_): raise KeyboardInterrupt\n"
-              "click.Context.__exit__ = interrupt; sys.argv = ['ekiben', '--store', sys.argv[1], 'list']; main()\n")  # fmt: skip
+    script = (
+        "import sys, click; from ekiben.cli.group import main\n"
+        "def interrupt(*_): raise KeyboardInterrupt\n"
+        "click.Context.__exit__ = interrupt; sys.argv = ['ekiben', '--store', sys.argv[1], 'list']; main()\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
     )

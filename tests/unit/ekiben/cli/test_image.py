@@ -19,9 +19,12 @@ from support.sample_recipe import RunCli, SampleRecipe, seeded
         (["hello", "--format", "sif", "--format", "oci", "-o", "x"], "-o names one file"),
         (["hello", "-o", "no/folder/x.sif"], "-o no/folder/x.sif: there is no folder"),
         (["hello", "-o", "."], "-o .: is a folder; name a file in it"),
-        (["hello", "--offline"], "base, python, hello would have to be built; give what it is built from with --bundle FILE"),
+        (
+            ["hello", "--offline"],
+            "base, python, hello would have to be built; give what it is built from with --bundle FILE",
+        ),
     ],
-)  # fmt: skip
+)
 def test_image_refuses_invalid_options(run_cli: RunCli, tmp_path: Path, argv: list[str], message: str) -> None:
     done = run_cli("--store", tmp_path / "store", "image", *argv, code=2)
     assert message in done.stderr

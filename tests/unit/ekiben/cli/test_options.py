@@ -94,12 +94,18 @@ def test_former_and_new_option_names_accumulate(run_cli: RunCli, sample: SampleR
 @pytest.mark.parametrize(
     ("command", "former", "new"),
     [
-        ("plan", "--arg", "--build-arg"), ("image", "--arg", "--build-arg"), ("bundle", "--with", "--include"),
-        ("image", "--flat", "--squash"), ("submit", "--notice", "--grace-period"), ("submit", "--group", "--account"),
-        ("submit", "--resource", "--partition"), ("submit", "--option", "--scheduler-arg"),
-        ("submit", "--stage", "--copy-local"), ("run", "--stage", "--copy-local"),
+        ("plan", "--arg", "--build-arg"),
+        ("image", "--arg", "--build-arg"),
+        ("bundle", "--with", "--include"),
+        ("image", "--flat", "--squash"),
+        ("submit", "--notice", "--grace-period"),
+        ("submit", "--group", "--account"),
+        ("submit", "--resource", "--partition"),
+        ("submit", "--option", "--scheduler-arg"),
+        ("submit", "--stage", "--copy-local"),
+        ("run", "--stage", "--copy-local"),
     ],
-)  # fmt: skip
+)
 def test_help_shows_the_new_name_only(command: str, former: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = root.get_command(CTX, command)
     assert found is not None
@@ -294,9 +300,12 @@ def test_a_pipe_where_a_file_is_read_is_refused(sample: SampleRecipe, tmp_path: 
     for pipe in (sif, bundle, wheel):
         os.mkfifo(pipe)
     for code, arguments in (
-        (6, ("inspect", sif)), (6, ("diff", sif, sif)), (6, ("sbom", sif)), (6, ("image", sample.path, "--bundle", bundle)),
+        (6, ("inspect", sif)),
+        (6, ("diff", sif, sif)),
+        (6, ("sbom", sif)),
+        (6, ("image", sample.path, "--bundle", bundle)),
         (2, ("wheels", "import", sample.path, wheel)),
-    ):  # fmt: skip
+    ):
         done = run_cli(*map(str, arguments), code=code, env={"EKIBEN_STORE": str(tmp_path / "store")})
         assert "it is not a regular file" in done.stderr
 

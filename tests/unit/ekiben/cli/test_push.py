@@ -48,8 +48,14 @@ def test_registry_that_is_not_there_is_found_out_before_the_build(
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize(("reference", "format"), [("127.0.0.1:9/lab/x:1", "layers"), (f"127.0.0.1:9/lab/x@sha256:{'0' * 64}", "docker"),
-                                                   (f"127.0.0.1:9/lab/x@sha256:{'0' * 64}", "layers")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reference", "format"),
+    [
+        ("127.0.0.1:9/lab/x:1", "layers"),
+        (f"127.0.0.1:9/lab/x@sha256:{'0' * 64}", "docker"),
+        (f"127.0.0.1:9/lab/x@sha256:{'0' * 64}", "layers"),
+    ],
+)
 def test_reference_that_nothing_is_pushed_to(
     reference: str, format: str, run_cli: RunCli, files_only: SampleRecipe, tmp_path: Path
 ) -> None:

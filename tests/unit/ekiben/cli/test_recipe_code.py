@@ -90,8 +90,15 @@ def hostile(sample: SampleRecipe, tmp_path: Path, mark: Path) -> SampleRecipe:
     sample.write("uv.toml", f'[pip]\npython = "{sample.path}/python3"\n')
     sample.write(".gitattributes", "* filter=evil diff=evil\n")
     evil = f"{sample.path}/fsmonitor"
-    settings = {"core.fsmonitor": evil, "core.pager": evil, "core.sshCommand": evil, "filter.evil.clean": evil,
-                "filter.evil.process": evil, "diff.evil.textconv": evil, "diff.external": evil}  # fmt: skip
+    settings = {
+        "core.fsmonitor": evil,
+        "core.pager": evil,
+        "core.sshCommand": evil,
+        "filter.evil.clean": evil,
+        "filter.evil.process": evil,
+        "diff.evil.textconv": evil,
+        "diff.external": evil,
+    }
     git = ["git", "-C", str(sample.path), "-c", "user.name=x", "-c", "user.email=x@localhost"]
     subprocess.run([*git, "init", "--quiet"], check=True)
     subprocess.run([*git, "add", "recipe.yaml", "entrypoints/greet.py"], check=True)

@@ -15,10 +15,12 @@ TASK = ("lora-opencalm", "train")
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("1X=2", "a variable's name has letters"), ("=x", "a variable's name has letters"), ("A B=1", "a variable's name has letters"),
+        ("1X=2", "a variable's name has letters"),
+        ("=x", "a variable's name has letters"),
+        ("A B=1", "a variable's name has letters"),
         ("NOT_SET_ANYWHERE", "is not set here"),
     ],
-)  # fmt: skip
+)
 def test_a_variable_that_cannot_be_set_is_refused(run_cli: RunCli, word: str, message: str) -> None:
     assert message in run_cli(*DRY, "--env", word, *TASK, code=2).stderr
 

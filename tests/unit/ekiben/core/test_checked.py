@@ -21,8 +21,22 @@ JSON = st.recursive(
     max_leaves=12,
 )
 PATHS = st.text(alphabet="ab./\\\0-: \n*", max_size=12) | st.text(max_size=300)
-METHODS = ("text", "digest", "hex_digest", "name", "basename", "size", "number", "time", "absolute", "mapping", "texts", "object",
-           "objects", "strings")  # fmt: skip
+METHODS = (
+    "text",
+    "digest",
+    "hex_digest",
+    "name",
+    "basename",
+    "size",
+    "number",
+    "time",
+    "absolute",
+    "mapping",
+    "texts",
+    "object",
+    "objects",
+    "strings",
+)
 
 
 @for_all(PATHS)

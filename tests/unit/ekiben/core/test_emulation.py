@@ -29,7 +29,9 @@ def table(tmp_path: Path) -> Path:
 
 
 def register(table: Path, *, flags: str = "PF", state: str = "enabled", magic: str = AARCH64) -> None:
-    (table / "qemu-aarch64").write_text(f"{state}\ninterpreter /usr/libexec/qemu\nflags: {flags}\noffset 0\nmagic {magic}\nmask ff\n")  # fmt: skip
+    (table / "qemu-aarch64").write_text(
+        f"{state}\ninterpreter /usr/libexec/qemu\nflags: {flags}\noffset 0\nmagic {magic}\nmask ff\n"
+    )
 
 
 def test_programs_of_this_machine_need_no_emulator(tmp_path: Path) -> None:

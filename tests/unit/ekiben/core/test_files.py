@@ -41,7 +41,10 @@ def test_atomic_write_takes_text_bytes_and_chunks(tmp_path: Path, content: str |
 
 
 def test_text_is_utf8_under_any_locale(tmp_path: Path) -> None:
-    script = "import sys; from pathlib import Path; from ekiben.core.files import atomic_write; atomic_write(Path(sys.argv[1]), '\\u00fc')"
+    script = (
+        "import sys; from pathlib import Path; from ekiben.core.files import atomic_write;"
+        " atomic_write(Path(sys.argv[1]), '\\u00fc')"
+    )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", script, tmp_path / "x"], env=env, check=True)
     assert (tmp_path / "x").read_bytes() == b"\xc3\xbc"

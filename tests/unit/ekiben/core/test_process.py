@@ -104,7 +104,10 @@ def test_an_interrupt_kills_the_process_group(way: str) -> None:
 
 
 def test_sigint_kills_the_child(tmp_path: Path) -> None:
-    script = "from ekiben.core.process import stream; stream(['sh', '-c', 'echo $$; exec sleep 60'], lambda line: print(line, flush=True))"
+    script = (
+        "from ekiben.core.process import stream; stream(['sh', '-c', 'echo $$; exec sleep 60'], lambda line:"
+        " print(line, flush=True))"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:

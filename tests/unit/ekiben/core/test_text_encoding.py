@@ -49,10 +49,22 @@ def test_text_io_names_its_encoding(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("code", "is_found"),
-    [("p.read_text()", True), ("p.read_text(errors='replace')", True), ("p.read_text('utf-8')", False),
-     ("p.write_text(t)", True), ("p.write_text(t, encoding='utf-8')", False), ("open(p)", True), ("open(p, 'rb')", False),
-     ("open(p, 'w', encoding='utf-8')", False), ("p.open('a')", True), ("p.open('xb')", False), ("tarfile.open(fileobj=f, mode='w')", False),
-     ("run(argv, text=True)", True), ("run(argv, encoding='utf-8')", False), ("os.fdopen(n, 'w')", True)],
-)  # fmt: skip
+    [
+        ("p.read_text()", True),
+        ("p.read_text(errors='replace')", True),
+        ("p.read_text('utf-8')", False),
+        ("p.write_text(t)", True),
+        ("p.write_text(t, encoding='utf-8')", False),
+        ("open(p)", True),
+        ("open(p, 'rb')", False),
+        ("open(p, 'w', encoding='utf-8')", False),
+        ("p.open('a')", True),
+        ("p.open('xb')", False),
+        ("tarfile.open(fileobj=f, mode='w')", False),
+        ("run(argv, text=True)", True),
+        ("run(argv, encoding='utf-8')", False),
+        ("os.fdopen(n, 'w')", True),
+    ],
+)
 def test_checker_finds_an_implicit_encoding(code: str, is_found: bool) -> None:
     assert list(implicit_encodings(code)) == ([1] if is_found else [])

@@ -38,9 +38,19 @@ def code(*names: str, count: int = 444) -> DeviceCode:
 
 def image(**changes: Any) -> ImageRequirements:
     usual: dict[str, Any] = {
-        "name": "mine", "size": 3_000_000_000, "partitions": 5, "arch": "amd64", "cuda": "13.0", "torch": "2.11.0",
-        "glibc": "2.36", "compat": None, "network": ("libibverbs",), "libraries": {TORCH: code(*USUAL)}, "packages": {}, "damaged": {},
-    }  # fmt: skip
+        "name": "mine",
+        "size": 3_000_000_000,
+        "partitions": 5,
+        "arch": "amd64",
+        "cuda": "13.0",
+        "torch": "2.11.0",
+        "glibc": "2.36",
+        "compat": None,
+        "network": ("libibverbs",),
+        "libraries": {TORCH: code(*USUAL)},
+        "packages": {},
+        "damaged": {},
+    }
     return ImageRequirements(**{**usual, **changes})
 
 
@@ -48,13 +58,27 @@ def site(
     *gpus: Gpu, runtime: Runtime | None = APPTAINER, storage: dict[str, Storage] | None = None, **node: Any
 ) -> SiteFile:
     usual: dict[str, Any] = {"driver": "580.95.05", "kernel": "5.14", "user_namespaces": True, "gpus": gpus or (H200,)}
-    return SiteFile(name="there", description="", node=Node(**{**usual, **node}), storage=storage or {},
-                    runtimes=(runtime,) if runtime else ())  # fmt: skip
+    return SiteFile(
+        name="there",
+        description="",
+        node=Node(**{**usual, **node}),
+        storage=storage or {},
+        runtimes=(runtime,) if runtime else (),
+    )
 
 
 def stack(name: str, cuda: str, torch: str, *capabilities: str) -> StackFile:
-    return StackFile(name=name, description="", suite="bookworm", python="3.11", cuda=cuda, torch=torch, driver="",
-                     compute_capabilities=capabilities, epoch=1)  # fmt: skip
+    return StackFile(
+        name=name,
+        description="",
+        suite="bookworm",
+        python="3.11",
+        cuda=cuda,
+        torch=torch,
+        driver="",
+        compute_capabilities=capabilities,
+        epoch=1,
+    )
 
 
 OLD = stack("cu118", "11.8", "2.6.0", "6.0", "7.0", "8.0", "9.0")
@@ -71,8 +95,10 @@ def found(site_file: SiteFile, facts: ImageRequirements, topic: str) -> Finding:
 def test_matching_machine_will_run() -> None:
     findings = check_image(site(), image(), [NEW])
     assert [(finding.level, finding.topic) for finding in findings] == [
-        ("ok", "GPU code"), ("ok", "driver"), ("ok", "runtime"),
-    ]  # fmt: skip
+        ("ok", "GPU code"),
+        ("ok", "driver"),
+        ("ok", "runtime"),
+    ]
     assert verdict(findings) == "will run"
     refuse(findings)
 
@@ -84,10 +110,12 @@ def test_missing_device_code_is_an_error_naming_a_stack() -> None:
     """V100 with CUDA 13: the driver is new enough, the cubins are not there."""
     finding = found(site(V100), image(), "GPU code")
     assert finding == Finding(
-        "error", "GPU code",
-        "Tesla V100-SXM2-16GB (7.0) is not among what libtorch_cuda.so has code for (sm_75 sm_80 sm_86 sm_90 sm_100 sm_120)",
+        "error",
+        "GPU code",
+        "Tesla V100-SXM2-16GB (7.0) is not among what libtorch_cuda.so has code for (sm_75 sm_80 sm_86 sm_90 sm_100"
+        " sm_120)",
         "use --stack cu126",
-    )  # fmt: skip
+    )
     findings = check_image(site(V100), image(), [OLD, MIDDLE, NEW])
     assert verdict(findings) == f"will fail because {finding.message}; use --stack cu126"
     with pytest.raises(IncompatibleHostError, match="use --stack cu126") as caught:
@@ -97,9 +125,13 @@ def test_missing_device_code_is_an_error_naming_a_stack() -> None:
 
 @pytest.mark.parametrize(
     ("driver", "message"),
-    [("525.60.13", "use --stack cu126"), ("525.60.12", "use --stack cu118"), ("450.80.01", "no stack here has code for it"),
-     (None, "use --stack cu126")],
-)  # fmt: skip
+    [
+        ("525.60.13", "use --stack cu126"),
+        ("525.60.12", "use --stack cu118"),
+        ("450.80.01", "no stack here has code for it"),
+        (None, "use --stack cu126"),
+    ],
+)
 def test_named_stack_fits_the_driver_too(driver: str | None, message: str) -> None:
     assert found(site(V100, driver=driver), image(), "GPU code").fix == message
 
@@ -174,14 +206,26 @@ def test_damaged_library_is_reported() -> None:
 @pytest.mark.parametrize(
     ("cuda", "driver", "level"),
     [
-        ("13.0", "580.65.06", "ok"), ("13.0", "580.65.05", "error"), ("13.0", "575.57.08", "error"),
-        ("13.2", "595.45.04", "ok"), ("13.2", "595.45.03", "warning"), ("13.2", "580.65.06", "warning"),
-        ("12.8", "570.26", "ok"), ("12.8", "570.25", "warning"), ("12.8", "525.60.13", "warning"), ("12.8", "525.60.12", "error"),
-        ("12.4", "550.54.14", "ok"), ("12.4", "535.129.03", "warning"), ("12.0", "525.60.13", "ok"),
-        ("11.8", "520.61.05", "ok"), ("11.8", "450.80.02", "warning"), ("11.8", "450.80.01", "error"),
-        ("12.4", "610.43.02", "ok"), ("12.2", "535.54.03", "ok"),
+        ("13.0", "580.65.06", "ok"),
+        ("13.0", "580.65.05", "error"),
+        ("13.0", "575.57.08", "error"),
+        ("13.2", "595.45.04", "ok"),
+        ("13.2", "595.45.03", "warning"),
+        ("13.2", "580.65.06", "warning"),
+        ("12.8", "570.26", "ok"),
+        ("12.8", "570.25", "warning"),
+        ("12.8", "525.60.13", "warning"),
+        ("12.8", "525.60.12", "error"),
+        ("12.4", "550.54.14", "ok"),
+        ("12.4", "535.129.03", "warning"),
+        ("12.0", "525.60.13", "ok"),
+        ("11.8", "520.61.05", "ok"),
+        ("11.8", "450.80.02", "warning"),
+        ("11.8", "450.80.01", "error"),
+        ("12.4", "610.43.02", "ok"),
+        ("12.2", "535.54.03", "ok"),
     ],
-)  # fmt: skip
+)
 def test_driver_against_the_cuda_version(cuda: str, driver: str, level: str) -> None:
     finding = found(site(driver=driver), image(cuda=cuda), "driver")
     assert finding.level == level
@@ -217,15 +261,25 @@ def test_cpu_architecture_must_match() -> None:
 @pytest.mark.parametrize(
     ("kind", "version", "setuid", "partitions", "level"),
     [
-        ("apptainer", "1.4.5", False, 5, "ok"), ("apptainer", "1.3", True, 5, "ok"), ("apptainer", "1.2.5", False, 5, "warning"),
-        ("apptainer", "1.0.3", False, 5, "error"), ("apptainer", "1.0.3", False, 1, "ok"), ("apptainer", "1.1", False, 5, "warning"),
-        ("apptainer", "1.0.3", True, 5, "warning"), ("apptainer", None, None, 5, "warning"), ("apptainer", None, None, 1, "ok"),
-        ("singularity-ce", "4.3.3", True, 5, "ok"), ("singularity-ce", "4.3.3", False, 5, "error"), ("singularity-ce", "4.1.1", None, 5, "warning"),
+        ("apptainer", "1.4.5", False, 5, "ok"),
+        ("apptainer", "1.3", True, 5, "ok"),
+        ("apptainer", "1.2.5", False, 5, "warning"),
+        ("apptainer", "1.0.3", False, 5, "error"),
+        ("apptainer", "1.0.3", False, 1, "ok"),
+        ("apptainer", "1.1", False, 5, "warning"),
+        ("apptainer", "1.0.3", True, 5, "warning"),
+        ("apptainer", None, None, 5, "warning"),
+        ("apptainer", None, None, 1, "ok"),
+        ("singularity-ce", "4.3.3", True, 5, "ok"),
+        ("singularity-ce", "4.3.3", False, 5, "error"),
+        ("singularity-ce", "4.1.1", None, 5, "warning"),
         ("singularity-ce", "4.0.3", True, 5, "warning"),
-        ("singularity-ce", "4.3.3", None, 1, "ok"), ("singularity", "3.8.7", False, 5, "error"),
-        ("singularity", "3.8.7", True, 5, "warning"), ("singularity-pro", "4.1", None, 5, "warning"),
+        ("singularity-ce", "4.3.3", None, 1, "ok"),
+        ("singularity", "3.8.7", False, 5, "error"),
+        ("singularity", "3.8.7", True, 5, "warning"),
+        ("singularity-pro", "4.1", None, 5, "warning"),
     ],
-)  # fmt: skip
+)
 def test_layers_per_runtime(kind: str, version: str | None, setuid: bool | None, partitions: int, level: str) -> None:
     site_file = site(runtime=Runtime(kind=kind, version=version, setuid=setuid), squashfs_zstd=True)
     finding = found(site_file, image(partitions=partitions), "runtime")
@@ -245,11 +299,18 @@ def test_user_namespaces(setuid: bool | None, namespaces: bool | None, level: st
 @pytest.mark.parametrize(
     ("kernel", "zstd", "setuid", "level"),
     [
-        ("4.13.9", None, True, "error"), ("4.13.9", None, None, "warning"), ("4.13.9", None, False, None), ("4.14", None, True, "warning"),
-        ("4.18.0-553.el8", None, True, "warning"), ("4.18.0-553.el8", True, True, None), ("4.18", False, True, "error"),
-        ("5.0", None, True, None), ("6.8", False, True, "error"), (None, None, True, None),
+        ("4.13.9", None, True, "error"),
+        ("4.13.9", None, None, "warning"),
+        ("4.13.9", None, False, None),
+        ("4.14", None, True, "warning"),
+        ("4.18.0-553.el8", None, True, "warning"),
+        ("4.18.0-553.el8", True, True, None),
+        ("4.18", False, True, "error"),
+        ("5.0", None, True, None),
+        ("6.8", False, True, "error"),
+        (None, None, True, None),
     ],
-)  # fmt: skip
+)
 def test_zstd_mounted_by_kernel(kernel: str | None, zstd: bool | None, setuid: bool | None, level: str | None) -> None:
     site_file = site(
         runtime=Runtime(kind="apptainer", version="1.4.5", setuid=setuid), kernel=kernel, squashfs_zstd=zstd
@@ -269,16 +330,26 @@ def test_singularityce_lacks_zstd(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("docker", "glibc", "level"),
-    [("20.10.10", "2.36", "ok"), ("20.10.9", "2.36", "error"), ("20.10.9", "2.34", "error"), ("20.10.9", "2.33", "ok"),
-     ("19.03.15", None, "ok"), ("28.2.2", "2.41", "ok")],
-)  # fmt: skip
+    [
+        ("20.10.10", "2.36", "ok"),
+        ("20.10.9", "2.36", "error"),
+        ("20.10.9", "2.34", "error"),
+        ("20.10.9", "2.33", "ok"),
+        ("19.03.15", None, "ok"),
+        ("28.2.2", "2.41", "ok"),
+    ],
+)
 def test_dockers_seccomp_and_threads(docker: str, glibc: str | None, level: str) -> None:
     assert found(site(runtime=Runtime(kind="docker", version=docker)), image(glibc=glibc), "runtime").level == level
 
 
 def test_docker_without_nvidias_toolkit() -> None:
-    for there, facts, level in ((False, image(), "error"), (None, image(), "ok"), (True, image(), "ok"),
-                                (False, image(cuda=None, libraries={}), "ok")):  # fmt: skip
+    for there, facts, level in (
+        (False, image(), "error"),
+        (None, image(), "ok"),
+        (True, image(), "ok"),
+        (False, image(cuda=None, libraries={}), "ok"),
+    ):
         assert (
             found(site(runtime=Runtime(kind="docker", version="28.2.2", gpus=there)), facts, "runtime").level == level
         )
@@ -287,10 +358,14 @@ def test_docker_without_nvidias_toolkit() -> None:
 @pytest.mark.parametrize(
     ("kind", "held", "level"),
     [
-        ("infiniband", ("libibverbs",), "ok"), ("infiniband", (), "warning"), ("roce", (), "warning"), ("efa", ("libibverbs",), "warning"),
-        ("efa", ("libibverbs", "libnccl-net"), "ok"), ("ethernet", (), None),
+        ("infiniband", ("libibverbs",), "ok"),
+        ("infiniband", (), "warning"),
+        ("roce", (), "warning"),
+        ("efa", ("libibverbs",), "warning"),
+        ("efa", ("libibverbs", "libnccl-net"), "ok"),
+        ("ethernet", (), None),
     ],
-)  # fmt: skip
+)
 def test_nccl_requirements_between_nodes(kind: str, held: tuple[str, ...], level: str | None) -> None:
     there = replace(site(), network=Network(kind=kind))
     facts = image(network=held, packages={"torch": "2.11.0"})
@@ -356,11 +431,22 @@ def filesystem(path: str, kind: str = "ext4", free: int = 100 * GIB, **more: Any
 
 def host(**changes: Any) -> BuildHost:
     usual: dict[str, Any] = {
-        "user": "me", "uid": 1001, "groups": (1001, 2000), "group": 1001, "engines": {"apptainer": None, "docker": "no daemon"},
-        "user_namespaces": True, "apparmor_restricts": False, "subuid": 65536, "subgid": 65536, "newuidmap": True, "fuse": True,
-        "temporary": filesystem("/tmp"), "home": filesystem("/home/me"), "store": filesystem("/scratch/me/store"),
+        "user": "me",
+        "uid": 1001,
+        "groups": (1001, 2000),
+        "group": 1001,
+        "engines": {"apptainer": None, "docker": "no daemon"},
+        "user_namespaces": True,
+        "apparmor_restricts": False,
+        "subuid": 65536,
+        "subgid": 65536,
+        "newuidmap": True,
+        "fuse": True,
+        "temporary": filesystem("/tmp"),
+        "home": filesystem("/home/me"),
+        "store": filesystem("/scratch/me/store"),
         "output": filesystem("/home/me", group=1001),
-    }  # fmt: skip
+    }
     return BuildHost(**{**usual, **changes})
 
 
@@ -388,13 +474,17 @@ def test_no_usable_engine_is_an_error() -> None:
     ("change", "topic", "do"),
     [
         ({"user_namespaces": False}, "namespaces", "sysctl user.max_user_namespaces=15000"),
-        ({"user_namespaces": False, "apparmor_restricts": True}, "namespaces", "sysctl kernel.apparmor_restrict_unprivileged_userns=0"),
+        (
+            {"user_namespaces": False, "apparmor_restricts": True},
+            "namespaces",
+            "sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
         ({"subuid": 65535}, "ids", "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 me"),
         ({"subgid": 0}, "ids", "usermod"),
         ({"newuidmap": False}, "ids", "uidmap"),
         ({"fuse": False}, "fuse", None),
     ],
-)  # fmt: skip
+)
 def test_requirements_of_rootless_builds(change: dict[str, Any], topic: str, do: str | None) -> None:
     """A note where an engine works all the same; nothing for root."""
     [(level, where, advice)] = worse(**change)
@@ -447,8 +537,9 @@ def test_findings_as_text_and_json() -> None:
     section = Consulted(
         "run", "mine on there", [Finding("ok", "GPU code", "a"), Finding("warning", "driver", "b", "c")]
     )
-    assert text([section]) == (
-        "mine on there\n  ok       GPU code  a\n  warning  driver    b\n                     → c\n→ will run, but b"
+    assert (
+        text([section])
+        == "mine on there\n  ok       GPU code  a\n  warning  driver    b\n                     → c\n→ will run, but b"
     )
     [row] = report([section])
     assert row["level"] == "warning"

@@ -65,8 +65,17 @@ def stored(store: Store, name: str, path: Path) -> StoredLayer:
     digest = "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
     store.open_for_writing()
     store.put_blob(path.read_bytes())
-    return StoredLayer(name=name, cache_key=name, diff_id=digest, tar_size=1, digest=digest, size=path.stat().st_size,
-                       executor="none", seconds=0, inputs={})  # fmt: skip
+    return StoredLayer(
+        name=name,
+        cache_key=name,
+        diff_id=digest,
+        tar_size=1,
+        digest=digest,
+        size=path.stat().st_size,
+        executor="none",
+        seconds=0,
+        inputs={},
+    )
 
 
 def image_of(tmp_path: Path, *layers: Mapping[str, bytes | None]) -> ImageRequirements:
@@ -95,9 +104,12 @@ def test_requirements_follow_overlay_order(tmp_path: Path) -> None:
     whole = image_of(tmp_path, BASE, FRAMEWORK)
     assert (whole.cuda, whole.torch, whole.glibc, whole.partitions) == ("13.0", "2.11.0", "2.36", 2)
     assert set(whole.judged) == {f"{SITE}/torch/lib/libtorch_cuda.so"}  # cuBLAS goes with its CUDA version
-    older = {f"{SITE}/torch-2.11.0.dist-info": None, f"{SITE}/torch-2.6.0.dist-info/METADATA": b"",
-             f"{SITE}/torch/version.py": TORCH.replace(b"13.0", b"12.4"),
-             f"{SITE}/torch/lib/libtorch_cuda.so": elf(fatbin(["sm_70"]), fatbin(["sm_70"] * 200))}  # fmt: skip
+    older = {
+        f"{SITE}/torch-2.11.0.dist-info": None,
+        f"{SITE}/torch-2.6.0.dist-info/METADATA": b"",
+        f"{SITE}/torch/version.py": TORCH.replace(b"13.0", b"12.4"),
+        f"{SITE}/torch/lib/libtorch_cuda.so": elf(fatbin(["sm_70"]), fatbin(["sm_70"] * 200)),
+    }
     above = image_of(tmp_path, BASE, FRAMEWORK, older)
     assert (above.cuda, above.torch) == ("12.4", "2.6.0")
     assert above.judged[f"{SITE}/torch/lib/libtorch_cuda.so"].names == ["sm_70"]

@@ -105,11 +105,13 @@ def test_quota_output_is_parsed(numbers: str, left: int | None) -> None:
 @pytest.mark.parametrize(
     ("message", "kind", "version"),
     [
-        ("apptainer version 1.4.5", "apptainer", "1.4.5"), ("singularity-ce version 4.3.3-noble", "singularity-ce", "4.3.3"),
-        ("singularity-pro version 3.11-5.el8", "singularity-pro", "3.11"), ("SingularityPRO version 4.1-12", "singularity-pro", "4.1"),
+        ("apptainer version 1.4.5", "apptainer", "1.4.5"),
+        ("singularity-ce version 4.3.3-noble", "singularity-ce", "4.3.3"),
+        ("singularity-pro version 3.11-5.el8", "singularity-pro", "3.11"),
+        ("SingularityPRO version 4.1-12", "singularity-pro", "4.1"),
         ("singularity version 3.8.7-1.el8", "singularity", "3.8.7"),
     ],
-)  # fmt: skip
+)
 def test_runtime_kind_behind_the_name_singularity(
     message: str, kind: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

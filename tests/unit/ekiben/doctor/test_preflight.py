@@ -55,8 +55,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime that starts the task's script with the arguments behind the SIF."""
     path = tmp_path / "bin/apptainer"
     path.parent.mkdir()
-    path.write_text('#!/bin/bash\nwhile [[ $1 != *.sif ]]; do shift; done\n'
-                    f'shift 2\nexec python3 {tmp_path}/image/opt/ekiben/recipe/entrypoints/train.py "$@"\n')  # fmt: skip
+    path.write_text(
+        "#!/bin/bash\nwhile [[ $1 != *.sif ]]; do shift; done\n"
+        f'shift 2\nexec python3 {tmp_path}/image/opt/ekiben/recipe/entrypoints/train.py "$@"\n'
+    )
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
@@ -125,7 +127,15 @@ def test_planned_gpus_come_from_site_profile() -> None:
         request = JobRequest(nodes=nodes, gpus=gpus, group="lab", seconds=3600)
         profile = find_site(site)
         assert profile.file.scheduler
-        job = plan(recipe, ["train"], request, scheduler=profile.file.scheduler.kind, site=profile, sif=Path("/x.sif"), runs=Path("/runs"))  # fmt: skip
+        job = plan(
+            recipe,
+            ["train"],
+            request,
+            scheduler=profile.file.scheduler.kind,
+            site=profile,
+            sif=Path("/x.sif"),
+            runs=Path("/runs"),
+        )
         assert _gpus_of(job, job.steps[0]) == known
 
 
@@ -176,8 +186,10 @@ def test_later_task_is_refused_for_its_options_and_warned_of_for_its_files(tmp_p
     with pytest.raises(UsageError, match="unrecognized arguments: --frob"):
         try_arguments(sif, TRAIN.encode(), ["train", "--frob"], environment, messages.append, follows=True)
     try_arguments(sif, TRAIN.encode(), ["train", "--data", "gone"], environment, messages.append, follows=True)
-    assert messages[-1] == (
-        "warning: train --dry-run ended with exit code 1, and a task before it may write what it lacks: error: gone: no such file"
+    assert (
+        messages[-1]
+        == "warning: train --dry-run ended with exit code 1, and a task before it may write what it lacks: error: gone:"
+        " no such file"
     )
 
 
@@ -188,8 +200,15 @@ def test_submit_tries_each_task_whose_inputs_exist(
     argv = ["train", "--output", "a", "+", "train", "--data", "a/x", "+", "train", "--frob"]
     profile = find_site("slurm-l4")
     assert profile.file.scheduler
-    job = plan(find_recipe("finetune"), argv, JobRequest(nodes=1, gpus=None, group="lab", seconds=3600), scheduler=profile.file.scheduler.kind,
-               site=None, sif=sif, runs=tmp_path)  # fmt: skip
+    job = plan(
+        find_recipe("finetune"),
+        argv,
+        JobRequest(nodes=1, gpus=None, group="lab", seconds=3600),
+        scheduler=profile.file.scheduler.kind,
+        site=None,
+        sif=sif,
+        runs=tmp_path,
+    )
     messages: list[str] = []
     context = SimpleNamespace(environment=dict(os.environ), log=messages.append)
     (tmp_path / "image/opt/ekiben/recipe/entrypoints/train.py").write_text(
@@ -198,9 +217,10 @@ def test_submit_tries_each_task_whose_inputs_exist(
     with pytest.raises(UsageError, match="unrecognized arguments: --frob"):
         _preflight(context, job)  # type: ignore[arg-type]
     assert messages == [
-        "trying train --dry-run with these arguments", "2-train is not tried: it reads a/x, which train writes",
         "trying train --dry-run with these arguments",
-    ]  # fmt: skip
+        "2-train is not tried: it reads a/x, which train writes",
+        "trying train --dry-run with these arguments",
+    ]
 
 
 def test_submit_refuses_before_the_queue(tmp_path: Path, run_cli: RunCli) -> None:

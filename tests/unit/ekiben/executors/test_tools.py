@@ -21,8 +21,12 @@ from ekiben.formats.squashfs.writer import SquashfsWriter
 
 def layer(path: Path, *entries: Entry) -> Any:
     """A layer with these entries and the folders of programs."""
-    members: list[LayerEntry] = [(entry, None) for entry in sorted(
-        [Entry("", "dir"), Entry("usr", "dir"), Entry("usr/bin", "dir"), *entries], key=lambda entry: entry.order)]  # fmt: skip
+    members: list[LayerEntry] = [
+        (entry, None)
+        for entry in sorted(
+            [Entry("", "dir"), Entry("usr", "dir"), Entry("usr/bin", "dir"), *entries], key=lambda entry: entry.order
+        )
+    ]
     with path.open("w+b") as out:
         write_entries(members, SquashfsWriter(out, epoch=1))
 
@@ -35,8 +39,14 @@ def layer(path: Path, *entries: Entry) -> Any:
 
 
 LINKED = Entry("bin", "symlink", 0o777, target="usr/bin")
-BUSYBOX = (Entry("bin", "dir"), Entry("bin/busybox", "file"),
-           *(Entry(f"{folder}/{tool}", "symlink", 0o777, target="/bin/busybox") for folder, tool in (("bin", "tar"), ("usr/bin", "find"))))  # fmt: skip
+BUSYBOX = (
+    Entry("bin", "dir"),
+    Entry("bin/busybox", "file"),
+    *(
+        Entry(f"{folder}/{tool}", "symlink", 0o777, target="/bin/busybox")
+        for folder, tool in (("bin", "tar"), ("usr/bin", "find"))
+    ),
+)
 GNU = (Entry("usr/bin/tar", "file"), Entry("usr/bin/find", "file"))
 
 

@@ -96,20 +96,48 @@ CASES: dict[str, tuple[Upper, list[str]]] = {
     "a deletion at the top": (Upper(tree(), {"bin"}), ["bin gone"]),
     "a deletion of what was not below": (Upper(tree(BASE["etc"]), {"etc/never"}), []),
     "a file in a folder's place": (Upper(tree(BASE["opt"], f("opt/a", b"file"))), ["opt/", "opt/a"]),
-    "a folder in a file's place": (Upper(tree(BASE["etc"], d("etc/conf"), f("etc/conf/x")), set(), {"etc/conf"}), ["etc/", "etc/conf/", "etc/conf/x"]),
+    "a folder in a file's place": (
+        Upper(tree(BASE["etc"], d("etc/conf"), f("etc/conf/x")), set(), {"etc/conf"}),
+        ["etc/", "etc/conf/", "etc/conf/x"],
+    ),
     "a link in a folder's place": (Upper(tree(BASE["opt"], link("opt/a", "z"))), ["opt/", "opt/a@"]),
-    "a folder made anew, empty": (Upper(tree(BASE["opt"], BASE["opt/a"]), set(), {"opt/a"}), ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
-    "a folder made anew with one of its files": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/x", b"new")), set(), {"opt/a"}),
-                                                 ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x"]),
-    "a folder in it made anew, too": (Upper(tree(BASE["opt"], BASE["opt/a"], BASE["opt/a/b"], f("opt/a/b/d")), set(), {"opt/a"}),
-                                      ["opt/", "opt/a/", "opt/a/b/", "opt/a/b/c gone", "opt/a/b/d", "opt/a/x gone"]),
-    "a file in it in a folder's place": (Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/b", b"b")), set(), {"opt/a"}),
-                                         ["opt/", "opt/a/", "opt/a/b", "opt/a/x gone"]),
-    "a whiteout in a folder made anew": (Upper(tree(BASE["opt"], BASE["opt/a"]), {"opt/a/x"}, {"opt/a"}), ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"]),
-    "noise": (Upper(tree(d("tmp"), f("tmp/x"), d("var"), d("var/log"), f("var/log/apt.log"), BASE["etc"], f("etc/resolv.conf"), f("etc/machine-id"))),
-              ["tmp/", "var/", "var/log/"]),
+    "a folder made anew, empty": (
+        Upper(tree(BASE["opt"], BASE["opt/a"]), set(), {"opt/a"}),
+        ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"],
+    ),
+    "a folder made anew with one of its files": (
+        Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/x", b"new")), set(), {"opt/a"}),
+        ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x"],
+    ),
+    "a folder in it made anew, too": (
+        Upper(tree(BASE["opt"], BASE["opt/a"], BASE["opt/a/b"], f("opt/a/b/d")), set(), {"opt/a"}),
+        ["opt/", "opt/a/", "opt/a/b/", "opt/a/b/c gone", "opt/a/b/d", "opt/a/x gone"],
+    ),
+    "a file in it in a folder's place": (
+        Upper(tree(BASE["opt"], BASE["opt/a"], f("opt/a/b", b"b")), set(), {"opt/a"}),
+        ["opt/", "opt/a/", "opt/a/b", "opt/a/x gone"],
+    ),
+    "a whiteout in a folder made anew": (
+        Upper(tree(BASE["opt"], BASE["opt/a"]), {"opt/a/x"}, {"opt/a"}),
+        ["opt/", "opt/a/", "opt/a/b gone", "opt/a/x gone"],
+    ),
+    "noise": (
+        Upper(
+            tree(
+                d("tmp"),
+                f("tmp/x"),
+                d("var"),
+                d("var/log"),
+                f("var/log/apt.log"),
+                BASE["etc"],
+                f("etc/resolv.conf"),
+                f("etc/machine-id"),
+            )
+        ),
+        ["tmp/", "var/", "var/log/"],
+    ),
     "noise that is deleted": (Upper(tree(BASE["etc"]), {"etc/hostname", "etc/.pwd.lock"}), []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -242,8 +270,17 @@ class TestXattrs:
         of_a_namespace = bytes.fromhex("01000003") + CAPABILITY[4:] + (100_000).to_bytes(4, "little")
         assert content_xattrs([("security.capability", of_a_namespace)]) == (("security.capability", CAPABILITY),)
 
-    @pytest.mark.parametrize("name", ["trusted.overlay.opaque", "user.overlay.opaque", "user.fuseoverlayfs.origin",
-                                      "user.containers.override_stat", "security.selinux", "system.posix_acl_access"])  # fmt: skip
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "trusted.overlay.opaque",
+            "user.overlay.opaque",
+            "user.fuseoverlayfs.origin",
+            "user.containers.override_stat",
+            "security.selinux",
+            "system.posix_acl_access",
+        ],
+    )
     def test_what_is_no_content(self, name: str) -> None:
         assert content_xattrs([(name, b"y")]) == ()
 
@@ -281,8 +318,10 @@ class TestSharedNames:
         info.pax_headers["SCHILY.xattr.user.fuseoverlayfs.origin"] = origin + "\0"
         return tar([(tar_info(d("")[0]), b""), (info, data)])
 
-    @pytest.mark.parametrize(("path", "origin", "data", "mode"), [("a", "a", b"new", 0o644), ("b", "b", b"old", 0o600),
-                                                                  ("new", "b", b"new", 0o644)])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("path", "origin", "data", "mode"),
+        [("a", "a", b"new", 0o644), ("b", "b", b"old", 0o600), ("new", "b", b"new", 0o644)],
+    )
     def test_a_changed_file_of_several_names_is_refused(
         self, lower: Lower, path: str, origin: str, data: bytes, mode: int
     ) -> None:
@@ -337,8 +376,11 @@ def test_two_names_of_a_fifo_are_two_fifos_in_every_form(base: Layers, tmp_path:
 def test_a_folder_that_fuse_overlayfs_gave_no_group_is_refused(base: Layers) -> None:
     parent, inside = d("g", 0o2755, gid=42), (replace(f("g/s/x", b"x")[0], gid=42), b"x")
     for child, is_fuse, is_refused in (
-        (d("g/s"), True, True), (d("g/s", 0o2755), True, True), (d("g/s", 0o2755, gid=42), True, False), (d("g/s"), False, False),
-    ):  # fmt: skip
+        (d("g/s"), True, True),
+        (d("g/s", 0o2755), True, True),
+        (d("g/s", 0o2755, gid=42), True, False),
+        (d("g/s"), False, False),
+    ):
         archive = tar(
             [(tar_info(Entry("", "dir")), b""), *((tar_info(entry), data) for entry, data in (parent, child, inside))]
         )
@@ -460,8 +502,21 @@ def test_a_root_file_system_gets_placeholders_for_mounts() -> None:
     assert all(entry.size == 0 for entry, _ in members)
 
 
-@pytest.mark.parametrize("path", ["tmp/x", "var/log/a/b", "etc/resolv.conf", "root/.cache", "var/lib/dpkg/lock-frontend", "run/ekiben/x",
-                                  "proc/1", "var/cache/ldconfig/aux-cache", ".singularity.d/env/x", "a/.wh..wh.plnk"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tmp/x",
+        "var/log/a/b",
+        "etc/resolv.conf",
+        "root/.cache",
+        "var/lib/dpkg/lock-frontend",
+        "run/ekiben/x",
+        "proc/1",
+        "var/cache/ldconfig/aux-cache",
+        ".singularity.d/env/x",
+        "a/.wh..wh.plnk",
+    ],
+)
 def test_machine_specific_paths_are_excluded(path: str) -> None:
     assert is_excluded(path)
 

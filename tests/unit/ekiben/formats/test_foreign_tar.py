@@ -135,9 +135,14 @@ def test_a_link_below_is_followed_as_docker_does(tmp_path: Path) -> None:
     ]
     with layer_below(tmp_path, link, entry("real/sub/old"), entry("file")) as lower:
         assert kinds_on(lower, tmp_path, *upper) == {
-            "file": "dir", "file/y": "file", "real": "dir", "real/sub": "dir", "real/sub/old": "whiteout", "real/sub/x": "file",
+            "file": "dir",
+            "file/y": "file",
+            "real": "dir",
+            "real/sub": "dir",
+            "real/sub/old": "whiteout",
+            "real/sub/x": "file",
             "real/sub/z": "hardlink",
-        }  # fmt: skip
+        }
 
 
 def test_a_folder_replaces_a_link_below(tmp_path: Path) -> None:

@@ -126,10 +126,14 @@ def test_a_tree_without_extended_attributes_keeps_its_bytes(tmp_path: Path) -> N
     choose = random.Random(1)
     data = choose.randbytes(200_000) + bytes(100_000)
     files = tree(
-        Entry("d", "dir", 0o2750, 7, 8, 9), *(file(f"d/{n:04}", b"x" * (n % 50), mode=0o755) for n in range(3000)),
-        file("f", data, mode=0o4755, mtime=5), Entry("g", "hardlink", target="f"), Entry("h", "symlink", 0o777, target="f"),
-        Entry("i", "whiteout", 0), Entry("j", "fifo", 0o600),
-    )  # fmt: skip
+        Entry("d", "dir", 0o2750, 7, 8, 9),
+        *(file(f"d/{n:04}", b"x" * (n % 50), mode=0o755) for n in range(3000)),
+        file("f", data, mode=0o4755, mtime=5),
+        Entry("g", "hardlink", target="f"),
+        Entry("h", "symlink", 0o777, target="f"),
+        Entry("i", "whiteout", 0),
+        Entry("j", "fifo", 0o600),
+    )
     diff_id = write(tmp_path / "x", files, epoch=3, chunk=200_000)
     assert diff_id == "sha256:5c5e6ecd679f923ebfa770ac8899690b2f1e5a48582a79d6c33f646dfa5123b8"
     stored = hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()

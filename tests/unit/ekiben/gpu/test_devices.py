@@ -58,11 +58,16 @@ def test_nvml_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     library = SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetCudaComputeCapability=lambda handle: (9, 0),
-        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30), nvmlDeviceGetName=lambda handle: "NVIDIA H100",
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, 0),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=80 << 30),
+        nvmlDeviceGetName=lambda handle: "NVIDIA H100",
         nvmlSystemGetDriverVersion=lambda: "575.1",
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "pynvml", library)
     assert nvidia_gpus() == ([NvidiaGpu("NVIDIA H100", 80 << 30, "9.0")], "575.1")
 

@@ -52,13 +52,45 @@ def dpkg(**versions: str) -> dict[str, bytes | None]:
 
 def test_changed_files_are_separate_from_packaged_ones(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     base = {"etc/one": b"1", "etc/gone": b"x", "etc/dir/below": b"x", **dpkg(libc6="1", bash="5")}
-    before = image(tmp_path, stack, "a", base, {**package("torch", "2.6", "torch/a.py"), **package("numpy", "1", "np.py"),
-                                               "opt/x": b"abc", "opt/same": b"same"}, WORD="one", KEPT="yes")  # fmt: skip
-    after = image(tmp_path, stack, "b", base, {**package("torch", "2.11", "torch/a.py", "torch/b.py"), **package("new_one", "3", "n.py"),
-                                              "opt/x": b"abd", "opt/same": b"same", f"{SITE}/torch/__pycache__/a.cpython-311.pyc": b"c",
-                                              "etc/gone": None, "etc/dir": None, **dpkg(libc6="2", bash="5")}, WORD="two", KEPT="yes")  # fmt: skip
+    before = image(
+        tmp_path,
+        stack,
+        "a",
+        base,
+        {
+            **package("torch", "2.6", "torch/a.py"),
+            **package("numpy", "1", "np.py"),
+            "opt/x": b"abc",
+            "opt/same": b"same",
+        },
+        WORD="one",
+        KEPT="yes",
+    )
+    after = image(
+        tmp_path,
+        stack,
+        "b",
+        base,
+        {
+            **package("torch", "2.11", "torch/a.py", "torch/b.py"),
+            **package("new_one", "3", "n.py"),
+            "opt/x": b"abd",
+            "opt/same": b"same",
+            f"{SITE}/torch/__pycache__/a.cpython-311.pyc": b"c",
+            "etc/gone": None,
+            "etc/dir": None,
+            **dpkg(libc6="2", bash="5"),
+        },
+        WORD="two",
+        KEPT="yes",
+    )
     about = compare(before, after)
-    assert about["packages"]["python"] == {"added": {"new-one": "3"}, "removed": {"numpy": "1"}, "changed": {"torch": ["2.6", "2.11"]}, "same": 0}  # fmt: skip
+    assert about["packages"]["python"] == {
+        "added": {"new-one": "3"},
+        "removed": {"numpy": "1"},
+        "changed": {"torch": ["2.6", "2.11"]},
+        "same": 0,
+    }
     assert about["packages"]["debian"]["changed"] == {"libc6": ["1", "2"]}
     assert about["environment"] == {"added": {}, "removed": {}, "changed": {"WORD": ["one", "two"]}, "same": 1}
     assert [row["same"] for row in about["layers"]] == [True, False]
@@ -110,8 +142,18 @@ def test_differing_entries_of_two_layers(tmp_path: Path) -> None:
 
 
 def stored(name: str, diff_id: str) -> StoredLayer:
-    return StoredLayer(name=name, cache_key="k", diff_id=diff_id, tar_size=1, digest=f"blob of {diff_id}", size=1, executor="x",
-                       seconds=1.0, inputs={}, notes={"drift": ["libc6 1 → 2"]})  # fmt: skip
+    return StoredLayer(
+        name=name,
+        cache_key="k",
+        diff_id=diff_id,
+        tar_size=1,
+        digest=f"blob of {diff_id}",
+        size=1,
+        executor="x",
+        seconds=1.0,
+        inputs={},
+        notes={"drift": ["libc6 1 → 2"]},
+    )
 
 
 def test_rebuild_error_names_differing_entries() -> None:
@@ -146,8 +188,8 @@ def test_diff_of_stored_images_and_sif_files(
     assert "no image 'owl'" in run_cli("--store", store.root, "diff", "owl", "own", code=2).stderr
     output = run_cli("--store", store.root, "diff", "own", "none.sif", code=6).stderr
     assert (
-        f"error: none.sif: cannot be read: No such file or directory\nhint: {sys.executable} {ROOT}/build.py list names the images"
-        in output
+        f"error: none.sif: cannot be read: No such file or directory\nhint: {sys.executable} {ROOT}/build.py list names"
+        " the images" in output
     )
     assert "not a SIF" in run_cli("--store", store.root, "diff", __file__, "own", code=6).stderr
     with pytest.raises(UsageError, match="Did you mean 'own'"), open_image("owm", store):

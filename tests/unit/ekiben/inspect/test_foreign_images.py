@@ -29,9 +29,19 @@ def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
 
 @pytest.mark.parametrize(
     "change",
-    [{"keys": []}, {"keys": ["x", "y", "z", "w"]}, {"keys": 3}, {"config": "sha256:../../x"}, {"config": "sha256:" + "0" * 64}, {"stack": None},
-     {"manifest": "sha256:" + "0" * 64}, {"manifest": 3}, {"tasks": []}, {"recipe": 1}],
-)  # fmt: skip
+    [
+        {"keys": []},
+        {"keys": ["x", "y", "z", "w"]},
+        {"keys": 3},
+        {"config": "sha256:../../x"},
+        {"config": "sha256:" + "0" * 64},
+        {"stack": None},
+        {"manifest": "sha256:" + "0" * 64},
+        {"manifest": 3},
+        {"tasks": []},
+        {"recipe": 1},
+    ],
+)
 def test_damaged_image_record_is_one_error(store: Store, change: dict[str, Any]) -> None:
     path = store.root / "refs/own.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), **change}))
@@ -61,9 +71,15 @@ def test_invalid_published_record_is_an_error(tmp_path: Path, data: bytes) -> No
 
 @pytest.mark.parametrize(
     "data",
-    [*NO_RECORDS, b"{}", b'{"recipe": 1}', b'{"recipe": "a", "stack": "b", "layers": [1]}', b'{"recipe": "a", "stack": "b", "layers": {}}',
-     b'{"recipe": "a", "stack": "b", "layers": [], "compiled": 3}'],
-)  # fmt: skip
+    [
+        *NO_RECORDS,
+        b"{}",
+        b'{"recipe": 1}',
+        b'{"recipe": "a", "stack": "b", "layers": [1]}',
+        b'{"recipe": "a", "stack": "b", "layers": {}}',
+        b'{"recipe": "a", "stack": "b", "layers": [], "compiled": 3}',
+    ],
+)
 def test_invalid_image_metadata_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"is not|has no|is nested"):
         ImageMetadata.parse(data)

@@ -22,7 +22,10 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 
 def test_installed_packages() -> None:
-    status = "Package: a\nStatus: install ok installed\nVersion: 1:2.0-1\nDescription: x\n Version: not this\n\nPackage: b\nVersion: 3\n\nPackage: c\n"
+    status = (
+        "Package: a\nStatus: install ok installed\nVersion: 1:2.0-1\nDescription: x\n Version: not this\n\nPackage:"
+        " b\nVersion: 3\n\nPackage: c\n"
+    )
     assert installed_packages(status) == {"a": "1:2.0-1", "b": "3"}
     assert installed_packages("") == {}
 
@@ -30,12 +33,21 @@ def test_installed_packages() -> None:
 def test_debian_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     below = status(record("libc6", "1"), record("bash", "5"))
     above = status(
-        record("libc6", "2", "Source: glibc", "Maintainer: GNU Libc <x@y>", "Depends: libgcc-s1, mawk (>= 1) | gawk:any",
-               "Pre-Depends: dpkg", "Description: one", " Depends: not this", " ."),
+        record(
+            "libc6",
+            "2",
+            "Source: glibc",
+            "Maintainer: GNU Libc <x@y>",
+            "Depends: libgcc-s1, mawk (>= 1) | gawk:any",
+            "Pre-Depends: dpkg",
+            "Description: one",
+            " Depends: not this",
+            " .",
+        ),
         record("bash", "5"),
         record("gone", "1", status="deinstall ok config-files"),
         record("new", "1", "Source: newer (7:1.2)", "Provides: awk (= 1), editor"),
-    )  # fmt: skip
+    )
     one = image(tmp_path, stack, "a", below, {"etc/x": b""}, above)
     found = {package.name: package for package in debian_packages(one, tree_of(one))}
     assert {name: package.layer for name, package in found.items()} == {"bash": 0, "libc6": 2, "new": 2}
@@ -44,16 +56,16 @@ def test_debian_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -
     assert (found["new"].source, found["new"].provides) == (("newer", "7:1.2"), ("awk", "editor"))
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({STATUS: b"Package: a\nStatus: install ok installed\nArchitecture: amd64\n\n"}, "a has no Version"),
-    ({STATUS: b"Version: 1\nStatus: install ok installed\n\n"}, "a record has no Package"),
-    ({STATUS: record("a", "1").encode() + bytes(40)}, r"line 6 is no field: '\\x00"),
-    (status(record("a", "1")),
-     "there is no record of b, whose files are listed in var/lib/dpkg/info/b:amd64.list"),
-])  # fmt: skip
-def test_bad_database_named(
-    tmp_path: Path, stack: contextlib.ExitStack, files: Files, message: str
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({STATUS: b"Package: a\nStatus: install ok installed\nArchitecture: amd64\n\n"}, "a has no Version"),
+        ({STATUS: b"Version: 1\nStatus: install ok installed\n\n"}, "a record has no Package"),
+        ({STATUS: record("a", "1").encode() + bytes(40)}, r"line 6 is no field: '\\x00"),
+        (status(record("a", "1")), "there is no record of b, whose files are listed in var/lib/dpkg/info/b:amd64.list"),
+    ],
+)
+def test_bad_database_named(tmp_path: Path, stack: contextlib.ExitStack, files: Files, message: str) -> None:
     below = {
         **status(record("b", "1")),
         "var/lib/dpkg/info/b:amd64.list": b"/.\n",
@@ -75,28 +87,42 @@ def test_removed_but_unpurged_packages_are_accepted(tmp_path: Path, stack: conte
 
 def test_python_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     old = f"{SITE}/torch-1.dist-info"
-    one = image(tmp_path, stack, "a", {**dist_info("Some.Thing", "2", "License: MIT"), **dist_info("torch", "1")},
-                {**dist_info("torch", "2"), old: None, f"{SITE}/setuptools/_vendor/x-1.dist-info/METADATA": b"Name: x"})  # fmt: skip
+    one = image(
+        tmp_path,
+        stack,
+        "a",
+        {**dist_info("Some.Thing", "2", "License: MIT"), **dist_info("torch", "1")},
+        {**dist_info("torch", "2"), old: None, f"{SITE}/setuptools/_vendor/x-1.dist-info/METADATA": b"Name: x"},
+    )
     found = python_packages(one, tree_of(one))
     assert [(item.name, item.version, item.layer) for item in found] == [("Some.Thing", "2", 0), ("torch", "2", 1)]
     assert found[0].metadata["License"] == "MIT"
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({f"{SITE}/torch-2.dist-info/RECORD": b""}, "is not there"),
-    ({f"{SITE}/torch-2.dist-info/METADATA": b"\0\0\0"}, "has no Name and Version"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({f"{SITE}/torch-2.dist-info/RECORD": b""}, "is not there"),
+        ({f"{SITE}/torch-2.dist-info/METADATA": b"\0\0\0"}, "has no Name and Version"),
+    ],
+)
 def test_a_half_installed_python_package_is_named(
     tmp_path: Path, stack: contextlib.ExitStack, files: Files, message: str
-) -> None:  # fmt: skip
+) -> None:
     one = image(tmp_path, stack, "a", {"etc/x": b""}, files)
     with pytest.raises(VerifyError, match=rf"layer layer1: .*torch-2\.dist-info/METADATA {message}"):
         python_packages(one, tree_of(one))
 
 
 def test_a_file_is_read_through_links(tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    links = {"usr/share/doc/g++": "g++-12", "usr/share/doc/g++-12": "/usr/share/doc/gcc", "etc/release": "../usr/release",
-             "round": "about", "about": "round", "usr/share/doc/away": "nowhere"}  # fmt: skip
+    links = {
+        "usr/share/doc/g++": "g++-12",
+        "usr/share/doc/g++-12": "/usr/share/doc/gcc",
+        "etc/release": "../usr/release",
+        "round": "about",
+        "about": "round",
+        "usr/share/doc/away": "nowhere",
+    }
     one = image(tmp_path, stack, "a", {"usr/share/doc/gcc/copyright": b"GPL", "usr/release": b"12"}, links=links)
     tree = tree_of(one)
     assert read_file(one, tree, "usr/share/doc/g++/copyright") == b"GPL"
@@ -116,6 +142,15 @@ def test_a_file_is_read_through_links(tmp_path: Path, stack: contextlib.ExitStac
 def test_arguments_that_build_a_stored_image(name: str, stack: str, arch: str, label: str, expected: str) -> None:
     labels = {"org.ekiben.layer": label} if label else {}
     image = StoredImage(
-        recipe="hello", stack=stack, manifest="", config="", created="", architecture=arch, environment=(), labels=labels, tasks={}, layers=()
-    )  # fmt: skip
+        recipe="hello",
+        stack=stack,
+        manifest="",
+        config="",
+        created="",
+        architecture=arch,
+        environment=(),
+        labels=labels,
+        tasks={},
+        layers=(),
+    )
     assert image.cli_args(name) == expected

@@ -18,18 +18,21 @@ def files(*licenses: str) -> str:
     )
 
 
-@pytest.mark.parametrize(("licenses", "known"), [
-    (["Expat"], ["MIT"]),
-    (["GPL-2+"], ["GPL-2.0-or-later"]),
-    (["LGPL-2.1"], ["LGPL-2.1-only"]),
-    (["GFDL-NIV-1.3+"], ["GFDL-1.3-no-invariants-or-later"]),
-    (["GPL-2+ or Artistic"], ["GPL-2.0-or-later OR Artistic-1.0"]),
-    (["GPL-2+", "bsd-3-clause", "GPL-2+"], ["BSD-3-Clause AND GPL-2.0-or-later"]),
-    (["Expat or Apache-2.0", "Zlib"], ["(MIT OR Apache-2.0) AND Zlib"]),
-    (["GPL-1+ or Artistic, and Expat"], ["(GPL-1.0-or-later OR Artistic-1.0) AND MIT"]),
-    (["GPL-2+", "public-domain"], ["GPL-2.0-or-later", "public-domain"]),
-    (["GPL-3+ with Bison exception"], ["GPL-3+ with Bison exception"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("licenses", "known"),
+    [
+        (["Expat"], ["MIT"]),
+        (["GPL-2+"], ["GPL-2.0-or-later"]),
+        (["LGPL-2.1"], ["LGPL-2.1-only"]),
+        (["GFDL-NIV-1.3+"], ["GFDL-1.3-no-invariants-or-later"]),
+        (["GPL-2+ or Artistic"], ["GPL-2.0-or-later OR Artistic-1.0"]),
+        (["GPL-2+", "bsd-3-clause", "GPL-2+"], ["BSD-3-Clause AND GPL-2.0-or-later"]),
+        (["Expat or Apache-2.0", "Zlib"], ["(MIT OR Apache-2.0) AND Zlib"]),
+        (["GPL-1+ or Artistic, and Expat"], ["(GPL-1.0-or-later OR Artistic-1.0) AND MIT"]),
+        (["GPL-2+", "public-domain"], ["GPL-2.0-or-later", "public-domain"]),
+        (["GPL-3+ with Bison exception"], ["GPL-3+ with Bison exception"]),
+    ],
+)
 def test_licenses_of_a_debian_copyright_file(licenses: list[str], known: list[str]) -> None:
     assert debian_licenses(files(*licenses)) == known
 
@@ -40,19 +43,22 @@ def test_free_text_copyright_gives_no_license() -> None:
     assert debian_licenses(FORMAT + "License: GPL-3+\n Text\n") == []  # the text of one, not what a file has
 
 
-@pytest.mark.parametrize(("fields", "known"), [
-    ("License-Expression: MIT", ["MIT"]),
-    ("License-Expression: BSD-3-Clause AND MIT\nLicense: other", ["BSD-3-Clause AND MIT"]),
-    ("License-Expression: LicenseRef-Own", ["LicenseRef-Own"]),
-    ("Classifier: License :: OSI Approved :: MIT License", ["MIT"]),
-    ("Classifier: License :: OSI Approved\nClassifier: License :: OSI Approved :: BSD License", ["BSD License"]),
-    ("License: BSD-3-Clause\nClassifier: License :: OSI Approved :: BSD License", ["BSD-3-Clause"]),
-    ("License: see the file\nClassifier: License :: OSI Approved :: Apache Software License", ["Apache-2.0"]),
-    ("License: Apache 2.0 License", ["Apache-2.0"]),
-    ("License: mit", ["MIT"]),
-    ("License: UNKNOWN", []),
-    ("License: " + "all of it, " * 20, []),
-    ("Name: x", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "known"),
+    [
+        ("License-Expression: MIT", ["MIT"]),
+        ("License-Expression: BSD-3-Clause AND MIT\nLicense: other", ["BSD-3-Clause AND MIT"]),
+        ("License-Expression: LicenseRef-Own", ["LicenseRef-Own"]),
+        ("Classifier: License :: OSI Approved :: MIT License", ["MIT"]),
+        ("Classifier: License :: OSI Approved\nClassifier: License :: OSI Approved :: BSD License", ["BSD License"]),
+        ("License: BSD-3-Clause\nClassifier: License :: OSI Approved :: BSD License", ["BSD-3-Clause"]),
+        ("License: see the file\nClassifier: License :: OSI Approved :: Apache Software License", ["Apache-2.0"]),
+        ("License: Apache 2.0 License", ["Apache-2.0"]),
+        ("License: mit", ["MIT"]),
+        ("License: UNKNOWN", []),
+        ("License: " + "all of it, " * 20, []),
+        ("Name: x", []),
+    ],
+)
 def test_licenses_of_python_metadata(fields: str, known: list[str]) -> None:
     assert python_licenses(HeaderParser().parsestr(fields)) == known

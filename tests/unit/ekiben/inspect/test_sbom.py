@@ -29,9 +29,18 @@ from support.sample_recipe import RunCli, SampleRecipe, quiet, seeded
 
 HASH = "ab" * 32
 OTHER = "cd" * 32
-ORIGIN = {"package": "flash_attn", "layer": "top", "cache_key": "k" * 64, "torch": "2.11.0", "cuda": "13.0", "python": "3.11",
-          "cxx11_abi": True, "capabilities": ["8.0", "9.0"], "compilers": {"nvcc": "13.0.88", "g++-12": "12.2"},
-          "source": {"name": "flash-attn", "version": "2.8", "sha256": [HASH]}}  # fmt: skip
+ORIGIN = {
+    "package": "flash_attn",
+    "layer": "top",
+    "cache_key": "k" * 64,
+    "torch": "2.11.0",
+    "cuda": "13.0",
+    "python": "3.11",
+    "cxx11_abi": True,
+    "capabilities": ["8.0", "9.0"],
+    "compilers": {"nvcc": "13.0.88", "g++-12": "12.2"},
+    "source": {"name": "flash-attn", "version": "2.8", "sha256": [HASH]},
+}
 OF_PYTHON = {
     "package": "plain",
     "layer": "top",
@@ -76,8 +85,12 @@ def by_name(sbom: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def python_metadata(compiled: list[dict[str, Any]], *layers: str) -> Files:
     """What an image says of itself."""
-    about = {"recipe": "top", "stack": "cu130", "compiled": compiled,
-             "layers": [{"name": name, "cache_key": name * 8} for name in layers]}  # fmt: skip
+    about = {
+        "recipe": "top",
+        "stack": "cu130",
+        "compiled": compiled,
+        "layers": [{"name": name, "cache_key": name * 8} for name in layers],
+    }
     return {
         "opt/ekiben/image.json": json.dumps(about).encode(),
         ".singularity.d/labels.json": b'{"org.opencontainers.image.description": "a test"}',
@@ -103,8 +116,9 @@ def test_debian_packages(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     above = status(
         record("libc6", "2.36-9+deb12u1", "Source: glibc", "Maintainer: GNU Libc <a@b>", "Depends: libgcc-s1"),
         record("libgcc-s1", "12", "Depends: libc6 (>= 2), nowhere"),
-        record("perl", "1:5+b1", "Source: perl (1:5)", "Depends: awk | libc6, editor"), record("mawk", "1", "Provides: awk"),
-    )  # fmt: skip
+        record("perl", "1:5+b1", "Source: perl (1:5)", "Depends: awk | libc6, editor"),
+        record("mawk", "1", "Provides: awk"),
+    )
     sbom = sbom_with(tmp_path, stack, {**below, "usr/share/doc/libc6/copyright": COPYRIGHT}, above)
     found = by_name(sbom)
     assert found["libc6"]["purl"] == "pkg:deb/debian/libc6@2.36-9%2Bdeb12u1?arch=amd64&distro=debian-12&upstream=glibc"
@@ -129,8 +143,18 @@ def test_lock_mismatches_are_properties_of_package_and_image(tmp_path: Path, sta
         python_metadata([], "layer0"),
     )
     part = one.layers[0]
-    layer = StoredLayer(name="layer0", cache_key="k", diff_id="sha256:" + HASH, tar_size=1, digest=part.digest, size=part.size,
-                        executor="", seconds=0.0, inputs={}, notes={"drift": ["libc6 1 → 2"]})  # fmt: skip
+    layer = StoredLayer(
+        name="layer0",
+        cache_key="k",
+        diff_id="sha256:" + HASH,
+        tar_size=1,
+        digest=part.digest,
+        size=part.size,
+        executor="",
+        seconds=0.0,
+        inputs={},
+        notes={"drift": ["libc6 1 → 2"]},
+    )
     sbom = checked(write_sbom(one, Store(tmp_path / "store"), quiet(), [layer]))
     assert properties(by_name(sbom)["libc6"]) == {"layer": "layer0", "drift": "libc6 1 → 2"}
     assert "drift" not in properties(by_name(sbom)["bash"])
@@ -145,16 +169,34 @@ def test_sbom_of_another_distribution(tmp_path: Path, stack: contextlib.ExitStac
 
 
 def test_python_packages(tmp_path: Path, stack: contextlib.ExitStack) -> None:
-    lock = f"torch==2 \\\n    --hash=sha256:{HASH}\nidna==3 \\\n    --hash=sha256:{OTHER} \\\n    --hash=sha256:{HASH}\nold==1 \\\n    --hash=sha256:{HASH}\n"
+    lock = (
+        f"torch==2 \\\n    --hash=sha256:{HASH}\nidna==3 \\\n    --hash=sha256:{OTHER} \\\n   "
+        f" --hash=sha256:{HASH}\nold==1 \\\n    --hash=sha256:{HASH}\n"
+    )
     sbom = sbom_with(
-        tmp_path, stack,
-        {**dist_info("torch", "2", "License-Expression: BSD-3-Clause", "Summary: Tensors", "Author: A Team <a@b>",
-                     'Requires-Dist: Idna[extra]>=2; python_version >= "3.11"', 'Requires-Dist: old; sys_platform == "win32"',
-                     'Requires-Dist: extra_only; extra == "asked"', "Requires-Dist: absent", "Requires-Dist: not a (requirement"),
-         **dist_info("idna", "3", 'Requires-Dist: old; extra == "extra"', 'Requires-Dist: extra_only; extra == "other"'),
-         **dist_info("old", "2"), "opt/ekiben/locks/python.lock": lock.encode()},
+        tmp_path,
+        stack,
+        {
+            **dist_info(
+                "torch",
+                "2",
+                "License-Expression: BSD-3-Clause",
+                "Summary: Tensors",
+                "Author: A Team <a@b>",
+                'Requires-Dist: Idna[extra]>=2; python_version >= "3.11"',
+                'Requires-Dist: old; sys_platform == "win32"',
+                'Requires-Dist: extra_only; extra == "asked"',
+                "Requires-Dist: absent",
+                "Requires-Dist: not a (requirement",
+            ),
+            **dist_info(
+                "idna", "3", 'Requires-Dist: old; extra == "extra"', 'Requires-Dist: extra_only; extra == "other"'
+            ),
+            **dist_info("old", "2"),
+            "opt/ekiben/locks/python.lock": lock.encode(),
+        },
         dist_info("extra_only", "1", "License-Expression: MIT OR Apache-2.0"),
-    )  # fmt: skip
+    )
     found = by_name(sbom)
     assert found["torch"]["purl"] == "pkg:pypi/torch@2"
     assert found["torch"]["hashes"] == [{"alg": "SHA-256", "content": HASH}]
@@ -194,9 +236,15 @@ def test_compiled_wheels(tmp_path: Path, stack: contextlib.ExitStack) -> None:
     (source,) = flash["pedigree"]["ancestors"]
     assert (source["purl"], source["hashes"]) == ("pkg:pypi/flash-attn@2.8", [{"alg": "SHA-256", "content": HASH}])
     assert properties(flash) == {
-        "layer": "layer0", "compiled:torch": "2.11.0", "compiled:cuda": "13.0", "compiled:python": "3.11", "compiled:cxx11_abi": "true",
-        "compiled:capabilities": "8.0 9.0", "compiled:compilers": "g++-12=12.2 nvcc=13.0.88", "compiled:cache_key": "k" * 64,
-    }  # fmt: skip
+        "layer": "layer0",
+        "compiled:torch": "2.11.0",
+        "compiled:cuda": "13.0",
+        "compiled:python": "3.11",
+        "compiled:cxx11_abi": "true",
+        "compiled:capabilities": "8.0 9.0",
+        "compiled:compilers": "g++-12=12.2 nvcc=13.0.88",
+        "compiled:cache_key": "k" * 64,
+    }
     assert properties(found["plain"]) == {"layer": "layer0", "compiled:cache_key": "p" * 64}
     assert found["plain"]["pedigree"]["ancestors"][0]["purl"] == "pkg:pypi/plain@3"
     assert (

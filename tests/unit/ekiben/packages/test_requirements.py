@@ -49,9 +49,18 @@ def stack(sample: SampleRecipe) -> Stack:
 
 @pytest.mark.parametrize(
     "line",
-    ["-e {0}", "--editable={0}", "{0}", "evil @ file://{0}", "evil @ git+file://{0}", "-r {0}/PKG-INFO", "-c {0}/PKG-INFO",
-     "--no-binary :all:", "./evil-1.0"],
-)  # fmt: skip
+    [
+        "-e {0}",
+        "--editable={0}",
+        "{0}",
+        "evil @ file://{0}",
+        "evil @ git+file://{0}",
+        "-r {0}/PKG-INFO",
+        "-c {0}/PKG-INFO",
+        "--no-binary :all:",
+        "./evil-1.0",
+    ],
+)
 def test_an_in_file_of_a_stack_names_packages_of_an_index_alone(
     stack: Stack, ran: Path, tmp_path: Path, line: str
 ) -> None:

@@ -19,8 +19,13 @@ from support.sample_recipe import RunCli
 def test_the_folder_has_a_recipe_a_layer_a_task_and_instructions(tmp_path: Path) -> None:
     written = create_recipe(tmp_path / "mine")
     assert {str(path.relative_to(tmp_path / "mine")) for path in written} == {
-        "README.md", "entrypoints/train.py", "images/mine-packages.def", "recipe.schema.json", "recipe.yaml", "requirements.txt",
-    }  # fmt: skip
+        "README.md",
+        "entrypoints/train.py",
+        "images/mine-packages.def",
+        "recipe.schema.json",
+        "recipe.yaml",
+        "requirements.txt",
+    }
     assert [path for path in written if "@" in path.read_text()] == []
 
 

@@ -60,8 +60,10 @@ def test_catalog_of_two_versions_with_changes(lab: Lab) -> None:
     made = make(lab.folder)
     assert made.out == lab.folder / "catalog"
     assert {str(path.relative_to(made.out)) for path in made.out.rglob("*") if path.is_file()} == {
-        "index.html", "catalog.json", "images/own.html",
-    }  # fmt: skip
+        "index.html",
+        "catalog.json",
+        "images/own.html",
+    }
     data = json.loads((made.out / "catalog.json").read_bytes())
     assert data == made.catalog
     (image_entry,) = data["images"]
@@ -133,8 +135,16 @@ def test_gpus_are_those_of_the_device_code(lab: Lab, tmp_path: Path) -> None:
     )
     found = LayerInspector(reader, lambda line: None).of(done.record)
     assert {gpu["capability"]: gpu["level"] for gpu in found["gpus"]} == {
-        "7.0": "error", "7.5": "error", "8.0": "ok", "8.6": "ok", "8.9": "ok", "9.0": "ok", "10.0": "warning", "10.3": "warning", "12.0": "warning",
-    }  # fmt: skip
+        "7.0": "error",
+        "7.5": "error",
+        "8.0": "ok",
+        "8.6": "ok",
+        "8.9": "ok",
+        "9.0": "ok",
+        "10.0": "warning",
+        "10.3": "warning",
+        "12.0": "warning",
+    }
     assert found["driver"] == {"minimum": "580.65.06", "toolkit": "580.65.06"}
     assert found["device_code"] == ["sm_80", "sm_90", "compute_90"]
 
@@ -223,10 +233,18 @@ def test_line_of_an_image_with_added_layers_names_them(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ what is wrong
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("{", "is not JSON"), ("[]", "is not an object"), ("{}", "has no 'format'"), ('{"format": true}', "'format' is not a size"),
-    ("[" * 100_000, "is n"), ("\udcff", "is not UTF-8"), ('{"format": NaN}', "NaN is not a JSON number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not an object"),
+        ("{}", "has no 'format'"),
+        ('{"format": true}', "'format' is not a size"),
+        ("[" * 100_000, "is n"),
+        ("\udcff", "is not UTF-8"),
+        ('{"format": NaN}', "NaN is not a JSON number"),
+    ],
+)
 def test_a_broken_record_is_left_out_and_named(lab: Lab, content: str, message: str) -> None:
     done = lab.put()
     name = "own-0-0123456789ab.json"
@@ -239,13 +257,23 @@ def test_a_broken_record_is_left_out_and_named(lab: Lab, content: str, message: 
     assert name in page(made, "index.html")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"format": 2}, "of format 2"), ({"file": "../../../etc/passwd"}, "'file' is not a plain file name"),
-    ({"file": "own-1-0123456789ab.sif"}, "'file' is of another version"), ({"name": "other"}, "'name' is of another image: other"),
-    ({"name": "../own"}, "'name' is not a name"), ({"size": 1}, "bytes of 1"), ({"size": -1}, "'size' is not a size"),
-    ({"tasks": {"a": 1}}, "'tasks' is not names and strings"), ({"layers": [1]}, "'layers[0]' is not an object"), ({"layers": []}, "'layers' is empty"),
-    ({"layers": [{"name": "x"}]}, "has no 'layers[0].cache_key'"), ({"checks": [{"runtime": "x", "seconds": "y"}]}, "'checks[0].seconds' is not a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "of format 2"),
+        ({"file": "../../../etc/passwd"}, "'file' is not a plain file name"),
+        ({"file": "own-1-0123456789ab.sif"}, "'file' is of another version"),
+        ({"name": "other"}, "'name' is of another image: other"),
+        ({"name": "../own"}, "'name' is not a name"),
+        ({"size": 1}, "bytes of 1"),
+        ({"size": -1}, "'size' is not a size"),
+        ({"tasks": {"a": 1}}, "'tasks' is not names and strings"),
+        ({"layers": [1]}, "'layers[0]' is not an object"),
+        ({"layers": []}, "'layers' is empty"),
+        ({"layers": [{"name": "x"}]}, "has no 'layers[0].cache_key'"),
+        ({"checks": [{"runtime": "x", "seconds": "y"}]}, "'checks[0].seconds' is not a number"),
+    ],
+)
 def test_invalid_record_is_left_out_with_a_reason(lab: Lab, changes: dict[str, Any], message: str) -> None:
     done = lab.put()
     edit_record(done.sif.with_suffix(".json"), **changes)
@@ -355,8 +383,14 @@ def test_hostile_record_is_escaped(lab: Lab) -> None:
     done = lab.put()
     record = json.loads(done.sif.with_suffix(".json").read_bytes())
     layers = [{**layer, "notes": {"drift": [HOSTILE]}} for layer in record["layers"]]
-    edit_record(done.sif.with_suffix(".json"), description=HOSTILE, tasks={HOSTILE: HOSTILE}, by=HOSTILE, layers=layers,
-         signature={"fingerprint": HOSTILE, "user": HOSTILE, HOSTILE: HOSTILE})  # fmt: skip
+    edit_record(
+        done.sif.with_suffix(".json"),
+        description=HOSTILE,
+        tasks={HOSTILE: HOSTILE},
+        by=HOSTILE,
+        layers=layers,
+        signature={"fingerprint": HOSTILE, "user": HOSTILE, HOSTILE: HOSTILE},
+    )
     made = make(lab.folder)
     assert made.catalog["skipped"] == []
     assert made.catalog["images"][0]["versions"][0]["sbom"] == f"{done.sif.stem}.cdx.json"  # the file that is there
@@ -534,10 +568,22 @@ def test_losses_of_records_with_their_former_names_are_kept() -> None:
     assert (kept["final_eval_loss"], kept["final_eval_perplexity"]) == (losses["loss"], losses["perplexity"])
 
 
-@pytest.mark.parametrize(("model", "kept"), [
-    ("cyberagent/open-calm-3b", "cyberagent/open-calm-3b"), ("/home/me/models/mine/", "mine"), ("../mine", "mine"), ("~/mine", "mine"),
-    ("https://me:token@host/mine", "mine"), ("mine", "mine"), ("a\nb", None), ("/", None), (7, None), (None, None), ("x" * 101, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        ("cyberagent/open-calm-3b", "cyberagent/open-calm-3b"),
+        ("/home/me/models/mine/", "mine"),
+        ("../mine", "mine"),
+        ("~/mine", "mine"),
+        ("https://me:token@host/mine", "mine"),
+        ("mine", "mine"),
+        ("a\nb", None),
+        ("/", None),
+        (7, None),
+        (None, None),
+        ("x" * 101, None),
+    ],
+)
 def test_of_a_model_s_path_only_the_end_is_kept(model: Any, kept: str | None) -> None:
     record = run_record(*SPEEDS[0])
     record["model"]["name"] = model
@@ -561,9 +607,11 @@ def test_a_plot_has_a_row_for_each_model_and_device() -> None:
     runs = [{"version": "1", **reduced(run_record(*row))} for row in (*SPEEDS, SPEEDS[0])]
     speed, mfu = plots(runs)
     assert [(row["label"], row["best"], len(row["dots"])) for row in speed["rows"]] == [
-        ("cyberagent/open-calm-small · NVIDIA L4", "141,000", 1), ("cyberagent/open-calm-3b · NVIDIA H200", "19,500", 2),
-        ("cyberagent/open-calm-7b · 4 × NVIDIA H200", "9,200", 1), ("gpt2 · Tesla V100S-PCIE-32GB", "410", 1),
-    ]  # fmt: skip
+        ("cyberagent/open-calm-small · NVIDIA L4", "141,000", 1),
+        ("cyberagent/open-calm-3b · NVIDIA H200", "19,500", 2),
+        ("cyberagent/open-calm-7b · 4 × NVIDIA H200", "9,200", 1),
+        ("gpt2 · Tesla V100S-PCIE-32GB", "410", 1),
+    ]
     assert [tick["label"] for tick in speed["ticks"]] == [
         "100",
         "1,000",
@@ -660,4 +708,10 @@ def test_folders_of_runs_and_versions_that_cannot_be_read_are_named(
 
 def test_loss_has_four_decimals() -> None:
     loss = _environment().filters["loss"]
-    assert [loss(value) for value in (7.0005, 7.0, 1.81249, 0.00012345, None)] == ["7.0005", "7.0000", "1.8125", "0.000123", "–"]  # fmt: skip
+    assert [loss(value) for value in (7.0005, 7.0, 1.81249, 0.00012345, None)] == [
+        "7.0005",
+        "7.0000",
+        "1.8125",
+        "0.000123",
+        "–",
+    ]

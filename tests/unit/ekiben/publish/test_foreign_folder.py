@@ -54,8 +54,11 @@ def test_a_record_that_names_a_file_elsewhere_moves_nothing(lab: Lab, home: Path
     done = lab.put()
     path = home / "thesis-1-0123456789ab.sif"
     relative = os.path.relpath(path, done.sif.parent)
-    changes = {"file": {"file": relative}, "name": {"name": "../../../home", "file": path.name},
-               "both": {"name": "../..", "file": "../home/" + path.name}}[field]  # fmt: skip
+    changes = {
+        "file": {"file": relative},
+        "name": {"name": "../../../home", "file": path.name},
+        "both": {"name": "../..", "file": "../home/" + path.name},
+    }[field]
     add_record(done.sif, "own-0-0123456789ab.json", size=path.stat().st_size, **changes)
     before = contents(home)
     assert [record.file for record in read_records(InnerPath.below(done.sif.parent))[0]] == [done.sif.name]
@@ -163,16 +166,24 @@ def test_damaged_files_give_no_traceback(lab: Lab, tmp_path: Path, home: Path, r
     for path in victims:
         path.chmod(0o644)
         path.write_bytes(data)
-    for path in (*lab.folder.glob("store/layers/*/"), lab.folder / "store/layers", lab.folder / "store/keys", lab.folder / "store/refs",
-                 lab.folder / "store/checks", lab.folder / "store/results"):  # fmt: skip
+    for path in (
+        *lab.folder.glob("store/layers/*/"),
+        lab.folder / "store/layers",
+        lab.folder / "store/keys",
+        lab.folder / "store/refs",
+        lab.folder / "store/checks",
+        lab.folder / "store/results",
+    ):
         (path / "stray.json").write_bytes(data)
         (path / "README").write_bytes(data)
     runs = done.sif.with_suffix(".runs")
     runs.mkdir()
     (runs / "0123456789ab.json").write_bytes(data)
-    for argv in (("prune", "--in", lab.folder, "--unused-for", "0", "--grace", "0"), ("catalog", lab.folder),
-                  ("--shared", lab.folder, "--store", tmp_path / "reader", "plan", lab.recipe.path),
-                  ("--store", lab.store.root, "publish", lab.recipe.path, "--to", lab.folder,
-                   "--no-verify")):  # fmt: skip
+    for argv in (
+        ("prune", "--in", lab.folder, "--unused-for", "0", "--grace", "0"),
+        ("catalog", lab.folder),
+        ("--shared", lab.folder, "--store", tmp_path / "reader", "plan", lab.recipe.path),
+        ("--store", lab.store.root, "publish", lab.recipe.path, "--to", lab.folder, "--no-verify"),
+    ):
         assert "Traceback" not in run_cli(*argv).stderr
     assert contents(home) == before

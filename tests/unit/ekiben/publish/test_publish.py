@@ -43,8 +43,14 @@ def test_shared_folder_layout_is_as_documented(lab: Lab) -> None:
     assert re.fullmatch(r"own-1\.2-[0-9a-f]{12}\.sif", done.sif.name)
     stem = done.sif.name.removesuffix(".sif")
     assert {path.name for path in done.sif.parent.iterdir()} == {
-        f"{stem}.sif", f"{stem}.sif.sha256", f"{stem}.json", f"{stem}.cdx.json", f"{stem}.pin", "current", "stable",
-    }  # fmt: skip
+        f"{stem}.sif",
+        f"{stem}.sif.sha256",
+        f"{stem}.json",
+        f"{stem}.cdx.json",
+        f"{stem}.pin",
+        "current",
+        "stable",
+    }
     assert {path.name for path in lab.folder.iterdir()} == {"README", "images", "store", "trash"}
     assert list((lab.folder / "store/blobs/sha256").iterdir()) == []  # every byte is there once, in the SIF
     assert list((lab.folder / "store/staging").iterdir()) == []
@@ -78,8 +84,9 @@ def test_publish_repairs_a_damaged_file(lab: Lab, tmp_path: Path, ending: str, o
     assert again.sif == first.sif
     assert hashlib.sha256(first.sif.read_bytes()).hexdigest() == first.record.sha256
     if ending == ".json":
-        assert again.record == replace(first.record, published=again.record.published, previous=first.sif.name,
-                                       data=again.record.data)  # fmt: skip
+        assert again.record == replace(
+            first.record, published=again.record.published, previous=first.sif.name, data=again.record.data
+        )
     elif ending != ".cdx.json":
         assert path.read_bytes() == intact
     assert not lab.put().created
@@ -139,9 +146,15 @@ def test_current_is_left_alone_when_asked(lab: Lab) -> None:
     assert tags(InnerPath.below(first.sif.parent)) == {"current": first.sif.name, "trial": second.sif.name}
 
 
-@pytest.mark.parametrize(("options", "message"), [({"version": "a/b"}, "--version a/b"), ({"tags": ["../x"]}, "--tag ../x"),
-                                               ({"tags": ["x.sif"]}, "--tag x.sif"),
-                                               ({"tags": ["current"], "current": False}, "--tag current: --no-current leaves")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"version": "a/b"}, "--version a/b"),
+        ({"tags": ["../x"]}, "--tag ../x"),
+        ({"tags": ["x.sif"]}, "--tag x.sif"),
+        ({"tags": ["current"], "current": False}, "--tag current: --no-current leaves"),
+    ],
+)
 def test_invalid_names_are_refused(lab: Lab, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         lab.put(**options)
@@ -317,9 +330,12 @@ def test_prune_keeps_what_is_pinned_tagged_or_used(lab: Lab) -> None:
     for dry_run in (True, False):
         decisions, aside, removed = prune(lab.folder, unused_for=30, dry_run=dry_run)
         assert {decision.file: decision.reason for decision in decisions} == {
-            old: "pinned", tagged: "tagged paper", going: "last used 31 days ago", used: "last used 1 days ago",
+            old: "pinned",
+            tagged: "tagged paper",
+            going: "last used 31 days ago",
+            used: "last used 1 days ago",
             newest: "tagged current",
-        }  # fmt: skip
+        }
         assert [decision.file for decision in decisions if not decision.keep] == [going]
         assert aside == decisions[2].size
         assert removed == 0

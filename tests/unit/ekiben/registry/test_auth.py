@@ -19,8 +19,16 @@ def auth(user: str, password: str) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("DOCKER_CONFIG", "DOCKER_AUTH_CONFIG", "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "APPTAINER_DOCKER_USERNAME",
-                 "APPTAINER_DOCKER_PASSWORD", "SINGULARITY_DOCKER_USERNAME", "SINGULARITY_DOCKER_PASSWORD"):  # fmt: skip
+    for name in (
+        "DOCKER_CONFIG",
+        "DOCKER_AUTH_CONFIG",
+        "REGISTRY_AUTH_FILE",
+        "XDG_RUNTIME_DIR",
+        "APPTAINER_DOCKER_USERNAME",
+        "APPTAINER_DOCKER_PASSWORD",
+        "SINGULARITY_DOCKER_USERNAME",
+        "SINGULARITY_DOCKER_PASSWORD",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -70,19 +78,27 @@ def test_credential_files_from_the_environment(home: Path, monkeypatch: pytest.M
 
 
 def test_credentials_of_a_registry_namespace(home: Path) -> None:
-    write(home / ".config/containers/auth.json",
-          {"auths": {HOST: auth("all", "1"), f"{HOST}/lab": auth("lab", "2"), f"{HOST}/lab/x": auth("x", "3")}})  # fmt: skip
+    write(
+        home / ".config/containers/auth.json",
+        {"auths": {HOST: auth("all", "1"), f"{HOST}/lab": auth("lab", "2"), f"{HOST}/lab/x": auth("x", "3")}},
+    )
     assert [found(name) for name in ("", "other", "lab/y", "lab/x", "lab/x/z")] == [
-        ("all", "1"), ("all", "1"), ("lab", "2"), ("x", "3"), ("x", "3"),
-    ]  # fmt: skip
+        ("all", "1"),
+        ("all", "1"),
+        ("lab", "2"),
+        ("x", "3"),
+        ("x", "3"),
+    ]
 
 
 @pytest.mark.parametrize("how", [{"credsStore": "test"}, {"credHelpers": {HOST: "test"}}])
 def test_credential_helper_is_called(home: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, object]) -> None:
     helper = home / "bin/docker-credential-test"
     helper.parent.mkdir()
-    helper.write_text(f'#!/bin/sh\nread host\n[ "$1 $host" = "get {HOST}" ] || {{ echo "credentials not found"; exit 1; }}\n'
-                      'echo \'{"Username": "helped", "Secret": "h"}\'\n')  # fmt: skip
+    helper.write_text(
+        f'#!/bin/sh\nread host\n[ "$1 $host" = "get {HOST}" ] || {{ echo "credentials not found"; exit 1; }}\n'
+        'echo \'{"Username": "helped", "Secret": "h"}\'\n'
+    )
     helper.chmod(0o755)
     monkeypatch.setenv("PATH", f"{helper.parent}:/usr/bin:/bin")
     write(home / ".docker/config.json", {**how, "auths": {"other.example.org": auth("other", "o")}})
@@ -93,8 +109,19 @@ def test_credential_helper_is_called(home: Path, monkeypatch: pytest.MonkeyPatch
     assert token and (token.token, token.password) == ("t", "")
 
 
-@pytest.mark.parametrize("junk", ["", "{", "[]", '{"auths": []}', '{"auths": {"registry.example.org": "x"}}', '{"credHelpers": 3}',
-                                  '{"auths": {"registry.example.org": {"auth": "no base64 !"}}}', '{"credsStore": "gone"}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "junk",
+    [
+        "",
+        "{",
+        "[]",
+        '{"auths": []}',
+        '{"auths": {"registry.example.org": "x"}}',
+        '{"credHelpers": 3}',
+        '{"auths": {"registry.example.org": {"auth": "no base64 !"}}}',
+        '{"credsStore": "gone"}',
+    ],
+)
 def test_unreadable_credential_files_are_skipped(home: Path, junk: str) -> None:
     (home / ".docker").mkdir()
     (home / ".docker/config.json").write_text(junk)

@@ -191,13 +191,16 @@ PAGE = b"<html><body>Welcome to the lab's wiki</body></html>"
         (always(200, b"[]"), "something that is no image's manifest"),
         (always(200, b"{}"), "something that is no image's manifest"),
         (always(200, b'{"manifests": [7]}'), "something that is no image's manifest"),
-        (always(200, b'{"config": {}, "layers": [{"digest": "../../etc/passwd"}]}'), "something that is no image's manifest"),
+        (
+            always(200, b'{"config": {}, "layers": [{"digest": "../../etc/passwd"}]}'),
+            "something that is no image's manifest",
+        ),
         (always(200, b'{"manifests": []}'), "no image for linux/amd64"),
         (always(200, b"x" * (5 << 20)), "sends more than the 4194304 bytes there should be"),
         (always(200, b"{", Content_Length="100"), "broke off"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_missing_manifest_is_an_error(script: Script, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "TIMEOUT", (1, 0.3))
     with bad_registry(script) as (host, _), pytest.raises(FetchError, match=f"^{host}/lab/x:1: .*{message}"):
@@ -281,10 +284,21 @@ DIGEST = "sha256:" + "0" * 64
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"<html>", b"\xff", b"[]", b"3", b"[" * 100_000, b"{}", b'{"manifests": 3}', b'{"manifests": [{"digest": "sha256:../../x"}]}',
-     b'{"config": {"digest": "../../x"}, "layers": []}', b'{"config": {"digest": "%s"}, "layers": [{"digest": "x"}]}' % DIGEST.encode(),
-     b'{"config": {"digest": "%s"}, "layers": [{"digest": "%s", "size": -1}]}' % (DIGEST.encode(), DIGEST.encode())],
-)  # fmt: skip
+    [
+        b"",
+        b"<html>",
+        b"\xff",
+        b"[]",
+        b"3",
+        b"[" * 100_000,
+        b"{}",
+        b'{"manifests": 3}',
+        b'{"manifests": [{"digest": "sha256:../../x"}]}',
+        b'{"config": {"digest": "../../x"}, "layers": []}',
+        b'{"config": {"digest": "%s"}, "layers": [{"digest": "x"}]}' % DIGEST.encode(),
+        b'{"config": {"digest": "%s"}, "layers": [{"digest": "%s", "size": -1}]}' % (DIGEST.encode(), DIGEST.encode()),
+    ],
+)
 def test_invalid_manifest_is_refused(answer: bytes) -> None:
     with (
         bad_registry(lambda *_: Answer(200, answer)) as (host, _),

@@ -23,8 +23,14 @@ from support.registries import MB, PASSWORD, USER, Answer, at, bad_registry, blo
 from support.sample_recipe import quiet
 
 LAYER = b"x" * 100
-CONFIG = json.dumps({"created": "2026-01-01T00:00:00Z", "architecture": "amd64", "rootfs": {"diff_ids": ["sha256:" + "0" * 64]},
-                     "config": {"Labels": {"org.ekiben.stack": "cu130"}}}).encode()  # fmt: skip
+CONFIG = json.dumps(
+    {
+        "created": "2026-01-01T00:00:00Z",
+        "architecture": "amd64",
+        "rootfs": {"diff_ids": ["sha256:" + "0" * 64]},
+        "config": {"Labels": {"org.ekiben.stack": "cu130"}},
+    }
+).encode()
 TYPE_LAYER, TYPE_SIF = "application/vnd.oci.image.layer.v1.tar", "application/vnd.sylabs.sif.layer.v1.sif"
 REFRESH = "REFRESH-TOKEN"
 Reply = Callable[[str, dict[str, str]], Answer]
@@ -97,18 +103,27 @@ def modes(other: str) -> dict[str, tuple[Reply, str]]:
         "control characters": (always(500, b"\x1b]0;title\x07\x1b[31mred\x1b[2J"), "500 Internal Server Error: "),
         "loop": (lambda path, headers: Answer(302, headers={"Location": path}), "redirects more than 10 times"),
         "long header": (always(200, b"{}", X="y" * 100_000), "does not answer: got more than 65536 bytes"),
-        "many headers": (always(200, b"{}", **{f"X{number}": "y" for number in range(200)}), "got more than 100 headers"),
+        "many headers": (
+            always(200, b"{}", **{f"X{number}": "y" for number in range(200)}),
+            "got more than 100 headers",
+        ),
         "deep": (always(200, b"[" * 100_000), "nested more than 32 levels deep"),
-        "packed zeros": (always(200, gzip.compress(bytes(64 * MB)), Content_Encoding="gzip"), "sends more than the 4194304 bytes"),
+        "packed zeros": (
+            always(200, gzip.compress(bytes(64 * MB)), Content_Encoding="gzip"),
+            "sends more than the 4194304 bytes",
+        ),
         "packed rubbish": (always(200, b"\x1f\x8bxx", Content_Encoding="gzip"), "broke off: .*gzip"),
         "long JSON": (always(200, b"[" + b"{}," * 1_300_000 + b"{}]"), "it is not an object"),
-        "token with control characters": (token_server(always(200, b'{"token": "\\u001b[31mred"}')), "gives no token: 200"),
+        "token with control characters": (
+            token_server(always(200, b'{"token": "\\u001b[31mred"}')),
+            "gives no token: 200",
+        ),
         "token that is none": (token_server(always(200, b"[]")), "gives no token: 200"),
         "long token": (token_server(always(200, b'"' + b"t" * (5 * MB))), "sends more than the 4194304 bytes"),
         "token elsewhere": (token_server(elsewhere), "which does not get your login|gives no token: 307"),
         "everything elsewhere": (with_login(elsewhere), "something that is no image's manifest|which answers"),
         "silent": (always(200, b"x", Content_Length="1000"), "broke off: "),
-    }  # fmt: skip
+    }
 
 
 def secrets_in(requests: list[tuple[str, str, dict[str, str]]]) -> list[str]:

@@ -98,8 +98,17 @@ def leading(challenge: str, to: Callable[[str, str], str], code: Callable[[], in
 LOGINS = {"basic": ("basic", ""), "bearer": ("bearer", ""), "refresh": ("bearer", REFRESH)}
 
 
-@pytest.mark.parametrize(("kind", "elsewhere"), [("takes", "port"), ("asks basic", "port"), ("asks bearer", "port"), ("takes", "name"),
-                                                 ("takes", "user"), ("takes", "backslash")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "elsewhere"),
+    [
+        ("takes", "port"),
+        ("asks basic", "port"),
+        ("asks bearer", "port"),
+        ("takes", "name"),
+        ("takes", "user"),
+        ("takes", "backslash"),
+    ],
+)
 @pytest.mark.parametrize(
     ("login_kind", "step"),
     [(kind, step) for kind in LOGINS for step in ("data", "upload", "token") if (kind, step) != ("basic", "token")],
@@ -206,8 +215,14 @@ def test_token_server_that_leads_elsewhere_is_named(token: str, tmp_path: Path) 
 
         with bad_registry(script) as (host, _):
             login(tmp_path / "home", host, identity_token=token)
-            with pytest.raises(FetchError, match=r"leads to another host, 127\.0\.0\.1:\d+, which does not get your login" if not token
-                               else "gives no token: 307"):  # fmt: skip
+            with pytest.raises(
+                FetchError,
+                match=(
+                    r"leads to another host, 127\.0\.0\.1:\d+, which does not get your login"
+                    if not token
+                    else "gives no token: 307"
+                ),
+            ):
                 at(host).tag_digest("1")
     assert stolen == []
 
@@ -221,8 +236,23 @@ def test_endless_redirects_end() -> None:
     assert len(asked) == 11
 
 
-@pytest.mark.parametrize("url", ["ftp://x/", "file:///etc/passwd", "http://", "http:///x", "http://[::1", "http://a:b/", "http://u:p@x/",
-                                 "http://x\\@y/", "//u@y/", "http://\x00/", "javascript:alert(1)", "http://a:99999999/"])  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://x/",
+        "file:///etc/passwd",
+        "http://",
+        "http:///x",
+        "http://[::1",
+        "http://a:b/",
+        "http://u:p@x/",
+        "http://x\\@y/",
+        "//u@y/",
+        "http://\x00/",
+        "javascript:alert(1)",
+        "http://a:99999999/",
+    ],
+)
 @pytest.mark.parametrize("step", ["redirect", "realm", "location"])
 def test_what_is_no_url_of_a_host_is_refused(url: str, step: str) -> None:
     def script(method: str, path: str, headers: dict[str, str]) -> Answer:
@@ -245,9 +275,32 @@ def test_host_that_is_none_is_refused(host: str) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ addresses
 
-PRIVATE = ("127.0.0.1", "127.9.9.9", "10.0.0.1", "172.16.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254", "0.0.0.0", "100.64.0.1",
-           "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12:3456::1", "ff02::1",
-           "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::")  # fmt: skip
+PRIVATE = (
+    "127.0.0.1",
+    "127.9.9.9",
+    "10.0.0.1",
+    "172.16.0.1",
+    "172.31.255.255",
+    "192.168.1.1",
+    "169.254.169.254",
+    "0.0.0.0",
+    "100.64.0.1",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::1",
+    "::",
+    "fe80::1",
+    "fe80::1%eth0",
+    "fc00::1",
+    "fd12:3456::1",
+    "ff02::1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe",
+    "2002:7f00:1::",
+    "2002:a00:1::",
+)
 PUBLIC = (
     "1.1.1.1",
     "8.8.8.8",
@@ -258,8 +311,26 @@ PUBLIC = (
     "64:ff9b::808:808",
     "2002:808:808::",
 )
-FORMS = ("localhost", "LocalHost", "localhost.", "a.localhost", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "017700000001",
-         "0177.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "0", "10.1", "2852039166", "[fe80::1%25eth0]", "127.0.0.1.")  # fmt: skip
+FORMS = (
+    "localhost",
+    "LocalHost",
+    "localhost.",
+    "a.localhost",
+    "127.1",
+    "127.0.1",
+    "2130706433",
+    "0x7f000001",
+    "0x7f.1",
+    "017700000001",
+    "0177.0.0.1",
+    "[::1]",
+    "[::ffff:127.0.0.1]",
+    "0",
+    "10.1",
+    "2852039166",
+    "[fe80::1%25eth0]",
+    "127.0.0.1.",
+)
 NAMES = (
     "example.org",
     "1.1.1.1",
@@ -334,9 +405,12 @@ def steps(url: str) -> dict[str, Script]:
         return Answer(401, headers={"WWW-Authenticate": f'Bearer realm="http://{headers["host"]}/token"'})
 
     return {
-        "redirect": lambda *_: Answer(307, headers={"Location": url}), "upload": upload, "piece": piece, "token": token,
+        "redirect": lambda *_: Answer(307, headers={"Location": url}),
+        "upload": upload,
+        "piece": piece,
+        "token": token,
         "realm": lambda *_: Answer(401, headers={"WWW-Authenticate": f'Bearer realm="{url}"'}),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("step", list(steps("")))

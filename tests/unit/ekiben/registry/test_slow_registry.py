@@ -135,9 +135,19 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("each", "seconds", "count", "is_slow"),
-    [(1, 1.0, 30, True), (1, 1.0, 29, False), (999, 1.0, 30, True), (1000, 1.0, 300, False), (1448, 1.0, 300, False),
-     (1 << 20, 60.0, 100, False), (1000, 60.0, 3, True), (1, 0.001, 29_000, False), (0, 30.0, 2, False), (0, 30.0, 3, True)],
-)  # fmt: skip
+    [
+        (1, 1.0, 30, True),
+        (1, 1.0, 29, False),
+        (999, 1.0, 30, True),
+        (1000, 1.0, 300, False),
+        (1448, 1.0, 300, False),
+        (1 << 20, 60.0, 100, False),
+        (1000, 60.0, 3, True),
+        (1, 0.001, 29_000, False),
+        (0, 30.0, 2, False),
+        (0, 30.0, 3, True),
+    ],
+)
 @pytest.mark.usefixtures("usual")
 def test_rates(each: int, seconds: float, count: int, is_slow: bool) -> None:
     slow: list[str] = []
@@ -267,8 +277,24 @@ def test_offsets_that_are_none_begin_anew(value: str) -> None:
 def test_tls_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import ssl
 
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1",
-               "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]  # fmt: skip
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=x",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        tmp_path / "key.pem",
+        "-out",
+        tmp_path / "cert.pem",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")

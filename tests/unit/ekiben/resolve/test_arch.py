@@ -65,7 +65,10 @@ def test_stack_without_locks_for_it_is_refused(files_only: SampleRecipe) -> None
 
 def test_layer_that_compiles_for_other_processors_is_refused(sample: SampleRecipe) -> None:
     sample.stack(arguments={}, architectures=BOTH)
-    stage = "Bootstrap: localimage\nFrom: ground.sif\nStage: build\n\n%post\n    true\n\n%labels\n    org.ekiben.architectures amd64\n\n"
+    stage = (
+        "Bootstrap: localimage\nFrom: ground.sif\nStage: build\n\n%post\n    true\n\n%labels\n   "
+        " org.ekiben.architectures amd64\n\n"
+    )
     sample.write(
         "images/walls.def",
         f"{stage}Bootstrap: localimage\nFrom: ground.sif\nStage: last\n\n%files from build\n    /output /output\n",

@@ -36,8 +36,13 @@ def test_gpu_arch_outside_the_stack(sample: SampleRecipe) -> None:
     folders = [sample.path / "images"]
     stack = find_stack("tiny", folders)
     assert filter_archs(stack, "9.0,8.0, 9.0", folders).file.compute_capabilities == ("8.0", "9.0")
-    sample.write("images/stacks/old/stack.yaml", (sample.path / "images/stacks/tiny/stack.yaml").read_text()
-              .replace('"tiny"', '"old"').replace('"13.0"', '"12.4"'))  # fmt: skip
+    sample.write(
+        "images/stacks/old/stack.yaml",
+        (sample.path / "images/stacks/tiny/stack.yaml")
+        .read_text()
+        .replace('"tiny"', '"old"')
+        .replace('"13.0"', '"12.4"'),
+    )
     with pytest.raises(
         UsageError, match=r"--gpu-arch 7\.0: CUDA 13\.0 of stack tiny does not know it; it knows 7\.5, 8\.0"
     ) as error:
@@ -89,9 +94,14 @@ def test_capability_coverage_is_exact(wanted: list[str], code: list[str], proble
 
 
 def test_cxx11_abi_of_torch() -> None:
-    assert [has_cxx11_abi(*pair) for pair in (("2.11.0", "13.0"), ("2.6.0", "12.4"), ("2.6.0", "12.6"), ("2.2.0", "11.8"))] == [
-        True, False, True, False,
-    ]  # fmt: skip
+    assert [
+        has_cxx11_abi(*pair) for pair in (("2.11.0", "13.0"), ("2.6.0", "12.4"), ("2.6.0", "12.6"), ("2.2.0", "11.8"))
+    ] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

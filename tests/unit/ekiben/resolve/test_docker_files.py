@@ -46,6 +46,8 @@ def test_a_file_that_exists_is_kept(run_cli: RunCli, tmp_path: Path, kind: str) 
     assert f"{path.relative_to(tmp_path)} exists; remove it" in run_cli("render", "hello", "--to", kind, code=6).stderr
     assert path.read_text() == "mine"
     with pytest.raises(StoreError):
-        write_compose(resolve(find_recipe("hello")), path.parent) if kind == "compose" else write_devcontainer(
-            resolve(find_recipe("hello")), tmp_path
+        (
+            write_compose(resolve(find_recipe("hello")), path.parent)
+            if kind == "compose"
+            else write_devcontainer(resolve(find_recipe("hello")), tmp_path)
         )

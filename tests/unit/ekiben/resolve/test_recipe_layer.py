@@ -31,8 +31,9 @@ def test_entrypoint_names_are_quoted(sample: SampleRecipe, name: str, tmp_path: 
     sample.recipe(tasks={"greet": {"entrypoint": name, "config": f"configs/{name}", "help": "say hello"}})
     sample.write(f"configs/{name}", "{}\n")
     shown = script(sample, "/usr/local/bin/greet").replace('exec "$python"', "printf '%s\\n'")
-    assert runscript_output(shown, "a b") == (
-        f"/opt/ekiben/recipe/entrypoints/{name}\n--config\n/opt/ekiben/recipe/configs/{name}\na b\n"
+    assert (
+        runscript_output(shown, "a b")
+        == f"/opt/ekiben/recipe/entrypoints/{name}\n--config\n/opt/ekiben/recipe/configs/{name}\na b\n"
     )
 
 

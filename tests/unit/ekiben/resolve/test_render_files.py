@@ -28,9 +28,15 @@ def test_rendered_dockerfile_and_context(chain: ResolvedRecipe, tmp_path: Path) 
     assert [line for line in text.splitlines() if line.startswith(("FROM", "ADD", "COPY", "RUN", "CMD"))] == [
         "FROM scratch",
         "ADD root.tar /",
-        "RUN --mount=type=bind,source=files/walls,target=/run/walls --mount=type=bind,source=files/copy.sh,target=/run/copy.sh umask 022 && \\",
+        (
+            "RUN --mount=type=bind,source=files/walls,target=/run/walls"
+            " --mount=type=bind,source=files/copy.sh,target=/run/copy.sh umask 022 && \\"
+        ),
         "RUN --mount=type=bind,source=post/walls.sh,target=/run/post.sh \\",
-        "RUN --mount=type=bind,source=files/roof,target=/run/roof --mount=type=bind,source=files/copy.sh,target=/run/copy.sh umask 022 && \\",
+        (
+            "RUN --mount=type=bind,source=files/roof,target=/run/roof"
+            " --mount=type=bind,source=files/copy.sh,target=/run/copy.sh umask 022 && \\"
+        ),
         "COPY files/own/ /",
         'CMD ["/bin/sh", "/.singularity.d/runscript"]',
     ]
@@ -149,14 +155,21 @@ def test_files_of_a_layer_go_where_cp_puts_them_after_the_scripts_below(sample: 
     sample.write("files/tree/it's\nso", "quoted\n")
     (sample.path / "files/tree/hollow").mkdir()
     below = (
-        "echo below > /opt/data.txt; mkdir -p /opt/into /opt/empty /opt/old; ln -s into /opt/link; echo 1 > /opt/first; "
-        "ln /opt/first /opt/second; ln -s 'old/end\n' /opt/dangling"
+        "echo below > /opt/data.txt; mkdir -p /opt/into /opt/empty /opt/old; ln -s into /opt/link; echo 1 > /opt/first;"
+        " ln /opt/first /opt/second; ln -s 'old/end\n' /opt/dangling"
     )
     sample.replace("images/walls.def", "echo {{ word }} > /word", f"echo {{{{ word }}}} > /word; {below}")
     lines = [
-        "files/data.txt /opt/data.txt", '"files/with space" "/opt/a b"', '"files/with space" /opt/into', "files/data.txt /opt/empty",
-        "files/data.txt /opt/link", "files/tree /opt/old", "files/tree /opt/tree", "files/data.txt /opt/first", "files/data.txt /opt/dangling",
-    ]  # fmt: skip
+        "files/data.txt /opt/data.txt",
+        '"files/with space" "/opt/a b"',
+        '"files/with space" /opt/into',
+        "files/data.txt /opt/empty",
+        "files/data.txt /opt/link",
+        "files/tree /opt/old",
+        "files/tree /opt/tree",
+        "files/data.txt /opt/first",
+        "files/data.txt /opt/dangling",
+    ]
     sample.replace("images/roof.def", "files/data.txt /opt/data/", "\n    ".join(lines))
     path = render(resolve(find_recipe(str(sample.path))), "def", tmp_path / "folder")
     root = tmp_path / "root"
@@ -171,10 +184,16 @@ def test_files_of_a_layer_go_where_cp_puts_them_after_the_scripts_below(sample: 
     files = {str(path.relative_to(root)): path.read_text() for path in (root / "opt").rglob("*") if path.is_file()}
     tree = {"a.txt": "a\n", "sub/b.txt": "b\n", "it's\nso": "quoted\n"}
     expected = {
-        "data.txt": "data\n", "a b": "spaced\n", "into/with space": "spaced\n", "empty/data.txt": "data\n",
-        "into/data.txt": "data\n", "first": "data\n", "second": "1\n", "old/end\n": "data\n",
+        "data.txt": "data\n",
+        "a b": "spaced\n",
+        "into/with space": "spaced\n",
+        "empty/data.txt": "data\n",
+        "into/data.txt": "data\n",
+        "first": "data\n",
+        "second": "1\n",
+        "old/end\n": "data\n",
         **{f"{folder}/{name}": text for folder in ("tree", "old/tree") for name, text in tree.items()},
-    }  # fmt: skip
+    }
     assert {name: files.get(f"opt/{name}") for name in expected} == expected
     assert (root / "opt/tree/hollow").is_dir()
     assert (root / "opt/old/tree/hollow").is_dir()

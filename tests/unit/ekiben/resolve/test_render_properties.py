@@ -25,8 +25,13 @@ from ekiben.spec.recipe import find_recipe
 from support.sample_recipe import RECIPE, STACK, SampleRecipe
 
 # What readers and shells take for more than a letter, often.
-odd = st.lists(st.sampled_from(["a", "b", " ", "'", '"', "\\", "#", "%post", "Bootstrap: x", "=", ":", ";", "\t", "日", "\xa0", "\x85", "-"]),
-               min_size=1, max_size=8).map("".join)  # fmt: skip
+odd = st.lists(
+    st.sampled_from(
+        ["a", "b", " ", "'", '"', "\\", "#", "%post", "Bootstrap: x", "=", ":", ";", "\t", "日", "\xa0", "\x85", "-"]
+    ),
+    min_size=1,
+    max_size=8,
+).map("".join)
 braced = st.one_of(
     odd,
     st.sampled_from(
@@ -43,11 +48,31 @@ paths = odd.map(lambda text: "/opt/" + text.replace("\t", "").replace('"', "").s
 # In a script, a % at the beginning of a line begins a section, and Bootstrap: a stage.
 lines = odd.map(lambda line: f" {line}" if line.startswith(("%", "Bootstrap:")) else line)
 bodies = st.lists(lines, max_size=4).map("\n".join)
-commands = st.sampled_from([
-    "printf '%s\\n' \"${A-no A} ${B-no B}\"", "x=1", 'echo "x is ${x-unset}"', "exit 0", "cat <<EOF\n  kept\tas it is\nEOF", "echo one \\\n  two",
-    "# a remark", "set +e; false; echo on", "umask 077; umask", "umask", "export B=changed", "mkdir -p sub; cd sub; pwd", "pwd", "echo 'it''s'",
-    "echo a\\ ", "f() { echo f; }", "trap 'echo bye' EXIT", "(echo in; exit 3) || echo out", "echo end \\", "return 0", "echo \"$#\"",
-])  # fmt: skip
+commands = st.sampled_from(
+    [
+        "printf '%s\\n' \"${A-no A} ${B-no B}\"",
+        "x=1",
+        'echo "x is ${x-unset}"',
+        "exit 0",
+        "cat <<EOF\n  kept\tas it is\nEOF",
+        "echo one \\\n  two",
+        "# a remark",
+        "set +e; false; echo on",
+        "umask 077; umask",
+        "umask",
+        "export B=changed",
+        "mkdir -p sub; cd sub; pwd",
+        "pwd",
+        "echo 'it''s'",
+        "echo a\\ ",
+        "f() { echo f; }",
+        "trap 'echo bye' EXIT",
+        "(echo in; exit 3) || echo out",
+        "echo end \\",
+        "return 0",
+        'echo "$#"',
+    ]
+)
 scripts = st.lists(commands, min_size=1, max_size=4).map("\n".join)
 
 
@@ -95,10 +120,15 @@ def recipes(draw: st.DrawFn, posts: st.SearchStrategy[str] = bodies) -> Drawn:
             )
         definitions[name] = text
     recipe = {
-        **RECIPE, "layer": list(definitions)[-1], "description": draw(braced), "environment": draw(st.dictionaries(names, braced, max_size=2)),
-        "labels": draw(st.dictionaries(st.one_of(names, st.sampled_from(["a b", "#a", "%a", "a\nb", ""])), braced, max_size=2)),
+        **RECIPE,
+        "layer": list(definitions)[-1],
+        "description": draw(braced),
+        "environment": draw(st.dictionaries(names, braced, max_size=2)),
+        "labels": draw(
+            st.dictionaries(st.one_of(names, st.sampled_from(["a b", "#a", "%a", "a\nb", ""])), braced, max_size=2)
+        ),
         "tasks": {"greet": {**RECIPE["tasks"]["greet"], "help": draw(braced).replace("\n", "")}},
-    }  # fmt: skip
+    }
     return Drawn(definitions, recipe)
 
 
@@ -125,8 +155,12 @@ def steps_of(resolved: ResolvedRecipe) -> list[BuildStage | Layer]:
 
 def meaning(definition: Definition) -> Mapping[str, object]:
     final = definition.final
-    return {"header": dict(final.header), "environment": dict(final.environment), "labels": dict(final.labels),
-            "scripts": [final.test, final.runscript, final.startscript, final.help]}  # fmt: skip
+    return {
+        "header": dict(final.header),
+        "environment": dict(final.environment),
+        "labels": dict(final.labels),
+        "scripts": [final.test, final.runscript, final.startscript, final.help],
+    }
 
 
 def expected(resolved: ResolvedRecipe) -> Mapping[str, object]:
@@ -137,8 +171,12 @@ def expected(resolved: ResolvedRecipe) -> Mapping[str, object]:
         header["stage"] = "image"
     # A label is one line, in a Dockerfile, too.
     labels = {key: " ".join(value.split("\n")).strip() for key, value in resolved.labels.items()}
-    return {"header": header, "environment": dict(resolved.environment), "labels": labels,
-            "scripts": [text.strip("\n") + "\n" if text.strip("\n") else "" for text in shown]}  # fmt: skip
+    return {
+        "header": header,
+        "environment": dict(resolved.environment),
+        "labels": labels,
+        "scripts": [text.strip("\n") + "\n" if text.strip("\n") else "" for text in shown],
+    }
 
 
 def may_be_refused(drawn: Drawn) -> bool:

@@ -58,13 +58,20 @@ def test_every_recipe_here_resolves() -> None:
 def test_layers_of_a_recipe(sample: SampleRecipe) -> None:
     chain = chain_of(sample)
     assert [(layer.name, layer.kind) for layer in chain.layers] == [
-        ("ground", "bootstrap"), ("walls", "post"), ("roof", "files"), ("own", "files"),
-    ]  # fmt: skip
+        ("ground", "bootstrap"),
+        ("walls", "post"),
+        ("roof", "files"),
+        ("own", "files"),
+    ]
     assert [layer.inputs["parent"] for layer in chain.layers] == [
         None,
         *(layer.cache_key for layer in chain.layers[:-1]),
     ]
-    assert [file.destination for file in chain.layers[2].files] == ["/opt/data/data.txt", "/opt/tree/a.txt", "/opt/tree/sub/b.txt"]  # fmt: skip
+    assert [file.destination for file in chain.layers[2].files] == [
+        "/opt/data/data.txt",
+        "/opt/tree/a.txt",
+        "/opt/tree/sub/b.txt",
+    ]
     assert chain.environment["GREETING"] == "hello"
     assert chain.environment["PATH"].startswith("/opt:/usr/local/sbin:")
     assert chain.labels["walls.label"] == "one"
@@ -75,8 +82,14 @@ def test_layers_of_a_recipe(sample: SampleRecipe) -> None:
         b'entrypoints/greet.py" --config "/opt/ekiben/recipe/configs/greet.yaml" "$@"'
         in top["/usr/local/bin/greet"].content
     )
-    assert {"/.singularity.d/runscript", "/.singularity.d/labels.json", "/opt/ekiben/tests/01-walls.sh", "/opt/ekiben/tests/02-own.sh",
-            "/opt/ekiben/image.json", "/opt/ekiben/recipe/recipe.yaml"} <= top.keys()  # fmt: skip
+    assert {
+        "/.singularity.d/runscript",
+        "/.singularity.d/labels.json",
+        "/opt/ekiben/tests/01-walls.sh",
+        "/opt/ekiben/tests/02-own.sh",
+        "/opt/ekiben/image.json",
+        "/opt/ekiben/recipe/recipe.yaml",
+    } <= top.keys()
 
 
 def test_a_base_with_a_script_is_two_layers(sample: SampleRecipe) -> None:
@@ -129,14 +142,19 @@ class TestKeys:
         )
 
     def test_environment_changes_the_keys_above(self, sample: SampleRecipe) -> None:
-        assert changed(sample, lambda: sample.replace("images/walls.def", "GREETING={{ word }}", "GREETING={{ word }}s")) == {"roof", "own"}  # fmt: skip
+        assert changed(
+            sample, lambda: sample.replace("images/walls.def", "GREETING={{ word }}", "GREETING={{ word }}s")
+        ) == {"roof", "own"}
 
     def test_labels_and_help_change_only_the_recipe_layer(self, sample: SampleRecipe) -> None:
         assert changed(sample, lambda: sample.replace("images/walls.def", "walls.label one", "walls.label two")) == {
             "own"
         }
         assert changed(sample, lambda: sample.replace("images/walls.def", "test -e /word", "test -s /word")) == {"own"}
-        assert changed(sample, lambda: sample.write("images/roof.def", (sample.path / "images/roof.def").read_text() + "%help\n  Help\n")) == {"own"}  # fmt: skip
+        assert changed(
+            sample,
+            lambda: sample.write("images/roof.def", (sample.path / "images/roof.def").read_text() + "%help\n  Help\n"),
+        ) == {"own"}
         assert changed(sample, lambda: sample.recipe(description="another")) == {"own"}
 
     def test_recipe_files_change_only_the_recipe_layer(self, sample: SampleRecipe) -> None:
@@ -152,7 +170,9 @@ class TestKeys:
             path.chmod(path.stat().st_mode & 0o700)
         sample.write("files/tree/__pycache__/a.pyc", "machine's own")
         after = keys(sample)
-        assert {name: after[name] for name in ("ground", "walls", "roof")} == {name: before[name] for name in ("ground", "walls", "roof")}  # fmt: skip
+        assert {name: after[name] for name in ("ground", "walls", "roof")} == {
+            name: before[name] for name in ("ground", "walls", "roof")
+        }
 
     def test_recipe_path_is_not_in_the_key(self, sample: SampleRecipe) -> None:
         before = keys(sample)
@@ -206,7 +226,10 @@ class TestRefused:
         shown = refusal(sample, wrd="x")
         assert shown == "--build-arg: argument 'wrd' is bound but no layer of 'own' declares it. Did you mean 'word'?"
         sample.stack(arguments={"wird": "x"})
-        message = "own/images/stacks/tiny/stack.yaml: argument 'wird' is bound but no definition file declares it. Did you mean 'word'?"
+        message = (
+            "own/images/stacks/tiny/stack.yaml: argument 'wird' is bound but no definition file declares it. Did you"
+            " mean 'word'?"
+        )
         assert refusal(sample) == message
 
     def test_unknown_stack_names_the_file_that_requested_it(self, sample: SampleRecipe) -> None:
@@ -219,11 +242,23 @@ class TestRefused:
         [
             ("Bootstrap: localimage\nFrom: walls.sif\nStage: a\n", "", "no later stage takes anything of 'a'"),
             ("Bootstrap: localimage\nFrom: walls.sif\n", "", "a build stage needs a name"),
-            ("Bootstrap: debootstrap\nOSVersion: bookworm\nStage: a\n", "%files from a\n    /x\n", "a build stage stands on a layer"),
-            ("Bootstrap: localimage\nFrom: roof.sif\nStage: a\n", "%files from a\n    /x\n", "a stage of it stands on itself: roof → roof"),
-            ("Bootstrap: localimage\nFrom: wals.sif\nStage: a\n", "%files from a\n    /x\n", "no layer 'wals'. Did you mean 'walls'?"),
+            (
+                "Bootstrap: debootstrap\nOSVersion: bookworm\nStage: a\n",
+                "%files from a\n    /x\n",
+                "a build stage stands on a layer",
+            ),
+            (
+                "Bootstrap: localimage\nFrom: roof.sif\nStage: a\n",
+                "%files from a\n    /x\n",
+                "a stage of it stands on itself: roof → roof",
+            ),
+            (
+                "Bootstrap: localimage\nFrom: wals.sif\nStage: a\n",
+                "%files from a\n    /x\n",
+                "no layer 'wals'. Did you mean 'walls'?",
+            ),
         ],
-    )  # fmt: skip
+    )
     def test_invalid_stages_are_refused(self, sample: SampleRecipe, first: str, then: str, message: str) -> None:
         sample.write("images/roof.def", f"{first}\nBootstrap: localimage\nFrom: walls.sif\nStage: b\n\n{then}")
         assert message in refusal(sample)

@@ -65,7 +65,10 @@ def test_any_arguments_arrive_as_they_are(node: Node, argv: list[bytes]) -> None
 def test_no_argument_begins_a_line_of_the_script(node: Node, scheduler: str) -> None:
     job = replace(node.plan("train"), scheduler=scheduler)
     plain = script(job, job.steps[0])
-    hostile = script(replace(job, steps=(replace(job.steps[0], argv=("train", HOSTILE)),)), replace(job.steps[0], argv=("train", HOSTILE)))  # fmt: skip
+    hostile = script(
+        replace(job, steps=(replace(job.steps[0], argv=("train", HOSTILE)),)),
+        replace(job.steps[0], argv=("train", HOSTILE)),
+    )
     assert len(hostile.splitlines()) == len(plain.splitlines())
     assert [line for line in hostile.splitlines() if line.startswith("#")] == [
         line for line in plain.splitlines() if line.startswith("#")
@@ -121,7 +124,9 @@ def test_a_working_folder_of_any_name(node: Node, name: str, monkeypatch: pytest
     work = node.work / name
     work.mkdir()
     monkeypatch.chdir(work)
-    job = node.write(plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=node.sif, runs=work / "runs"))  # fmt: skip
+    job = node.write(
+        plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=node.sif, runs=work / "runs")
+    )
     node.run(job)
     assert node.argv[node.argv.index(b"--pwd") + 1].decode() == str(work)
     assert bind_args(work)[1] in node.binds
@@ -134,7 +139,9 @@ def test_a_working_folder_of_any_name(node: Node, name: str, monkeypatch: pytest
 def test_the_image_is_the_file_that_a_link_named_at_submission(node: Node) -> None:
     current = node.folder / "current"
     current.symlink_to(node.sif.name)
-    job = node.write(plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=current, runs=node.work / "runs"))  # fmt: skip
+    job = node.write(
+        plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=current, runs=node.work / "runs")
+    )
     (node.folder / "newer.sif").write_bytes(b"another image")
     current.unlink()
     current.symlink_to("newer.sif")
@@ -145,12 +152,16 @@ def test_the_image_is_the_file_that_a_link_named_at_submission(node: Node) -> No
     assert record["sif_sha256"] == subprocess.check_output(["sha256sum", node.sif], text=True).split()[0]
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"An image", "is not what it was when the job was submitted"), (None, "is gone")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"An image", "is not what it was when the job was submitted"), (None, "is gone")]
+)
 def test_a_job_whose_image_changed_ends_with_one_sentence(node: Node, content: bytes | None, message: str) -> None:
     job = node.write(node.plan("train"))
     node.sif.unlink() if content is None else node.sif.write_bytes(content)
     lines = node.run(job, code=1).splitlines()
-    assert [line for line in lines if line.startswith("error: ")] == [f"error: {node.sif} {message}: {lines[0].split(': ')[-1]}"]  # fmt: skip
+    assert [line for line in lines if line.startswith("error: ")] == [
+        f"error: {node.sif} {message}: {lines[0].split(': ')[-1]}"
+    ]
     assert (job.folder / "1-train.exit").read_text() == "1\n"
     assert not (node.folder / "argv").exists()
 
@@ -226,9 +237,14 @@ def test_cache_writable_by_others_is_replaced_a_private_one_kept(node: Node, mon
     ],
 )
 def test_gpus_are_those_of_the_job(
-    node: Node, task: str, request_: dict[str, Any], environment: dict[str, str], nv: bool, processes: bytes,
+    node: Node,
+    task: str,
+    request_: dict[str, Any],
+    environment: dict[str, str],
+    nv: bool,
+    processes: bytes,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     device = node.folder / "nvidiactl"
     device.touch()
     monkeypatch.setattr("ekiben.run.jobs.script.GPU_DEVICE", str(device))
@@ -252,7 +268,14 @@ def requeueing(node: Node, writes: str = ":") -> None:
     )
 
 
-@pytest.mark.parametrize("writes", [":", "echo 1 >>result/metrics.jsonl; date >result/run.json; date >result/loss.png", "mkdir -p .cache; date >.cache/x"])  # fmt: skip
+@pytest.mark.parametrize(
+    "writes",
+    [
+        ":",
+        "echo 1 >>result/metrics.jsonl; date >result/run.json; date >result/loss.png",
+        "mkdir -p .cache; date >.cache/x",
+    ],
+)
 @pytest.mark.parametrize("output", [(), ("--output", "result"), ("--set", "output=result"), ("--output=result",)])
 def test_a_job_that_saves_nothing_is_started_twice_only(node: Node, writes: str, output: tuple[str, ...]) -> None:
     (node.work / "result/checkpoints").mkdir(parents=True)
@@ -343,7 +366,9 @@ def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -
         gpus=2, cpus=3, memory_mib=900, seconds=3600, seeds=("5", "7"), options=("--comment=x y",), binds=(node.folder,)
     )
     argv = ["hello", "--name={seed}", "+", "hello", HOSTILE]
-    job = plan(find_recipe("hello"), argv, asked, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
+    job = plan(
+        find_recipe("hello"), argv, asked, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs"
+    )
     _write(job)
     (run,) = find_runs([str(job.folder)], node.work)
     assert run.record["format"] == 2
@@ -372,7 +397,15 @@ def test_run_folder_that_cannot_be_written_is_removed(node: Node, monkeypatch: p
 
 
 def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:
-    job = plan(find_recipe("hello"), ["hello"], JobRequest(), scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
+    job = plan(
+        find_recipe("hello"),
+        ["hello"],
+        JobRequest(),
+        scheduler="slurm",
+        site=None,
+        sif=node.sif,
+        runs=node.work / "ekiben-runs",
+    )
     _write(job)
     node.sif.write_bytes(b"another image")
     refusal = run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
@@ -382,7 +415,15 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
 
 def test_submit_again_takes_unrecorded_variables(node: Node, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     request = JobRequest(env=("TOKEN=secret", "WANDB_MODE=offline"))
-    job = plan(find_recipe("hello"), ["hello"], request, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs")  # fmt: skip
+    job = plan(
+        find_recipe("hello"),
+        ["hello"],
+        request,
+        scheduler="slurm",
+        site=None,
+        sif=node.sif,
+        runs=node.work / "ekiben-runs",
+    )
     _write(job)
     assert "secret" not in (job.folder / "run.json").read_text()
     (run,) = find_runs([str(job.folder)], node.work)

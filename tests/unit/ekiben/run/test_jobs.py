@@ -33,7 +33,9 @@ from support.sample_recipe import RunCli
 
 # Options that the real scheduler's tests have tried; of one without a row, whatever its module writes.
 KNOWN = {
-    "slurm": r"--(job-name|nodes|gpus|gpus-per-node|cpus-per-task|mem|qos|ntasks-per-node|time|signal|array|requeue|output|open-mode|exclusive|account|partition)\b",
+    "slurm": (
+        r"--(job-name|nodes|gpus|gpus-per-node|cpus-per-task|mem|qos|ntasks-per-node|time|signal|array|requeue|output|open-mode|exclusive|account|partition)\b"
+    ),
     "sge": r"-(N|l|S|cwd|j|r|notify|t|o|pe)\b",
     "pbs": r"-(N|l|S|j|o|J|q|P|r)\b",
 }
@@ -67,9 +69,15 @@ def test_job_scripts_pass_bash_syntax_check(scheduler: str, tmp_path: Path) -> N
 def test_slurm_job_script() -> None:
     (text,) = scripts(made("train", nodes=2, gpus=4, cpus=8, memory_mib=4096, seconds=7200, notice=600))
     assert directives(text)[:8] == [
-        "--job-name=mine-train", "--nodes=2", "--gpus-per-node=4", "--cpus-per-task=8", "--mem=4096", "--ntasks-per-node=1", "--time=2:00:00",
+        "--job-name=mine-train",
+        "--nodes=2",
+        "--gpus-per-node=4",
+        "--cpus-per-task=8",
+        "--mem=4096",
+        "--ntasks-per-node=1",
+        "--time=2:00:00",
         "--signal=B:USR1@600",
-    ]  # fmt: skip
+    ]
     assert {"processes=", "planned_gpus=4", "gpu_device=/dev/nvidiactl"} <= set(text.splitlines())
 
 
@@ -124,8 +132,10 @@ def test_site_default_walltime_is_left_to_the_scheduler() -> None:
 def test_dependent_steps() -> None:
     run = made("prepare", "+", "train", "--epochs", "2", "+", "merge", nodes=2, gpus=2)
     assert [(step.name, step.nodes, step.gpus, step.processes) for step in run.steps] == [
-        ("1-prepare", 1, 0, 1), ("2-train", 2, 2, None), ("3-merge", 1, 2, 1),
-    ]  # fmt: skip
+        ("1-prepare", 1, 0, 1),
+        ("2-train", 2, 2, None),
+        ("3-merge", 1, 2, 1),
+    ]
     first, second, third = scripts(run)
     assert "steps_before=()\n" in first
     assert "steps_before=(1-prepare)\n" in second
@@ -244,17 +254,49 @@ def test_invalid_memory_is_refused(text: str) -> None:
         (["train", "--output", "x"], {"seeds": ("1", "2")}, "2 jobs would write into the same --output"),
         (["train", "+", "merge"], {"seeds": ("1", "2")}, "put {seed} into the arguments where the seed goes"),
         (["train"], {"scheduler": "pbs", "qos": "high"}, "--qos high: PBS has no option for it that all sites share"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "gpus": 8, "cpus": 4}, "--cpus-per-node 4: rt_HF has a fixed amount for each node"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "memory_mib": 2000 * 1024}, "a node of rt_HG has 149 GiB"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs"}, "abci-3.0 requires the account that pays: --account NAME (-P there)"),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "gpus": 8, "cpus": 4},
+            "--cpus-per-node 4: rt_HF has a fixed amount for each node",
+        ),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "memory_mib": 2000 * 1024},
+            "a node of rt_HG has 149 GiB",
+        ),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs"},
+            "abci-3.0 requires the account that pays: --account NAME (-P there)",
+        ),
         (["train"], {"site": "abci-3.0"}, "--scheduler slurm: abci-3.0 has pbs"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "gpus": 9}, "--gpus-per-node 9: a node of rt_HF has 8"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "nodes": 129, "gpus": 8}, "--nodes 129: rt_HF allows 128"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "seconds": 169 * 3600}, "--time 169:00:00: rt_HF allows 168:00:00"),
-        (["train"], {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "resource": "rt_HE"}, "abci-3.0 has no 'rt_HE'. Did you mean"),
-        (["train"], {"scheduler": "sge", "gpus": 1}, "how a Grid Engine names nodes, GPUs and cores is each site's own affair"),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "gpus": 9},
+            "--gpus-per-node 9: a node of rt_HF has 8",
+        ),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "nodes": 129, "gpus": 8},
+            "--nodes 129: rt_HF allows 128",
+        ),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "seconds": 169 * 3600},
+            "--time 169:00:00: rt_HF allows 168:00:00",
+        ),
+        (
+            ["train"],
+            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "resource": "rt_HE"},
+            "abci-3.0 has no 'rt_HE'. Did you mean",
+        ),
+        (
+            ["train"],
+            {"scheduler": "sge", "gpus": 1},
+            "how a Grid Engine names nodes, GPUs and cores is each site's own affair",
+        ),
     ],
-)  # fmt: skip
+)
 def test_invalid_requests_fail_before_the_queue(argv: list[str], wanted: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as error:
         made(*argv, **wanted)
@@ -322,8 +364,23 @@ def test_the_former_name_of_launch_is_read_with_a_warning(
 
 
 def test_dry_run_writes_nothing(run_cli: RunCli, tmp_path: Path) -> None:
-    done = run_cli("submit", "lora-opencalm", "train", "--scheduler", "pbs", "--nodes", "2", "--gpus-per-node", "4", "--time", "2h", "--dry-run",
-                   "--", "--data", "my rows.jsonl")  # fmt: skip
+    done = run_cli(
+        "submit",
+        "lora-opencalm",
+        "train",
+        "--scheduler",
+        "pbs",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+        "--time",
+        "2h",
+        "--dry-run",
+        "--",
+        "--data",
+        "my rows.jsonl",
+    )
     assert done.stdout.startswith("#!/bin/bash\n#PBS -N lora-opencalm-t\n#PBS -l select=2:ngpus=4\n")
     assert "task=(train --data 'my rows.jsonl')" in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -450,8 +507,10 @@ def test_status_of_finished_jobs(tmp_path: Path) -> None:
         (folder / f"{name}.exit").write_text(f"{code}\n")
     rows = status(find_runs(["77"], tmp_path / "runs"))
     assert [(row.job, row.state, row.detail) for row in rows] == [
-        ("1-train.1", "done", ""), ("1-train.2", "failed", "exit code 3"), ("2-merge", "failed", "exit code 1"),
-    ]  # fmt: skip
+        ("1-train.1", "done", ""),
+        ("1-train.2", "failed", "exit code 3"),
+        ("2-merge", "failed", "exit code 1"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -472,19 +531,25 @@ def test_status_skips_runs_it_cannot_read(tmp_path: Path, run_cli: RunCli, text:
 def test_slurm_job_without_a_reason_has_no_detail() -> None:
     squeue = "149|N/A|PENDING||None|0:00|N/A\n150|2|PENDING||Resources|0:00|N/A\n151|N/A|RUNNING|c[1-2]|None|0:07|2026-11-23T09:10:00\n"
     assert slurm._read_queue(squeue) == {
-        ("149", 0): Job("queued"), ("150", 2): Job("queued", "Resources"),
+        ("149", 0): Job("queued"),
+        ("150", 2): Job("queued", "Resources"),
         ("151", 0): Job("running", "c[1-2], 0:07", "2026-11-23T09:10:00"),
-    }  # fmt: skip
+    }
 
 
 def test_slurm_job_cancelled_before_its_start_has_no_start() -> None:
     began = "2026-11-23T09:10:00"
     squeue = f"149_N/A|CANCELLED||{began}|\n150_2|TIMEOUT|c1|{began}|\n"
-    sacct = f"151|CANCELLED by 1000|None assigned|Unknown|0:0|\n152|FAILED|c2|{began}|3:0|\n153|PENDING|None assigned|Unknown|0:0|\n"
+    sacct = (
+        f"151|CANCELLED by 1000|None assigned|Unknown|0:0|\n152|FAILED|c2|{began}|3:0|\n153|PENDING|None"
+        " assigned|Unknown|0:0|\n"
+    )
     assert slurm._read_ended(squeue + sacct) == {
-        ("149", 0): Job("cancelled"), ("150", 2): Job("failed", "TIMEOUT, c1", began),
-        ("151", 0): Job("cancelled"), ("152", 0): Job("failed", "exit code 3, c2", began),
-    }  # fmt: skip
+        ("149", 0): Job("cancelled"),
+        ("150", 2): Job("failed", "TIMEOUT, c1", began),
+        ("151", 0): Job("cancelled"),
+        ("152", 0): Job("failed", "exit code 3, c2", began),
+    }
 
 
 class Moving(dict[tuple[str, int], Job]):
@@ -535,9 +600,13 @@ def test_logs_of_one_rank(tmp_path: Path, run_cli: RunCli) -> None:
     steps = [{"name": "1-train", "seeds": [], "nodes": 2}, {"name": "2-merge", "seeds": [], "nodes": 1}]
     (folder / "run.json").write_text(json.dumps({"scheduler": "slurm", "steps": steps}))
     for name, text in {
-        "1-train.processes": "2", "1-train.log": "of the job\n", "1-train.ranks/3.log": "of rank 3\n", "1-train.exit": "0",
-        "2-merge.processes": "1", "2-merge.log": "of a single process\n",
-    }.items():  # fmt: skip
+        "1-train.processes": "2",
+        "1-train.log": "of the job\n",
+        "1-train.ranks/3.log": "of rank 3\n",
+        "1-train.exit": "0",
+        "2-merge.processes": "1",
+        "2-merge.log": "of a single process\n",
+    }.items():
         (folder / name).write_text(text)
     assert run_cli("logs", folder.name, "1-train").stdout == "of the job\n"
     assert run_cli("logs", folder.name, "1-train", "--rank", "3").stdout == "of rank 3\n"

@@ -26,8 +26,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launched(
-    program: str, environment: Mapping[str, str], *args: str, gpu: bool = False, binds: tuple[Path, ...] = (), terminal: bool = False
-) -> Launch:  # fmt: skip
+    program: str,
+    environment: Mapping[str, str],
+    *args: str,
+    gpu: bool = False,
+    binds: tuple[Path, ...] = (),
+    terminal: bool = False,
+) -> Launch:
     return launch(program, SIF, TAG, RunRequest(argv=args, gpu=gpu, binds=binds, terminal=terminal), environment)
 
 
@@ -43,14 +48,29 @@ def inside(ready: Launch, prefix: str = "APPTAINERENV_") -> dict[str, str]:
 
 
 NEEDED = {
-    "HF_TOKEN": "hf_secret", "NCCL_DEBUG": "INFO", "SLURM_PROCID": "3", "PBS_NODEFILE": "/x", "SGE_TASK_ID": "1", "MASTER_ADDR": "n1",
-    "RANK": "0", "https_proxy": "http://proxy:1", "NO_PROXY": "localhost", "CUDA_VISIBLE_DEVICES": "1", "WANDB_API_KEY": "key",
-    "OMP_NUM_THREADS": "4", "EKIBEN_RUN": "r",
-}  # fmt: skip
+    "HF_TOKEN": "hf_secret",
+    "NCCL_DEBUG": "INFO",
+    "SLURM_PROCID": "3",
+    "PBS_NODEFILE": "/x",
+    "SGE_TASK_ID": "1",
+    "MASTER_ADDR": "n1",
+    "RANK": "0",
+    "https_proxy": "http://proxy:1",
+    "NO_PROXY": "localhost",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "WANDB_API_KEY": "key",
+    "OMP_NUM_THREADS": "4",
+    "EKIBEN_RUN": "r",
+}
 HARMFUL = {
-    "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64", "PYTHONPATH": "/home/me/lib", "PYTHONHOME": "/apps/python", "CUDA_HOME": "/apps/cuda",
-    "LD_PRELOAD": "/apps/trace.so", "CONDA_PREFIX": "/home/me/conda", "VIRTUAL_ENV": "/home/me/venv",
-}  # fmt: skip
+    "LD_LIBRARY_PATH": "/apps/cuda/11.7/lib64",
+    "PYTHONPATH": "/home/me/lib",
+    "PYTHONHOME": "/apps/python",
+    "CUDA_HOME": "/apps/cuda",
+    "LD_PRELOAD": "/apps/trace.so",
+    "CONDA_PREFIX": "/home/me/conda",
+    "VIRTUAL_ENV": "/home/me/venv",
+}
 
 
 @pytest.mark.parametrize("program", ["/usr/bin/apptainer", "/usr/bin/singularity", "/usr/bin/docker"])
@@ -98,9 +118,13 @@ def test_gpu_options_of_each_runtime() -> None:
 
 @pytest.mark.parametrize(
     ("toolkit", "kind", "expected"),
-    [(False, "nvidia.com/gpu", "--device nvidia.com/gpu=all"), (True, "nvidia.com/gpu", "--gpus all"),
-     (False, "example.com/nic", "--gpus all"), (False, "", "--gpus all")],
-)  # fmt: skip
+    [
+        (False, "nvidia.com/gpu", "--device nvidia.com/gpu=all"),
+        (True, "nvidia.com/gpu", "--gpus all"),
+        (False, "example.com/nic", "--gpus all"),
+        (False, "", "--gpus all"),
+    ],
+)
 def test_docker_gets_gpus_by_a_cdi_file_where_the_toolkit_is_missing(
     toolkit: bool, kind: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,9 +185,22 @@ def test_paths_in_arguments_are_bind_mounted(tmp_path: Path, here: Path) -> None
     for name in ("data", "out", "more"):
         (tmp_path / name).mkdir()
     (tmp_path / "data/talk.jsonl").touch()
-    ready = launched("apptainer", {}, "train", "--data=../data/talk.jsonl", "--output", f"{tmp_path}/out/run/1", "--model=cyberagent/open-calm-small",
-                 "--endpoint=https://hub/x", "--config", "/opt/ekiben/recipe/x.yaml", "--lr=1e-4", "here/x", "/nowhere/at/all",
-                 binds=(tmp_path / "more",))  # fmt: skip
+    ready = launched(
+        "apptainer",
+        {},
+        "train",
+        "--data=../data/talk.jsonl",
+        "--output",
+        f"{tmp_path}/out/run/1",
+        "--model=cyberagent/open-calm-small",
+        "--endpoint=https://hub/x",
+        "--config",
+        "/opt/ekiben/recipe/x.yaml",
+        "--lr=1e-4",
+        "here/x",
+        "/nowhere/at/all",
+        binds=(tmp_path / "more",),
+    )
     assert bound(ready) == [str(tmp_path / "data"), str(here), str(tmp_path / "more"), str(tmp_path / "out")]
     assert bound(launched("apptainer", {}, "train", "--data=..")) == [str(tmp_path)]  # and so this folder is, too
     for word in (f"model={tmp_path}/more", f"--set=model={tmp_path}/more", f"--data={tmp_path}/more/run=1/x.jsonl:2"):
@@ -201,8 +238,10 @@ def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
     (tmp_path / "data/talk.jsonl").symlink_to("../deep/talk.jsonl")
     (here / "link.jsonl").symlink_to(tmp_path / "data/talk.jsonl")
     assert bound(launched("apptainer", {}, "train", "--data", "./link.jsonl")) == [
-        str(tmp_path / "data"), str(tmp_path / "deep"), str(here),
-    ]  # fmt: skip
+        str(tmp_path / "data"),
+        str(tmp_path / "deep"),
+        str(here),
+    ]
     for argument, count in {
         "link.jsonl": 3,
         "--data=link.jsonl": 3,

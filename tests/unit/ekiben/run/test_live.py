@@ -17,10 +17,17 @@ from ekiben.spec.recipe import find_recipe
 def make_recipe(folder: Path, entrypoint: str) -> Path:
     (folder / "entrypoints").mkdir(parents=True)
     (folder / "entrypoints/go.py").write_text("print(1)\n")
-    (folder / "recipe.yaml").write_text(json.dumps({
-        "name": "mine", "description": "a test", "stack": "cu130", "layer": "python",
-        "tasks": {"go": {"entrypoint": entrypoint, "help": "print"}},
-    }))  # fmt: skip
+    (folder / "recipe.yaml").write_text(
+        json.dumps(
+            {
+                "name": "mine",
+                "description": "a test",
+                "stack": "cu130",
+                "layer": "python",
+                "tasks": {"go": {"entrypoint": entrypoint, "help": "print"}},
+            }
+        )
+    )
     return folder
 
 

@@ -28,8 +28,14 @@ def call(tmp_path: Path) -> Call:
 
     def run(*args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
         settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "local"), **environment}
-        done = subprocess.run([tmp_path / "mine-1.bin/greet", *args], cwd=tmp_path / "here", env=settings,
-                              capture_output=True, text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [tmp_path / "mine-1.bin/greet", *args],
+            cwd=tmp_path / "here",
+            env=settings,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         argv, _, variables = done.stdout.partition("---\n")
         lines = argv.splitlines()
         pairs = [line.split("=", 1) for line in variables.splitlines() if line.startswith("APPTAINERENV_")]
@@ -82,11 +88,12 @@ def test_compiled_code_is_never_in_a_folder_that_others_can_write(call: Call, tm
 
 
 SEVERAL: list[dict[str, str]] = [
-    {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{rank}"}, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}"},
+    {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "{rank}"},
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}"},
     {"PMI_SIZE": "2", "PMI_RANK": "{rank}"},
     # mpirun in a job of Slurm reaches each further node by an srun of its own, whose variables its processes have, too.
     {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "{rank}"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("variables", SEVERAL, ids=["srun", "Open MPI", "MPICH", "Open MPI by srun"])
@@ -94,7 +101,9 @@ def test_a_task_started_several_times_at_once_is_refused(call: Call, tmp_path: P
     settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     for rank, message in ((0, "ekiben-mine: srun or mpirun started greet 2 times"), (1, "")):
         rank_env = {name: value.format(rank=rank) for name, value in variables.items()}
-        done = subprocess.run([tmp_path / "mine-1.bin/greet"], env=settings | rank_env, capture_output=True, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [tmp_path / "mine-1.bin/greet"], env=settings | rank_env, capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(message)
         for allowed in ({"WORLD_SIZE": "2"}, {"EKIBEN_INDEPENDENT": "1"}):

@@ -43,8 +43,11 @@ def test_modulefile_belongs_to_its_version(lab: Lab) -> None:
     assert (folder / version(done)).readlink() == Path(f"../../../images/own/{stem}.module")
     commands = done.sif.with_suffix(".bin")
     assert {path.name for path in commands.iterdir()} == {"greet", "ekiben-own"}
-    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in (*commands.iterdir(), *folder.parent.rglob("*"))
-             if path.is_file() and not path.is_symlink()}  # fmt: skip
+    modes = {
+        path: stat.S_IMODE(path.lstat().st_mode)
+        for path in (*commands.iterdir(), *folder.parent.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
     assert {mode for path, mode in modes.items() if path.parent == commands} == {0o555}
     assert {mode for path, mode in modes.items() if path.parent != commands} == {0o444}
     for made in (commands, folder, folder.parent, folder.parent.parent):
@@ -180,8 +183,9 @@ def test_module_command_names_missing_requirements(lab: Lab, tmp_path: Path) -> 
 
     for path in (f"{commands}:{host}", f"{host}:{commands}", f"{host}:{commands}:/nowhere", str(host)):
         for name in names:
-            assert failed(commands / name, path) == (
-                f"ekiben-own: neither apptainer nor singularity is on PATH of {os.uname().nodename}: "
+            assert (
+                failed(commands / name, path)
+                == f"ekiben-own: neither apptainer nor singularity is on PATH of {os.uname().nodename}: "
                 "load a module that has one of them\n"
             )
     done.sif.unlink()

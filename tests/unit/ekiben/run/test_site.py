@@ -114,23 +114,48 @@ def refused(tmp_path: Path, text: str) -> str:
     [
         ("nodes: {}", "unknown key 'nodes'. Did you mean 'node'?"),
         ("runtimes: [{kind: apptaner}]", "runtimes.0: kind: 'apptaner' is not known. Did you mean 'apptainer'?"),
-        ("runtimes: [{kind: apptainer, version: new}]", "runtimes.0: version: should be a version, as \"580.65.06\" (found: 'new')"),
+        (
+            "runtimes: [{kind: apptainer, version: new}]",
+            "runtimes.0: version: should be a version, as \"580.65.06\" (found: 'new')",
+        ),
         ("storage: {hom: {path: /home}}", "storage: 'hom' is not known. Did you mean 'home'?"),
         ("storage: {home: {path: /home, quota_gib: 0}}", "storage.home: quota_gib: should be at least 1 (found: 0)"),
         ("network: {kind: infinband}", "network: kind: 'infinband' is not known. Did you mean 'infiniband'?"),
-        ("environment: {'A;touch x': '1'}", "environment: 'A;touch x' is not the name of a variable: letters, digits and '_'"),
+        (
+            "environment: {'A;touch x': '1'}",
+            "environment: 'A;touch x' is not the name of a variable: letters, digits and '_'",
+        ),
         ("scheduler: {kind: slrum}", "scheduler: kind: 'slrum' is not known. Did you mean 'slurm'?"),
-        ("scheduler: {kind: pbs, group_required: true}", "scheduler: group_required: needs group_option, the scheduler's option for it"),
-        ("scheduler: {kind: pbs, resources: {a: {request: ['-l x={node}']}}}",
-         "scheduler.resources.a: request: '-l x={node}': only {nodes}, {gpus}, {cores} and {memory_gib} are filled in (no 'node')"),
-        *((f"scheduler: {{kind: pbs, resources: {{a: {{request: ['{word}']}}}}}}",
-           f"scheduler.resources.a: request: '{word}': only {{nodes}}, {{gpus}}, {{cores}} and {{memory_gib}} are filled in ({reason})")
-          for word, reason in {
-              "{nodes:>999999999}": "no format of 'nodes'", "{nodes!r}": "no format of 'nodes'", "{gpus:{nodes}}": "no format of 'gpus'",
-              "{nodes.real}": "no 'nodes.real'", "{}": "no ''", "x={nodes": "expected '}' before end of string",
-          }.items()),
+        (
+            "scheduler: {kind: pbs, group_required: true}",
+            "scheduler: group_required: needs group_option, the scheduler's option for it",
+        ),
+        (
+            "scheduler: {kind: pbs, resources: {a: {request: ['-l x={node}']}}}",
+            (
+                "scheduler.resources.a: request: '-l x={node}': only {nodes}, {gpus}, {cores} and {memory_gib} are"
+                " filled in (no 'node')"
+            ),
+        ),
+        *(
+            (
+                f"scheduler: {{kind: pbs, resources: {{a: {{request: ['{word}']}}}}}}",
+                (
+                    f"scheduler.resources.a: request: '{word}': only {{nodes}}, {{gpus}}, {{cores}} and {{memory_gib}}"
+                    f" are filled in ({reason})"
+                ),
+            )
+            for word, reason in {
+                "{nodes:>999999999}": "no format of 'nodes'",
+                "{nodes!r}": "no format of 'nodes'",
+                "{gpus:{nodes}}": "no format of 'gpus'",
+                "{nodes.real}": "no 'nodes.real'",
+                "{}": "no ''",
+                "x={nodes": "expected '}' before end of string",
+            }.items()
+        ),
     ],
-)  # fmt: skip
+)
 def test_invalid_profiles_are_refused(tmp_path: Path, added: str, message: str) -> None:
     assert refused(tmp_path, f"{SMALLEST}{added}\n") == message
 

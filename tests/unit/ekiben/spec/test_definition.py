@@ -31,7 +31,10 @@ def problems(tmp_path: Path, text: str, **arguments: str) -> list[str]:
 
 
 def test_every_section_is_read(tmp_path: Path) -> None:
-    stage = read(tmp_path, HEADER + """
+    stage = read(
+        tmp_path,
+        HEADER
+        + """
 %arguments
     word=hello
 %files
@@ -48,7 +51,8 @@ def test_every_section_is_read(tmp_path: Path) -> None:
     Help {{word}}
 %runscript
     exec "$@"
-""").final  # fmt: skip
+""",
+    ).final
     assert stage.parent == "python"
     assert stage.arguments == {"word": "hello"}
     assert stage.files == (Copy("a", "/a", None, 7),)
@@ -59,7 +63,10 @@ def test_every_section_is_read(tmp_path: Path) -> None:
 
 
 def test_a_body_keeps_its_bytes(tmp_path: Path) -> None:
-    body = "\tcat > /f <<-'EOF'\n\t\tTabs  and   trailing \t \n\n  Percent 100%\n\u2028\f\x0bodd\n% not a section\n%1 neither\n\tEOF\n"
+    body = (
+        "\tcat > /f <<-'EOF'\n\t\tTabs  and   trailing \t \n\n  Percent 100%\n\u2028\f\x0bodd\n% not a section\n%1"
+        " neither\n\tEOF\n"
+    )
     assert read(tmp_path, HEADER + "%post\n" + body + "\n\n%test\n  true\n").final.post == body
 
 
@@ -148,9 +155,21 @@ class TestEnvironment:
 
     @pytest.mark.parametrize(
         "line",
-        ["A=b", "export A", "export A=b B=c", "export A=b; export B=c", "export A=b;", "export A=b && true",
-         "if true; then export A=b; fi", ". /etc/profile", 'export A="b', "unset A", "export A=$(date)", "export 1A=b"],
-    )  # fmt: skip
+        [
+            "A=b",
+            "export A",
+            "export A=b B=c",
+            "export A=b; export B=c",
+            "export A=b;",
+            "export A=b && true",
+            "if true; then export A=b; fi",
+            ". /etc/profile",
+            'export A="b',
+            "unset A",
+            "export A=$(date)",
+            "export 1A=b",
+        ],
+    )
     def test_script_in_environment_is_refused(self, tmp_path: Path, line: str) -> None:
         assert problems(tmp_path, f"{HEADER}%environment\n# fine\n{line}\n") == [
             f"x.def:5: %environment takes only 'export NAME=value' lines, found: {line}"
@@ -165,8 +184,11 @@ class TestEnvironment:
     def test_expand_uses_earlier_variables(self) -> None:
         inherited = {"PATH": "/bin", "B": "old"}
         assert expand({"PATH": "/opt:$PATH", "A": "${B}!", "B": "new", "C": "$B"}, inherited) == {
-            "PATH": "/opt:/bin", "A": "old!", "B": "new", "C": "new",
-        }  # fmt: skip
+            "PATH": "/opt:/bin",
+            "A": "old!",
+            "B": "new",
+            "C": "new",
+        }
         assert inherited == {"PATH": "/bin", "B": "old"}
 
 
@@ -238,27 +260,57 @@ class TestRefused:
         ("text", "message"),
         [
             (HEADER + "%pots\n", "x.def:3: unknown section %pots. Did you mean 'post'?"),
-            (HEADER + "%setup\n    cp a b\n", "x.def:3: %setup is refused: it runs on the host, outside any cache key; do the work in %post"),
-            (HEADER + "%pre\n", "x.def:3: %pre is refused: it runs on the host, outside any cache key; do the work in %post"),
-            *((HEADER + f"%{name} x\n", f"x.def:3: %{name} is refused: SCIF apps are not supported; a recipe's tasks take their place") for name in APPS),
+            (
+                HEADER + "%setup\n    cp a b\n",
+                "x.def:3: %setup is refused: it runs on the host, outside any cache key; do the work in %post",
+            ),
+            (
+                HEADER + "%pre\n",
+                "x.def:3: %pre is refused: it runs on the host, outside any cache key; do the work in %post",
+            ),
+            *(
+                (
+                    HEADER + f"%{name} x\n",
+                    f"x.def:3: %{name} is refused: SCIF apps are not supported; a recipe's tasks take their place",
+                )
+                for name in APPS
+            ),
             (HEADER + "%post\n a\n%post\n b\n", "x.def:5: %post appears twice; put both in one"),
-            (HEADER + "%post -c /bin/bash\n", "x.def:3: %post -c /bin/bash: only /bin/sh runs here; start another shell inside"),
+            (
+                HEADER + "%post -c /bin/bash\n",
+                "x.def:3: %post -c /bin/bash: only /bin/sh runs here; start another shell inside",
+            ),
             (HEADER + "%test now\n", "x.def:3: %test takes no words: now"),
             ("Bootstrap: localimage\nForm: a.sif\nFrom: a.sif\n", "x.def:2: unknown key 'Form'. Did you mean 'from'?"),
             (HEADER + "From: b.sif\n", "x.def:3: 'From:' appears twice; leave one"),
-            ("Bootstrap: localimage\nFrom a.sif\nFrom: a.sif\n", "x.def:2: expected 'Key: value' or a %section, found: From a.sif"),
+            (
+                "Bootstrap: localimage\nFrom a.sif\nFrom: a.sif\n",
+                "x.def:2: expected 'Key: value' or a %section, found: From a.sif",
+            ),
             ("From: a.sif\n", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
             ("Bootstrap: dokcer\nFrom: a\n", "x.def:1: 'Bootstrap: dokcer' is not supported. Did you mean 'docker'?"),
             ("Bootstrap: localimage\n", "x.def:1: Bootstrap: localimage needs 'From:'"),
             ("Bootstrap: debootstrap\n", "x.def:1: Bootstrap: debootstrap needs 'OSVersion: <suite>'"),
-            ("Bootstrap: debootstrap\nOSVersion: --setup-hook=id\n", "x.def:1: OSVersion: '--setup-hook=id' is not the name of a suite, as bookworm is"),
-            ("Bootstrap: debootstrap\nOSVersion: bookworm\nInclude: curl,--simulate\n", "x.def:1: Include: '--simulate' is not the name of a package"),
-            ("Bootstrap: docker\nFrom: debian:12\n", "x.def:1: From: debian:12 is a tag that can move; pin it: debian:12@sha256:<digest>"),
-            ("Bootstrap: docker\nFrom: debian@sha256:12\n", "x.def:1: From: debian@sha256:12 is a tag that can move; pin it: debian@sha256:12@sha256:<digest>"),
+            (
+                "Bootstrap: debootstrap\nOSVersion: --setup-hook=id\n",
+                "x.def:1: OSVersion: '--setup-hook=id' is not the name of a suite, as bookworm is",
+            ),
+            (
+                "Bootstrap: debootstrap\nOSVersion: bookworm\nInclude: curl,--simulate\n",
+                "x.def:1: Include: '--simulate' is not the name of a package",
+            ),
+            (
+                "Bootstrap: docker\nFrom: debian:12\n",
+                "x.def:1: From: debian:12 is a tag that can move; pin it: debian:12@sha256:<digest>",
+            ),
+            (
+                "Bootstrap: docker\nFrom: debian@sha256:12\n",
+                "x.def:1: From: debian@sha256:12 is a tag that can move; pin it: debian@sha256:12@sha256:<digest>",
+            ),
             ("", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
             ("%post\n    true\n", "x.def:1: no 'Bootstrap:' key. Known: debootstrap, docker, localimage."),
         ],
-    )  # fmt: skip
+    )
     def test_single_problem_is_reported(self, tmp_path: Path, text: str, message: str) -> None:
         assert problems(tmp_path, text) == [message]
 
@@ -318,8 +370,8 @@ class TestIgnoredNoMore:
     )
     def test_environment_written_by_a_script_is_refused(self, tmp_path: Path, file: str) -> None:
         (problem,) = problems(tmp_path, f"{HEADER}%post\n    true\n    echo A=b >>{file}\n")
-        assert problem == (
-            "x.def:5: %post cannot add to the image's environment: write %environment, with the value itself"
+        assert (
+            problem == "x.def:5: %post cannot add to the image's environment: write %environment, with the value itself"
         )
 
     @pytest.mark.parametrize(
@@ -329,7 +381,10 @@ class TestIgnoredNoMore:
         assert read(tmp_path, f"{HEADER}%post\n    {line}\n").final.post == f"    {line}\n"
 
     def test_argument_that_names_another_is_refused(self, tmp_path: Path) -> None:
-        text = f"{HEADER}%arguments\n    a=b\n    # c={{{{ a }}}}\n    c=x {{{{ a }}}}\n%post\n    {{{{ a }}}} {{{{ c }}}}\n"
+        text = (
+            f"{HEADER}%arguments\n    a=b\n    # c={{{{ a }}}}\n    c=x {{{{ a }}}}\n%post\n    {{{{ a }}}} {{{{ c"
+            " }}\n"
+        )
         assert problems(tmp_path, text) == [
             "x.def:6: an argument's value names another one; write the value: c=x {{ a }}"
         ]

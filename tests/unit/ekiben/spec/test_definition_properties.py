@@ -32,12 +32,20 @@ names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 @st.composite
 def stages(draw: st.DrawFn) -> Stage:
     return Stage(
-        name=None, header={"bootstrap": "localimage", "from": "base.sif"}, arguments={},
-        files=tuple(Copy(source, "/" + destination, None, 0) for source, destination in draw(st.lists(st.tuples(paths, paths), max_size=3))),
-        post=draw(bodies), environment=draw(st.dictionaries(names, tokens, max_size=3)),
-        labels=draw(st.dictionaries(names, tokens.map(str.strip).filter(bool), max_size=3)), test=draw(bodies), help=draw(bodies),
+        name=None,
+        header={"bootstrap": "localimage", "from": "base.sif"},
+        arguments={},
+        files=tuple(
+            Copy(source, "/" + destination, None, 0)
+            for source, destination in draw(st.lists(st.tuples(paths, paths), max_size=3))
+        ),
+        post=draw(bodies),
+        environment=draw(st.dictionaries(names, tokens, max_size=3)),
+        labels=draw(st.dictionaries(names, tokens.map(str.strip).filter(bool), max_size=3)),
+        test=draw(bodies),
+        help=draw(bodies),
         runscript=draw(bodies),
-    )  # fmt: skip
+    )
 
 
 def text_of(stage: Stage) -> str:

@@ -93,14 +93,26 @@ def test_unknown_names_are_refused() -> None:
         ({"data": "x"}, "recipe.yaml: data: should be a list (found: 'x')"),
         ({"environment": {"A": 1}}, "recipe.yaml: environment.A: should be a string (found: 1)"),
         ({"tasks": []}, "recipe.yaml: tasks: should be a mapping (found: [])"),
-        ({"tasks": {"a": {"entrypoint": "a.py", "help": "x", "cfg": "y"}}}, "recipe.yaml: unknown key 'tasks.a.cfg'. Did you mean 'config'?"),
+        (
+            {"tasks": {"a": {"entrypoint": "a.py", "help": "x", "cfg": "y"}}},
+            "recipe.yaml: unknown key 'tasks.a.cfg'. Did you mean 'config'?",
+        ),
         ({"tasks": {"a": {"help": "x"}}}, "recipe.yaml: key 'tasks.a.entrypoint' is missing"),
         ({"name": "Own Recipe"}, "recipe.yaml: name: a recipe's name is lower-case letters, digits, '.', '_' and '-'"),
-        ({"tasks": {"../sh": {"entrypoint": "a.py", "help": "x"}}}, "recipe.yaml: tasks.../sh: a task is a command: letters, digits, '.', '_' and '-'"),
-        ({"tasks": {"a": {"entrypoint": "a.py", "help": "x\nrm -rf /"}}}, "recipe.yaml: tasks.a.help: one line is wanted"),
-        ({"environment": {"A-B": "x"}}, "recipe.yaml: environment: 'A-B' is not the name of a variable: letters, digits and '_'"),
+        (
+            {"tasks": {"../sh": {"entrypoint": "a.py", "help": "x"}}},
+            "recipe.yaml: tasks.../sh: a task is a command: letters, digits, '.', '_' and '-'",
+        ),
+        (
+            {"tasks": {"a": {"entrypoint": "a.py", "help": "x\nrm -rf /"}}},
+            "recipe.yaml: tasks.a.help: one line is wanted",
+        ),
+        (
+            {"environment": {"A-B": "x"}},
+            "recipe.yaml: environment: 'A-B' is not the name of a variable: letters, digits and '_'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_invalid_recipes_are_refused(sample: SampleRecipe, change: dict[str, Any], message: str) -> None:
     sample.recipe(**change)
     assert refusal(sample) == message
@@ -133,8 +145,12 @@ def test_unreadable_recipe_is_an_error(sample: SampleRecipe) -> None:
 
 class TestMembers:
     def test_files_are_found_in_the_recipe_then_in_the_project(self, sample: SampleRecipe) -> None:
-        sample.recipe(tasks={"greet": {"entrypoint": "greet.py", "config": "configs/greet.yaml", "help": "say hello"},
-                          "hello": {"entrypoint": "hello.py", "help": "say who"}})  # fmt: skip
+        sample.recipe(
+            tasks={
+                "greet": {"entrypoint": "greet.py", "config": "configs/greet.yaml", "help": "say hello"},
+                "hello": {"entrypoint": "hello.py", "help": "say who"},
+            }
+        )
         members = find_recipe(str(sample.path)).members()
         library = {inside for inside in members if inside.startswith("entrypoints/ekiben_tasks/")}
         assert {inside: path for inside, path in members.items() if inside not in library} == {
@@ -157,8 +173,10 @@ class TestMembers:
         ):
             sample.write(f"entrypoints/{name}", "x = 1\n")
         assert {inside for inside in find_recipe(str(sample.path)).members() if inside.startswith("entrypoints/")} == {
-            "entrypoints/greet.py", "entrypoints/helper.py", "entrypoints/sub/prompt.txt",
-        }  # fmt: skip
+            "entrypoints/greet.py",
+            "entrypoints/helper.py",
+            "entrypoints/sub/prompt.txt",
+        }
 
     def test_a_script_that_imports_the_task_library_gets_it(self, sample: SampleRecipe) -> None:
         sample.write("entrypoints/greet.py", "def main():\n    from ekiben_tasks.task import settings\n")
@@ -170,8 +188,10 @@ class TestMembers:
         sample.recipe(modules=["settings.py"])
         with pytest.raises(DefinitionError) as caught:
             find_recipe(str(sample.path))
-        assert str(caught.value) == (
-            f"{sample.path}/recipe.yaml: modules: is no longer a key of a recipe; delete it. The library of the tasks, "
+        assert (
+            str(caught.value)
+            == f"{sample.path}/recipe.yaml: modules: is no longer a key of a recipe; delete it. The library of the"
+            " tasks, "
             "ekiben_tasks, and the recipe's own entrypoints/ ship complete"
         )
 
@@ -180,7 +200,10 @@ class TestMembers:
         with pytest.raises(DefinitionError) as caught:
             find_recipe(str(sample.path)).members()
         assert str(caught.value).splitlines() == [
-            f"{sample.path}/recipe.yaml: entrypoints/gone.py is named but {sample.path}/entrypoints/gone.py is not a file",
+            (
+                f"{sample.path}/recipe.yaml: entrypoints/gone.py is named but {sample.path}/entrypoints/gone.py is not"
+                " a file"
+            ),
             f"{sample.path}/recipe.yaml: data/a.txt is named but {sample.path}/data/a.txt is not a file",
         ]
 

@@ -61,10 +61,22 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a folder": put_folder,
 }
 FILES = (
-    "recipe.yaml", "images/roof.def", "images/stacks/tiny/stack.yaml", "images/stacks/tiny/apt.lock",
-    "images/stacks/tiny/top.lock", "images/stacks/tiny/SHA256SUMS", "files/data.txt", "files/tree/a.txt", "entrypoints/greet.py",
-    "entrypoints/helper.py", "configs/greet.yaml", "notes.txt", "SHA256SUMS", "requirements.txt", "images/roof.lock",
-)  # fmt: skip
+    "recipe.yaml",
+    "images/roof.def",
+    "images/stacks/tiny/stack.yaml",
+    "images/stacks/tiny/apt.lock",
+    "images/stacks/tiny/top.lock",
+    "images/stacks/tiny/SHA256SUMS",
+    "files/data.txt",
+    "files/tree/a.txt",
+    "entrypoints/greet.py",
+    "entrypoints/helper.py",
+    "configs/greet.yaml",
+    "notes.txt",
+    "SHA256SUMS",
+    "requirements.txt",
+    "images/roof.lock",
+)
 NO_FILE = ("entrypoints/helper.py", "requirements.txt", "images/roof.lock")  # what is no file there is none of these
 SECONDS = 20
 

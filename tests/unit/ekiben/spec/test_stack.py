@@ -106,6 +106,9 @@ def test_lock_edited_by_hand_is_named(sample: SampleRecipe) -> None:
 
 def test_pins_of_a_python_lock() -> None:
     one, two = "a" * 64, "b" * 64
-    text = f"# by hand\nidna==3.1 ; python_version > '3' \\\n    --hash=sha256:{two} \\\n    --hash=sha256:{one}\n# not locked: x==1\nTorch==2+cu118\n"
+    text = (
+        f"# by hand\nidna==3.1 ; python_version > '3' \\\n    --hash=sha256:{two} \\\n    --hash=sha256:{one}\n# not"
+        " locked: x==1\nTorch==2+cu118\n"
+    )
     assert read_pins(text) == [("idna", "3.1", [one, two]), ("Torch", "2+cu118", [])]
     assert read_pins("") == []

@@ -29,8 +29,19 @@ def store(tmp_path: Path) -> Store:
 
 
 def layer_of(data: bytes, **changes: Any) -> dict[str, Any]:
-    return {"name": "base", "cache_key": "k1", "diff_id": digest_of(b"tar"), "tar_size": 9, "digest": digest_of(data),
-            "size": len(data), "executor": "none", "seconds": 0.1, "inputs": {"post": "x"}, "notes": {}, **changes}  # fmt: skip
+    return {
+        "name": "base",
+        "cache_key": "k1",
+        "diff_id": digest_of(b"tar"),
+        "tar_size": 9,
+        "digest": digest_of(data),
+        "size": len(data),
+        "executor": "none",
+        "seconds": 0.1,
+        "inputs": {"post": "x"},
+        "notes": {},
+        **changes,
+    }
 
 
 def put_record(store: Store, record: Any, name: str = "keys/k1.json") -> None:
@@ -105,10 +116,17 @@ def test_names_of_older_stores_are_read(store: Store) -> None:
 
 
 DAMAGED = [
-    *NO_RECORDS, {}, layer_of(b"layer", digest="sha256:../../x"),
-    layer_of(b"layer", digest=None), layer_of(b"layer", size=-1), layer_of(b"layer", size="5"), layer_of(b"layer", name="../x"),
-    layer_of(b"layer", cache_key="../k1"), layer_of(b"layer", cache_key="other"), layer_of(b"layer", notes=[]),
-]  # fmt: skip
+    *NO_RECORDS,
+    {},
+    layer_of(b"layer", digest="sha256:../../x"),
+    layer_of(b"layer", digest=None),
+    layer_of(b"layer", size=-1),
+    layer_of(b"layer", size="5"),
+    layer_of(b"layer", name="../x"),
+    layer_of(b"layer", cache_key="../k1"),
+    layer_of(b"layer", cache_key="other"),
+    layer_of(b"layer", notes=[]),
+]
 
 
 @pytest.mark.parametrize("record", DAMAGED)
@@ -185,8 +203,13 @@ def test_a_layer_is_found_in_an_image_of_its_own_folder_only(shared: SharedStore
     assert shared.find(digest) is not None
     (shared.shared_dir / IMAGES / "linked").symlink_to(tmp_path / "home")
     (shared.shared_dir / IMAGES / "own/link.sif").symlink_to(tmp_path / "home/x.sif")
-    for target in ("../../../../home/x.sif", str(tmp_path / "home/x.sif"), "../../../images/linked/x.sif",
-                   "../../../images/own/link.sif", "../../../images/../../home/x.sif"):  # fmt: skip
+    for target in (
+        "../../../../home/x.sif",
+        str(tmp_path / "home/x.sif"),
+        "../../../images/linked/x.sif",
+        "../../../images/own/link.sif",
+        "../../../images/../../home/x.sif",
+    ):
         (folder / "0-5-x.sif").unlink()
         (folder / "0-5-x.sif").symlink_to(target)
         assert shared.find(digest) is None, target

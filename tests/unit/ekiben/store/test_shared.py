@@ -54,8 +54,10 @@ def filled(files_only: SampleRecipe, tmp_path: Path, shared: SharedStore) -> Sha
 
 
 def modes(folder: Path) -> set[tuple[str, int, int]]:
-    return {("folder" if path.is_dir() else "file", path.stat().st_mode & 0o7777, path.stat().st_gid)
-            for path in [folder, *folder.rglob("*")]}  # fmt: skip
+    return {
+        ("folder" if path.is_dir() else "file", path.stat().st_mode & 0o7777, path.stat().st_gid)
+        for path in [folder, *folder.rglob("*")]
+    }
 
 
 # -------------------------------------------------------------------------------------------------- mine, then the other

@@ -84,8 +84,12 @@ def test_the_folder_is_an_oci_image_layout(store: Store) -> None:
     assert json.loads((store.root / "oci-layout").read_text()) == {"imageLayoutVersion": "1.0.0"}
     (entry,) = json.loads((store.root / "index.json").read_text())["manifests"]
     data = store.get_blob(manifest)
-    assert entry == {"mediaType": MEDIA_MANIFEST, "digest": manifest, "size": len(data),
-                     "annotations": {"org.opencontainers.image.ref.name": "one"}}  # fmt: skip
+    assert entry == {
+        "mediaType": MEDIA_MANIFEST,
+        "digest": manifest,
+        "size": len(data),
+        "annotations": {"org.opencontainers.image.ref.name": "one"},
+    }
     assert (store.root / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
 
 
@@ -213,7 +217,10 @@ def test_prune_keeps_staging_of_live_processes(store: Store) -> None:
 
 def sweep_elsewhere(store: Store) -> None:
     """Open the store in another PID namespace, which has the same host name and none of this one's processes."""
-    script = "import sys; from pathlib import Path; from ekiben.store import Store\nStore(Path(sys.argv[1])).open_for_writing()"
+    script = (
+        "import sys; from pathlib import Path; from ekiben.store import"
+        " Store\nStore(Path(sys.argv[1])).open_for_writing()"
+    )
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-c", script]
     subprocess.run([*unshare, store.root], cwd=ROOT, check=True)
 
@@ -242,17 +249,12 @@ def test_staging_of_an_earlier_version_is_known_by_its_process(store: Store) -> 
 
 def test_two_processes_put_the_same_layer_at_once(store: Store) -> None:
     script = (
-        "import sys; from pathlib import Path; from ekiben.store import Store, StoredLayer; from ekiben.core.files import digest_of\n"
-        "store, data = Store(Path(sys.argv[1])), b'x' * 1_000_000\n"
-        "store.open_for_writing()\n"
-        "for number in range(20):\n"
-        "    with store.staging() as staging:\n"
-        "        (staging / 'blob').write_bytes(data)\n"
-        "        store.put_file(staging / 'blob', digest_of(data))\n"
-        "    store.put_layer(StoredLayer(name='a', cache_key='k', diff_id='d', tar_size=1, digest=digest_of(data), size=len(data),\n"
-        "        executor='none', seconds=0, inputs={}))\n"
-        "    store.check_blob(digest_of(data), again=True)\n"
-        "    assert store.layer('k')\n"
+        "import sys; from pathlib import Path; from ekiben.store import Store, StoredLayer; from ekiben.core.files"
+        " import digest_of\nstore, data = Store(Path(sys.argv[1])), b'x' * 1_000_000\nstore.open_for_writing()\nfor"
+        " number in range(20):\n    with store.staging() as staging:\n        (staging / 'blob').write_bytes(data)\n   "
+        "     store.put_file(staging / 'blob', digest_of(data))\n    store.put_layer(StoredLayer(name='a',"
+        " cache_key='k', diff_id='d', tar_size=1, digest=digest_of(data), size=len(data),\n        executor='none',"
+        " seconds=0, inputs={}))\n    store.check_blob(digest_of(data), again=True)\n    assert store.layer('k')\n"
     )
     running = [subprocess.Popen([sys.executable, "-c", script, store.root], cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in running] == [0, 0]

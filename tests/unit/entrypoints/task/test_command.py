@@ -27,7 +27,9 @@ run(main)
 def start(folder: Path, task: str = TASK, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(task)
     settings = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ENTRYPOINTS), **environment}
-    return subprocess.run([sys.executable, folder / "train.py"], env=settings, capture_output=True, text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, folder / "train.py"], env=settings, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,9 +69,10 @@ def test_warnings_that_no_user_can_mend_are_left_out(tmp_path: Path) -> None:
 def test_full_disk_is_one_sentence(tmp_path: Path) -> None:
     done = start(tmp_path, TASK.replace('print("ran")', 'open("/dev/full", "w").write("x" * 10_000)'))
     assert done.returncode == 1
-    assert done.stderr == (
-        "error: a file cannot be written (No space left on device); make room and give the same command again: it goes on "
-        "from what is complete\n"
+    assert (
+        done.stderr
+        == "error: a file cannot be written (No space left on device); make room and give the same command again: it"
+        " goes on from what is complete\n"
     )
 
 

@@ -51,8 +51,9 @@ def test_assignments_override_file_and_defaults(tmp_path: Path) -> None:
 def test_an_old_name_is_accepted_with_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, "rows_at_once: 8\n")
     assert settings.load(Outer, file).batch_size == settings.load(Outer, None, ["rows_at_once=8"]).batch_size == 8
-    assert capsys.readouterr().err == (
-        "warning: setting rows_at_once is now batch_size; the next release no longer accepts rows_at_once\n"
+    assert (
+        capsys.readouterr().err
+        == "warning: setting rows_at_once is now batch_size; the next release no longer accepts rows_at_once\n"
     )
     assert "rows_at_once" not in settings.help_table(Outer())
 
