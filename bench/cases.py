@@ -1,4 +1,7 @@
-"""The cases of building: what is edited, what is timed, in which order. A case's docstring is printed when it starts."""
+"""The cases of building: what is edited, what is timed, in which order.
+
+A case's docstring is printed when it starts.
+"""
 
 from __future__ import annotations
 

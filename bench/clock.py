@@ -32,7 +32,10 @@ class Command:
 
 
 class About(TypedDict, total=False):
-    """``base``: seconds of the base layer that a peer was given. ``load``: the machine's load average before the first run."""
+    """``base``: seconds of the base layer that a peer was given.
+
+    ``load``: the machine's load average before the first run.
+    """
 
     base: float
     load: float
@@ -41,7 +44,10 @@ class About(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One way to do one case. ``seconds`` has every single run; ``peak_kib`` is of the first process without its children."""
+    """One way to do one case.
+
+    ``seconds`` has every single run; ``peak_kib`` is of the first process without its children.
+    """
 
     case: str
     who: str
@@ -60,7 +66,9 @@ class Failed(Exception):
 
 
 def run(command: Command, log: Path) -> tuple[float, int, str]:
-    """Run ``command`` and append its output to ``log``. Earlier writes are flushed to the disk first, outside the timing.
+    """Run ``command`` and append its output to ``log``.
+
+    Earlier writes are flushed to the disk first, outside the timing.
 
     Returns: seconds, the peak KiB of the process itself, its stdout.
     Raises: Failed when it ends with another exit code than 0, or when this process was stopped meanwhile.
@@ -98,7 +106,9 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return an ordinary user's environment: Python may write .pyc files; no setting of Ekiben or a runtime is inherited."""
+    """Return an ordinary user's environment: Python may write .pyc files; no setting of Ekiben or a runtime is
+    inherited.
+    """
     dropped = ("PYTHONDONTWRITEBYTECODE", "EKIBEN", "APPTAINER", "SINGULARITY", "DOCKER", "BUILDAH")
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 

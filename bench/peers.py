@@ -198,7 +198,9 @@ class Apptainer(Rendered):
         return as_user(Command(argv=argv, cwd=self.folder, env=temporary(self.folder) | cache))
 
     def on_parent(self, parent: Path, out: Path, options: Sequence[str]) -> Command:
-        """Build a child definition on the finished SIF: it copies the entrypoint in; the rest is unpacked and packed again."""
+        """Build a child definition on the finished SIF: it copies the entrypoint in; the rest is unpacked and packed
+        again.
+        """
         inside = f"/opt/ekiben/recipe/entrypoints/{self.recipe.entrypoint}"
         child = self.folder / "child.def"
         child.write_text(

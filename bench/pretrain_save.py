@@ -2,9 +2,9 @@
 
     PYTHON bench/pretrain_save.py [--processes 2] [--layers 24] [--width 1024] [--steps 4] [--keep FOLDER]
 
-PYTHON: with the packages of the recipe pretrain-gpt. Two sequences a step, each step saved, in fp32. The default is a model of 303
-million parameters, whose folder takes 11 GB; its seconds mean something on a machine with nothing else to do. To see that it works:
---layers 4 --width 256, a minute. Nothing of it is about GPUs.
+PYTHON: with the packages of the recipe pretrain-gpt. Two sequences a step, each step saved, in fp32. The default is a
+model of 303 million parameters, whose folder takes 11 GB; its seconds mean something on a machine with nothing else to
+do. To see that it works: --layers 4 --width 256, a minute. Nothing of it is about GPUs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def main() -> int:
 
 
 def measure(folder: Path, processes: int, layers: int, width: int, count: int) -> int:
-    """Train ``count`` steps in ``processes`` processes below ``folder``, print what their checkpoints cost, and return the exit code."""
+    """Train ``count`` steps in ``processes`` processes below ``folder``, print what their checkpoints cost, and return
+    the exit code.
+    """
     import torch
 
     torch.set_num_threads(1)

@@ -71,7 +71,9 @@ def merge(kept: Result, new: Result) -> Result:
 
 
 def write(bench: Bench, kept: Result | None, began: str, load: Load, out: Path) -> list[Goal]:
-    """Write results.json, results.md and results.svg into ``out``. kept: an earlier run's, of which what did not run now stays."""
+    """Write results.json, results.md and results.svg into ``out``. kept: an earlier run's, of which what did not run
+    now stays.
+    """
     result = Result(
         date=began,
         recipe=bench.original,
@@ -94,7 +96,10 @@ def write(bench: Bench, kept: Result | None, began: str, load: Load, out: Path) 
 
 
 def read_kept(out: Path, recipe: str) -> Result:
-    """Return the results in ``out``. Raises: SystemExit when there are none, or of another machine, recipe or version of a peer."""
+    """Return the results in ``out``.
+
+    Raises: SystemExit when there are none, or of another machine, recipe or version of a peer.
+    """
     path = out / "results.json"
     try:
         content = json.loads(path.read_text())

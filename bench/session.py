@@ -39,7 +39,10 @@ class Bench:
     # -- preparing ----------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the checkout's copy, the downloads, the base and the rendered folders. Of these, only the base counts as a peer's time."""
+        """Make the checkout's copy, the downloads, the base and the rendered folders.
+
+        Of these, only the base counts as a peer's time.
+        """
         (self.scratch / "out").mkdir(parents=True)
         self._copy_checkout()
         self.recipe = self._recipe()
@@ -115,7 +118,9 @@ class Bench:
         return self.ekiben("image", name, "--no-verify", "--json", *arguments)
 
     def remove_built(self) -> None:
-        """Remove what was built: a few large files, so this does not slow what comes after as an unpacked image would."""
+        """Remove what was built: a few large files, so this does not slow what comes after as an unpacked image
+        would.
+        """
         shutil.rmtree(self.store, ignore_errors=True)
         self.sif.unlink(missing_ok=True)
 

@@ -20,8 +20,8 @@ from bench.session import Bench
 
 
 def publish(bench: Bench) -> None:
-    """Into a new folder, after `image` has made and tested it, and without; and a version with another entrypoint. Beside
-    them, cp of the SIF."""
+    """Into a new folder, after `image` has made and tested it, and without; and a version with another entrypoint.
+    Beside them, cp of the SIF."""
     bench.run_untimed(bench.ekiben("image", bench.recipe.name, "--format", "sif", "-o", str(bench.sif), "--json"))
     place, copy = bench.scratch / "place", bench.scratch / "out" / "copy.sif"
     put = replace(bench.ekiben("publish", bench.recipe.name, "--to", str(place), "--no-verify", "--json"), synced=True)

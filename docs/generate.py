@@ -1,4 +1,6 @@
-"""Write the reference pages and JSON Schemas from the code: ``python docs/generate.py``, ``--check`` names what is out of date."""
+"""Write the reference pages and JSON Schemas from the code: ``python docs/generate.py``, ``--check`` names what is out
+of date.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +188,7 @@ GONE = {"recipe": ("modules", "tasks.runs_on")}  # known to the reader for the s
 SCALARS = {str: "string", int: "integer", bool: "boolean"}
 
 
-# ------------------------------------------------------------------------------------------------------------ YAML files
+# ----------------------------------------------------------------------------------------------------------- YAML files
 
 
 def unwrapped(kind: Any) -> Any:
@@ -296,7 +298,7 @@ def yaml_page(name: str) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------- command line
 
 
 def escaped(text: str) -> str:
@@ -305,7 +307,9 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Return text as code in a cell of a table; GitHub and MkDocs disagree on how a bar is escaped between backquotes."""
+    """Return text as code in a cell of a table; GitHub and MkDocs disagree on how a bar is escaped between
+    backquotes.
+    """
     return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
@@ -523,7 +527,9 @@ def json_page() -> str:
 
 
 def benchmarks_page() -> str:
-    """Return the page of measurements: the hand-written part, with the charts and every timing of bench/results.json."""
+    """Return the page of measurements: the hand-written part, with the charts and every timing of
+    bench/results.json.
+    """
     results = json.loads((ROOT / "bench/results.json").read_text(encoding="utf-8"))
     rows = ["| case | what ran | n | median | least to most |", "|---|---|---|---|---|"]
     for timing in results["timings"]:

@@ -70,7 +70,10 @@ class PlannedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a SIF of Ekiben's says of itself. ``tasks``: the commands of its recipe → their help; ``layers``: name → cache key."""
+    """What a SIF of Ekiben's says of itself.
+
+    ``tasks``: the commands of its recipe → their help; ``layers``: name → cache key.
+    """
 
     recipe: str
     stack: str
@@ -273,7 +276,8 @@ class Image:
         Args:
             argv: the program and its arguments.
             gpu: give it the GPUs (default: when there are some).
-            binds: further folders to see inside, at their own paths; this one, and those that ``argv`` names, are seen anyway.
+            binds: further folders to see inside, at their own paths; this one, and those that ``argv`` names, are seen
+                anyway.
             environment: variables to set inside.
             on_line: gets each line of stdout and stderr as it comes; the result then has none.
             check: raise when the exit code is not 0.

@@ -23,7 +23,8 @@ def network(name: str, nodes: Sequence[str], environment: Mapping[str, str]) -> 
     name: of this node. nodes: the names of all.
     """
     peers = [node for node in nodes if node != name]
-    # Every other node talks to the first, and the first to every other; names that are not known yet are not waited for.
+    # Every other node talks to the first, and the first to every other; names that are not known yet are not waited
+    # for.
     names = list(dict.fromkeys(interface for peer in peers if (interface := interface_to(peer))))
     chosen, lines = {}, []
     if names and "NCCL_SOCKET_IFNAME" not in environment:

@@ -3,7 +3,8 @@
 launch_node.py --node 1 --nodes c1,c2 --processes 4 --port 23456 --key FILE -- train --data rows.jsonl
 
 Each process gets torchrun's variables. Launchers connect to the first node's, so a signal to one reaches every process;
-when a process or a node fails, or a process hangs, all end and name it. Exit code 75: saved, but not finished; start the job again.
+when a process or a node fails, or a process hangs, all end and name it. Exit code 75: saved, but not finished; start
+the job again.
 """
 
 from __future__ import annotations
@@ -326,7 +327,10 @@ class Launcher:
         return self.node_rank.node * self.node_rank.processes + local
 
     def _copy_output(self, pipes: Sequence[tuple[int, int]]) -> None:
-        """Copy what each process writes to the job's log and to one of its own. In threads: a slow disk must not stop the beat."""
+        """Copy what each process writes to the job's log and to one of its own.
+
+        In threads: a slow disk must not stop the beat.
+        """
         for local, (source, output) in enumerate(pipes):
             os.close(output)
             self.copies.append(
@@ -392,10 +396,11 @@ class Launcher:
                     return
 
     def _find_slowest(self, positions: Mapping[int, dict[str, Any]], pids: Mapping[int, int]) -> list[Any]:
-        """Return [position, ranks and host, position in words] of the processes that others may wait for; [] where none reports any.
+        """Return [position, ranks and host, position in words] of the processes that others may wait for; [] where none
+        reports any.
 
-        Every process goes through the same positions, so it is the one that has come least far. Of several at one position it is
-        the one in the kernel's uninterruptible wait (D), for a disk or a file system.
+        Every process goes through the same positions, so it is the one that has come least far. Of several at one
+        position it is the one in the kernel's uninterruptible wait (D), for a disk or a file system.
         """
         keys = {rank: [*position["at"], process_state(pids[rank]) != "D"] for rank, position in positions.items()}
         lowest = min(keys.values(), default=[])
@@ -403,7 +408,10 @@ class Launcher:
         return [lowest, f"{rank_names(ranks)} on {self.node_rank.name}", positions[ranks[0]]["where"]] if ranks else []
 
     def _report_hang(self, seconds: float) -> None:
-        """End the job, whose processes have not moved for ``seconds``. The first node alone knows which one is behind all others."""
+        """End the job, whose processes have not moved for ``seconds``.
+
+        The first node alone knows which one is behind all others.
+        """
         if self.node_rank.node != 0:
             self._send(0, {"hangs": seconds})
             return
@@ -446,7 +454,10 @@ class Launcher:
             self.decided.set_result(outcome)
 
     def _stop(self, number: int, source: int) -> None:
-        """Tell every process of the job to save and end. Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1."""
+        """Tell every process of the job to save and end.
+
+        Grid Engine warns with SIGUSR2, or SIGXCPU; tasks know SIGUSR1.
+        """
         if not self.stopping:
             print_line(f"{self.node_rank.nodes[source]} got {signal.Signals(number).name}: the processes save and end")
         self.stopping, self.stopped = True, INTERRUPTED if number == signal.SIGINT else REQUEUE

@@ -1,4 +1,5 @@
-"""Convert JSQuAD (or any data set in SQuAD's format) to JSONL: one question per line, with its context and first answer.
+"""Convert JSQuAD (or any data set in SQuAD's format) to JSONL: one question per line, with its context and first
+answer.
 
 git clone https://github.com/yahoojapan/JGLUE
 prepare-jsquad JGLUE/datasets/jsquad-v1.3 --output data      writes data/jsquad-train.jsonl and data/jsquad-valid.jsonl
@@ -114,7 +115,10 @@ def read_questions(items: Items) -> tuple[list[dict[str, Any]], list[InvalidExam
 
 
 def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
-    """Return the row, or what is wrong. A context begins with its title and [SEP], which the answer's offset counts, too."""
+    """Return the row, or what is wrong.
+
+    A context begins with its title and [SEP], which the answer's offset counts, too.
+    """
     title, context, question, text, start = item
     for name, value in (("title", title), ("context", context), ("question", question)):
         if not isinstance(value, str) or not value.strip():

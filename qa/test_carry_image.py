@@ -53,7 +53,9 @@ def layer(path: Path, *entries: Entry, data: dict[str, bytes]) -> Partition:
 
 
 def image(folder: Path) -> Path:
-    """Two layers with a file that the GPU machine has, a library that it has in another build, and one that it lacks."""
+    """Two layers with a file that the GPU machine has, a library that it has in another build, and one that it
+    lacks.
+    """
     data = {
         f"{INSIDE}/tool/_c.cpython-310-x86_64-linux-gnu.so": LIBRARY[:200_000] + b"another build" + LIBRARY[200_000:],
         f"{INSIDE}/tool/data.bin": COMMON,

@@ -39,7 +39,10 @@ def find_table(tables: Sequence[Table], *columns: str) -> Table:
 
 
 def linear_bars(values: dict[str, str], longest: float, first: str | None = None) -> list[Bar]:
-    """Return a bar for each value, in its order; ``first`` is emphasised, or else the greatest. Text without a number has no length."""
+    """Return a bar for each value, in its order; ``first`` is emphasised, or else the greatest.
+
+    Text without a number has no length.
+    """
     numbers = {name: float(text.replace(",", "")) if text[:1].isdigit() else 0.0 for name, text in values.items()}
     first = first or max(numbers, key=lambda name: numbers[name])
     return [

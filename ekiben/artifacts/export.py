@@ -32,7 +32,8 @@ def build_and_export(
 ) -> tuple[Image, list[Artifact]]:
     """Build the image as ``actions`` say (by default plan()'s) and export it.
 
-    Once, a damaged blob met on the way is dropped and made again, and so is a layer that was removed after it was planned.
+    Once, a damaged blob met on the way is dropped and made again, and so is a layer that was removed after it was
+    planned.
     """
     try:
         image = build(resolved, store, options, progress, actions)
@@ -73,7 +74,8 @@ def export(
 ) -> list[Artifact]:
     """Export ``image`` in ``formats``; by default as a SIF, and to the Docker daemon when one answers.
 
-    Raises EngineError when a format cannot be had here and has no fallback; StoreError; UsageError for a file that cannot be replaced.
+    Raises EngineError when a format cannot be had here and has no fallback; StoreError; UsageError for a file that
+    cannot be replaced.
     """
     artifacts = []
     for name, exporter in _choose(formats, progress).items():

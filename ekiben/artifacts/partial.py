@@ -1,8 +1,8 @@
 """A file that grows beside the name it gets, in a folder that others may write, and that a later process resumes.
 
-It lies in a folder of its own, with mode 0700 and a random name, under another random name: nobody else can put a link or a file
-there, whatever they do to the folders above. The names are recorded in the user's store, for the next process. Nothing is reached
-through a name that somebody else could know, and all of it through open folders.
+It lies in a folder of its own, with mode 0700 and a random name, under another random name: nobody else can put a link
+or a file there, whatever they do to the folders above. The names are recorded in the user's store, for the next
+process. Nothing is reached through a name that somebody else could know, and all of it through open folders.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Partial:
 
 @contextlib.contextmanager
 def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
-    """Yield the file that will be ``out``, resumed where an earlier process left it; it is kept when the block breaks off.
+    """Yield the file that will be ``out``, resumed where an earlier process left it; it is kept when the block breaks
+    off.
 
     Of two at once for one ``out``, the second begins a file of its own. Raises StoreError.
     """
@@ -112,7 +113,9 @@ def _begin(parent: Folder, name: str) -> Iterator[Partial]:
 def _resume(
     parent: Folder, store: Store, record: str, digest: str, stack: contextlib.ExitStack
 ) -> tuple[Partial | None, bool]:
-    """Return the recorded file where it is there, of this digest and not in use; and whether a new one may be recorded."""
+    """Return the recorded file where it is there, of this digest and not in use; and whether a new one may be
+    recorded.
+    """
     try:
         known = Fields.of(store.check(record))
         folder_name, file_name, known_digest = known.text("folder"), known.basename("file"), known.digest("digest")

@@ -40,9 +40,12 @@ _DEFFILE = ".singularity.d/Singularity"
 def pull(
     reference: Reference, store: Store, out: Path | None, progress: Progress, *, keys: Keys | None = None
 ) -> tuple[Artifact, str, Key | None]:
-    """Write the image as a SIF to ``out`` (by default ./<name>.sif). Returns it, the manifest's digest, and who signed it.
+    """Write the image as a SIF to ``out`` (by default ./<name>.sif).
 
-    Raises FetchError, StoreError; SignatureError when it has no good signature by one of ``keys``, where they are given.
+    Returns it, the manifest's digest, and who signed it.
+
+    Raises FetchError, StoreError; SignatureError when it has no good signature by one of ``keys``, where they are
+    given.
     """
     registry = Registry(reference)
     if reference.tag and reference.digest and (now := registry.tag_digest(reference.tag)) != reference.digest:

@@ -1,15 +1,15 @@
 """Push images to registries: as a Docker image, as a SIF, or layer by layer.
 
-docker   An OCI image with uncompressed layers: what `docker pull` and `apptainer pull docker://` read. Uncompressed, because a
-         layer's digest is then its diff_id: what a registry has already is known before a byte of a layer is read, equal
-         layers are equal blobs whatever library compressed them when, and neither end spends a core on gzip. It takes some
-         1.7 times the bytes, once per layer and registry.
+docker   An OCI image with uncompressed layers: what `docker pull` and `apptainer pull docker://` read. Uncompressed,
+         because a layer's digest is then its diff_id: what a registry has already is known before a byte of a layer is
+         read, equal layers are equal blobs whatever library compressed them when, and neither end spends a core on
+         gzip. It takes some 1.7 times the bytes, once per layer and registry.
 sif      The SIF as one artifact: what `apptainer pull oras://` reads. It is never made as a file.
-layers   The store's own layers (squashfs) under their cache keys: a registry as the store behind the others. A build that
-         finds EKIBEN_REGISTRY, or `registry:` in config.yaml, asks it before it builds a layer.
+layers   The store's own layers (squashfs) under their cache keys: a registry as the store behind the others. A build
+         that finds EKIBEN_REGISTRY, or `registry:` in config.yaml, asks it before it builds a layer.
 
-A blob that the registry has, in this or another repository we know of, is not sent. Which those are, and where an upload was
-broken off, is kept in the store's checks/.
+A blob that the registry has, in this or another repository we know of, is not sent. Which those are, and where an
+upload was broken off, is kept in the store's checks/.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ AT_ONCE = 3  # uploads and downloads
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """``ref``: the reference by digest. Bytes ``sent``; blobs ``mounted`` from another repository, and ``existing`` in this one.
-    ``sbom``: the SBOM attached to it, by digest."""
+    """``ref``: the reference by digest. Bytes ``sent``; blobs ``mounted`` from another repository, and ``existing`` in
+    this one. ``sbom``: the SBOM attached to it, by digest."""
 
     ref: str
     sent: int
@@ -60,7 +60,8 @@ class Pushed:
 def check_push(reference: Reference, format: str) -> None:
     """Ask the registry whether it takes an upload, which need not be made first.
 
-    Raises UsageError for a reference that ``format`` is not pushed to, FetchError when the registry is not there or refuses.
+    Raises UsageError for a reference that ``format`` is not pushed to, FetchError when the registry is not there or
+    refuses.
     """
     _check_reference(reference, format)
     Registry(reference).check_push()
@@ -85,9 +86,9 @@ def push(
 ) -> Pushed:
     """Send ``image`` to ``reference`` in ``format``, one of FORMATS.
 
-    ``key`` signs it: beside the image, and in the SIF. ``sbom`` attaches its SBOM.
-    Raises FetchError, StoreError, EngineError; UsageError when the arguments contradict each other; VerifyError when a package
-    database of the image is broken, with ``sbom``.
+    ``key`` signs it: beside the image, and in the SIF. ``sbom`` attaches its SBOM. Raises FetchError, StoreError,
+    EngineError; UsageError when the arguments contradict each other; VerifyError when a package database of the image
+    is broken, with ``sbom``.
     """
     _check_reference(reference, format)
     if format == "layers":

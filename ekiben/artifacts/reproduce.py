@@ -53,10 +53,11 @@ class Comparison:
 def rebuild(
     resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, *, user_root: Path
 ) -> Comparison:
-    """Build ``resolved`` from nothing but downloads, and compare. ``user_root``: the user's own store, beside which the rebuilt one
-    lies where nothing can be written beside ``store``.
+    """Build ``resolved`` from nothing but downloads, and compare. ``user_root``: the user's own store, beside which the
+    rebuilt one lies where nothing can be written beside ``store``.
 
-    Raises VerifyError when it is not built yet, StoreError when there is no folder to rebuild in, and what build() raises.
+    Raises VerifyError when it is not built yet, StoreError when there is no folder to rebuild in, and what build()
+    raises.
     """
     before = stored_image(resolved, store)
     # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.

@@ -36,7 +36,9 @@ class Allowance:
 def allowance(
     environment: Mapping[str, str] | None = None, *, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS
 ) -> Allowance:
-    """Return the minimum of what the processor set, the cgroups, the batch system's allocation and the process' limits allow."""
+    """Return the minimum of what the processor set, the cgroups, the batch system's allocation and the process' limits
+    allow.
+    """
     env = os.environ if environment is None else environment
     cores = {"processors": float(len(os.sched_getaffinity(0)))}
     memory = {"free memory": _available(proc)}
@@ -152,12 +154,17 @@ class Jobs:
         return {"MAX_JOBS": str(self.count), "NVCC_THREADS": str(self.threads)}
 
     def halved(self) -> Jobs:
-        """Return half as many jobs, with as many threads: nvcc's command line has these, and a changed one compiles all again."""
+        """Return half as many jobs, with as many threads: nvcc's command line has these, and a changed one compiles all
+        again.
+        """
         return replace(self, count=max(1, self.count // 2), reason="half of it, after a kill for lack of memory")
 
 
 def jobs_for(allowed: Allowance, job_memory: int | None, *, units: int | None = None, capabilities: int = 1) -> Jobs:
-    """Return how many jobs compile at once. ``job_memory``: bytes measured for one; ``units``: files to compile, or None."""
+    """Return how many jobs compile at once.
+
+    ``job_memory``: bytes measured for one; ``units``: files to compile, or None.
+    """
     each = job_memory or UNKNOWN_JOB
     by_memory = max(1, (allowed.memory - SPARE) // each)
     count = int(max(1, min(allowed.cores, by_memory, units or allowed.cores)))

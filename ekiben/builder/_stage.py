@@ -4,8 +4,8 @@ compile   the stage's %post on its own layers, with as many jobs as are allowed;
 take      the files that later stages name, each a blob; the rest of what the stage changed is dropped
 check     what can be read off a wheel (ekiben.builder.wheels)
 
-The result is kept when the layer that holds it has passed its %test (ekiben.builder.build). What was compiled when a stage
-failed lies in the cache, and the next attempt goes on from there.
+The result is kept when the layer that holds it has passed its %test (ekiben.builder.build). What was compiled when a
+stage failed lies in the cache, and the next attempt goes on from there.
 """
 
 from __future__ import annotations
@@ -113,9 +113,12 @@ def remove_work(result: StoredResult, store: Store) -> None:
 
 
 def files_for(copies: Sequence[StageCopy], results: Mapping[str, StoredResult], store: Store) -> list[File]:
-    """Return what the lines of ``%files from`` bring, from the store's blobs. A folder's files keep their paths below it.
+    """Return what the lines of ``%files from`` bring, from the store's blobs.
 
-    Raises LayerError for a folder whose destination ends with a slash: it would go there under its name, or what is in it.
+    A folder's files keep their paths below it.
+
+    Raises LayerError for a folder whose destination ends with a slash: it would go there under its name, or what is in
+    it.
     """
     files = []
     for item in copies:
@@ -267,7 +270,9 @@ def _is_in(path: str, output: str) -> bool:
 
 
 def _read_measured(path: Path) -> dict[str, int]:
-    """Return the memory of the largest job, as the stage's script wrote it; nothing where it wrote none, or something else."""
+    """Return the memory of the largest job, as the stage's script wrote it; nothing where it wrote none, or something
+    else.
+    """
     try:
         return {"job_memory": Fields.of(parse_json(read_regular(path))).size("job_memory")}
     except (OSError, ValueError):

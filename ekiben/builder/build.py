@@ -57,8 +57,9 @@ def build(
 ) -> Image:
     """Obey ``actions``, by default plan()'s: make every missing layer, bottom first, and name the image.
 
-    Raises LayerError, EngineError (also for another architecture that does not run here), StoreError, FetchError; LockMismatchError when ``options.locked`` refuses a layer;
-    DefinitionError when a lock file that is needed could not lock something.
+    Raises LayerError, EngineError (also for another architecture that does not run here), StoreError, FetchError;
+    LockMismatchError when ``options.locked`` refuses a layer; DefinitionError when a lock file that is needed could not
+    lock something.
     """
     if actions is None:
         actions = plan(resolved, store, registry=options.registry, progress=progress)
@@ -312,7 +313,10 @@ def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> Non
 
 
 def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
-    """Before anything is built for another architecture. Raises EngineError when its programs do not run here, or are to be compiled."""
+    """Before anything is built for another architecture.
+
+    Raises EngineError when its programs do not run here, or are to be compiled.
+    """
     arch = resolved.stack.arch
     missing = [action for action in actions if action.decision == "BUILD" and action.layer.kind != "files"]
     if arch == host_arch() or not missing:
@@ -385,7 +389,10 @@ def _are_complete(store: Store, layers: Sequence[StoredLayer], ref: Mapping[str,
 
 
 def _are_intact(store: Store, digests: Iterable[str]) -> bool:
-    """Return whether these small blobs are there with the bytes of their digests. A build reads no more of a store than its layers."""
+    """Return whether these small blobs are there with the bytes of their digests.
+
+    A build reads no more of a store than its layers.
+    """
     try:
         for digest in digests:
             store.get_blob(digest)

@@ -40,7 +40,8 @@ LogLine = Callable[[str], None]
 class LayerBuilder:
     """Makes layers of one recipe. The executor is chosen when the first %post needs it, and then kept.
 
-    ``last_script`` is the key of the last layer whose %post runs: what earlier ones left behind is removed from then on.
+    ``last_script`` is the key of the last layer whose %post runs: what earlier ones left behind is removed from then
+    on.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class LayerBuilder:
     def make(self, layer: Layer, lower: Sequence[StoredLayer], outputs: Sequence[File] = ()) -> StoredLayer:
         """Put the layer's blob into the store and return its record, which is not stored yet.
 
-        ``outputs`` is what build stages hand over. Raises LayerError, EngineError, FetchError, StoreError; LockMismatchError
-        when ``options.locked`` refuses what was installed.
+        ``outputs`` is what build stages hand over. Raises LayerError, EngineError, FetchError, StoreError;
+        LockMismatchError when ``options.locked`` refuses what was installed.
         """
         from ekiben.formats.changeset import OverlayError
 
@@ -183,7 +184,8 @@ class LayerBuilder:
     ) -> Iterator[Iterator[LayerEntry]]:
         """Run a step's %post on the layers below; inside the context what it changed can be read, once.
 
-        ``settings`` are variables that are no input; ``notes`` takes the executor's name. Raises JobFailed, EngineError.
+        ``settings`` are variables that are no input; ``notes`` takes the executor's name. Raises JobFailed,
+        EngineError.
         """
         from ekiben.formats.changeset import is_excluded, normalize, refuse_total_removal
         from ekiben.formats.left_out import LeftOut
@@ -292,7 +294,9 @@ class LayerBuilder:
 
 
 def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
-    """Raise LayerError where a folder that the stage hands over has files of the layers below: they would stay behind."""
+    """Raise LayerError where a folder that the stage hands over has files of the layers below: they would stay
+    behind.
+    """
     for output in stage.hands_over:
         entry = below.lookup(path := output.strip("/"))
         if entry is not None and entry.kind == "dir" and below.children(path):
@@ -361,8 +365,8 @@ def _files_tar(files: Sequence[File]) -> bytes:
 
 
 class Log:
-    """A step's log: every line is kept in a file, the last ones in memory for the error message. ``read_state`` may make
-    something better to show of a line than the line."""
+    """A step's log: every line is kept in a file, the last ones in memory for the error message. ``read_state`` may
+    make something better to show of a line than the line."""
 
     def __init__(self, path: Path, stream: io.TextIOWrapper, progress: Progress) -> None:
         self.path, self._stream, self._progress = path, stream, progress

@@ -26,8 +26,8 @@ Decision = Literal["CACHED", "PULL", "BUILD"]
 class Action:
     """What is done for one layer, and why.
 
-    ``stored`` is the layer when the store has it; ``stage_deps`` is what the build stages it copies from come to, in order;
-    ``in_registry``: it is pulled.
+    ``stored`` is the layer when the store has it; ``stage_deps`` is what the build stages it copies from come to, in
+    order; ``in_registry``: it is pulled.
     """
 
     layer: Layer
@@ -46,7 +46,8 @@ class Action:
 class StageAction:
     """What is done for a build stage, or for a layer that only build stages stand on.
 
-    ``stored`` is the outputs of the stage, when the store has them; else ``layers`` is what the stage stands on, bottom first.
+    ``stored`` is the outputs of the stage, when the store has them; else ``layers`` is what the stage stands on, bottom
+    first.
     """
 
     step: Layer | BuildStage
@@ -68,7 +69,10 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How missing layers are made. ``sources`` replaces the site's mirrors and indexes; ``registry`` has layers by key."""
+    """How missing layers are made.
+
+    ``sources`` replaces the site's mirrors and indexes; ``registry`` has layers by key.
+    """
 
     engine: str = "auto"
     mirror: str | None = None
@@ -80,7 +84,10 @@ class Options:
 def plan(
     resolved: ResolvedRecipe, store: Store, *, registry: str | None = None, progress: Progress | None = None
 ) -> list[Action]:
-    """Decide for each layer, bottom first: CACHED in ``store``, PULL from ``registry``, or BUILD. Write and run nothing."""
+    """Decide for each layer, bottom first: CACHED in ``store``, PULL from ``registry``, or BUILD.
+
+    Write and run nothing.
+    """
     actions = plan_layers(resolved.layers, store)
     if registry and any(action.stored is None for action in actions):
         from ekiben.store.remote import LayerCache

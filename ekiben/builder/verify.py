@@ -48,10 +48,11 @@ def verify(
     loaded: Sequence[str] = (),
     again: bool = False,
 ) -> list[Check]:
-    """Run the tests in each of ``sifs`` and in the image that each of ``loaded`` (docker, podman) keeps; where no runtime is, on the stored layers.
+    """Run the tests in each of ``sifs`` and in the image that each of ``loaded`` (docker, podman) keeps; where no
+    runtime is, on the stored layers.
 
-    ``again`` repeats tests that passed before. None are run where programs of the image's architecture do not run. Raises VerifyError
-    when one fails.
+    ``again`` repeats tests that passed before. None are run where programs of the image's architecture do not run.
+    Raises VerifyError when one fails.
     """
     checks: list[Check | None] = []
     if problem := emulation_problem(image.arch):
@@ -102,7 +103,10 @@ def verify_sif(image: Image, sif: AnyPath, store: Store, log: Log, *, again: boo
 
 
 def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) -> Check | None:
-    """Run the tests in a container of the Docker image, without a network; None when no daemon answers. Raises VerifyError."""
+    """Run the tests in a container of the Docker image, without a network; None when no daemon answers.
+
+    Raises VerifyError.
+    """
     from ekiben.executors import docker as daemon
 
     if daemon.unavailable():
@@ -125,7 +129,10 @@ def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) 
 
 
 def verify_loaded(kind: str, image: Image, store: Store, log: Log, *, again: bool = False) -> Check:
-    """Run the tests in a container of the image that the executor ``kind`` keeps, without a network. Raises VerifyError."""
+    """Run the tests in a container of the image that the executor ``kind`` keeps, without a network.
+
+    Raises VerifyError.
+    """
     runtime = runtimes()[kind]
 
     def run(lines: list[str]) -> int:
@@ -245,8 +252,8 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
 def verify_image(resolved: ResolvedRecipe, store: Store, sif: Path | None) -> tuple[Image, list[Check]]:
     """Read every blob, compute every diff_id, run every test again, in ``sif``, or in ./NAME.sif where that is.
 
-    Raises VerifyError when a test fails, a record is wrong or the SIF is not the image's, CorruptBlob when a blob is damaged, UsageError when
-    ``sif`` is not there.
+    Raises VerifyError when a test fails, a record is wrong or the SIF is not the image's, CorruptBlob when a blob is
+    damaged, UsageError when ``sif`` is not there.
     """
     if sif is not None and not sif.is_file():
         raise UsageError(f"--sif: {sif} is {'not a file' if sif.exists() else 'not there'}")

@@ -33,7 +33,9 @@ RECORD_FORMAT = 1
 
 
 def validate_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Check what can be read off a wheel against ``inputs``, a wheel stage's; return its extensions. Raises VerifyError.
+    """Check what can be read off a wheel against ``inputs``, a wheel stage's; return its extensions.
+
+    Raises VerifyError.
 
     That it can be imported, and what it holds, is for the layer's own %test, in the runtime image.
     """
@@ -95,7 +97,9 @@ def _read_extension(data: bytes) -> Extension:
 
 
 def _check_record(archive: zipfile.ZipFile, name: str) -> None:
-    """Every file as the wheel's own RECORD has it: https://packaging.python.org/specifications/recording-installed-packages/"""
+    """Every file as the wheel's own RECORD has it:
+    https://packaging.python.org/specifications/recording-installed-packages/
+    """
     records = [item for item in archive.namelist() if item.endswith(".dist-info/RECORD")]
     if len(records) != 1:
         raise VerifyError(f"{name} has no RECORD of its files")
@@ -134,7 +138,8 @@ def _library_problems(library: Library, inputs: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-# -- between stores ------------------------------------------------------------------------------------------------------
+# -- between stores
+# ------------------------------------------------------------------------------------------------------
 
 
 def wheels_of(resolved: ResolvedRecipe) -> dict[str, BuildStage]:
@@ -190,7 +195,10 @@ def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
 
 
 def read_record(wheel: Path, stage: BuildStage) -> StoredResult | None:
-    """Read the record beside a wheel, if there is one. Raises VerifyError when it is of another wheel or stage, with what differs."""
+    """Read the record beside a wheel, if there is one.
+
+    Raises VerifyError when it is of another wheel or stage, with what differs.
+    """
     path = wheel.with_name(wheel.name + ".json")
     if not path.exists():
         return None

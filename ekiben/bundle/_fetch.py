@@ -62,7 +62,9 @@ def fetch_packages(
     *,
     compiler: bool,
 ) -> Path:
-    """Download the Debian and Python packages of every layer, and with ``compiler`` of the build stages. Returns their folder.
+    """Download the Debian and Python packages of every layer, and with ``compiler`` of the build stages.
+
+    Returns their folder.
 
     Raises FetchError.
     """
@@ -84,7 +86,8 @@ def fetch_packages(
 def fetch_sources(resolved: ResolvedRecipe, store: Store, staging: Path, options: Options, progress: Progress) -> Path:
     """Download what the build stages compile, and return the folder.
 
-    pip has to run a source distribution's build to learn its name, so each is fetched in the layers of its stage. Raises FetchError.
+    pip has to run a source distribution's build to learn its name, so each is fetched in the layers of its stage.
+    Raises FetchError.
     """
     folder, kept = make_folder(staging / "sources"), dict[str, str]()
     for number, stage in enumerate(_all_stages(item for layer in resolved.layers for item in layer.copies)):
@@ -179,7 +182,10 @@ def _packages(resolved: ResolvedRecipe, image: Image, store: Store) -> list[str]
 
 
 def index_debs(folder: Path, suite: str) -> None:
-    """Packages: apt's own records, pointing at the files here; Release, since mmdebstrap asks which suite it is. Raises FetchError when a file is not its record's."""
+    """Packages: apt's own records, pointing at the files here; Release, since mmdebstrap asks which suite it is.
+
+    Raises FetchError when a file is not its record's.
+    """
     records = (folder / "Records").read_text(encoding="utf-8").strip().split("\n\n")
     (folder / "Records").unlink()
     kept = {}

@@ -47,7 +47,10 @@ class Bundle:
 
 @contextlib.contextmanager
 def open_bundle(path: Path, store: Store, progress: Progress) -> Iterator[Bundle]:
-    """Unpack and check a bundle, where scripts of a build can see it; gone afterwards. Raises StoreError, UsageError."""
+    """Unpack and check a bundle, where scripts of a build can see it; gone afterwards.
+
+    Raises StoreError, UsageError.
+    """
     store.open_for_writing()
     folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=make_folder(store.cache)))
     folder.chmod(0o755)

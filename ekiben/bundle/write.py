@@ -9,9 +9,9 @@ A bundle is a tar:
     sources/        what that was compiled of: source distributions, and git repositories with just the pinned commit
     include/        models and data, as --include names them
 
-It is filled by the finished image itself: its own apt and pip fetch what was locked, with the site's settings. A source is
-fetched where it is compiled, on the layers of its build stage. With the compiler in it, too (`--compiler`), other GPUs can be
-compiled for where there is no network.
+It is filled by the finished image itself: its own apt and pip fetch what was locked, with the site's settings. A source
+is fetched where it is compiled, on the layers of its build stage. With the compiler in it, too (`--compiler`), other
+GPUs can be compiled for where there is no network.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def write_bundle(
     snapshots: Sequence[Path] = (),
     compiler: bool = False,
 ) -> BundleIndex:
-    """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With ``compiler``
-    what its build stages stand on comes along. Returns bundle.json. Raises UsageError, FetchError, EngineError, StoreError.
+    """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With
+    ``compiler`` what its build stages stand on comes along. Returns bundle.json. Raises UsageError, FetchError,
+    EngineError, StoreError.
     """
     _refuse_output(out)
     if (base := resolved.definitions[0].final).bootstrap != "debootstrap":
@@ -119,14 +120,19 @@ def _refuse_output(out: Path) -> None:
 
 
 def _describe(name: str, path: Path) -> BundleFile:
-    """A link stays one where it points at something that is in the bundle, too: the Hugging Face cache is made of them."""
+    """A link stays one where it points at something that is in the bundle, too: the Hugging Face cache is made of
+    them.
+    """
     if path.is_symlink() and link_stays_inside(name, target := str(path.readlink())):
         return BundleFile(link=target)
     return BundleFile(path.stat().st_size, sha256_of(path))
 
 
 def _compiled(resolved: ResolvedRecipe, store: Store, staging: Path) -> dict[str, Path]:
-    """Return the outputs of the build stages, by their name in the bundle. Raises StoreError when one is not in the store."""
+    """Return the outputs of the build stages, by their name in the bundle.
+
+    Raises StoreError when one is not in the store.
+    """
     files: dict[str, Path] = {}
     for stage in stages_of(item for layer in resolved.layers for item in layer.copies):
         result = store.result(stage.cache_key)

@@ -37,7 +37,8 @@ class Context:
     """``store_option`` and ``shared_option`` are what the command line says; ``json``: --json was given;
     ``printed``: a result was; ``environment`` is this process's.
 
-    Settings and store are read when a command first needs them, so that a broken config.yaml stops only commands that use it.
+    Settings and store are read when a command first needs them, so that a broken config.yaml stops only commands that
+    use it.
     """
 
     store_option: Path | None = None
@@ -48,7 +49,10 @@ class Context:
 
     @cached_property
     def settings(self) -> Settings:
-        """Return the settings: options, else environment, else config.yaml. Raises DefinitionError for what is wrong in that."""
+        """Return the settings: options, else environment, else config.yaml.
+
+        Raises DefinitionError for what is wrong in that.
+        """
         from ekiben.core.settings import read_settings
 
         settings = read_settings(self.environment, store=self.store_option, shared=self.shared_option)

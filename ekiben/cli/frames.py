@@ -15,8 +15,8 @@ VARIABLE = "EKIBEN_TRACEBACK"  # tasks read it, too: ekiben_tasks/task/errors.py
 def wants_frames(args: Sequence[str], environment: Mapping[str, str], with_value: Collection[str]) -> bool:
     """Return whether ``environment`` or ``args`` request the frames of an expected error.
 
-    Reads ``args`` up to the command, because click calls no callback when an option is wrong. ``with_value``: the options before
-    the command whose value is the next argument.
+    Reads ``args`` up to the command, because click calls no callback when an option is wrong. ``with_value``: the
+    options before the command whose value is the next argument.
     """
     if environment.get(VARIABLE, "") not in ("", "0"):
         return True

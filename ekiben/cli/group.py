@@ -1,4 +1,6 @@
-"""The group of all commands: finds them in their folder, lists them in sections, turns errors into messages and exit codes."""
+"""The group of all commands: finds them in their folder, lists them in sections, turns errors into messages and exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def _repeat_interrupt(ignored: sys.UnraisableHookArgs) -> None:
 
 
 class Root(click.Group):
-    """Expected errors become one message and an exit code of their own, with --json as JSON; Ctrl-C is 130, SIGTERM 143."""
+    """Expected errors become one message and an exit code of their own, with --json as JSON; Ctrl-C is 130, SIGTERM
+    143.
+    """
 
     _wants_json = False
     wants_frames = False
@@ -299,7 +303,10 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command, and return the exit code. Of its own, click makes 1 of an interrupt that comes after the command's end."""
+    """Run the command, and return the exit code.
+
+    Of its own, click makes 1 of an interrupt that comes after the command's end.
+    """
     try:
         code = root.main(prog_name=command_name(), complete_var=COMPLETE_VAR, standalone_mode=False)
     except click.ClickException as error:
@@ -320,7 +327,9 @@ def _print_requested_frames(error: BaseException) -> None:
 
 
 def _open_missing_streams() -> None:
-    """Open /dev/null where stdin, stdout or stderr was closed: the next file that is opened would take its number, and messages."""
+    """Open /dev/null where stdin, stdout or stderr was closed: the next file that is opened would take its number, and
+    messages.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)

@@ -59,7 +59,9 @@ class CommandGroup(click.Group):
 
 @contextlib.contextmanager
 def with_command_name(command: click.Command, width: int) -> Iterator[None]:
-    """Let the examples of a command's help, written with ``ekiben``, begin with what starts the program here, within ``width``."""
+    """Let the examples of a command's help, written with ``ekiben``, begin with what starts the program here, within
+    ``width``.
+    """
     written = command.help
     command.help = "\n".join(_fit_example(line, width - 2) for line in (written or "").split("\n"))
     try:
@@ -69,7 +71,9 @@ def with_command_name(command: click.Command, width: int) -> Iterator[None]:
 
 
 def _fit_example(line: str, width: int) -> str:
-    """Return a line of help; an example with this program's name, and broken where it is too wide so that it can still be pasted."""
+    """Return a line of help; an example with this program's name, and broken where it is too wide so that it can still
+    be pasted.
+    """
     example = re.fullmatch(rf"( +){INSTALLED} (.*?)(?:  +(\S.*))?", line)
     if example is None:
         return line
@@ -89,7 +93,8 @@ def _fit_example(line: str, width: int) -> str:
 
 
 def refuse_ignored(reason: str, *names: str) -> None:
-    """Refuse options of the running command that were given though they have no effect; ``reason`` says when they have one.
+    """Refuse options of the running command that were given though they have no effect; ``reason`` says when they have
+    one.
 
     Raises:
         UsageError: one of the parameters ``names`` was given.
@@ -236,7 +241,7 @@ class _KeyType(TextType):
         return "" if value == _DEFAULT_KEY else super().convert(value, param, ctx)
 
 
-# ------------------------------------------------------------------------------------------- names that options had before
+# ---------------------------------------------------------------------------------------- names that options had before
 
 
 class _FormerName(click.Option):
@@ -277,13 +282,13 @@ def option(*names: str, former: str | None = None, **settings: Any) -> Callable[
     return decorate
 
 
-# --------------------------------------------------------------------------------------------- options of several commands
+# ------------------------------------------------------------------------------------------ options of several commands
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeOptions:
-    """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files; ``layers`` are
-    put on the recipe's; ``included`` are files and folders elsewhere that it may use."""
+    """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files; ``layers``
+    are put on the recipe's; ``included`` are files and folders elsewhere that it may use."""
 
     stack: str | None
     gpu_arch: str | None
@@ -336,7 +341,9 @@ def image_options(function: Function) -> Function:
 
 
 def recipe_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add --stack, --layer, --include, --arch, --gpu-arch and --build-arg; the command gets them as one ``recipe_options``."""
+    """Add --stack, --layer, --include, --arch, --gpu-arch and --build-arg; the command gets them as one
+    ``recipe_options``.
+    """
     return recipe_options_with(include_option())(function)
 
 

@@ -1,8 +1,8 @@
 """Check values that somebody else wrote, before they name a file or count as a size.
 
-A published folder, a registry's answer and a bundle are written by others. What they say is checked here, field by field:
-``Fields`` wraps one JSON object, and each of its methods returns a value of one kind or raises ValueError with the field's
-name. Fields nobody asks for are ignored, so that a later version may add some.
+A published folder, a registry's answer and a bundle are written by others. What they say is checked here, field by
+field: ``Fields`` wraps one JSON object, and each of its methods returns a value of one kind or raises ValueError with
+the field's name. Fields nobody asks for are ignored, so that a later version may add some.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _parse_int(text: str) -> int:
-    """Return an integer. One of 400 digits has no place in a float, and reading many digits takes their square of time."""
+    """Return an integer.
+
+    One of 400 digits has no place in a float, and reading many digits takes their square of time.
+    """
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"has an integer of {len(text)} digits, more than {_MAX_DIGITS}")
     return int(text)
@@ -103,7 +106,10 @@ def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the checksum is of. A record of an earlier version has none. Raises ValueError when it does not fit."""
+    """Return the fields that the checksum is of.
+
+    A record of an earlier version has none. Raises ValueError when it does not fit.
+    """
     fields = {name: value for name, value in record.items() if name != _CHECKSUM}
     if _CHECKSUM in record and record[_CHECKSUM] != _checksum(fields):
         raise ValueError("is damaged: its checksum is another")
@@ -116,7 +122,9 @@ def _checksum(fields: Mapping[str, Any]) -> str:
 
 
 def read_regular(path: Path, *, max_size: int = MAX_JSON, follow: bool = False) -> bytes:
-    """Read a file of a folder that others write to. Raises OSError; ValueError for a link, a pipe or a file above ``max_size``.
+    """Read a file of a folder that others write to.
+
+    Raises OSError; ValueError for a link, a pipe or a file above ``max_size``.
 
     A link may lead anywhere, and a pipe would block. ``follow`` takes links, too: for the files that a user works on.
     """

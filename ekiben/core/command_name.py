@@ -1,6 +1,7 @@
 """The program's name as the user typed it, for help texts and for the commands that messages offer.
 
-The command line sets it once; a message that offers a command starts it with ``command_name()``, so that it works when pasted.
+The command line sets it once; a message that offers a command starts it with ``command_name()``, so that it works when
+pasted.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _name = INSTALLED
 
 
 def command_name() -> str:
-    """Return how this program is started: ``ekiben`` when installed, else what was typed, such as ``.venv/bin/python build.py``."""
+    """Return how this program is started: ``ekiben`` when installed, else what was typed, such as ``.venv/bin/python
+    build.py``.
+    """
     return _name
 
 
@@ -30,7 +33,8 @@ def set_command_name(name: str) -> None:
 def typed_name(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
     """Return the words that started this program, without its arguments, quoted for a shell.
 
-    ``argv`` and ``orig_argv`` are those of the module sys: the script with its arguments, and all words the interpreter got.
+    ``argv`` and ``orig_argv`` are those of the module sys: the script with its arguments, and all words the interpreter
+    got.
     """
     script = argv[0]
     if not script.endswith(

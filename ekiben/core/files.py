@@ -1,7 +1,7 @@
 """Files: YAML read into frozen dataclasses, atomic writes, digests, sizes.
 
-Errors in a YAML file name the file, the key and the nearest known key. A library for this exists, and importing it took a
-third of the time of an invocation that has nothing to do.
+Errors in a YAML file name the file, the key and the nearest known key. A library for this exists, and importing it took
+a third of the time of an invocation that has nothing to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _KINDS = {str: "a string", int: "a whole number", bool: "true or false", dict: "
 
 
 def tree_paths(folder: Path) -> list[Path]:
-    """Return all that is below a folder, sorted; links are not followed. Raises OSError for a folder that cannot be read.
+    """Return all that is below a folder, sorted; links are not followed.
+
+    Raises OSError for a folder that cannot be read.
 
     Path.rglob() and Path.glob() leave such a folder out.
     """
@@ -52,7 +54,9 @@ def tree_paths(folder: Path) -> list[Path]:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder with its parents, which its user alone may write, whatever the umask: code is read from there. Idempotent.
+    """Make a folder with its parents, which its user alone may write, whatever the umask: code is read from there.
+
+    Idempotent.
 
     Raises OSError.
     """
@@ -70,7 +74,9 @@ def free_bytes(folder: AnyPath) -> int:
 
 
 def lacks_inodes(path: Path) -> bool:
-    """Return whether the file system of ``path``, which has just been full, has room for bytes and for no more files."""
+    """Return whether the file system of ``path``, which has just been full, has room for bytes and for no more
+    files.
+    """
     folder = next((parent for parent in (path, *path.parents) if parent.is_dir()), Path("/"))
     with contextlib.suppress(OSError):
         stats = os.statvfs(folder)
@@ -117,7 +123,10 @@ def read_source(path: Path, *, default: str | None = None, errors: str = "strict
 
 
 def parse_yaml(data: bytes) -> Any:
-    """Return the values of a YAML document. Raises ValueError for deep nesting, for a key that is there twice, and for a number to the base of 60, too."""
+    """Return the values of a YAML document.
+
+    Raises ValueError for deep nesting, for a key that is there twice, and for a number to the base of 60, too.
+    """
     import yaml  # late: most of this module's users read none
 
     # CSafeLoader reads the same language some ten times faster, where libyaml is there.
@@ -154,7 +163,9 @@ def _refuse_depth(events: Iterable[Any]) -> None:
 
 
 def _refuse_misread(node: Any) -> None:
-    """Raise ValueError where a key is written twice, of which YAML's readers take the last, and for 2:00:00, which is 7200 to them."""
+    """Raise ValueError where a key is written twice, of which YAML's readers take the last, and for 2:00:00, which is
+    7200 to them.
+    """
     seen: set[int] = set()
     nodes = [node]
     while nodes:
@@ -233,10 +244,11 @@ def _below(location: str, key: str) -> str:
 def new_file(
     path: Path, *, mode: int = 0o644, obey_umask: bool = False, buffering: int = -1, temporary: Path | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a file, open for writing and reading, that takes the place of ``path`` when the block ends without an exception.
+    """Yield a file, open for writing and reading, that takes the place of ``path`` when the block ends without an
+    exception.
 
-    Readers of ``path`` see the old file or the new one, never a part. ``temporary``: its path until then, on the same file
-    system; by default a name beside ``path``. Raises OSError, also when ``path`` is there and is no regular file.
+    Readers of ``path`` see the old file or the new one, never a part. ``temporary``: its path until then, on the same
+    file system; by default a name beside ``path``. Raises OSError, also when ``path`` is there and is no regular file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -302,7 +314,10 @@ def _open_unfollowed(name: str, flags: int) -> int:
 
 
 def atomic_write(path: Path, content: str | bytes | Iterable[bytes], *, error: type[EkibenError] = UsageError) -> None:
-    """Write a file that is there only when it is complete; text becomes UTF-8. Raises ``error`` when it cannot be written."""
+    """Write a file that is there only when it is complete; text becomes UTF-8.
+
+    Raises ``error`` when it cannot be written.
+    """
     if isinstance(content, str | bytes):
         content = [content.encode() if isinstance(content, str) else content]
     try:
@@ -313,7 +328,8 @@ def atomic_write(path: Path, content: str | bytes | Iterable[bytes], *, error: t
 
 
 def open_regular(path: AnyPath, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading: one that a user names, links followed, or one below a folder of other users, which is none.
+    """Open a file for reading: one that a user names, links followed, or one below a folder of other users, which is
+    none.
 
     Raises OSError, also for a pipe, which would block, and a device.
     """
@@ -332,7 +348,10 @@ def _open_unblocked(name: str, flags: int) -> int:
 
 
 def digest_of(content: bytes | AnyPath | BinaryIO) -> str:
-    """Return the SHA-256 of bytes, of a file, or of the rest of an open file: ``sha256:`` and 64 hex digits. Raises OSError."""
+    """Return the SHA-256 of bytes, of a file, or of the rest of an open file: ``sha256:`` and 64 hex digits.
+
+    Raises OSError.
+    """
     if isinstance(content, bytes):
         return f"sha256:{hashlib.sha256(content).hexdigest()}"
     with open_regular(content) if isinstance(content, AnyPath) else contextlib.nullcontext(content) as stream:

@@ -1,9 +1,10 @@
 """A folder that other users may write, held by a descriptor.
 
-Between looking at a path and acting on it, whoever may write a folder on the way can exchange any of its names for a link. So a
-folder is opened once, and every operation names one entry of it, relative to the descriptor: openat, fstatat, mkdirat, renameat,
-linkat, symlinkat, readlinkat, unlinkat, which every Linux has. No link is ever followed. A file is opened without waiting, as a
-pipe would have it, and looked at before a byte of it is read or its mode is changed. Modes and groups are given to open files only.
+Between looking at a path and acting on it, whoever may write a folder on the way can exchange any of its names for a
+link. So a folder is opened once, and every operation names one entry of it, relative to the descriptor: openat,
+fstatat, mkdirat, renameat, linkat, symlinkat, readlinkat, unlinkat, which every Linux has. No link is ever followed. A
+file is opened without waiting, as a pipe would have it, and looked at before a byte of it is read or its mode is
+changed. Modes and groups are given to open files only.
 
 What a racing colleague can still do: an entry may be gone, or be another file, which is checked like any other.
 """
@@ -27,7 +28,10 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Folder:
-    """An open folder; ``path`` is for messages and for programs that want one. Close it, or use it in a with statement."""
+    """An open folder; ``path`` is for messages and for programs that want one.
+
+    Close it, or use it in a with statement.
+    """
 
     def __init__(self, handle: int, path: Path) -> None:
         self.handle, self.path = handle, path
@@ -66,7 +70,10 @@ class Folder:
             raise
 
     def status(self, name: str = "") -> os.stat_result:
-        """Return the status of an entry, not of what a link leads to; of the folder itself without a name. Raises OSError."""
+        """Return the status of an entry, not of what a link leads to; of the folder itself without a name.
+
+        Raises OSError.
+        """
         if not name:
             return os.fstat(self.handle)
         with self._named(name):
@@ -186,7 +193,10 @@ class Folder:
             return stream.read(size)
 
     def create(self, name: str, mode: int = 0o600) -> BinaryIO:
-        """Make a file of this mode, less the umask, and open it for writing and reading, unbuffered. Raises FileExistsError, OSError."""
+        """Make a file of this mode, less the umask, and open it for writing and reading, unbuffered.
+
+        Raises FileExistsError, OSError.
+        """
         with self._named(name):
             handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE, mode, dir_fd=self.handle)
         return open(handle, "w+b", 0)
@@ -211,7 +221,10 @@ class Folder:
                 source.remove(temporary)
 
     def open_lock(self, name: str) -> int:
-        """Return the handle of a file to lock, which is made where there is none. Raises OSError, also for a link or a pipe."""
+        """Return the handle of a file to lock, which is made where there is none.
+
+        Raises OSError, also for a link or a pipe.
+        """
         with self._named(name):
             handle = os.open(name, os.O_RDWR | os.O_CREAT | _FILE, 0o600, dir_fd=self.handle)
             if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -264,7 +277,8 @@ class Folder:
     def remove_tree(self, name: str) -> int:
         """Remove an entry with all that is below it, but nothing in a folder where something is mounted.
 
-        Returns the bytes of its files. What cannot be removed stays. Any depth takes two descriptors: folders move up first.
+        Returns the bytes of its files. What cannot be removed stays. Any depth takes two descriptors: folders move up
+        first.
         """
         with contextlib.suppress(OSError):
             status = self.status(name)

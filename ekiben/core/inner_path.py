@@ -1,8 +1,8 @@
 """Paths below a folder that other users may write, and the files that are read there and elsewhere alike.
 
-Other users who may write a folder can exchange any name in it for a link at any time. So what lies below such a folder has no
-path of its own: each operation walks from the descriptor of the outermost folder, which a user named, and follows no link. Only
-that folder is opened by its path, once; the names above it belong to whom the user trusts.
+Other users who may write a folder can exchange any name in it for a link at any time. So what lies below such a folder
+has no path of its own: each operation walks from the descriptor of the outermost folder, which a user named, and
+follows no link. Only that folder is opened by its path, once; the names above it belong to whom the user trusts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ekiben.core.folder import Folder
 class Outermost:
     """The folder ``path`` that a user names. Links in ``path`` are followed.
 
-    ``keep``: it is opened when it is first needed and stays open, so that nobody exchanges it; else it is opened anew each time, and
-    its file system can be unmounted.
+    ``keep``: it is opened when it is first needed and stays open, so that nobody exchanges it; else it is opened anew
+    each time, and its file system can be unmounted.
     """
 
     def __init__(self, path: Path, *, keep: bool = True) -> None:
@@ -47,7 +47,8 @@ class Outermost:
 class InnerPath:
     """A path below an open folder. Each operation walks to it from the folder's descriptor, and follows no link.
 
-    It is no os.PathLike, so that nothing opens it in another way. ``path`` is for messages, and for programs that want one.
+    It is no os.PathLike, so that nothing opens it in another way. ``path`` is for messages, and for programs that want
+    one.
     """
 
     outermost: Outermost
@@ -156,7 +157,9 @@ class InnerPath:
 
     @contextlib.contextmanager
     def new_file(self, temporary: InnerPath | None = None) -> Iterator[BinaryIO]:
-        """Yield a file that is here when the block ends without an exception, and is ``temporary`` until then: see Folder."""
+        """Yield a file that is here when the block ends without an exception, and is ``temporary`` until then: see
+        Folder.
+        """
         until = temporary or self.with_name(f".{self.name}.{secrets.token_hex(4)}")
         with (
             self.parent.open_folder() as folder,
@@ -229,8 +232,8 @@ AnyPath: TypeAlias = Path | InnerPath  # of a file that is the user's own, or be
 def program_files(paths: Iterable[AnyPath], stack: contextlib.ExitStack) -> tuple[list[Path], list[int]]:
     """Return the paths by which a program opens files, and the descriptors that it has to inherit for that.
 
-    An InnerPath is opened until ``stack`` ends, so that the program gets the file that was there, whatever has its name by then.
-    Raises OSError.
+    An InnerPath is opened until ``stack`` ends, so that the program gets the file that was there, whatever has its name
+    by then. Raises OSError.
     """
     names, handles = list[Path](), list[int]()
     for path in paths:

@@ -1,7 +1,7 @@
 """Options of container runtimes that show a host's folder in a container, whatever is in its path.
 
-`--bind a:b` and `--volume a:b` end a path at ':' and Apptainer's also at ','. `--mount` takes a line of CSV, whose quotes hold
-both. It is used where it is needed only: older versions of the programs lack it.
+`--bind a:b` and `--volume a:b` end a path at ':' and Apptainer's also at ','. `--mount` takes a line of CSV, whose
+quotes hold both. It is used where it is needed only: older versions of the programs lack it.
 """
 
 from __future__ import annotations

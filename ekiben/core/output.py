@@ -21,11 +21,12 @@ _KINDS = {
 def check_output_file(path: Path, label: str = "") -> Path:
     """Return ``path``, its link resolved, when a regular file is there or can be made.
 
-    The result replaces what is at ``path``: a device would be gone from the machine afterwards, and a link would no longer lead to
-    the file it was made for. ``label`` is how errors name the path; default: the path itself.
+    The result replaces what is at ``path``: a device would be gone from the machine afterwards, and a link would no
+    longer lead to the file it was made for. ``label`` is how errors name the path; default: the path itself.
 
     Raises:
-        UsageError: something else than a regular file is there, a link that another user made, or the folder is missing.
+        UsageError: something else than a regular file is there, a link that another user made, or the folder is
+            missing.
     """
     label = label or str(path)
     _check_link(path, label)

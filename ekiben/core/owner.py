@@ -1,8 +1,8 @@
 """Temporary paths that say whose they are: what a killed process left is removed, what is in use is kept.
 
-A process id says so within one PID namespace only: of two containers with one host name, each takes the other's processes for
-dead. So the owner holds a lock on a file beside what it makes, which is seen in every namespace of a machine, and on other
-machines where the file system has locks. Where it has none, the process id has to do.
+A process id says so within one PID namespace only: of two containers with one host name, each takes the other's
+processes for dead. So the owner holds a lock on a file beside what it makes, which is seen in every namespace of a
+machine, and on other machines where the file system has locks. Where it has none, the process id has to do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _LOCK = "lock"
 
 
 class Owner:
-    """What this process makes in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without locks."""
+    """What this process makes in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without
+    locks.
+    """
 
     def __init__(self, folder: InnerPath) -> None:
         self.folder = folder
@@ -68,7 +70,9 @@ def owner_of(path: Path) -> str:
 
 
 def has_ended(owner: str, folder: Path) -> bool:
-    """Whether a process of this host, with what owner_of() returned for it, has ended; ``folder`` is where its lock would be."""
+    """Whether a process of this host, with what owner_of() returned for it, has ended; ``folder`` is where its lock
+    would be.
+    """
     if Path("/proc", owner.partition("-")[0]).exists():
         return False
     with contextlib.suppress(OSError), Folder.open(folder) as staging:

@@ -27,7 +27,9 @@ BUILD_MOUNT = "run/ekiben"  # everything that is there only while a layer is bui
 
 
 def expand_home(path: Path, origin: str) -> Path:
-    """Return ``path`` with a user's home for ``~`` or ``~NAME``. ``origin`` names in the error where the path comes from.
+    """Return ``path`` with a user's home for ``~`` or ``~NAME``.
+
+    ``origin`` names in the error where the path comes from.
 
     Raises:
         UsageError: this machine knows no such user, or no home of this one.

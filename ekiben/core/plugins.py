@@ -1,4 +1,6 @@
-"""Finds the modules of a package that others can add to: one file in its folder, or an entry point of another distribution."""
+"""Finds the modules of a package that others can add to: one file in its folder, or an entry point of another
+distribution.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 def names(package: str, group: str) -> list[str]:
     """Name every module that the folder of ``package`` holds or the entry point group ``group`` offers, sorted.
 
-    A module whose name begins with an underscore is a helper of others. Nothing is imported, ``package`` itself included.
+    A module whose name begins with an underscore is a helper of others. Nothing is imported, ``package`` itself
+    included.
     """
     return sorted({*_in_folder(package), *(entry.name for entry in _offered(group))})
 
@@ -66,7 +69,9 @@ def _offered(group: str) -> Iterable[EntryPoint]:
 
 @functools.cache
 def _offered_on(path: tuple[str, ...], group: str) -> Iterable[EntryPoint]:
-    """Return the entry points of ``group`` on ``path``: to read them takes milliseconds, and a job's script asks 130 times."""
+    """Return the entry points of ``group`` on ``path``: to read them takes milliseconds, and a job's script asks 130
+    times.
+    """
     from importlib.metadata import entry_points  # reads what is installed: only where the folder is not enough
 
     return entry_points(group=group)

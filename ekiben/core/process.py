@@ -97,8 +97,8 @@ def stream(
 ) -> int:
     """Run a program, call ``on_line`` with each line of stdout and stderr, and return the exit code.
 
-    ``pass_fds``: descriptors that the child inherits. It gets a process group of its own, which is ended when we are interrupted:
-    a compiler deep in a container must not outlive the build.
+    ``pass_fds``: descriptors that the child inherits. It gets a process group of its own, which is ended when we are
+    interrupted: a compiler deep in a container must not outlive the build.
     """
     _trace(f"+ {quoted(argv)}")
     try:
@@ -175,7 +175,9 @@ MARK = "EKIBEN_STAGING"  # in the environment of what is started without a mount
 
 
 def end_orphans(staging: str) -> None:
-    """Kill what a killed build left running: processes that have its staging folder, of this name, mounted or in MARK."""
+    """Kill what a killed build left running: processes that have its staging folder, of this name, mounted or in
+    MARK.
+    """
     mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the newest detail of the step."""
+    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the newest detail of the
+    step.
+    """
 
     def __init__(self, stream: TextIO = sys.stderr, *, quiet: bool = False) -> None:
         self._stream, self._quiet = stream, quiet

@@ -1,13 +1,15 @@
-"""What a user, and a site for all its users, set once: ~/.config/ekiben/config.yaml and /etc/ekiben/config.yaml, key by key.
+"""What a user, and a site for all its users, set once: ~/.config/ekiben/config.yaml and /etc/ekiben/config.yaml, key by
+key.
 
     shared: /groups/lab/ekiben                     # where colleagues publish: layers found there are not built again
     registry: registry.example.org/lab/layers      # layers by key, asked after that; see ekiben/registry/client.py
     recipes: [~/recipes, /groups/lab/recipes]      # folders of recipes, found by name beside those of Ekiben itself
-    jobs: {account: lab, time: "2:00:00"}          # what `submit` uses where the command line says nothing: see JobDefaults
+    jobs: {account: lab, time: "2:00:00"}          # what `submit` uses where the command line says nothing: see
+    JobDefaults
 
-An option on the command line comes first, then the environment (EKIBEN_STORE, EKIBEN_SHARED, EKIBEN_REGISTRY, and EKIBEN_RECIPES
-with a colon between folders; empty: none), then the user's file, then the site's. A folder that is not absolute is taken from where config.yaml lies.
-The command line reads them once and hands the values down.
+An option on the command line comes first, then the environment (EKIBEN_STORE, EKIBEN_SHARED, EKIBEN_REGISTRY, and
+EKIBEN_RECIPES with a colon between folders; empty: none), then the user's file, then the site's. A folder that is not
+absolute is taken from where config.yaml lies. The command line reads them once and hands the values down.
 """
 
 from __future__ import annotations

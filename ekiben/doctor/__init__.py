@@ -1,3 +1,5 @@
-"""Will it run, and why: consult (all questions), findings (answers), rules, image_requirements, machine, preflight (of a job), record (a site profile)."""
+"""Will it run, and why: consult (all questions), findings (answers), rules, image_requirements, machine, preflight (of
+a job), record (a site profile).
+"""
 
 __all__ = ["consult", "findings", "image_requirements", "machine", "preflight", "record", "rules"]

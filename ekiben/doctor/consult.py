@@ -47,7 +47,9 @@ def check(rules: Iterable[Rule], site: SiteFile, checked: CheckedImage) -> list[
 def check_image(
     site: SiteFile, image: ImageRequirements, stacks: Sequence[StackFile] = (), *, gpu: bool = True
 ) -> list[Finding]:
-    """Check whether ``image`` runs on a node of ``site``; ``stacks``: what could be used instead; not ``gpu``: without GPUs."""
+    """Check whether ``image`` runs on a node of ``site``; ``stacks``: what could be used instead; not ``gpu``: without
+    GPUs.
+    """
     checked = CheckedImage(image, device_code.better_stack(site.node, stacks))
     return check(IMAGE_RULES if gpu else CPU_RULES, site, checked)
 
@@ -142,8 +144,8 @@ def consult(
 ) -> list[Section]:
     """Return all findings about an image, on a site's nodes or here, and about building here.
 
-    ``argv``: a task and its arguments, whose memory is checked too; ``find`` finds a recipe, ``resolved`` resolves it. Raises UsageError,
-    DefinitionError, StoreError.
+    ``argv``: a task and its arguments, whose memory is checked too; ``find`` finds a recipe, ``resolved`` resolves it.
+    Raises UsageError, DefinitionError, StoreError.
     """
     where = site or SiteFile(name="this machine", description="", node=node_here(), runtimes=runtimes_here())
     sections = []

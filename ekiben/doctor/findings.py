@@ -15,7 +15,10 @@ LEVELS = ("ok", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule says. ``level``: ok, info, warning or error; ``message`` names the facts it rests on; ``fix``: what helps."""
+    """What one rule says.
+
+    ``level``: ok, info, warning or error; ``message`` names the facts it rests on; ``fix``: what helps.
+    """
 
     level: str
     topic: str
@@ -25,7 +28,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckedImage:
-    """What a rule may look at beside the site: the image, and the option that names a stack which fits the site's GPUs."""
+    """What a rule may look at beside the site: the image, and the option that names a stack which fits the site's
+    GPUs.
+    """
 
     image: ImageRequirements
     better_stack: str | None = None
@@ -55,7 +60,10 @@ def verdict(findings: Sequence[Finding], check: str = "run") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One question and its findings. ``check``: does an image ``run``, does a stack ``suit``, does one ``build`` here."""
+    """One question and its findings.
+
+    ``check``: does an image ``run``, does a stack ``suit``, does one ``build`` here.
+    """
 
     check: str
     title: str

@@ -1,7 +1,7 @@
 """What an image is made of, as far as it decides where it runs: device code, CUDA, torch, glibc. Read from its layers.
 
-Nothing is run. A layer is read once (some seconds for one with torch), and what was found is kept in the store under the
-layer's digest, or under a SIF's id.
+Nothing is run. A layer is read once (some seconds for one with torch), and what was found is kept in the store under
+the layer's digest, or under a SIF's id.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NVIDIA = re.compile(r"/site-packages/nvidia/|/lib(cu|nv|nccl)[^/]*$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRequirements:
-    """``libraries`` with device code by path; ``packages``: Python's, name → version; ``network``: what NCCL needs beside TCP
-    (libibverbs for InfiniBand, a libnccl-net plugin for others); ``gone``: what it removes below."""
+    """``libraries`` with device code by path; ``packages``: Python's, name → version; ``network``: what NCCL needs
+    beside TCP (libibverbs for InfiniBand, a libnccl-net plugin for others); ``gone``: what it removes below."""
 
     libraries: dict[str, DeviceCode] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class LayerRequirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRequirements:
-    """An image as a whole. ``cuda`` is what its torch was built for, else its CUDA runtime's version; ``compat`` the driver
-    version of NVIDIA's forward compatibility package when it has one; ``partitions`` how many its SIF has, ``zstd`` whether one
-    is compressed so."""
+    """An image as a whole. ``cuda`` is what its torch was built for, else its CUDA runtime's version; ``compat`` the
+    driver version of NVIDIA's forward compatibility package when it has one; ``partitions`` how many its SIF has,
+    ``zstd`` whether one is compressed so."""
 
     name: str
     size: int
@@ -68,8 +68,8 @@ class ImageRequirements:
 
     @property
     def judged(self) -> dict[str, DeviceCode]:
-        """Return the libraries whose device code decides where they run: torch's and extensions'. NVIDIA's own go with their CUDA
-        version, and some of them (cuFFT) keep their code where only they find it."""
+        """Return the libraries whose device code decides where they run: torch's and extensions'. NVIDIA's own go with
+        their CUDA version, and some of them (cuFFT) keep their code where only they find it."""
         return {path: code for path, code in self.libraries.items() if not _NVIDIA.search(path)}
 
 
@@ -168,7 +168,9 @@ def _read_library(image: SquashfsReader, path: str, libraries: dict[str, DeviceC
 
 
 def _merged(layers: Iterable[LayerRequirements]) -> LayerRequirements:
-    """As an overlay shows them, bottom first: what a layer removed is gone, what it has again replaces what was there."""
+    """As an overlay shows them, bottom first: what a layer removed is gone, what it has again replaces what was
+    there.
+    """
     libraries, packages, damaged = dict[str, DeviceCode](), dict[str, str](), dict[str, str]()
     glibc = torch_cuda = compat = None
     network: set[str] = set()

@@ -25,7 +25,10 @@ _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 
 
 def shipped_recipe(sif: Path) -> ShippedRecipe | None:
-    """Return the recipe in an image; None for one that is not of Ekiben. Raises ValueError when recipe.yaml is broken."""
+    """Return the recipe in an image; None for one that is not of Ekiben.
+
+    Raises ValueError when recipe.yaml is broken.
+    """
     text = _read(sif, f"{_RECIPE}/recipe.yaml")
     return None if text is None else ShippedRecipe.parse(text)
 
@@ -73,7 +76,9 @@ class PlannedGpus:
 
 
 def untried_reason(script: bytes, argv: Sequence[str], earlier: Sequence[Sequence[str]]) -> str | None:
-    """Return why ``argv`` is not tried before it is submitted, or None. earlier: the argv of the tasks before it in the chain."""
+    """Return why ``argv`` is not tried before it is submitted, or None. earlier: the argv of the tasks before it in the
+    chain.
+    """
     if which("apptainer", "singularity") is None:
         return "there is neither apptainer nor singularity here"
     if b'"--dry-run"' not in script:

@@ -1,10 +1,11 @@
 """What runs a layer's %post: executors, each a module of this folder that fits one Protocol.
 
-To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`, `unavailable`,
-`execute`, `try_run` and `forget_images` (see `Executor`); with `load`, `has_image`, `try_image` and `run_argv` as well (see `Runtime`)
-it also keeps images for `ekiben image --format NAME` and runs tasks for `ekiben run --runtime NAME`. A distribution of your own can offer one,
-too: an entry point of the group `ekiben.executors` that names the module. tests/unit/test_plugins.py holds each against its Protocol;
-tests/integration/workspaces.py takes it into the tests with real engines. A module whose name begins with an underscore is none.
+To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`,
+`unavailable`, `execute`, `try_run` and `forget_images` (see `Executor`); with `load`, `has_image`, `try_image` and
+`run_argv` as well (see `Runtime`) it also keeps images for `ekiben image --format NAME` and runs tasks for `ekiben run
+--runtime NAME`. A distribution of your own can offer one, too: an entry point of the group `ekiben.executors` that
+names the module. tests/unit/test_plugins.py holds each against its Protocol; tests/integration/workspaces.py takes it
+into the tests with real engines. A module whose name begins with an underscore is none.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a job changed: the overlay's upper directory, or a tar of it where we may not read it (see ekiben.formats.changeset)."""
+    """What a job changed: the overlay's upper directory, or a tar of it where we may not read it (see
+    ekiben.formats.changeset).
+    """
 
     upper: Path | IO[bytes]
     deleted: Collection[str] = ()
@@ -114,7 +117,10 @@ class Runtime(Executor, Protocol):
     """An executor that also keeps images for people, and runs their tasks."""
 
     def load(self, config: bytes, layers: Sequence[LayerSource], name: str, scratch: Path) -> None:
-        """Bring the image of ``config`` and ``layers`` in under ``name``; files go to ``scratch`` meanwhile. Raises EngineError, StoreError."""
+        """Bring the image of ``config`` and ``layers`` in under ``name``; files go to ``scratch`` meanwhile.
+
+        Raises EngineError, StoreError.
+        """
 
     def has_image(self, name: str, image_id: str) -> bool:
         """Whether ``name`` is the image of this id."""
@@ -123,7 +129,10 @@ class Runtime(Executor, Protocol):
         """Run a command in a container of the image that has no network and goes away; its exit code."""
 
     def run_argv(self, gpu: bool) -> list[str]:
-        """Return the arguments that begin a task's command, as this user, with all GPUs or none. Docker's options follow."""
+        """Return the arguments that begin a task's command, as this user, with all GPUs or none.
+
+        Docker's options follow.
+        """
 
 
 GROUP = "ekiben.executors"
@@ -162,8 +171,8 @@ def runtimes() -> dict[str, Runtime]:
 def choose(engine: str, without: Collection[str] = (), folder: Path | None = None) -> tuple[str, Executor, str]:
     """Return the executor to use, and why. ``auto`` takes the first usable one that is not one of ``without``.
 
-    With ``folder``, where the job's files will be, one without a defect of its overlay comes first. Raises EngineError with each
-    one's reason.
+    With ``folder``, where the job's files will be, one without a defect of its overlay comes first. Raises EngineError
+    with each one's reason.
     """
     name, executor, reason = _choose(engine, without, folder)
     if is_logging():
@@ -222,7 +231,10 @@ def _link_packages(source: Path, target: Path) -> None:
 
 
 def marked_folders(listing: bytes, upper: str) -> set[str]:
-    """Return the folders that hide those below, of the output of FIND_MARKED with ``upper``. Raises EngineError when it is cut."""
+    """Return the folders that hide those below, of the output of FIND_MARKED with ``upper``.
+
+    Raises EngineError when it is cut.
+    """
     *names, end, rest = (b"", *listing.split(b"\0"))
     if (end, rest) != (_END, b""):
         raise EngineError(
@@ -257,7 +269,8 @@ def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
 def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:
     """Write run.sh: the same environment and the same first steps under every executor.
 
-    Variables are read from a file: on a command line everybody on the machine could read the passwords of proxies and indexes.
+    Variables are read from a file: on a command line everybody on the machine could read the passwords of proxies and
+    indexes.
     """
     (mount / "post.sh").write_text(script, encoding="utf-8")
     (mount / "cache").mkdir(exist_ok=True)

@@ -1,7 +1,8 @@
 """Run a command as root of a user namespace that has this user's subordinate ids, and of a mount namespace in it.
 
-`python _as_root.py UIDS GIDS COMMAND...`, where UIDS and GIDS are START:COUNT of /etc/subuid and /etc/subgid. Since 2.38 util-linux'
-`unshare --map-auto` does the same; EL9 and Ubuntu 22.04 have older ones. Stands alone: it is run, not imported.
+`python _as_root.py UIDS GIDS COMMAND...`, where UIDS and GIDS are START:COUNT of /etc/subuid and /etc/subgid. Since
+2.38 util-linux' `unshare --map-auto` does the same; EL9 and Ubuntu 22.04 have older ones. Stands alone: it is run, not
+imported.
 """
 
 from __future__ import annotations

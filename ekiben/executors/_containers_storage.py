@@ -20,8 +20,8 @@ def environment() -> dict[str, str]:
 def fuse_defect(info: str) -> str | None:
     """Return why layers may differ from those of the kernel's overlay, by the JSON of ``info``, or None.
 
-    For a user the storage remembers that it once had a mount program, and then names none. Root's kernel may have options for which
-    it says the same.
+    For a user the storage remembers that it once had a mount program, and then names none. Root's kernel may have
+    options for which it says the same.
     """
     if '"overlay.mount_program' in info or (os.geteuid() != 0 and '"Native Overlay Diff": "false"' in info):
         return (
@@ -32,7 +32,9 @@ def fuse_defect(info: str) -> str | None:
 
 
 def kind_of_mount(mount: Sequence[str]) -> list[str]:
-    """Return the arguments that run ``mount``, as `podman mount`, and print the file system's type and then the folder."""
+    """Return the arguments that run ``mount``, as `podman mount`, and print the file system's type and then the
+    folder.
+    """
     return ["/bin/sh", "-c", 'mounted=$("$@") && stat -f -c %T "$mounted" && printf %s "$mounted"', "sh", *mount]
 
 
@@ -49,9 +51,11 @@ def pull(
     scratch: Path,
     env: Mapping[str, str],
 ) -> str:
-    """Pull an image of the store's layers with ``argv``, ``podman pull`` say, and return what it prints, the image's id.
+    """Pull an image of the store's layers with ``argv``, ``podman pull`` say, and return what it prints, the image's
+    id.
 
-    Layers whose diff_ids are ``present`` in the storage are not written, unless it lacks one after all. Raises ProcessError.
+    Layers whose diff_ids are ``present`` in the storage are not written, unless it lacks one after all. Raises
+    ProcessError.
     """
     tag = name.rpartition(":")[2]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:

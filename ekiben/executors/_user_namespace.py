@@ -1,7 +1,7 @@
 """The kernel's overlay without root: in a user namespace of our own, on squashfs files that squashfuse shows.
 
-Kernels since 5.11 allow it. Apptainer itself takes fuse-overlayfs wherever a layer below is shown by FUSE, for in some kernels
-since 5.15 copying up from FUSE fails; whether it does is tried here.
+Kernels since 5.11 allow it. Apptainer itself takes fuse-overlayfs wherever a layer below is shown by FUSE, for in some
+kernels since 5.15 copying up from FUSE fails; whether it does is tried here.
 """
 
 from __future__ import annotations
@@ -34,15 +34,19 @@ def subordinate_ids(table: Path) -> str | None:
 
 
 def as_root(command: Argv) -> Argv:
-    """Return the arguments that run ``command`` as root of a user namespace and of a mount namespace, with all of the user's ids."""
+    """Return the arguments that run ``command`` as root of a user namespace and of a mount namespace, with all of the
+    user's ids.
+    """
     program = Path(__file__).with_name("_as_root.py")
     return [sys.executable, "-I", program, subordinate_ids(SUBUIDS) or "", subordinate_ids(SUBGIDS) or "", *command]
 
 
 def mount_lines(lower: Sequence[tuple[Path, int]], libexec: str) -> list[str]:
-    """Return shell lines that mount squashfs files, each with its offset, bottom first, and `merged` on them, by the kernel's overlay.
+    """Return shell lines that mount squashfs files, each with its offset, bottom first, and `merged` on them, by the
+    kernel's overlay.
 
-    `upper`, `work` and `merged` are in the current folder, as the mounts of the layers will be. What serves those ends with the shell.
+    `upper`, `work` and `merged` are in the current folder, as the mounts of the layers will be. What serves those ends
+    with the shell.
     """
     program = _squashfuse(libexec) or "squashfuse"
     lines = ["mount --make-rprivate /", "served=", "trap 'kill -KILL $served; wait' EXIT"]

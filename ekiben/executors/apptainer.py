@@ -1,7 +1,8 @@
-"""Apptainer, rootless or as root, or SingularityCE as root: the layers below are squashfs overlays, read only, and what the
-script changes lands in an upper directory of its own. Nothing is unpacked.
+"""Apptainer, rootless or as root, or SingularityCE as root: the layers below are squashfs overlays, read only, and what
+the script changes lands in an upper directory of its own. Nothing is unpacked.
 
-The overlay is the kernel's, and mounted here, where the kernel lets this user mount one; else it is fuse-overlayfs, by --fakeroot.
+The overlay is the kernel's, and mounted here, where the kernel lets this user mount one; else it is fuse-overlayfs, by
+--fakeroot.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def _execute(job: Job, overlay: Path, is_fuse: bool) -> None:
 
 
 def _check_capabilities(job: Job, line: str) -> None:
-    """Raise OverlayError when a file of a layer below has capabilities: squashfuse (0.6) calls the namespace `security` `trusted`,
-    and the overlay then copies no such file up."""
+    """Raise OverlayError when a file of a layer below has capabilities: squashfuse (0.6) calls the namespace `security`
+    `trusted`, and the overlay then copies no such file up."""
     from ekiben.formats.changeset import OverlayError  # late: most invocations build nothing
 
     for layer in job.lower:
@@ -177,7 +178,10 @@ def _check_capabilities(job: Job, line: str) -> None:
 
 
 def _with_overlays(job: Job, overlay: Path) -> Argv:
-    """Each overlay lies on those before. Their names are relative: the option ends a path at ',' and ':', without an escape."""
+    """Each overlay lies on those before.
+
+    Their names are relative: the option ends a path at ',' and ':', without an escape.
+    """
     bottom, *upper = [layer.file() for layer in job.lower]
     argv = [*_base_argv(fakeroot=True), "--overlay", overlay.name]
     for number, path in enumerate(upper):
@@ -191,8 +195,8 @@ def _with_overlays(job: Job, overlay: Path) -> Argv:
 
 def _with_kernel_mounts(job: Job, overlay: Path, squashfs: Sequence[tuple[Path, int]]) -> Argv:
     """As root Apptainer mounts an overlay with so few capabilities that a setgid bit is lost without a word, and with
-    whatever the kernel does about renamed directories by default; as a user it takes fuse-overlayfs. So the mounts are ours,
-    in a namespace that ends with the script. Names are relative: mount's options hold a page, and no commas."""
+    whatever the kernel does about renamed directories by default; as a user it takes fuse-overlayfs. So the mounts are
+    ours, in a namespace that ends with the script. Names are relative: mount's options hold a page, and no commas."""
     for name in ("upper", "work", "merged"):
         (overlay / name).mkdir()
     is_root, merged = os.geteuid() == 0, overlay / "merged"
@@ -220,7 +224,8 @@ def _mounts_of_root(layers: Sequence[tuple[Path, int]]) -> list[str]:
     options = (
         f"lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,index=off,metacopy=off,redirect_dir=off"
     )
-    # Without waiting for the disk where the kernel can (5.10): a script that a power failure ends leaves nothing to keep.
+    # Without waiting for the disk where the kernel can (5.10): a script that a power failure ends leaves nothing to
+    # keep.
     mount = f"mount -t overlay overlay merged -o {options}"
     return [*lines, f"{mount},volatile 2>/dev/null || {mount}"]
 

@@ -150,10 +150,12 @@ def _exit_code(execution: str) -> int:
 
 @contextlib.contextmanager
 def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[bytes]]:
-    """A program's stdout, as a file. Raises EngineError when the program fails or the file is not all that it wrote, OSError when the disk is full.
+    """A program's stdout, as a file.
 
-    It goes through the folder that the container shares with us: docker-py loses what arrives with the headers of a stream's
-    socket. The file's size, written when the program has ended well, says that it is whole.
+    Raises EngineError when the program fails or the file is not all that it wrote, OSError when the disk is full.
+
+    It goes through the folder that the container shares with us: docker-py loses what arrives with the headers of a
+    stream's socket. The file's size, written when the program has ended well, says that it is whole.
     """
     inside, output_file = f"/{BUILD_MOUNT}/output", job.mount / "output"
     script = f'"$@" >{inside} 2>{inside}.errors && wc -c <{inside} >{inside}.size'

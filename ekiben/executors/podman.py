@@ -1,5 +1,6 @@
 """podman: no daemon; rootless through its own user namespace. The layers below become an image in its storage, and what
-the script changes is the upper directory of the container's overlay. It also keeps images for people and runs their tasks.
+the script changes is the upper directory of the container's overlay. It also keeps images for people and runs their
+tasks.
 """
 
 from __future__ import annotations
@@ -259,7 +260,10 @@ def run_argv(gpu: bool) -> list[str]:
 
 
 def _pull(config: bytes, layers: Sequence[oci.LayerSource], name: str, present: Collection[str], scratch: Path) -> None:
-    """An image from the store's layers. Those ``present`` in podman's storage are not written, unless it lacks one after all."""
+    """An image from the store's layers.
+
+    Those ``present`` in podman's storage are not written, unless it lacks one after all.
+    """
     pull(_argv("pull"), config, layers, name, present=present, scratch=scratch, env=_environment())
     image = oci.digest_of(config).removeprefix("sha256:")
     _podman("tag", image, name)
@@ -288,8 +292,8 @@ def _podman(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 def _environment() -> dict[str, str]:
     """That of its storage; one TMPDIR for all calls.
 
-    podman keeps the state of a user's containers below TMPDIR where there is no XDG_RUNTIME_DIR, as in many batch jobs, and
-    fails when the next call has another TMPDIR. It then gets none, and so /tmp for all of them.
+    podman keeps the state of a user's containers below TMPDIR where there is no XDG_RUNTIME_DIR, as in many batch jobs,
+    and fails when the next call has another TMPDIR. It then gets none, and so /tmp for all of them.
     """
     env = environment()
     if os.geteuid() and "XDG_RUNTIME_DIR" not in env:

@@ -1,8 +1,9 @@
 """What a %post changed, as the layer's canonical entries.
 
-Executors give the changes in the form in which their overlay keeps them: the upper directory, or a tar of it, depth first, in
-which a deletion is a character device 0:0 (overlayfs), a list of deleted paths (docker), and a directory that hides
-what is below it is opaque. Here that becomes one form (see ekiben.formats.layer), without what differs between machines.
+Executors give the changes in the form in which their overlay keeps them: the upper directory, or a tar of it, depth
+first, in which a deletion is a character device 0:0 (overlayfs), a list of deleted paths (docker), and a directory that
+hides what is below it is opaque. Here that becomes one form (see ekiben.formats.layer), without what differs between
+machines.
 """
 
 from __future__ import annotations
@@ -182,8 +183,8 @@ def normalize(
 ) -> Iterator[LayerEntry]:
     """Yield the canonical entries of an upper directory, or of a tar of one, which must be depth first and sorted.
 
-    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them; ``left_out`` takes what no layer keeps.
-    Raises LayerError for what no layer can hold, OSError for what cannot be read.
+    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them; ``left_out`` takes what no
+    layer keeps. Raises LayerError for what no layer can hold, OSError for what cannot be read.
     """
     if "" in opaque:
         raise LayerError("the executor says that all of the layers below was removed; such a layer is not stored")
@@ -342,9 +343,11 @@ class _Normalizer:
         yield entry, data
 
     def check_names(self, entry: Entry, data: Iterator[bytes] | None, origin: str) -> Iterator[bytes] | None:
-        """fuse-overlayfs takes the names of one file for one another: what it changed may be another name than the script did.
+        """fuse-overlayfs takes the names of one file for one another: what it changed may be another name than the
+        script did.
 
-        Raises OverlayError unless the file that was copied up is as it was, only under a new name; for a FIFO in any case.
+        Raises OverlayError unless the file that was copied up is as it was, only under a new name; for a FIFO in any
+        case.
         """
         below = self.lower.lookup(origin)
         if below is not None and below.kind == "fifo":
@@ -398,7 +401,9 @@ class _Normalizer:
             self.waiting = []
 
     def with_setgid(self, entry: Entry, below: Entry | None) -> Entry:
-        """Return a folder with the setgid and setuid bits that it has below, which fuse-overlayfs loses when it copies one up."""
+        """Return a folder with the setgid and setuid bits that it has below, which fuse-overlayfs loses when it copies
+        one up.
+        """
         restored = replace(entry, mode=entry.mode | (below.mode & (stat.S_ISGID | stat.S_ISUID) if below else 0))
         if below is not None and replace(below, mtime=entry.mtime) == restored:
             entry = restored
@@ -407,8 +412,8 @@ class _Normalizer:
         return entry
 
     def check_group(self, entry: Entry, below: Entry | None) -> None:
-        """Raise OverlayError for a new path in a setgid folder that has not its group, or a folder without the bit: fuse-overlayfs
-        does not always hand them down."""
+        """Raise OverlayError for a new path in a setgid folder that has not its group, or a folder without the bit:
+        fuse-overlayfs does not always hand them down."""
         group = (self.setgid or {}).get(entry.path.rpartition("/")[0])
         if group is None or below is not None:
             return

@@ -22,12 +22,17 @@ _MAX_TIME = 2**33  # seconds; the year 2242
 
 
 def unpacked_limit(packed: int) -> int:
-    """Return the most bytes that ``packed`` bytes may unpack to: a bomb has a thousand times as many, a layer of an image ten."""
+    """Return the most bytes that ``packed`` bytes may unpack to: a bomb has a thousand times as many, a layer of an
+    image ten.
+    """
     return max(1 << 30, packed * 100)
 
 
 def spool_tar(archive: IO[bytes], spool: IO[bytes], *, limit: int) -> None:
-    """Copy a tar to ``spool``, with sparse files written out. Raises ValueError where it is damaged or has more than ``limit`` bytes."""
+    """Copy a tar to ``spool``, with sparse files written out.
+
+    Raises ValueError where it is damaged or has more than ``limit`` bytes.
+    """
     left = limit
     while chunk := archive.read(CHUNK):
         left -= len(chunk)

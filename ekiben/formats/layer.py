@@ -75,7 +75,9 @@ def decode_name(name: bytes) -> str:
 
 
 class LayerWriter(Protocol):
-    """Takes a layer: ``add`` an entry, then ``write`` exactly ``entry.size`` bytes when it is a file, ``close`` once."""
+    """Takes a layer: ``add`` an entry, then ``write`` exactly ``entry.size`` bytes when it is a file, ``close``
+    once.
+    """
 
     def add(self, entry: Entry) -> None:
         """Begin an entry; the content of a file follows by write()."""
@@ -125,10 +127,10 @@ def read_chunks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
 class File:
     """A file that goes into a layer: ``destination`` is absolute; the content is a path on the host or bytes.
 
-    What %files copies has the ``line`` that says so, with the ``target`` it names and the ``name`` of what it copies: where the
-    target is a folder of the layers below, it goes into it by that name (see ekiben.formats.placement), which then decides
-    about the content when ``name_counts``. ``is_folder``: a folder in which nothing is. ``stage``: the build stage that made it.
-    ``real`` is the path without links that was checked: what is read must still lie there.
+    What %files copies has the ``line`` that says so, with the ``target`` it names and the ``name`` of what it copies:
+    where the target is a folder of the layers below, it goes into it by that name (see ekiben.formats.placement), which
+    then decides about the content when ``name_counts``. ``is_folder``: a folder in which nothing is. ``stage``: the
+    build stage that made it. ``real`` is the path without links that was checked: what is read must still lie there.
     """
 
     destination: str
@@ -149,7 +151,10 @@ class File:
         return self.source.stat().st_size if self.source else len(self.content)
 
     def open(self) -> BinaryIO:
-        """Open its content for reading. Raises OSError, also when it is no regular file, or lies elsewhere than when it was checked."""
+        """Open its content for reading.
+
+        Raises OSError, also when it is no regular file, or lies elsewhere than when it was checked.
+        """
         if self.source is None:
             return io.BytesIO(self.content)
         with contextlib.ExitStack() as stack:

@@ -72,7 +72,8 @@ def image_config(
 ) -> bytes:
     """Return the image's config; its SHA-256 is the image id in a Docker daemon.
 
-    Only a finished image has a ``working_dir``: Docker makes the folder, which would then be in a layer that is built so.
+    Only a finished image has a ``working_dir``: Docker makes the folder, which would then be in a layer that is built
+    so.
     """
     system, architecture = platform.split("/")
     created = datetime.fromtimestamp(epoch, UTC).isoformat().replace("+00:00", "Z")

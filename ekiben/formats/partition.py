@@ -70,7 +70,10 @@ class Hasher:
             self._wait_for_all_but(0)
 
     def take(self, start: int, end: int) -> None:
-        """Hash the next bytes. Waits while more than _MAX_UNHASHED are not hashed: what it reads should still be in memory."""
+        """Hash the next bytes.
+
+        Waits while more than _MAX_UNHASHED are not hashed: what it reads should still be in memory.
+        """
         for at in range(start, end, COPY):
             self._wait_for_all_but(_MAX_UNHASHED // COPY)
             self._waiting.append(self._pool.submit(self._hash, at, min(COPY, end - at)))

@@ -23,8 +23,8 @@ class Below(Protocol):
 def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
     """Return ``files`` with the paths that they have on ``lower``; empty folders that are there are left out.
 
-    Raises LayerError when a file would replace a folder, or stand below what is none; when a build stage's folder goes to where
-    one is, or one of its files to where another line's does.
+    Raises LayerError when a file would replace a folder, or stand below what is none; when a build stage's folder goes
+    to where one is, or one of its files to where another line's does.
     """
     placed: list[File] = []
     folders: set[str] = set()  # of the lines before
@@ -81,7 +81,9 @@ def _parents(path: str) -> Iterable[str]:
 
 
 def follow_links(paths: Iterable[str], lower: Below) -> dict[str, str]:
-    """Return where each path of a tar is to be written: a folder that the tar does not name may be a link below, and is followed."""
+    """Return where each path of a tar is to be written: a folder that the tar does not name may be a link below, and is
+    followed.
+    """
     named, placed = set(paths), dict[str, str]()
     for path in named:
         names = path.split("/")
@@ -94,7 +96,8 @@ def follow_links(paths: Iterable[str], lower: Below) -> dict[str, str]:
 
 
 def real_path(path: str, lower: Below, *, follow_last: bool = False) -> str:
-    """Return ``path`` with the links among its folders followed, as tar does: /bin of today's systems is a link to /usr/bin.
+    """Return ``path`` with the links among its folders followed, as tar does: /bin of today's systems is a link to
+    /usr/bin.
 
     ``follow_last``: and the link that it is itself, as cp does. Raises LayerError for what is below no folder.
     """

@@ -27,8 +27,8 @@ def runtime_files(
         "actions/exec": _ENTER + 'exec "$@"\n',
         "actions/run": _ENTER + 'exec /.singularity.d/runscript "$@"\n',
         "actions/shell": _ENTER + _SHELL,
-        # It sends no SIGCONT to process 1, as Apptainer's own file does for Singularity before 3.6: later ones forward the
-        # signal to this script, and where it has ended by then, they end the instance with status 128 + SIGCONT.
+        # It sends no SIGCONT to process 1, as Apptainer's own file does for Singularity before 3.6: later ones forward
+        # the signal to this script, and where it has ended by then, they end the instance with status 128 + SIGCONT.
         "actions/start": _ENTER + ('exec /.singularity.d/startscript "$@"\n' if startscript else ""),
         "actions/test": _ENTER + 'exec /.singularity.d/test "$@"\n',
         "env/90-environment.sh": exports,

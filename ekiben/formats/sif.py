@@ -1,8 +1,9 @@
 """SIF files, written and read without Apptainer: a header, a table of descriptors, then the data they point at.
 
 The first layer is the primary system partition, the others are overlay partitions of the same group (Apptainer leaves
-out overlay partitions whose group differs). Where layers above the first one change users or groups, the primary partition
-is a small one with these alone, below all layers (see ekiben/formats/users.py). The format: https://github.com/apptainer/sif/blob/main/pkg/sif/sif.go
+out overlay partitions whose group differs). Where layers above the first one change users or groups, the primary
+partition is a small one with these alone, below all layers (see ekiben/formats/users.py). The format:
+https://github.com/apptainer/sif/blob/main/pkg/sif/sif.go
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ SPACE = struct.Struct("@2h2qiI16x")  # type, whence, start, length, two that nob
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A signature of a SIF: a clear-signed signed_message(), the signer's fingerprint in hex, and the hash it is over."""
+    """A signature of a SIF: a clear-signed signed_message(), the signer's fingerprint in hex, and the hash it is
+    over.
+    """
 
     data: bytes
     fingerprint: str
@@ -62,8 +65,9 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """One data object of a SIF. ``file_system`` and ``partition_type`` are 0 where it is no partition; ``link`` is 0, or the object
-    or group that a signature is of; ``extra`` depends on the type, ``raw`` is all of the descriptor as it is in the file.
+    """One data object of a SIF. ``file_system`` and ``partition_type`` are 0 where it is no partition; ``link`` is 0,
+    or the object or group that a signature is of; ``extra`` depends on the type, ``raw`` is all of the descriptor as it
+    is in the file.
     """
 
     number: int
@@ -101,8 +105,8 @@ class SifInfo:
 class SifHeader:
     """What a SIF says of itself, but for its layers: a UUID, a definition file, an architecture, a time stamp.
 
-    Equal ids promise equal files. ``arch`` is one of ARCHITECTURES; ``epoch``: seconds since 1970; ``users``: the squashfs of
-    users_partition(), or nothing.
+    Equal ids promise equal files. ``arch`` is one of ARCHITECTURES; ``epoch``: seconds since 1970; ``users``: the
+    squashfs of users_partition(), or nothing.
     """
 
     id: str
@@ -144,9 +148,9 @@ def write_sif(
 ) -> None:
     """Write a SIF to ``out`` atomically. ``on_bytes`` is called with the number of bytes that each step copied.
 
-    ``file_hash`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature`` is that of
-    signed_message() with the same arguments.
-    Raises StoreError when a partition's bytes are not its digest's, and when ``out`` cannot be written.
+    ``file_hash`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature``
+    is that of signed_message() with the same arguments. Raises StoreError when a partition's bytes are not its
+    digest's, and when ``out`` cannot be written.
     """
     most = DESCRIPTOR_COUNT - len(header.objects) - bool(signature)
     if not 0 < len(partitions) <= most:
@@ -193,7 +197,9 @@ def signed_header(head: bytes) -> bytes:
 
 
 def signed_descriptor(raw: bytes, relative: int) -> bytes:
-    """Return the fields of a descriptor that a signature covers; ``relative`` is its number less that of its group's first."""
+    """Return the fields of a descriptor that a signature covers; ``relative`` is its number less that of its group's
+    first.
+    """
     data_type, used, _, _, link, _, size, _, created, _, uid, gid, name, extra = DESCRIPTOR.unpack(raw)
     return SIGNED_DESCRIPTOR.pack(data_type, used, relative, link, size, created, uid, gid, name, extra)
 
@@ -287,8 +293,8 @@ def _new_sif(out: AnyPath, size: int) -> Iterator[BinaryIO]:
     try:
         if free_bytes(out.parent) < size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        # Executable: a SIF starts with a launch line. No fsync, a third of the time: what a power failure cuts short read_sif
-        # finds, and it is made again.
+        # Executable: a SIF starts with a launch line. No fsync, a third of the time: what a power failure cuts short
+        # read_sif finds, and it is made again.
         new = out.new_file() if isinstance(out, InnerPath) else new_file(out, mode=0o777, obey_umask=True, buffering=0)
         with new as file:
             _reserve(file, size)
@@ -301,10 +307,11 @@ def _new_sif(out: AnyPath, size: int) -> Iterator[BinaryIO]:
 
 
 def _reserve(file: BinaryIO, size: int) -> None:
-    """Reserve ``size`` bytes beyond the end of the file, where the file system can; elsewhere a lack of room shows on writing.
+    """Reserve ``size`` bytes beyond the end of the file, where the file system can; elsewhere a lack of room shows on
+    writing.
 
-    ext4 waits, when a file takes another one's name, until all of it is on its way to the disk, but for what has its place there:
-    that took half of the time. ioctl: fallocate(2)'s other door, which Python can open.
+    ext4 waits, when a file takes another one's name, until all of it is on its way to the disk, but for what has its
+    place there: that took half of the time. ioctl: fallocate(2)'s other door, which Python can open.
     """
     with contextlib.suppress(OSError):
         fcntl.ioctl(file, FS_IOC_RESVSP, SPACE.pack(0, os.SEEK_SET, 0, size, 0, 0))
@@ -366,9 +373,11 @@ def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader
 
 
 def _difference_between(path: AnyPath, info: SifInfo, table: bytes) -> str:
-    """Say which bytes outside the data objects differ from what write_sif() writes: nobody reads them, but equal files are promised.
+    """Say which bytes outside the data objects differ from what write_sif() writes: nobody reads them, but equal files
+    are promised.
 
-    Of a signed file only those before the end of the last layer, and not what the signature changes in the header and the table.
+    Of a signed file only those before the end of the last layer, and not what the signature changes in the header and
+    the table.
     """
     objects = [item for item in info.descriptors if item.data_type != SIGNATURE]
     signed = len(objects) < len(info.descriptors)

@@ -69,7 +69,9 @@ def tar_stream(entries: Iterable[LayerEntry]) -> Iterator[bytes]:
 
 
 class DigestWriter(TarWriter):
-    """Hashes the tar form on a thread of its own and keeps nothing; ``diff_id`` and ``size`` are valid after ``close``."""
+    """Hashes the tar form on a thread of its own and keeps nothing; ``diff_id`` and ``size`` are valid after
+    ``close``.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._take)

@@ -1,4 +1,6 @@
-"""An upper directory as a stream of tar entries, which say of each path what it is: from the folder itself, or from a tar of it."""
+"""An upper directory as a stream of tar entries, which say of each path what it is: from the folder itself, or from a
+tar of it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def _folder_info(path: str, seen: os.stat_result, first_names: dict[int, str], l
     info.uid, info.gid, info.mtime = seen.st_uid, seen.st_gid, seen.st_mtime_ns // 10**9
     if info.ischr() or info.isblk():  # a whiteout, most often; the kernel makes them all one inode's
         info.devmajor, info.devminor = os.major(seen.st_rdev), os.minor(seen.st_rdev)
-    # GNU tar, with which other executors read, knows other names of files and links only: two names of a FIFO are two FIFOs.
+    # GNU tar, with which other executors read, knows other names of files and links only: two names of a FIFO are two
+    # FIFOs.
     elif (
         not info.isdir()
         and not info.isfifo()

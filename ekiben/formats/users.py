@@ -1,9 +1,10 @@
 """The users and groups that Apptainer and SingularityCE show in a container.
 
-They make /etc/passwd and /etc/group of those in a SIF's primary partition, with a line for whoever runs it, whatever the overlay
-partitions hold:
-https://github.com/apptainer/apptainer/blob/v1.4.5/internal/pkg/runtime/engine/apptainer/container_linux.go (addIdentityMount).
-Where layers above the first one change these files, a partition with the merged ones alone is the primary one, below all layers.
+They make /etc/passwd and /etc/group of those in a SIF's primary partition, with a line for whoever runs it, whatever
+the overlay partitions hold:
+https://github.com/apptainer/apptainer/blob/v1.4.5/internal/pkg/runtime/engine/apptainer/container_linux.go
+(addIdentityMount). Where layers above the first one change these files, a partition with the merged ones alone is the
+primary one, below all layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _FILES = ("etc/group", "etc/passwd")
 
 
 def users_partition(layers: Sequence[SquashfsReader], epoch: int) -> bytes:
-    """Return a squashfs of the merged /etc/passwd and /etc/group of ``layers``, bottom first; b"" where the first has the same.
+    """Return a squashfs of the merged /etc/passwd and /etc/group of ``layers``, bottom first; b"" where the first has
+    the same.
 
     Equal files give equal bytes: nothing is compressed. Raises StoreError for a damaged layer.
     """

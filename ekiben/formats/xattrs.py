@@ -1,7 +1,9 @@
-"""Extended attributes that are content, as layers keep them: a file's capabilities, and those of the namespace ``user``.
+"""Extended attributes that are content, as layers keep them: a file's capabilities, and those of the namespace
+``user``.
 
-A tar has them as pax records ``SCHILY.xattr.NAME`` (GNU tar's, which Docker, podman and buildah read and write, too), a squashfs in a
-table. All others belong to a machine or to an overlay: SELinux labels, ACLs, the marks that overlays leave.
+A tar has them as pax records ``SCHILY.xattr.NAME`` (GNU tar's, which Docker, podman and buildah read and write, too), a
+squashfs in a table. All others belong to a machine or to an overlay: SELinux labels, ACLs, the marks that overlays
+leave.
 """
 
 from __future__ import annotations

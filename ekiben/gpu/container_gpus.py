@@ -1,6 +1,7 @@
 """How Docker and podman get NVIDIA's GPUs: by NVIDIA's container toolkit, or by a CDI file that describes them.
 
-Container Device Interface: https://github.com/cncf-tags/container-device-interface. podman reads such files since 4.1, Docker since 25.
+Container Device Interface: https://github.com/cncf-tags/container-device-interface. podman reads such files since 4.1,
+Docker since 25.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def has_toolkit() -> bool:
 
 
 def has_cdi_file() -> bool:
-    """Return whether a CDI file describes NVIDIA's GPUs. A file that cannot be read counts as none: the engine cannot use it."""
+    """Return whether a CDI file describes NVIDIA's GPUs.
+
+    A file that cannot be read counts as none: the engine cannot use it.
+    """
     return any(_names_gpus(path) for folder in _FOLDERS for path in sorted(folder.glob("*.*")))
 
 

@@ -1,8 +1,8 @@
 """Which GPUs a library has code for: the CUDA device code in an ELF file, read without CUDA.
 
-nvcc puts "fat binaries" into two sections of a library. Each is a header and entries; an entry is machine code (SASS) or
-PTX for one architecture. Only headers are read. NVIDIA does not document the format; what is used here was compared with
-what cuobjdump lists for the libraries of torch 2.11, cuBLAS, cuDNN, NCCL and bitsandbytes (CUDA 11.8 to 13.2).
+nvcc puts "fat binaries" into two sections of a library. Each is a header and entries; an entry is machine code (SASS)
+or PTX for one architecture. Only headers are read. NVIDIA does not document the format; what is used here was compared
+with what cuobjdump lists for the libraries of torch 2.11, cuBLAS, cuDNN, NCCL and bitsandbytes (CUDA 11.8 to 13.2).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class DeviceCode:
         return sorted({name for held in self.fatbins for name in held}, key=_order)
 
     def covered(self, capability: str) -> tuple[int, int, int]:
-        """Count the fat binaries that a GPU of that compute capability runs as they are, and those it runs after compiling
-        their PTX: (as they are, compiled, all). Some libraries keep code for other architectures in fat binaries of its own,
-        so not all are needed; none is too few."""
+        """Count the fat binaries that a GPU of that compute capability runs as they are, and those it runs after
+        compiling their PTX: (as they are, compiled, all). Some libraries keep code for other architectures in fat
+        binaries of its own, so not all are needed; none is too few."""
         counts = [(runs_on(held, capability), count) for held, count in self.fatbins.items()]
         return (
             sum(count for code, count in counts if code == "sass"),
@@ -52,10 +52,11 @@ class DeviceCode:
 
 
 def runs_on(names: Iterable[str], capability: str) -> str | None:
-    """Return ``"sass"``, ``"ptx"`` (compiled by the driver at the first start) or None, for a compute capability as ``"8.9"``.
+    """Return ``"sass"``, ``"ptx"`` (compiled by the driver at the first start) or None, for a compute capability as
+    ``"8.9"``.
 
-    Machine code runs on its own major version from its minor version on; sm_90a only on 9.0; sm_100f on all of 10.x from
-    10.0 on. PTX is compiled for the same architecture and all later ones.
+    Machine code runs on its own major version from its minor version on; sm_90a only on 9.0; sm_100f on all of 10.x
+    from 10.0 on. PTX is compiled for the same architecture and all later ones.
     https://docs.nvidia.com/cuda/cuda-compiler-driver-nvcc/#gpu-compilation
     """
     major, minor = (int(digits) for digits in capability.split("."))
@@ -77,7 +78,10 @@ def runs_on(names: Iterable[str], capability: str) -> str | None:
 
 
 def read_device_code(read_at: ReadAt) -> DeviceCode | None:
-    """Return the device code in a 64-bit ELF file; None when it is no such file or has none. Raises ValueError when damaged."""
+    """Return the device code in a 64-bit ELF file; None when it is no such file or has none.
+
+    Raises ValueError when damaged.
+    """
     fatbins: Counter[tuple[str, ...]] = Counter()
     for start, size in _fatbin_sections(read_at):
         fatbins.update(_fatbins(read_at, start, start + size))

@@ -23,7 +23,10 @@ class Library:
 
 
 def read_library(data: bytes) -> Library:
-    """Return what a library says of itself. Raises ValueError when ``data`` is no 64-bit ELF file, or not all of one."""
+    """Return what a library says of itself.
+
+    Raises ValueError when ``data`` is no 64-bit ELF file, or not all of one.
+    """
     if not data.startswith(b"\x7fELF\x02\x01"):
         raise ValueError("not a 64-bit ELF file")
     # Late: it takes longer to import than an invocation that finds all layers stored.

@@ -1,4 +1,6 @@
-"""Read the JSON that this package finds: records of images in a store, of published images, and what an image says of itself."""
+"""Read the JSON that this package finds: records of images in a store, of published images, and what an image says of
+itself.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class StoredImage:
     layers: tuple[LayerRecord, ...]
 
     def cli_args(self, name: str) -> str:
-        """Return the recipe and the options that build the image, which is called ``name``: layers, stack, architecture.
+        """Return the recipe and the options that build the image, which is called ``name``: layers, stack,
+        architecture.
 
         --gpu-arch and --build-arg are not recorded of an image.
         """
@@ -54,8 +57,8 @@ class StoredImage:
 
 
 def stored_image(name: str, store: Store, hint: str) -> StoredImage:
-    """Return an image of the store by its name. Raises UsageError with ``hint`` when there is none, StoreError when its record is
-    damaged."""
+    """Return an image of the store by its name. Raises UsageError with ``hint`` when there is none, StoreError when its
+    record is damaged."""
     ref = store.image(name)
     if ref is None:
         raise UsageError(f"no image '{name}' in {store.root}." + nearest(name, store.images()), hint=hint)
@@ -111,8 +114,8 @@ def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledWheel:
-    """A wheel that a build stage made: of a repository's ``commit``, or of the source distribution ``name`` ``version``, one of
-    ``sha256``; of neither where all of them are "". ``data`` is the whole entry."""
+    """A wheel that a build stage made: of a repository's ``commit``, or of the source distribution ``name``
+    ``version``, one of ``sha256``; of neither where all of them are "". ``data`` is the whole entry."""
 
     package: str
     repository: str
@@ -140,7 +143,9 @@ class CompiledWheel:
 
 @dataclass(frozen=True, slots=True)
 class ImageMetadata:
-    """/opt/ekiben/image.json of an image, as ekiben.resolve wrote it: ``layers`` are (name, cache_key), without the last one."""
+    """/opt/ekiben/image.json of an image, as ekiben.resolve wrote it: ``layers`` are (name, cache_key), without the
+    last one.
+    """
 
     recipe: str
     stack: str

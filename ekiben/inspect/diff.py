@@ -54,7 +54,9 @@ class PackageChanges(TypedDict):
 
 
 class ImageDiff(TypedDict):
-    """Everything that differs; ``other_files`` are paths that no package's change accounts for, by what happened to them."""
+    """Everything that differs; ``other_files`` are paths that no package's change accounts for, by what happened to
+    them.
+    """
 
     before: ImageSummary
     after: ImageSummary

@@ -33,7 +33,10 @@ _STATUS_LINE = re.compile(r"[A-Za-z0-9-]+:|[ \t]")
 
 @dataclass(frozen=True, slots=True)
 class LayerReader:
-    """One layer of an open image. ``digest`` is of its squashfs, ``size`` in bytes; ``stored`` is the store's record of it."""
+    """One layer of an open image.
+
+    ``digest`` is of its squashfs, ``size`` in bytes; ``stored`` is the store's record of it.
+    """
 
     name: str
     digest: str
@@ -291,8 +294,8 @@ def _broken(layer: LayerReader, reason: str) -> VerifyError:
 
 
 def _check_file_lists(image: ImageReader, tree: Tree, known: set[str]) -> None:
-    """A status file that was cut short reads well; dpkg's lists of files tell. (What was removed and not purged keeps its list,
-    but no checksums.)"""
+    """A status file that was cut short reads well; dpkg's lists of files tell. (What was removed and not purged keeps
+    its list, but no checksums.)"""
     layer = image.layers[tree[DPKG_STATUS][1]]
     for path in tree:
         if path.startswith("var/lib/dpkg/info/") and path.endswith(".list"):

@@ -1,18 +1,17 @@
 """The SBOM of an image, CycloneDX 1.6 as JSON: what is in it, from where, in which layer, under which licence.
 
-Everything is read out of the image itself, so an image of the store, its SIF and its published copy have the same SBOM, byte
-for byte, wherever it is made; its serial number is the hash of its content, its time the image's. What is there:
+Everything is read out of the image itself, so an image of the store, its SIF and its published copy have the same SBOM,
+byte for byte, wherever it is made; its serial number is the hash of its content, its time the image's. What is there:
 
     metadata.component   the image: its id, its SIF's UUID, the stack, the layers with their keys and diff_ids, drift
     components           the distribution; Debian's packages, as dpkg has them; Python's, as their METADATA has them
     dependencies         Debian's Depends and Pre-Depends, Python's Requires-Dist, as far as installed
-    properties           ekiben:layer    the layer that brought a package in this version
-                         ekiben:incomplete    of the image: why packages may be missing here
-                         ekiben:drift    the version that was locked, where another one was installed
-                         ekiben:locked:sha256    hashes of the files that the lock allows (one of them was installed)
-                         ekiben:compiled:…       of a wheel that a build stage made: cache_key (see ekiben wheels
-                                                 list); torch, cuda, python, cxx11_abi, capabilities, compilers when
-                                                 it is compiled for GPUs. Its source is its pedigree's ancestor, or commit
+    properties           ekiben:layer    the layer that brought a package in this version ekiben:incomplete    of the
+                         image: why packages may be missing here ekiben:drift    the version that was locked, where
+                         another one was installed ekiben:locked:sha256    hashes of the files that the lock allows (one
+                         of them was installed) ekiben:compiled:…       of a wheel that a build stage made: cache_key
+                         (see ekiben wheels list); torch, cuda, python, cxx11_abi, capabilities, compilers when it is
+                         compiled for GPUs. Its source is its pedigree's ancestor, or commit
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def sbom_of(name: str, store: Store, progress: Progress) -> str:
-    """Return the SBOM of an image of the store, of a SIF, or of a published image by its record. Raises UsageError, StoreError,
-    VerifyError."""
+    """Return the SBOM of an image of the store, of a SIF, or of a published image by its record. Raises UsageError,
+    StoreError, VerifyError."""
     known: Sequence[StoredLayer] = ()
     if name.endswith(".json"):
         sif, known = published_layers(Path(name))
@@ -130,7 +129,8 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
     return text.replace(f'"serialNumber": "urn:uuid:{uuid.UUID(int=0)}"', f'"serialNumber": "urn:uuid:{serial}"')
 
 
-# -- the image ------------------------------------------------------------------------------------------------------------
+# -- the image
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,9 @@ def _assignments(arguments: Iterable[str]) -> dict[str, str]:
 def _layers(
     image: ImageReader, info: _ImageInfo, store: Store, progress: Progress, known: Iterable[StoredLayer]
 ) -> list[StoredLayer]:
-    """Return the layers as far as they are known, "" where not: in one flat partition they cannot, and no layer holds its own key."""
+    """Return the layers as far as they are known, "" where not: in one flat partition they cannot, and no layer holds
+    its own key.
+    """
     named = [*info.layers, (info.recipe, "")]
     if len(image.layers) != len(named):
         return [_layer(name, key) for name, key in named]
@@ -271,7 +273,8 @@ def _system(distribution: Mapping[str, str]) -> Component:
     )
 
 
-# -- packages -------------------------------------------------------------------------------------------------------------
+# -- packages
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _package(
@@ -456,7 +459,8 @@ def _locks(image: ImageReader, tree: Tree) -> Locks:
     }
 
 
-# -- what needs what ------------------------------------------------------------------------------------------------------
+# -- what needs what
+# ------------------------------------------------------------------------------------------------------
 
 Dependencies = dict[str, set[str]]  # by the names of write_sbom's components
 
@@ -515,7 +519,9 @@ def _site(package: PythonPackage) -> str:
 
 
 def _marker_environment(site: str, image: ImageReader, tree: Tree) -> dict[str, str]:
-    """https://packaging.python.org/specifications/dependency-specifiers/#environment-markers, in the image and not here."""
+    """https://packaging.python.org/specifications/dependency-specifiers/#environment-markers, in the image and not
+    here.
+    """
     short = match[1] if (match := re.search(r"/python(\d+\.\d+)/", f"/{site}/")) else "3"
     settings = read_file(image, tree, site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
     full = match[1].decode() if (match := re.search(rb"^version\s*=\s*(\S+)", settings, re.MULTILINE)) else f"{short}.0"  # type: ignore[assignment]

@@ -19,7 +19,8 @@ _FIELDS = "$(CREATED_BY) $(SITE) $(RELEASE) $(COMPONENT) $(REPO_URI)"
 
 
 def apt_sources(suite: str, mirror: str | None) -> str:
-    """Return sources.list lines for ``suite``: from ``mirror``, else as the host's own apt has them, else mmdebstrap's own; "" without.
+    """Return sources.list lines for ``suite``: from ``mirror``, else as the host's own apt has them, else mmdebstrap's
+    own; "" without.
 
     ``mirror``: the URI of a Debian archive, or whole sources.list lines.
     """
@@ -47,7 +48,10 @@ def _default_sources(suite: str) -> list[str]:
 
 
 def _signed(*options: str) -> str:
-    """Options of a sources.list line. Where the host's apt trusts no Debian archive, on Ubuntu say, whose keys count."""
+    """Options of a sources.list line.
+
+    Where the host's apt trusts no Debian archive, on Ubuntu say, whose keys count.
+    """
     if not any(_TRUSTED.glob("debian-archive-*")) and _KEYS.exists():
         options = (*options, f"signed-by={_KEYS}")
     return f"[{' '.join(options)}] " if options else ""
@@ -57,7 +61,8 @@ SNAPSHOT = "https://snapshot.debian.org/archive"  # EKIBEN_SNAPSHOT names anothe
 
 
 def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
-    """Return sources.list lines of the snapshot archive as of ``moment`` (20261121T120000Z); "" when it does not answer.
+    """Return sources.list lines of the snapshot archive as of ``moment`` (20261121T120000Z); "" when it does not
+    answer.
 
     They come after the mirror's own lines: what the mirror still has is fetched there, for it is the same package.
     """
@@ -90,7 +95,10 @@ def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
 
 
 def preferences(pins: Mapping[str, str]) -> str:
-    """Return apt preferences by which the locked version is taken from whichever archive has it. See apt_preferences(5)."""
+    """Return apt preferences by which the locked version is taken from whichever archive has it.
+
+    See apt_preferences(5).
+    """
     # Above every ordinary version, and below what would replace an installed one by an older one.
     return "".join(
         f"Package: {name}\nPin: version {version}\nPin-Priority: 995\n\n" for name, version in sorted(pins.items())
@@ -98,7 +106,9 @@ def preferences(pins: Mapping[str, str]) -> str:
 
 
 def write_apt_files(mount: Path, sources: str, pins: Mapping[str, str]) -> None:
-    """Write apt's settings for a script into ``mount``: ``sources``, sources.list lines (none: the image's own), and ``pins``."""
+    """Write apt's settings for a script into ``mount``: ``sources``, sources.list lines (none: the image's own), and
+    ``pins``.
+    """
     inside = f"/{BUILD_MOUNT}"
     (mount / "preferences").write_text(preferences(pins), encoding="utf-8")
     lines = [

@@ -1,9 +1,9 @@
 """Git sources of build stages, from where this site says: git's own url.<base>.insteadOf.
 
-A definition names a repository and a commit, and the submodules that it needs, in arguments: ``…_repository``, ``…_commit``,
-``…_submodules``. The host fetches the commit into a bare repository that is mounted for the stage, where
-images/scripts/fetch_source.py takes it from and checks it. So a mirror may be all that the host's git can reach: a server, a
-folder (also of a shallow clone), or the file of a `git bundle`.
+A definition names a repository and a commit, and the submodules that it needs, in arguments: ``…_repository``,
+``…_commit``, ``…_submodules``. The host fetches the commit into a bare repository that is mounted for the stage, where
+images/scripts/fetch_source.py takes it from and checks it. So a mirror may be all that the host's git can reach: a
+server, a folder (also of a shallow clone), or the file of a `git bundle`.
 
 A bundle (ekiben.bundle) takes the same repositories along.
 """
@@ -23,7 +23,8 @@ from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import run, which
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# A URL, a path, or ssh's HOST:PATH. All else git may take for an option, a remote of the folder at hand, or a helper to start.
+# A URL, a path, or ssh's HOST:PATH. All else git may take for an option, a remote of the folder at hand, or a helper to
+# start.
 _REPOSITORY = re.compile(
     r"(https?|ssh|git|file)://(?!-)[^\x00-\x1f]+|/[^\x00-\x1f]+|\w[\w.-]*(@\w[\w.-]*)?:(?!:|//)[^\x00-\x1f]+"
 )
@@ -41,7 +42,10 @@ class GitSource:
 
 
 def git_sources(arguments: Mapping[str, str]) -> list[GitSource]:
-    """Return the git sources among a stage's arguments. Raises FetchError where one has a repository alone, or a commit alone."""
+    """Return the git sources among a stage's arguments.
+
+    Raises FetchError where one has a repository alone, or a commit alone.
+    """
     names = [name.removesuffix("_repository") for name in sorted(arguments) if name.endswith("_repository")]
     sources = []
     for name in names:
@@ -59,7 +63,10 @@ def git_sources(arguments: Mapping[str, str]) -> list[GitSource]:
 
 
 def mount_repositories(arguments: Mapping[str, str], mount: Path) -> dict[str, str]:
-    """Fetch a stage's git sources into ``mount``; return the environment that has git inside go there. Raises FetchError."""
+    """Fetch a stage's git sources into ``mount``; return the environment that has git inside go there.
+
+    Raises FetchError.
+    """
     if which("git") is None or not (sources := git_sources(arguments)):
         return {}
     folder = mount / "repositories"
@@ -79,9 +86,11 @@ def _git_settings(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
 
 
 def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
-    """Fetch the commit, and those of the named submodules, into bare repositories in ``folder``; return repository → folder name.
+    """Fetch the commit, and those of the named submodules, into bare repositories in ``folder``; return repository →
+    folder name.
 
-    git names every object by its content: nothing but what the commit says can be kept. Raises FetchError when it cannot be fetched.
+    git names every object by its content: nothing but what the commit says can be kept. Raises FetchError when it
+    cannot be fetched.
     """
     if which("git") is None:
         raise FetchError(f"git is not installed here, and {source.repository} is wanted", hint="install git")

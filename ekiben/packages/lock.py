@@ -1,10 +1,12 @@
 """Write a stack's lock files: what each layer asks for, resolved on top of the layers below.
 
-Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer: DATE`` in an .in file resolves as of then.
+Python packages   LAYER.in → LAYER.lock, with hashes, by uv. ``# exclude-newer: DATE`` in an .in file resolves as of
+                  then.
 Sources           NAME-source.in → NAME-source.lock: what a build stage compiles, one source distribution with its hash.
-Debian packages   a definition's Include: and its `apt-get install` lines → apt.lock, with versions, by apt; and the moment,
-                  for the snapshot archive.
-NAME.arm64.lock   beside NAME.lock where it differs for that architecture; NAME.lock is amd64's, and all others' where it does not.
+Debian packages   a definition's Include: and its `apt-get install` lines → apt.lock, with versions, by apt; and the
+                  moment, for the snapshot archive.
+NAME.arm64.lock   beside NAME.lock where it differs for that architecture; NAME.lock is amd64's, and all others' where
+                  it does not.
 SHA256SUMS        of all of them: a lock that was edited by hand is noticed.
 """
 
@@ -67,9 +69,10 @@ def refresh(
 ) -> Iterator[str]:
     """Lock every layer of a stack, lowest first; yields a line per change. With ``check`` nothing is written.
 
-    ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it fits.
-    ``arch``: lock for this architecture only, not for all that stack.yaml names. ``included``: what it may use outside its images/ folder.
-    Raises FetchError when an index or a mirror does not answer; LockMismatchError when ``check`` finds a lock out of date.
+    ``name``: a stack of images/stacks/, or the path of one elsewhere. ``keep``: what is locked stays as long as it
+    fits. ``arch``: lock for this architecture only, not for all that stack.yaml names. ``included``: what it may use
+    outside its images/ folder. Raises FetchError when an index or a mirror does not answer; LockMismatchError when
+    ``check`` finds a lock out of date.
     """
     stack = open_stack(name, included)
     if IS_INSTALLED and not check and stack.folder.is_relative_to(PROJECT_ROOT):
@@ -176,7 +179,8 @@ def _below(definitions: Mapping[str, Definition], layer: str) -> list[str]:
     return layers
 
 
-# -- Python packages ------------------------------------------------------------------------------------------------------
+# -- Python packages
+# ------------------------------------------------------------------------------------------------------
 
 
 def _lock_python(
@@ -184,7 +188,8 @@ def _lock_python(
 ) -> Iterator[str]:
     """Lock each .in file for the stack's architecture, into ``locked``; yields a line per change.
 
-    What amd64 has in ``locked``, or else on the disk, is kept for another architecture: only what is not there may differ.
+    What amd64 has in ``locked``, or else on the disk, is kept for another architecture: only what is not there may
+    differ.
     """
     texts: dict[Path, str] = {}
     for source in sorted(stack.folder.glob("*.in"), key=lambda path: (_depth(definitions, path.stem), path.stem)):
@@ -316,11 +321,14 @@ def _version_differences(before: Mapping[str, str], after: Mapping[str, str]) ->
             yield f"{name} {before.get(name, '(new)')} → {after.get(name, '(gone)')}"
 
 
-# -- Debian packages ------------------------------------------------------------------------------------------------------
+# -- Debian packages
+# ------------------------------------------------------------------------------------------------------
 
 
 def asked_packages(definition: Definition) -> list[str]:
-    """Return the Debian packages that a definition names: in Include:, and in the `apt-get install` lines of its scripts."""
+    """Return the Debian packages that a definition names: in Include:, and in the `apt-get install` lines of its
+    scripts.
+    """
     return packages_of(definition.stages)
 
 
@@ -449,7 +457,8 @@ def _apt_text(stack: Stack, lock: AptLock) -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- All of them ----------------------------------------------------------------------------------------------------------
+# -- All of them
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _sums(stack: Stack) -> str:

@@ -159,7 +159,9 @@ def _objects(fields: Fields, name: str) -> list[Fields]:
 
 
 def _is_inside(version: str, events: Iterable[Fields]) -> bool:
-    """Whether a range of OSV events holds ``version``: the last event at or before it decides (osv-schema, "evaluation")."""
+    """Whether a range of OSV events holds ``version``: the last event at or before it decides (osv-schema,
+    "evaluation").
+    """
     inside, at = False, Version(version)
     for event in sorted(events, key=_moment):
         if "introduced" in event and at >= _moment(event):

@@ -1,8 +1,9 @@
 """Requirements of Python packages: read, and given to uv so that none of their code is run on this machine.
 
-uv runs the build script of a folder, an archive or a repository to know what it depends on; of an editable one even where building is
-off. So a file may name packages of an index alone. And uv would take settings, and the interpreter that it starts, from ``uv.toml`` and
-``.venv`` in the working folder, which may be a recipe from elsewhere: it gets an empty project and this interpreter instead.
+uv runs the build script of a folder, an archive or a repository to know what it depends on; of an editable one even
+where building is off. So a file may name packages of an index alone. And uv would take settings, and the interpreter
+that it starts, from ``uv.toml`` and ``.venv`` in the working folder, which may be a recipe from elsewhere: it gets an
+empty project and this interpreter instead.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def _requirement(source: Path, number: int, line: str) -> Requirement:
 def run_uv(arguments: Argv, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run ``uv pip`` with this interpreter. Raises ProcessError when it fails.
 
-    ``folder``, an empty one of ours, is the project whose settings uv reads, beside those of the user and of the system.
+    ``folder``, an empty one of ours, is the project whose settings uv reads, beside those of the user and of the
+    system.
     """
     (folder / "uv.toml").touch()  # else uv looks for one in the folders above, which may be everybody's
     command, *rest = arguments

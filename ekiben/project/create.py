@@ -24,7 +24,9 @@ class _Text(string.Template):
 
 
 def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130") -> list[Path]:
-    """Make ``folder``, a recipe of the same name whose own layer stands on ``layer``. Returns the files that were written.
+    """Make ``folder``, a recipe of the same name whose own layer stands on ``layer``.
+
+    Returns the files that were written.
 
     Raises:
         UsageError: ``folder`` has something in it, or its name is none for a recipe, or there is no such layer.

@@ -1,7 +1,7 @@
 """Locks the Python packages that a recipe's own layer adds to the layers below it.
 
-requirements.txt or pyproject.toml → images/LAYER.lock, with hashes, by uv. Whatever the lock files of the layers below pin is a
-constraint, and is not installed a second time. SHA256SUMS tells later whether either was edited.
+requirements.txt or pyproject.toml → images/LAYER.lock, with hashes, by uv. Whatever the lock files of the layers below
+pin is a constraint, and is not installed a second time. SHA256SUMS tells later whether either was edited.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """What the layers below have. ``pins`` is the text of their locks; ``compiled`` are packages that no index has as a wheel,
-    with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock."""
+    """What the layers below have. ``pins`` is the text of their locks; ``compiled`` are packages that no index has as a
+    wheel, with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock."""
 
     layers: tuple[str, ...]
     pins: str
@@ -48,7 +48,10 @@ class Below:
 
 
 def find_local_recipe(name: str, included: Iterable[Path] = ()) -> Recipe | None:
-    """Return the recipe in the folder ``name``, or None where there is none. ``included``: files elsewhere that it may use."""
+    """Return the recipe in the folder ``name``, or None where there is none.
+
+    ``included``: files elsewhere that it may use.
+    """
     folder = Path(name).absolute()
     return read_recipe(folder, included) if (folder / "recipe.yaml").is_file() else None
 
@@ -110,7 +113,10 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
 
 
 def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str], *, keep: bool) -> Iterator[str]:
-    """Lock for the stack's architecture, into ``locked``: file → text; yields a line for each change. Another than amd64 keeps its versions."""
+    """Lock for the stack's architecture, into ``locked``: file → text; yields a line for each change.
+
+    Another than amd64 keeps its versions.
+    """
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
@@ -206,7 +212,9 @@ def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
 
 
 def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Below) -> None:
-    """A package that a layer below compiled is left out of the resolution, so what is asked of its version is compared here."""
+    """A package that a layer below compiled is left out of the resolution, so what is asked of its version is compared
+    here.
+    """
     for asked in requirements:
         has = below.compiled.get(canonicalize_name(asked.name))
         if has and not asked.specifier.contains(has, prereleases=True):

@@ -54,7 +54,10 @@ class PassedCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """One published version. ``data`` is the record as it was read, with fields that this version of Ekiben does not know."""
+    """One published version.
+
+    ``data`` is the record as it was read, with fields that this version of Ekiben does not know.
+    """
 
     name: str
     recipe: str
@@ -91,7 +94,10 @@ class VersionRecord:
 
 
 def read_record(path: InnerPath) -> VersionRecord:
-    """Read the record ``path`` of a version in its image's folder. Raises ValueError that says what is wrong with it."""
+    """Read the record ``path`` of a version in its image's folder.
+
+    Raises ValueError that says what is wrong with it.
+    """
     try:
         record = parse_record(parse_json(path.read(max_size=_MAX_RECORD)), path.parent.name)
     except OSError as error:
@@ -158,7 +164,9 @@ def record_files(folder: InnerPath) -> list[InnerPath]:
 
 
 def read_records(folder: InnerPath) -> tuple[list[VersionRecord], list[tuple[str, str]]]:
-    """Return the versions of the image in ``folder``, oldest first, and (file, reason) of each record that cannot be used."""
+    """Return the versions of the image in ``folder``, oldest first, and (file, reason) of each record that cannot be
+    used.
+    """
     records, skipped = list[VersionRecord](), list[tuple[str, str]]()
     for path in record_files(folder):
         try:
@@ -171,7 +179,10 @@ def read_records(folder: InnerPath) -> tuple[list[VersionRecord], list[tuple[str
 
 
 def image_folders(shared_dir: InnerPath) -> list[InnerPath]:
-    """Return the folders of images, sorted by name. A link is none: it may lead out of the shared folder. Raises OSError."""
+    """Return the folders of images, sorted by name.
+
+    A link is none: it may lead out of the shared folder. Raises OSError.
+    """
     return [path for path in (shared_dir / IMAGES).entries() if is_basename(path.name) and path.is_folder()]
 
 

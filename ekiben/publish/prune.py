@@ -133,7 +133,10 @@ def _discard_strays(shared: SharedStore, folder: InnerPath) -> None:
 
 
 def _discard_dangling(shared: SharedStore) -> None:
-    """Remove links to modulefiles of versions that are gone. A folder that is a link is not entered: it may lead elsewhere."""
+    """Remove links to modulefiles of versions that are gone.
+
+    A folder that is a link is not entered: it may lead elsewhere.
+    """
     folders = [shared.folder / MODULES]
     for _ in range(2):
         folders = [path for folder in folders if folder.is_folder() for path in folder.entries() if path.is_folder()]

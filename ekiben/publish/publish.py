@@ -1,24 +1,22 @@
-"""Publish an image to a shared folder: one folder on a file system that many machines see, which colleagues run images from.
+"""Publish an image to a shared folder: one folder on a file system that many machines see, which colleagues run images
+from.
 
-    DIR/
-        README                                    for those who find the folder
-        images/<name>/                            what people run
-            <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins its sha256
-            <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c`
-            <name>-<version>-<digest12>.cdx.json      its SBOM (ekiben/inspect/sbom.py)
-            <name>-<version>-<digest12>.json          its record (ekiben/publish/_records.py)
-            <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
-            <name>-<version>-<digest12>.runs/         records of runs with it, kept by ekiben/publish/catalog/runs.py
-            <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (ekiben/run/modulefile.py)
-            current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image, too
-        modulefiles/ekiben/<name>/                when asked for: <version>-<digest12>, links to modulefiles; .modulerc
-        store/                                    which layer is where in these SIFs, by key; what was compiled for them
-                                                  (ekiben/store/shared.py)
-        catalog/                                  pages about all this, when ekiben/publish/catalog wrote them
-        trash/                                    what prune moved aside, until nobody can have it open
+    DIR/ README                                    for those who find the folder images/<name>/
+        what people run <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins
+        its sha256 <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c` <name>-<version>-<digest12>.cdx.json
+        its SBOM (ekiben/inspect/sbom.py) <name>-<version>-<digest12>.json          its record
+        (ekiben/publish/_records.py) <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+        <name>-<version>-<digest12>.runs/         records of runs with it, kept by ekiben/publish/catalog/runs.py
+        <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (ekiben/run/modulefile.py)
+        current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image,
+        too modulefiles/ekiben/<name>/                when asked for: <version>-<digest12>, links to modulefiles;
+        .modulerc store/                                    which layer is where in these SIFs, by key; what was
+        compiled for them (ekiben/store/shared.py) catalog/                                  pages about all this, when
+        ekiben/publish/catalog wrote them trash/                                    what prune moved aside, until nobody
+        can have it open
 
-Whatever belongs to one version lies beside it, as <name>-<version>-<digest12>.<something>, and goes with it. Links are replaced
-by rename.
+Whatever belongs to one version lies beside it, as <name>-<version>-<digest12>.<something>, and goes with it. Links are
+replaced by rename.
 """
 
 from __future__ import annotations
@@ -76,8 +74,8 @@ An empty file NAME-….pin beside an image, or a link to it, keeps it from `ekib
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The version that is there now. ``bytes_copied``: of layers that no SIF there had; ``created`` is False when the version
-    was there before; ``module``: the argument of `module load`."""
+    """The version that is there now. ``bytes_copied``: of layers that no SIF there had; ``created`` is False when the
+    version was there before; ``module``: the argument of `module load`."""
 
     sif: Path
     record: VersionRecord
@@ -119,8 +117,8 @@ def publish(
 ) -> Published:
     """Write the image's SIF into ``shared_dir``, tested before anyone sees it, and signed with ``key``.
 
-    ``module``: with a modulefile. All versions get one once one has it: the default would stay behind `current` otherwise.
-    Raises StoreError, VerifyError, UsageError.
+    ``module``: with a modulefile. All versions get one once one has it: the default would stay behind `current`
+    otherwise. Raises StoreError, VerifyError, UsageError.
     """
     shared = open_destination(shared_dir, version=version, tags=tags, current=current, module=module)
     header = image.sif_header(store)
@@ -179,7 +177,10 @@ def open_destination(
 
 
 def _find_intact(request: _Request) -> VersionRecord | None:
-    """Return the record of this very image, when it is there and its layers are found in it. Without a key, a signed one first."""
+    """Return the record of this very image, when it is there and its layers are found in it.
+
+    Without a key, a signed one first.
+    """
     image, key = request.image, request.key
     records, _ = read_records(request.folder)
     candidates = [item for item in records if item.sif == request.header.id and request.version in (None, item.version)]
@@ -318,7 +319,10 @@ def _record_of(
 
 
 def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
-    """In this process and after the copying: a forked one outlived a killed publish. None where a package database is broken."""
+    """In this process and after the copying: a forked one outlived a killed publish.
+
+    None where a package database is broken.
+    """
     from ekiben.inspect.sbom import sbom_of_image  # late: for one who publishes what is there already, it is not made
 
     try:
@@ -332,8 +336,8 @@ def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
 def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -> tuple[str, int]:
     """Returns its SHA-256 in hex, and how many bytes came from outside the place: what it has, its own server may copy.
 
-    What is there is compared with its digest while it is copied, and left where it is damaged; what comes from the store
-    was compared when it was written, or is now. Raises StoreError.
+    What is there is compared with its digest while it is copied, and left where it is damaged; what comes from the
+    store was compared when it was written, or is now. Raises StoreError.
     """
     image, store, shared = request.image, request.store, request.shared
     header, progress, signed = request.header, request.progress, signature.data if signature else b""

@@ -11,7 +11,8 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052
 
 
 def origin(url: str) -> Origin:
-    """Return scheme, host and port, as the library that connects reads them: two parsers would differ over ``\\`` and ``@``.
+    """Return scheme, host and port, as the library that connects reads them: two parsers would differ over ``\\`` and
+    ``@``.
 
     Raises ValueError for what is no URL of http or https, and for one that has a user.
     """
@@ -31,7 +32,9 @@ def origin(url: str) -> Origin:
 
 
 def is_private(address: str) -> bool:
-    """Return whether an IP address is not one of the internet: private, loopback, link-local, unspecified, multicast."""
+    """Return whether an IP address is not one of the internet: private, loopback, link-local, unspecified,
+    multicast.
+    """
     item = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(item, ipaddress.IPv6Address):
         inner = item.ipv4_mapped or item.sixtofour
@@ -42,7 +45,8 @@ def is_private(address: str) -> bool:
 
 
 def names_private(host: str) -> bool:
-    """Return whether a URL's host is a private address, in any form that is connected to (127.1, 0x7f000001), or localhost.
+    """Return whether a URL's host is a private address, in any form that is connected to (127.1, 0x7f000001), or
+    localhost.
 
     For requests through a proxy, which does the connecting: what other names lead to is not known here.
     """

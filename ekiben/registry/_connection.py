@@ -1,7 +1,7 @@
 """Connections to registries: they report the address that they reached, and end when bytes come too slowly.
 
-Both are done on the socket. Below it, a body is read in pieces that a server fills as slowly as it likes, and so are headers
-and the lengths of chunks; above it, a name may lead to another address when it is looked up once more.
+Both are done on the socket. Below it, a body is read in pieces that a server fills as slowly as it likes, and so are
+headers and the lengths of chunks; above it, a name may lead to another address when it is looked up once more.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from ekiben.core.files import format_size
 
-# 1 kB/s over half a minute, which curl, too, takes for a speed limit's time: no line in use is slower, and 10 GB take 4 months.
+# 1 kB/s over half a minute, which curl, too, takes for a speed limit's time: no line in use is slower, and 10 GB take 4
+# months.
 MINIMUM_BYTES = 30_000
 WINDOW = 30.0  # seconds
 LONGEST_WAIT = 10.0  # seconds that one wait counts at most: a network that was away for a minute is not slow afterwards
@@ -21,7 +22,9 @@ class Pace:
         self.begin()
 
     def begin(self, *, headers: bool = False) -> None:
-        """Begin to send a request or to read a body; or ``headers``, for which a server may think before the first byte."""
+        """Begin to send a request or to read a body; or ``headers``, for which a server may think before the first
+        byte.
+        """
         self._headers, self._is_first = headers, headers
         self._total = 0
         self._start_window()

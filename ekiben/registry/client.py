@@ -1,9 +1,10 @@
 """A client of OCI registries: https://github.com/opencontainers/distribution-spec
 
-Every blob and manifest is checked against its digest. What breaks goes on where it broke: an upload asks how far it came, a
-download asks for the rest. (docker-registry 2.8 keeps what came in whole pieces; a piece that breaks off makes it forget that
-blob, which then begins anew.) Who one is: ekiben/registry/auth.py. Whom one trusts: the system's certificates, SSL_CERT_FILE, and
-the certs.d/HOST folders of docker and podman. Plain HTTP is used only for localhost and for references that begin with http://.
+Every blob and manifest is checked against its digest. What breaks goes on where it broke: an upload asks how far it
+came, a download asks for the rest. (docker-registry 2.8 keeps what came in whole pieces; a piece that breaks off makes
+it forget that blob, which then begins anew.) Who one is: ekiben/registry/auth.py. Whom one trusts: the system's
+certificates, SSL_CERT_FILE, and the certs.d/HOST folders of docker and podman. Plain HTTP is used only for localhost
+and for references that begin with http://.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class Blob:
 
 
 class Registry:
-    """One repository; threads may share it. Raises FetchError with the image, the answer of the registry, and a hint."""
+    """One repository; threads may share it.
+
+    Raises FetchError with the image, the answer of the registry, and a hint.
+    """
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -125,7 +129,8 @@ class Registry:
     def referrers(self, digest: str) -> list[Descriptor]:
         """Return descriptors of what was attached to a manifest, from the referrers API or else from an index.
 
-        That index has the tag sha256-…: https://github.com/opencontainers/distribution-spec/blob/main/spec.md#referrers-tag-schema
+        That index has the tag sha256-…:
+        https://github.com/opencontainers/distribution-spec/blob/main/spec.md#referrers-tag-schema
         """
         headers = {"Accept": MEDIA_INDEX}
         with self.session.ask(
@@ -150,7 +155,10 @@ class Registry:
         return [self.small_blob(layer.digest, layer.size) for layer in manifest.layers]
 
     def attach(self, subject: str, kind: str, data: bytes, annotations: Mapping[str, str]) -> str:
-        """Store ``data`` as an artifact of the media type ``kind`` that refers to the manifest ``subject``. Returns its digest."""
+        """Store ``data`` as an artifact of the media type ``kind`` that refers to the manifest ``subject``.
+
+        Returns its digest.
+        """
         subject_data, _ = self.fetch_manifest(subject)
         blobs = [Blob(digest_of(item), len(item), lambda offset, item=item: [item[offset:]]) for item in (b"{}", data)]  # type: ignore[misc]
         for blob in blobs:
@@ -188,7 +196,9 @@ class Registry:
         return digest
 
     def _list_too(self, tag: str, item: dict[str, Any]) -> None:
-        """Registries have no locks: whoever finds that another's list took the place of his does it again, which nearly helps."""
+        """Registries have no locks: whoever finds that another's list took the place of his does it again, which nearly
+        helps.
+        """
         for _ in range(5):
             items = self._listed(tag)
             if item["digest"] in [other.digest for other in items]:
@@ -204,7 +214,10 @@ class Registry:
     # -- blobs, down --------------------------------------------------------------------------------------------
 
     def small_blob(self, digest: str, size: int | None = None) -> bytes:
-        """Return a blob that fits into memory, checked against its digest; ``size``: as its descriptor says. Raises FetchError."""
+        """Return a blob that fits into memory, checked against its digest; ``size``: as its descriptor says.
+
+        Raises FetchError.
+        """
         data = self.session.read_small(f"blobs/{digest}", size)
         if digest_of(data) != digest:
             raise FetchError(
@@ -213,7 +226,8 @@ class Registry:
         return data
 
     def blob(self, digest: str, out: Path, on_bytes: Callable[[int], None], size: int) -> None:
-        """Download a blob to ``out``, in a folder of this user's, and resume where an earlier attempt left a part of it.
+        """Download a blob to ``out``, in a folder of this user's, and resume where an earlier attempt left a part of
+        it.
 
         Raises FetchError.
         """
@@ -311,7 +325,10 @@ class Registry:
                 self.session.ask("DELETE", location, good=(202, 204, 404, 405), push=True)
 
     def check_push(self) -> None:
-        """Begin an upload, and cancel it: whether the registry answers, and whether this login may write. Raises FetchError."""
+        """Begin an upload, and cancel it: whether the registry answers, and whether this login may write.
+
+        Raises FetchError.
+        """
         self._cancel(self.session.ask("POST", "blobs/uploads/", good=(202,), push=True))
 
     def send_blob(

@@ -14,7 +14,10 @@ from ekiben.registry.reference import Reference
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """Open a layer's tar, uncompressed, with gzip or with zstd. Raises OSError; reading it raises FetchError where it is damaged."""
+    """Open a layer's tar, uncompressed, with gzip or with zstd.
+
+    Raises OSError; reading it raises FetchError where it is damaged.
+    """
     stream = path.open("rb")
     start = stream.read(4)
     stream.seek(0)
@@ -51,7 +54,8 @@ class _Unpacked:
 def image_layers(
     reference: Reference, folder: Path, platform: str, on_bytes: Callable[[int], None]
 ) -> tuple[dict[str, str], Iterator[tuple[IO[bytes], int]]]:
-    """Return the image's environment, and its layers, bottom first: the tar as a stream, and the bytes that it has packed.
+    """Return the image's environment, and its layers, bottom first: the tar as a stream, and the bytes that it has
+    packed.
 
     Each stream is gone when the next is asked for.
     """

@@ -1,8 +1,9 @@
-"""HTTP requests to one repository of a registry: retries, logins, certificates, proxies, and the errors that come of them.
+"""HTTP requests to one repository of a registry: retries, logins, certificates, proxies, and the errors that come of
+them.
 
-A registry names other hosts: where a redirect leads, where an upload goes on, who gives tokens. Each request is sent to one origin
-(scheme, host and port), and what is secret goes to the registry's own, or to the token server that the registry itself names:
-passwords, tokens, client certificates. Cookies are not kept, and ~/.netrc is not read.
+A registry names other hosts: where a redirect leads, where an upload goes on, who gives tokens. Each request is sent to
+one origin (scheme, host and port), and what is secret goes to the registry's own, or to the token server that the
+registry itself names: passwords, tokens, client certificates. Cookies are not kept, and ~/.netrc is not read.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class BrokenConnection(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """``may_leave``: a redirect may lead to another origin, without ``secret``, the Authorization header for ``url``'s."""
+    """``may_leave``: a redirect may lead to another origin, without ``secret``, the Authorization header for
+    ``url``'s.
+    """
 
     method: str
     url: str
@@ -71,7 +74,10 @@ class _Request:
 
 
 class RegistrySession:
-    """Requests to one repository; threads may share it. Raises FetchError with the image, the answer of the registry, and a hint."""
+    """Requests to one repository; threads may share it.
+
+    Raises FetchError with the image, the answer of the registry, and a hint.
+    """
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
@@ -158,7 +164,9 @@ class RegistrySession:
             self._check_private(address)
 
     def _check_private(self, host: str) -> None:
-        """Raise FetchError when the registry is on the internet: it would make this machine ask what it cannot reach itself."""
+        """Raise FetchError when the registry is on the internet: it would make this machine ask what it cannot reach
+        itself.
+        """
         is_public = False in self._addresses
         if not self._addresses:  # by a proxy, none is known
             is_public = not names_private(self._registry_origin[1])
@@ -204,7 +212,8 @@ class RegistrySession:
             self._check_private(host)
 
     def _follow(self, request: _Request) -> Response:
-        """Send a request, and follow redirects where the method allows it: secrets stay with the origin of ``request.url``.
+        """Send a request, and follow redirects where the method allows it: secrets stay with the origin of
+        ``request.url``.
 
         Raises FetchError, BrokenConnection.
         """
@@ -278,7 +287,8 @@ class RegistrySession:
     ) -> Response:
         """Send a request, and return the response when its status is in ``good``.
 
-        With ``again``, it is repeated when the server is busy or the connection breaks. Raises FetchError, BrokenConnection.
+        With ``again``, it is repeated when the server is busy or the connection breaks. Raises FetchError,
+        BrokenConnection.
         """
         scope = f"repository:{self.reference.repository}:{'pull,push' if push else 'pull'}"
         scope += f" repository:{other}:pull" if other else ""
@@ -416,7 +426,9 @@ class RegistrySession:
         )
 
     def _read_error(self, answer: Response) -> bytes:
-        """Return the beginning of a body, and close the response: one that was read to its end leaves its connection open."""
+        """Return the beginning of a body, and close the response: one that was read to its end leaves its connection
+        open.
+        """
         data = b""
         with answer, contextlib.suppress(BrokenConnection):
             for chunk in self.received(answer, None, piece=MAX_ERROR):
@@ -426,7 +438,9 @@ class RegistrySession:
         return data
 
     def read_small(self, path: str, size: int | None = None) -> bytes:
-        """Return a body that fits into memory: a manifest, a config, a signature, of ``size`` bytes where they are known."""
+        """Return a body that fits into memory: a manifest, a config, a signature, of ``size`` bytes where they are
+        known.
+        """
         limit = MAX_MANIFEST if size is None else size
         if limit > MAX_MANIFEST:
             raise FetchError(f"{self.reference}: {path} has {limit} bytes, more than {MAX_MANIFEST}")
@@ -441,7 +455,10 @@ class RegistrySession:
         raise AssertionError("the last try returns or raises")
 
     def received(self, answer: Response, max_size: int | None, *, piece: int = 1 << 16) -> Iterator[bytes]:
-        """Yield the body in pieces, at most ``max_size`` bytes. Raises FetchError for more, BrokenConnection when it ends early."""
+        """Yield the body in pieces, at most ``max_size`` bytes.
+
+        Raises FetchError for more, BrokenConnection when it ends early.
+        """
         from requests import RequestException
         from urllib3.exceptions import HTTPError
 
@@ -494,7 +511,9 @@ def _new_session(host: str, context: SSLContext, guard: Guard) -> Session:
 
 
 def _trusted(host: str, *, at_registry: bool) -> SSLContext:
-    """Return whose certificates are trusted by ``host``'s folders; with ``at_registry`` also who we are, which others do not see."""
+    """Return whose certificates are trusted by ``host``'s folders; with ``at_registry`` also who we are, which others
+    do not see.
+    """
     import ssl
 
     from ekiben.core.environment import ca_bundle

@@ -92,7 +92,8 @@ def supported_archs(capabilities: Iterable[str], minimum: str | None, where: Pat
 
 
 def coverage_problem(capabilities: Sequence[str], code: Iterable[str]) -> str | None:
-    """Return what is wrong with device code (``code``: sm_80 …, see ekiben.gpu.device_code) for GPUs of ``capabilities``.
+    """Return what is wrong with device code (``code``: sm_80 …, see ekiben.gpu.device_code) for GPUs of
+    ``capabilities``.
 
     All of them run it as it is, and none of it is for other GPUs only. sm_80 is all that an 8.6 needs, too.
     """
@@ -105,7 +106,9 @@ def coverage_problem(capabilities: Sequence[str], code: Iterable[str]) -> str | 
 
 
 def has_cxx11_abi(torch: str, cuda: str) -> bool:
-    """Return whether the published wheels of torch use libstdc++'s new ABI: all since 2.7, and those of 2.6 from CUDA 12.6 on."""
+    """Return whether the published wheels of torch use libstdc++'s new ABI: all since 2.7, and those of 2.6 from CUDA
+    12.6 on.
+    """
     return release(torch)[:2] >= (2, 7) or (release(torch)[:2] == (2, 6) and release(cuda)[:2] >= (12, 6))
 
 

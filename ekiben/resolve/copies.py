@@ -20,9 +20,12 @@ from ekiben.spec.stack import lock_for
 
 
 def copied_files(definition: Definition, copy: Copy, folders: SourceFolders, arch: str = "amd64") -> list[File]:
-    """Return the files that one line of %files stands for; of a lock file, that of ``arch``. Links are followed within ``folders``.
+    """Return the files that one line of %files stands for; of a lock file, that of ``arch``.
 
-    Raises DefinitionError for what is not there, lies elsewhere, is neither file nor folder, or is a lock file that confuses two packages.
+    Links are followed within ``folders``.
+
+    Raises DefinitionError for what is not there, lies elsewhere, is neither file nor folder, or is a lock file that
+    confuses two packages.
     """
     where = f"{definition.path}:{copy.line}: %files {copy.source}"
     files: list[File] = []
@@ -72,7 +75,8 @@ def _matches(definition: Definition, copy: Copy, folders: SourceFolders, where: 
 def _check_pattern(root: Path, pattern: str, folders: SourceFolders, where: str) -> None:
     """Check each folder in which the pattern has to look, before it looks there.
 
-    Raises DefinitionError for one that lies elsewhere, OSError for one that cannot be read: glob() leaves out what would match there.
+    Raises DefinitionError for one that lies elsewhere, OSError for one that cannot be read: glob() leaves out what
+    would match there.
     """
     names = pattern.split("/")
     for number, name in enumerate(names):

@@ -20,7 +20,10 @@ _ALL_GPUS = {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}  # as 
 
 
 def write_compose(resolved: ResolvedRecipe, folder: Path) -> Path:
-    """Write ``folder``/compose.yaml, with a service for each task, and return its path. Raises StoreError: it exists."""
+    """Write ``folder``/compose.yaml, with a service for each task, and return its path.
+
+    Raises StoreError: it exists.
+    """
     services: dict[str, Any] = {}
     for name, task in resolved.recipe.file.tasks.items():
         services[name] = {

@@ -1,4 +1,6 @@
-"""The last, small layer of an image: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
+"""The last, small layer of an image: the recipe's files, a command per task, and what runtimes read
+(/.singularity.d).
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,8 @@ def _quoted(path: str) -> str:
 
 
 def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
-    """A task runs. Without words the recipe's default task does. Else the %runscript of the highest layer that has one; without,
-    what words say, or what there is to run."""
+    """A task runs. Without words the recipe's default task does. Else the %runscript of the highest layer that has one;
+    without, what words say, or what there is to run."""
     execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
     if recipe.file.default_task:
         return f"{execute}exec {recipe.file.default_task}\n"
@@ -135,7 +137,9 @@ def _tasks(recipe: Recipe) -> str:
 
 
 def _last(resolved: ResolvedRecipe, section: Literal["runscript", "startscript"]) -> str:
-    """Return the section of the highest layer that has one, as it is in an image that Apptainer builds on another; else ""."""
+    """Return the section of the highest layer that has one, as it is in an image that Apptainer builds on another; else
+    "".
+    """
     return next((text for item in reversed(resolved.definitions) if (text := getattr(item.final, section))), "")
 
 

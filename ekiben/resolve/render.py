@@ -77,7 +77,10 @@ def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
 
 
 def _plain_file(resolved: ResolvedRecipe, target: str) -> tuple[str, bytes]:
-    """Return the plain file's name, and what is in it. Apptainer and its shell read any bytes; BuildKit reads UTF-8 alone."""
+    """Return the plain file's name, and what is in it.
+
+    Apptainer and its shell read any bytes; BuildKit reads UTF-8 alone.
+    """
     if target != "dockerfile":
         return f"{resolved.recipe.name}.def", deffile(resolved).encode("utf-8", "surrogateescape")
     text = dockerfile(resolved)
@@ -95,7 +98,10 @@ Step = Layer | BuildStage
 
 
 def _is_copied_by_script(step: Step, target: str) -> bool:
-    """Whether only the image's own tree says where files of the step go. A Dockerfile does without where it can: COPY needs no shell."""
+    """Whether only the image's own tree says where files of the step go.
+
+    A Dockerfile does without where it can: COPY needs no shell.
+    """
     return any(file.name if target == "dockerfile" else file.line for file in step.files)
 
 
@@ -228,7 +234,9 @@ def _docker_name(step: Step) -> str:
 
 
 def _folder_of(step: Step) -> str:
-    """The folder of a step's files: its name, unless a word of %files, of COPY or of --mount would need quotes for it."""
+    """The folder of a step's files: its name, unless a word of %files, of COPY or of --mount would need quotes for
+    it.
+    """
     return step.name if re.fullmatch(r"\w[\w.-]*", step.name) else f"layer-{_short(step)}"
 
 
@@ -271,7 +279,10 @@ def _quoted(value: str) -> str:
 
 
 def deffile(resolved: ResolvedRecipe) -> str:
-    """Return a definition file: every %post in one stage; build stages before it, each from the base up. Its argument: mirror."""
+    """Return a definition file: every %post in one stage; build stages before it, each from the base up.
+
+    Its argument: mirror.
+    """
     base, *upper_layers = resolved.layers
     assert base.stage is not None
     bundle, name = "/etc/ssl/certs/ca-certificates.crt", resolved.recipe.name
@@ -317,7 +328,8 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
     if base.stage.bootstrap == "debootstrap":
         lines += ["", "%arguments", "    mirror="]
     if copied := [step for step in steps if step.files]:
-        # Apptainer copies every %files before it runs any %post: here each layer's files come with the layer, under any name.
+        # Apptainer copies every %files before it runs any %post: here each layer's files come with the layer, under any
+        # name.
         lines += ["", "%files", *(f"    files/{_folder_of(step)} {_FILES}/{_folder_of(step)}" for step in copied)]
         if any(_is_copied_by_script(step, "def") for step in copied):
             lines += [f"    files/{_COPY} {_FILES}/{_COPY}"]

@@ -49,9 +49,9 @@ def resolve(
 ) -> ResolvedRecipe:
     """Resolve a recipe on its stack, or on ``stack``, with ``arguments`` bound over the stack's.
 
-    ``gpu_arch``: "8.0,9.0" or "native"; ``arch``: "amd64" or "arm64", by default this host's. Raises DefinitionError when
-    something is wrong in the recipe, its stack or its definition files, UsageError when ``gpu_arch`` is none or the CUDA of the
-    stack does not know it, and when the stack is not locked for ``arch``.
+    ``gpu_arch``: "8.0,9.0" or "native"; ``arch``: "amd64" or "arm64", by default this host's. Raises DefinitionError
+    when something is wrong in the recipe, its stack or its definition files, UsageError when ``gpu_arch`` is none or
+    the CUDA of the stack does not know it, and when the stack is not locked for ``arch``.
     """
     asked_by = "--stack" if stack else str(recipe.folder / "recipe.yaml")
     bound = find_stack(stack or recipe.file.stack, recipe.image_folders, asked_by=asked_by, sources=recipe.sources)
@@ -190,7 +190,8 @@ class _Images:
         return below
 
     def _stand_on(self, below: Sequence[Definition], name: str, asked_by: str) -> list[Definition]:
-        """Return the layer ``name`` and all below it: on its usual parent where that has all of ``below``, else on ``below``.
+        """Return the layer ``name`` and all below it: on its usual parent where that has all of ``below``, else on
+        ``below``.
 
         Raises DefinitionError where it can stand on neither.
         """
@@ -255,7 +256,9 @@ class _Images:
     def _layers_of_definition(
         self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
     ) -> list[Layer]:
-        """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has any)."""
+        """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has
+        any).
+        """
         stage, epoch, layers = definition.final, self.stack.file.epoch, list[Layer]()
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}

@@ -3,8 +3,9 @@
 spython writes the command lines, inspects images and lists instances. These defects of its 0.3 series stay outside:
 
 - It starts `singularity`, whatever is installed. Here its command lines begin with the program that was found.
-- execute(stream=True) reads stdout alone and waits for ever once 64 KiB of stderr lie unread; without ``stream`` a success has no
-  exit code, stdout and stderr cannot be distinguished, and empty arguments are dropped. Here ekiben.core.process runs the line.
+- execute(stream=True) reads stdout alone and waits for ever once 64 KiB of stderr lie unread; without ``stream`` a
+  success has no exit code, stdout and stderr cannot be distinguished, and empty arguments are dropped. Here
+  ekiben.core.process runs the line.
 - Starting or stopping an instance that fails prints a message and returns as if it had not. Here it raises.
 - Apptainer's own lost starts of instances look like others. Here they are started again.
 - A folder to bind that is missing ends the whole process. Here it raises.
@@ -56,7 +57,10 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A SIF that keeps running, until it is stopped. ``stdout`` and ``stderr`` are files that its own programs write to."""
+    """A SIF that keeps running, until it is stopped.
+
+    ``stdout`` and ``stderr`` are files that its own programs write to.
+    """
 
     name: str
     pid: int
@@ -203,7 +207,9 @@ class Runtime:
         return launch(self.program, Path(), "", request, os.environ).environment
 
     def _inside(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; whoever is called singularity may be either."""
+        """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; whoever is called singularity may be
+        either.
+        """
         prefixes = ["APPTAINERENV_"] if Path(self.program).name == "apptainer" else ["APPTAINERENV_", "SINGULARITYENV_"]
         return {f"{prefix}{name}": value for prefix in prefixes for name, value in environment.items()}
 

@@ -36,7 +36,8 @@ def local_folder(environment: Mapping[str, str]) -> Path:
 
 
 def copy_local(sif: Path, environment: Mapping[str, str], log: Callable[[str], None]) -> Path:
-    """Return the copy of ``sif`` on the node's own disk, made where it is not there; ``sif`` itself when it is on that disk.
+    """Return the copy of ``sif`` on the node's own disk, made where it is not there; ``sif`` itself when it is on that
+    disk.
 
     Raises StoreError when there is no folder of this user's own, no space, or the copy differs.
     """

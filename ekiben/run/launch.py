@@ -114,7 +114,10 @@ _NONE: Containers = {}
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to execute: ``argv`` with ``environment``. ``kept_out``: variables set for containers that are not passed."""
+    """What to execute: ``argv`` with ``environment``.
+
+    ``kept_out``: variables set for containers that are not passed.
+    """
 
     argv: list[str]
     environment: dict[str, str]
@@ -125,9 +128,10 @@ class Launch:
 class RunRequest:
     """What to run.
 
-    ``argv``: the task and its arguments, or any program with ``executes``, which the runscript does not see; ``binds``: further
-    folders; ``mounts``: path inside → file or folder that is shown there read-only; ``terminal``: attach one; ``publish``: ADDRESS:PORT of
-    this machine that leads to the same port inside, where Docker gives the container a network of its own.
+    ``argv``: the task and its arguments, or any program with ``executes``, which the runscript does not see; ``binds``:
+    further folders; ``mounts``: path inside → file or folder that is shown there read-only; ``terminal``: attach one;
+    ``publish``: ADDRESS:PORT of this machine that leads to the same port inside, where Docker gives the container a
+    network of its own.
     """
 
     argv: Sequence[str]
@@ -144,8 +148,8 @@ def choose_runtime(
 ) -> str:
     """Return the program that runs it here: apptainer or singularity for a SIF that exists, else docker.
 
-    ``asked`` is one of these, or of ``containers``; ``build_args``: the arguments of a command that builds it (default: its name).
-    Raises UsageError when it is none of them, EngineError when nothing here can run it.
+    ``asked`` is one of these, or of ``containers``; ``build_args``: the arguments of a command that builds it (default:
+    its name). Raises UsageError when it is none of them, EngineError when nothing here can run it.
     """
     if asked != "auto":
         program = _asked_runtime(asked, name, sif, containers, build_args or name)
@@ -273,7 +277,10 @@ def _identity(environment: Mapping[str, str]) -> list[str]:
 
 
 def _shared_memory() -> int:
-    """Return the bytes for /dev/shm: half the memory, as a host has. Docker's 64 MB are too few for NCCL and for data loaders."""
+    """Return the bytes for /dev/shm: half the memory, as a host has.
+
+    Docker's 64 MB are too few for NCCL and for data loaders.
+    """
     return max(1 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
@@ -307,7 +314,9 @@ def _passed(environment: Mapping[str, str]) -> list[str]:
 
 
 def folders_to_bind(request: RunRequest, environment: Mapping[str, str]) -> list[str]:
-    """Return what is bound at its own path: this folder, caches, the job's local disk, certificates, what the arguments name."""
+    """Return what is bound at its own path: this folder, caches, the job's local disk, certificates, what the arguments
+    name.
+    """
     here = Path.cwd()
     for name in ("HF_HOME", "EKIBEN_CACHE"):
         if cache_dir := environment.get(name):
@@ -341,7 +350,9 @@ def _make(name: str, folder: Path) -> None:
 
 
 def _named(args: Iterable[str], here: Path) -> list[Path]:
-    """Return the paths among the arguments, as `--data=../data.jsonl`, `--set model=/models/mine` or `--output /scratch/me/run`."""
+    """Return the paths among the arguments, as `--data=../data.jsonl`, `--set model=/models/mine` or `--output
+    /scratch/me/run`.
+    """
     paths = []
     for word in args:
         values = {
@@ -377,7 +388,8 @@ def _links_in(folder: Path) -> Iterator[Path]:
 def _with_targets(path: Path) -> Iterator[Path]:
     """Yield the folder of ``path``, and of each file or folder that a link on the way to it points to.
 
-    Of what is not there yet, it is the first parent that is. A link is followed inside the container, where its target has to be.
+    Of what is not there yet, it is the first parent that is. A link is followed inside the container, where its target
+    has to be.
     """
     path = Path(os.path.abspath(path))
     for _ in range(40):  # as many as the kernel follows
@@ -392,7 +404,9 @@ def _with_targets(path: Path) -> Iterator[Path]:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Return ``paths`` without those inside others, and without those that are the image's own or would hide it (/opt, say)."""
+    """Return ``paths`` without those inside others, and without those that are the image's own or would hide it (/opt,
+    say).
+    """
     kept: list[str] = []
     for text in sorted(set(paths)):
         path = Path(text)
@@ -419,7 +433,8 @@ def is_private_folder(folder: Path) -> bool:
 def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` with a new folder in place of each cache of compiled code that others can write.
 
-    Code that another user compiled would run as this one. Tasks keep theirs in `ekiben-UID` where no variable names a folder.
+    Code that another user compiled would run as this one. Tasks keep theirs in `ekiben-UID` where no variable names a
+    folder.
     """
     bases = [Path(base) for name in local_folders() if (base := environment.get(name))]
     defaults = [base / f"ekiben-{os.getuid()}" for base in (*bases, *map(Path, ("/tmp", "/var/tmp", "/dev/shm")))]

@@ -21,7 +21,10 @@ _MAX_INDEX = 1 << 30  # bytes of git's index
 
 @dataclass(frozen=True, slots=True)
 class LiveFiles:
-    """What replaces files of an image. ``mounts``: path inside → path here; ``origin``: where they come from, to be recorded."""
+    """What replaces files of an image.
+
+    ``mounts``: path inside → path here; ``origin``: where they come from, to be recorded.
+    """
 
     mounts: Mapping[str, Path]
     origin: str
@@ -69,8 +72,9 @@ def _origin(folder: Path) -> str:
 def _commit_of(folder: Path) -> str:
     """Return the commit that is checked out, "" where git does not say.
 
-    A folder that came as an archive has its own .git/config, and git runs what that names when it compares files: fsmonitor, filters.
-    So they are compared in a repository of ours, which has the objects and the index of that one and none of its settings.
+    A folder that came as an archive has its own .git/config, and git runs what that names when it compares files:
+    fsmonitor, filters. So they are compared in a repository of ours, which has the objects and the index of that one
+    and none of its settings.
     """
     asked = ["--path-format=absolute", "--show-toplevel", "--git-common-dir", "--absolute-git-dir", "HEAD"]
     lines = _git("-C", str(folder), "rev-parse", *asked).stdout.splitlines()

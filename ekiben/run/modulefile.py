@@ -1,16 +1,17 @@
-"""What Environment Modules and Lmod find of a published image: its tasks as commands, in plain sh, with no Ekiben behind them.
+"""What Environment Modules and Lmod find of a published image: its tasks as commands, in plain sh, with no Ekiben
+behind them.
 
     module use DIR/modulefiles
     module load ekiben/<name>                       what the link `current` is; ekiben/<name>/<tag> for other links
     module load ekiben/<name>/<version>             the newest of that version
     module load ekiben/<name>/<version>-<digest12>  this one for good
 
-Both programs read one Tcl modulefile. It finds the image by its own place, so DIR may be seen under other paths elsewhere, and
-its version is a link to a file that lies beside the SIF and goes with it. Which version is the default is not written
-anywhere a second time: .modulerc looks at the image's links when it is read.
+Both programs read one Tcl modulefile. It finds the image by its own place, so DIR may be seen under other paths
+elsewhere, and its version is a link to a file that lies beside the SIF and goes with it. Which version is the default
+is not written anywhere a second time: .modulerc looks at the image's links when it is read.
 
-The commands do as `ekiben run` (ekiben/run/launch.py): of the environment only what a job needs gets in, folders are seen at
-their own path. They start the SIF itself and not `current`, so that nothing changes under a job.
+The commands do as `ekiben run` (ekiben/run/launch.py): of the environment only what a job needs gets in, folders are
+seen at their own path. They start the SIF itself and not `current`, so that nothing changes under a job.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def _values(names: tuple[str, ...] | list[str]) -> str:
     return " ".join(f'"${{{name}:-}}"' for name in names)
 
 
-# --cleanenv and what is let in: see ekiben/run/launch.py, whose tables these are. Values go by the runtime's environment, which
-# other users cannot read. A path with a newline is left out.
+# --cleanenv and what is let in: see ekiben/run/launch.py, whose tables these are. Values go by the runtime's
+# environment, which other users cannot read. A path with a newline is left out.
 _RUNNER = r"""#!/bin/sh
 # Runs a command in the image <stem>; without one, says what there is. Written by Ekiben, needs none.
 fail() { echo "<runner>: $1" >&2; exit 127; }
@@ -289,7 +290,10 @@ prepend-path PATH $images/{stem}.bin
 
 
 def rc_file(image: str) -> str:
-    """Return the .modulerc: the image's links, as versions. An error here would end every `module` command of whoever uses the place."""
+    """Return the .modulerc: the image's links, as versions.
+
+    An error here would end every `module` command of whoever uses the place.
+    """
     return f"""#%Module1.0
 # Lmod says where this file is by [info script] alone.
 set here [expr {{[info exists ModulesCurrentModulefile] ? $ModulesCurrentModulefile : [info script]}}]
@@ -313,8 +317,8 @@ foreach number [array names newest] {{ module-version ekiben/{image}/[lindex $ne
 
 
 def _quote(text: str) -> str:
-    """Return ``text`` as one word of Tcl, in ASCII: modulefiles are read in whatever encoding a user's locale has. And no end of a string of Lua's,
-    into which Lmod puts it."""
+    """Return ``text`` as one word of Tcl, in ASCII: modulefiles are read in whatever encoding a user's locale has. And
+    no end of a string of Lua's, into which Lmod puts it."""
     kept = re.sub(r'[\\"\[\]{}$]', lambda match: f"\\{match[0]}", text.replace("]=", "] ="))
     return (
         '"'

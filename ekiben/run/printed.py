@@ -1,4 +1,6 @@
-"""The `docker run` and `podman run` lines that are printed: what a task writes stays in the caller's folder, and is the caller's."""
+"""The `docker run` and `podman run` lines that are printed: what a task writes stays in the caller's folder, and is the
+caller's.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,14 @@ def docker_line(tag: str, task: str, *, gpu_args: Sequence[str] = ()) -> str:
 def podman_line(tag: str, task: str, *, gpu: bool, options: tuple[Sequence[str], Sequence[str]]) -> str:
     """Return the line to paste into a shell of this user.
 
-    gpu: with all GPUs, which a CDI file has to describe. options: of podman, and of `podman run`, that this machine needs.
+    gpu: with all GPUs, which a CDI file has to describe. options: of podman, and of `podman run`, that this machine
+    needs.
     """
     of_podman, of_run = options
     if gpu:
         of_run = ["--device nvidia.com/gpu=all", *of_run]
-    # The network of the host, as under Apptainer: NCCL needs it. Where SELinux is on, a container cannot write to a folder
-    # without its label.
+    # The network of the host, as under Apptainer: NCCL needs it. Where SELinux is on, a container cannot write to a
+    # folder without its label.
     of_run = [
         *of_run,
         "--network host",

@@ -1,7 +1,7 @@
 """A site: what the compute nodes of a cluster are, written down once, for asking from a login node that has no GPU.
 
-A profile is a YAML file: one of sites/, one of the user's own in ~/.config/ekiben/sites/, or a path. What a profile does
-not say is unknown (None), never assumed.
+A profile is a YAML file: one of sites/, one of the user's own in ~/.config/ekiben/sites/, or a path. What a profile
+does not say is unknown (None), never assumed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _CAPABILITY = re.compile(r"\d{1,2}\.\d")
 
 
 def version_of(text: str) -> tuple[int, ...]:
-    """Return a version as numbers: ``"580.65.06"`` → (580, 65, 6); a suffix (``-1``, ``+ds1``, ``~rc1``) is left out. Raises ValueError when it is none."""
+    """Return a version as numbers: ``"580.65.06"`` → (580, 65, 6); a suffix (``-1``, ``+ds1``, ``~rc1``) is left out.
+
+    Raises ValueError when it is none.
+    """
     match = _VERSION.match(text.strip().removeprefix("v"))
     if not match:
         raise ValueError(f"'{text}' is no version")
@@ -99,8 +102,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What runs containers there. ``module`` is loaded first (`module load`); ``setuid``: installed so; ``gpus``: whether Docker
-    has NVIDIA's container toolkit, or a CDI file."""
+    """What runs containers there. ``module`` is loaded first (`module load`); ``setuid``: installed so; ``gpus``:
+    whether Docker has NVIDIA's container toolkit, or a CDI file."""
 
     kind: str
     version: str | None = None
@@ -148,7 +151,9 @@ _FILLED_IN = ("nodes", "gpus", "cores", "memory_gib")
 
 
 def _check_template(word: str) -> None:
-    """Raise ValueError for fields that are not filled in, and for formats: one of a width of gigabytes would take as much memory."""
+    """Raise ValueError for fields that are not filled in, and for formats: one of a width of gigabytes would take as
+    much memory.
+    """
     reason = ""
     try:
         for _, name, form, conversion in string.Formatter().parse(word):
@@ -167,7 +172,8 @@ def _check_template(word: str) -> None:
 class Resource:
     """What one node of a job can be: a resource type, a partition. GPUs, cores and memory are those the job gets.
 
-    ``request``: the scheduler's words that ask for it; {nodes}, {gpus} (per node), {cores} and {memory_gib} are filled in.
+    ``request``: the scheduler's words that ask for it; {nodes}, {gpus} (per node), {cores} and {memory_gib} are filled
+    in.
     """
 
     request: tuple[str, ...]
@@ -189,7 +195,8 @@ class Scheduler:
     """``group_option`` takes the group or account that pays (``-g``, ``-P``, ``--account=``).
 
     ``group_in_script``: whether the option may stand in the job script; otherwise only on the command line.
-    ``options``: further options of every job. ``defaults``: of `submit`, where neither its options nor config.yaml say it.
+    ``options``: further options of every job. ``defaults``: of `submit`, where neither its options nor config.yaml say
+    it.
     """
 
     kind: str

@@ -34,7 +34,9 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Whose signatures count: those of ``fingerprints``, or, where that is None, of every key in the keyring of ``home``."""
+    """Whose signatures count: those of ``fingerprints``, or, where that is None, of every key in the keyring of
+    ``home``.
+    """
 
     home: Path | None = None
     fingerprints: frozenset[str] | None = None
@@ -65,7 +67,8 @@ def worst(name: str, problems: Sequence[SignatureError]) -> SignatureError:
 
 
 def find_key(name: str = "") -> Key:
-    """Return the secret key ``name`` (a fingerprint or mail address, as for gpg), else gpg's default, else the only one.
+    """Return the secret key ``name`` (a fingerprint or mail address, as for gpg), else gpg's default, else the only
+    one.
 
     Raises UsageError that lists what there is.
     """
@@ -99,11 +102,15 @@ def find_key(name: str = "") -> Key:
 
 
 def sign(data: bytes, key: Key, *, clear: bool) -> tuple[bytes, str]:
-    """Sign ``data``. Returns the message, clear-signed or as of gpg --sign, and the hash algorithm. Raises EngineError."""
+    """Sign ``data``.
+
+    Returns the message, clear-signed or as of gpg --sign, and the hash algorithm. Raises EngineError.
+    """
     with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
         message, out = Path(folder, "message"), Path(folder, "signed")
         message.write_bytes(data)
-        # SHA-512 fits every kind of key: gpg shortens it for those that take less, and refuses a shorter one for the others.
+        # SHA-512 fits every kind of key: gpg shortens it for those that take less, and refuses a shorter one for the
+        # others.
         mode = ["--clear-sign"] if clear else ["--no-armor", "--sign"]
         done, status, stderr = _gpg(
             "--digest-algo", "SHA512", "--local-user", key.fingerprint, "--output", out, *mode, message
@@ -174,7 +181,10 @@ def known_keys(signer: str | None) -> Iterator[Keys]:
 
 
 def check(signed: bytes, keys: Keys) -> tuple[bytes, Key]:
-    """Return the signed content and who signed it. Raises SignatureError, whose text follows the image's name; EngineError."""
+    """Return the signed content and who signed it.
+
+    Raises SignatureError, whose text follows the image's name; EngineError.
+    """
     with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
         message, out = Path(folder, "signed"), Path(folder, "message")
         message.write_bytes(signed)

@@ -1,6 +1,7 @@
 """PGP signatures of images in registries: containers' "simple signing", what skopeo and podman call a signature.
 
-A signed text with the reference and the manifest's digest is stored beside the image, as an artifact that refers to the manifest.
+A signed text with the reference and the manifest's digest is stored beside the image, as an artifact that refers to the
+manifest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _KIND = "atomic container signature"
 
 
 def sign_pushed(registry: Registry, digest: str, key: Key) -> bool:
-    """Sign what ``registry.reference`` names as the manifest ``digest``; False when this key has done so before. Raises FetchError, EngineError."""
+    """Sign what ``registry.reference`` names as the manifest ``digest``; False when this key has done so before.
+
+    Raises FetchError, EngineError.
+    """
     name = signed_name(registry.reference)
     for data in _signatures(registry, digest):
         try:

@@ -1,7 +1,7 @@
 """PGP signatures of SIF files, as Apptainer makes and verifies them.
 
-A SIF's signature is an object in it, clear-signed text: digests of the header, of every object and its descriptor. All that
-is not a signature has to be covered by one. One good signature is enough, as somebody else may have signed, too.
+A SIF's signature is an object in it, clear-signed text: digests of the header, of every object and its descriptor. All
+that is not a signature has to be covered by one. One good signature is enough, as somebody else may have signed, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _ALGORITHMS = re.compile(r"(sha256|sha384|sha512):[0-9a-f]+")
 
 
 def sign_image(image: Image, store: Store, key: Key) -> Signature:
-    """Sign the image's SIF. A stored signature is used again, so that an equal image is an equal file. Raises EngineError."""
+    """Sign the image's SIF.
+
+    A stored signature is used again, so that an equal image is an equal file. Raises EngineError.
+    """
     partitions = [store.partition(layer) for layer in image.layers]
     message = signed_message(partitions, image.sif_header(store))
     name = f"signature-{hashlib.sha256(message).hexdigest()[:32]}-{key.fingerprint}"

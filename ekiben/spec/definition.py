@@ -138,7 +138,9 @@ def declared_arguments(text: str) -> set[str]:
 
 
 def parent_argument(text: str) -> str | None:
-    """Return the argument that names the layer below (``From: {{ base }}.sif``); None where the file itself names it."""
+    """Return the argument that names the layer below (``From: {{ base }}.sif``); None where the file itself names
+    it.
+    """
     header = [section for section in _split(text) if not section.name][-1]
     lines = [match for line in header.body if (match := _HEADER.fullmatch(line.split(" #")[0].strip()))]
     values = [match[2].strip().removesuffix(".sif") for match in lines if match[1].lower() == "from"]
@@ -409,8 +411,8 @@ class _Reader:
 
 
 def _without_comment(line: str) -> str:
-    """As a shell sees it: # begins a comment where a word begins, outside quotes. A backslash quotes what follows, but for
-    single quotes."""
+    """As a shell sees it: # begins a comment where a word begins, outside quotes. A backslash quotes what follows, but
+    for single quotes."""
     quote, before, is_escaped = "", " ", False
     for at, letter in enumerate(line):
         if is_escaped:
@@ -442,8 +444,9 @@ def replace_body(section: _Section, body: list[str]) -> _Section:
 def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: str = "") -> dict[str, str]:
     """Return ``inherited`` with ``environment`` on top; ``$NAME`` and ``${NAME}`` stand for what came before.
 
-    The rule of %environment and of a recipe's ``environment:``. Raises DefinitionError, which begins with ``where``, for what else
-    a shell expands (``$``, backquotes, a home's ``~``) and for a name that no layer sets: it would silently become empty.
+    The rule of %environment and of a recipe's ``environment:``. Raises DefinitionError, which begins with ``where``,
+    for what else a shell expands (``$``, backquotes, a home's ``~``) and for a name that no layer sets: it would
+    silently become empty.
     """
     result = dict(inherited)
     for name, value in environment.items():

@@ -14,7 +14,10 @@ _REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9][A-Za-z0-9._-]*)", re.MULTILINE)
 
 
 def find_confusion(requirements: str) -> str | None:
-    """Return why a file of requirements cannot be meant as it is written, or None. A requirement with an address says what it means."""
+    """Return why a file of requirements cannot be meant as it is written, or None.
+
+    A requirement with an address says what it means.
+    """
     if not any(name in requirements.lower() for name in _CONFUSED_NAMES):  # most often, and lock files are long
         return None
     named = [

@@ -1,4 +1,7 @@
-"""A recipe: which top layer, which stack, which tasks. A folder of recipes/ or of a folder that config.yaml names, or a path."""
+"""A recipe: which top layer, which stack, which tasks.
+
+A folder of recipes/ or of a folder that config.yaml names, or a path.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,9 @@ _TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFile:
-    """``launch``, in a job of a cluster: ``per-gpu``: a process for every GPU of every node; ``single``: one process; ``cpu``:
-    one process, and no GPU is requested. ``runs_on`` is its former name, with ``gpus``, ``gpu`` and ``cpu``."""
+    """``launch``, in a job of a cluster: ``per-gpu``: a process for every GPU of every node; ``single``: one process;
+    ``cpu``: one process, and no GPU is requested. ``runs_on`` is its former name, with ``gpus``, ``gpu`` and
+    ``cpu``."""
 
     entrypoint: str
     config: str | None = None
@@ -121,8 +125,9 @@ class ShippedTask:
 class Recipe:
     """A recipe's folder and what its recipe.yaml holds.
 
-    ``layers``: those that are put on the recipe's, in this order, in an image of another name. ``added_layer``: one more,
-    at the top, where the recipe does not stand on it anyway. ``included``: files and folders elsewhere that it may use.
+    ``layers``: those that are put on the recipe's, in this order, in an image of another name. ``added_layer``: one
+    more, at the top, where the recipe does not stand on it anyway. ``included``: files and folders elsewhere that it
+    may use.
     """
 
     folder: Path
@@ -137,8 +142,8 @@ class Recipe:
         return "-".join([self.file.name, *self.layers, *([self.added_layer] if self.added_layer else [])])
 
     def cli_args(self, stack: str | None = None, arch: str | None = None) -> str:
-        """Return how a command line names the recipe, by its folder where its name does not find it, with the layers that are put on
-        it, another stack, another architecture than this host's, and what it may use elsewhere."""
+        """Return how a command line names the recipe, by its folder where its name does not find it, with the layers
+        that are put on it, another stack, another architecture than this host's, and what it may use elsewhere."""
         other = [f"--stack {stack}"] if stack not in (None, self.file.stack) else []
         other += [f"--arch {arch}"] if arch not in (None, host_arch()) else []
         folders = [folder.resolve() for folder in _folders_by_name().get(self.folder.name, [])]
@@ -191,7 +196,9 @@ class Recipe:
         return files
 
     def _scripts(self) -> dict[str, Path]:
-        """The recipe's own entrypoints/ complete, the tasks' scripts, and the tasks' library where one of them is built on it."""
+        """The recipe's own entrypoints/ complete, the tasks' scripts, and the tasks' library where one of them is built
+        on it.
+        """
         scripts = {f"entrypoints/{inside}": path for inside, path in _tree(self.folder / "entrypoints").items()}
         uses_library = any(self._imports_library(path) for path in scripts.values() if path.suffix == ".py")
         for script in sorted({task.entrypoint for task in self.file.tasks.values()}):
@@ -244,7 +251,9 @@ def _is_plain(path: str) -> bool:
 
 
 def recipe_folders() -> dict[str, Path]:
-    """Return every recipe by name: recipes/<name>/recipe.yaml of this project, then of the folders that config.yaml names."""
+    """Return every recipe by name: recipes/<name>/recipe.yaml of this project, then of the folders that config.yaml
+    names.
+    """
     return {name: folders[0] for name, folders in sorted(_folders_by_name().items())}
 
 
@@ -259,10 +268,11 @@ def _folders_by_name() -> dict[str, list[Path]]:
 
 
 def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
-    """Find ``name`` among recipe_folders(), else as a folder here, or take it as the path of a recipe's folder (or of its recipe.yaml).
+    """Find ``name`` among recipe_folders(), else as a folder here, or take it as the path of a recipe's folder (or of
+    its recipe.yaml).
 
-    ``included``: files and folders elsewhere that it may use. Raises UsageError when there is none, or several of one name, or
-    nothing to include; DefinitionError when it is not a recipe.
+    ``included``: files and folders elsewhere that it may use. Raises UsageError when there is none, or several of one
+    name, or nothing to include; DefinitionError when it is not a recipe.
     """
     if "/" in name or name in (".", ".."):
         folder, reason = follow(Path(name)), "named by its path"

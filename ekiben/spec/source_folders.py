@@ -1,7 +1,8 @@
 """Where the files of a recipe may lie: in its folder, among Ekiben's own, or in what the user includes.
 
-A recipe may come from elsewhere, with links in it: to a key in the user's home, or to /proc/self/environ. What they lead to would get into
-an image, which others may read. So each path is followed to its end, over all links, before a byte is read or shown.
+A recipe may come from elsewhere, with links in it: to a key in the user's home, or to /proc/self/environ. What they
+lead to would get into an image, which others may read. So each path is followed to its end, over all links, before a
+byte is read or shown.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ class SourceFolders:
         )
 
     def check_file(self, path: Path, named_in: str = "") -> Path:
-        """Do the same for a file that goes into an image. Raises DefinitionError also when it is no file, or a huge one."""
+        """Do the same for a file that goes into an image.
+
+        Raises DefinitionError also when it is no file, or a huge one.
+        """
         real = self.check(path, named_in)
         where = f"{named_in}: " if named_in else ""
         try:
@@ -87,7 +91,10 @@ def _is_private(path: Path) -> bool:
 
 
 def follow(path: Path) -> Path:
-    """Return the path that ``path`` leads to, without links. Raises DefinitionError for a name that no file can have."""
+    """Return the path that ``path`` leads to, without links.
+
+    Raises DefinitionError for a name that no file can have.
+    """
     try:
         return Path(os.path.realpath(path))
     except (OSError, ValueError) as error:  # a NUL

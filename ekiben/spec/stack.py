@@ -81,7 +81,9 @@ class AptLock:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack's folder and what its stack.yaml holds; ``arch``: the architecture that is built for, ``amd64`` or ``arm64``."""
+    """A stack's folder and what its stack.yaml holds; ``arch``: the architecture that is built for, ``amd64`` or
+    ``arm64``.
+    """
 
     folder: Path
     file: StackFile
@@ -98,7 +100,10 @@ class Stack:
         return f"linux/{self.arch}"
 
     def apt_lock(self) -> AptLock:
-        """Read apt.lock. Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
+        """Read apt.lock.
+
+        Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark.
+        """
         path = lock_for(self.folder / "apt.lock", self.arch)
         return read_apt_lock(path, read_source(path, default=""))
 
@@ -122,7 +127,10 @@ class Stack:
 
 
 def read_apt_lock(path: Path, text: str) -> AptLock:
-    """Read the text of ``path``, an apt.lock. Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark."""
+    """Read the text of ``path``, an apt.lock.
+
+    Raises DefinitionError for a line that is none of: snapshot: TIME, [layer], package=version, # remark.
+    """
     snapshot, layers = "", dict[str, dict[str, str]]()
     layer = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -141,7 +149,9 @@ def read_apt_lock(path: Path, text: str) -> AptLock:
 
 
 def lock_for(lock: Path, arch: str) -> Path:
-    """Return the lock file of ``arch``: NAME.arm64.lock where it is beside ``lock``, else ``lock``, which is for all of them."""
+    """Return the lock file of ``arch``: NAME.arm64.lock where it is beside ``lock``, else ``lock``, which is for all of
+    them.
+    """
     path = arch_lock(lock, arch)
     return path if path.is_file() else lock
 
@@ -158,13 +168,18 @@ def shared_lock(lock: Path) -> Path:
 
 
 def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
-    """Return what a lock file of Python packages pins: name, version and sha256 of each; any of the hashes may be the one installed."""
+    """Return what a lock file of Python packages pins: name, version and sha256 of each; any of the hashes may be the
+    one installed.
+    """
     blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
     return [(match[1], match[2], sorted(_HASH.findall(block))) for block in blocks if (match := _PIN.match(block))]
 
 
 def stacks(folders: Sequence[Path], sources: SourceFolders | None = None) -> list[Stack]:
-    """Return every stack of ``folders``, by name. Raises DefinitionError, also for one whose files are not in ``sources``."""
+    """Return every stack of ``folders``, by name.
+
+    Raises DefinitionError, also for one whose files are not in ``sources``.
+    """
     known = _stack_files(folders)
     return [read_stack(path.parent, sources) for _, path in sorted(known.items())]
 

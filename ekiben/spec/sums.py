@@ -52,8 +52,8 @@ def check_recipe_locks(sources: SourceFolders, layer: str) -> None:
     """Check the locks of a recipe's own folder, whose top layer is ``layer``.
 
     Raises:
-        DefinitionError: its layer installs a lock file that was never made, or one that is not as it was locked; or one of these
-            files lies elsewhere.
+        DefinitionError: its layer installs a lock file that was never made, or one that is not as it was locked; or one
+            of these files lies elsewhere.
     """
     folder = sources.folder
     for name in (SUMS, *REQUIREMENTS, f"images/{layer}.def", f"images/{layer}.lock"):

@@ -1,4 +1,5 @@
-"""The content-addressed store of layers and images: the user's own, one that colleagues share, and layers in a registry.
+"""The content-addressed store of layers and images: the user's own, one that colleagues share, and layers in a
+registry.
 
 Store, default_root          a store in a folder, by default the user's own
 StoredLayer, StoredResult, StageOutput, ImageRecord, CompileStats

@@ -24,8 +24,8 @@ class Blobs:
     def path(self, digest: str) -> InnerPath:
         """Return where the blob is, or would be, as a file of its own.
 
-        Raises StoreError when ``digest`` is not one: it may come from a record that somebody else wrote, and the path is opened,
-        renamed to and removed.
+        Raises StoreError when ``digest`` is not one: it may come from a record that somebody else wrote, and the path
+        is opened, renamed to and removed.
         """
         if not is_digest(digest):
             raise StoreError(f"{digest!r:.80} is not a digest: sha256: and 64 hex digits")
@@ -73,7 +73,9 @@ class Blobs:
             self._staging.defer(self._sync_blob, digest)
 
     def _sync_blob(self, digest: str) -> None:
-        """Bring a blob onto the disk, and only then note it as checked: what a power failure cuts short is read again."""
+        """Bring a blob onto the disk, and only then note it as checked: what a power failure cuts short is read
+        again.
+        """
         path = self.path(digest)
         with self._staging.access.translated_errors():
             path.change(os.fsync)

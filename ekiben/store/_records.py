@@ -1,4 +1,6 @@
-"""The JSON records of a store: layers by cache key, results of build stages, images by name, what was checked and measured."""
+"""The JSON records of a store: layers by cache key, results of build stages, images by name, what was checked and
+measured.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,8 @@ class StageOutput:
 class StoredResult:
     """The outputs of a build stage.
 
-    ``wheel``: the package that it compiled, if it is there to compile one; ``origin``: whether that was here, or imported;
-    ``notes``: what was verified of it.
+    ``wheel``: the package that it compiled, if it is there to compile one; ``origin``: whether that was here, or
+    imported; ``notes``: what was verified of it.
     """
 
     name: str
@@ -159,8 +161,8 @@ class CompileStats(TypedDict, total=False):
 
 
 class Records:
-    """The records of a store, each with a checksum. One that cannot be read, or whose checksum is another, is none: what it
-    stood for is made again."""
+    """The records of a store, each with a checksum. One that cannot be read, or whose checksum is another, is none:
+    what it stood for is made again."""
 
     def __init__(self, staging: StagingArea) -> None:
         self.root, self._staging = staging.root, staging
@@ -256,7 +258,10 @@ class Records:
         return {name: image for name, image in records.items() if image}
 
     def write_index(self) -> None:
-        """Write index.json from refs/. Reads them again afterwards: another process may have named an image meanwhile."""
+        """Write index.json from refs/.
+
+        Reads them again afterwards: another process may have named an image meanwhile.
+        """
         images, seen = self.images(), None
         while images != seen:
             manifests = [

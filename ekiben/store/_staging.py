@@ -1,7 +1,7 @@
 """Where a store is written: temporary folders and files that are renamed into place, locks, permissions, errors.
 
-A reader sees the old file or the new one, and a killed writer leaves nothing but a name in staging/, which says whose it was
-and which the next writer removes.
+A reader sees the old file or the new one, and a killed writer leaves nothing but a name in staging/, which says whose
+it was and which the next writer removes.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ class StagingArea:
         return keys
 
     def oldest_running(self, now: float) -> float:
-        """Return when the oldest running build began, or ``now``: younger blobs may be about to be named by its image."""
+        """Return when the oldest running build began, or ``now``: younger blobs may be about to be named by its
+        image.
+        """
         with self.folder.open_folder() as staging:
             return min((folder.status().st_mtime for folder in staging.folders()), default=now)
 
@@ -239,7 +241,9 @@ class StagingArea:
             self._running.append(self._pool.submit(work, *arguments))
 
     def remove_finished(self) -> None:
-        """Begin to remove the temporary trees of the layers made so far: call it when no script will make files any more."""
+        """Begin to remove the temporary trees of the layers made so far: call it when no script will make files any
+        more.
+        """
         folders, self._finished = self._finished, []
         if folders:
             threading.Thread(target=_remove_all, args=(folders,), name="removal").start()

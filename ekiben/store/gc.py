@@ -19,10 +19,12 @@ _LOG_DAYS = 30
 def prune(
     store: Store, *, untag: Iterable[str] = (), wheels: bool = False, dry_run: bool = False
 ) -> list[tuple[str, int]]:
-    """Remove every blob that no image reaches, after removing the images in ``untag``; compiled wheels only with ``wheels``.
+    """Remove every blob that no image reaches, after removing the images in ``untag``; compiled wheels only with
+    ``wheels``.
 
-    Returns digest and bytes of what is removed: none while there are damaged_records(). Raises StoreError when the folder is no store, since nothing is ever removed
-    from a folder without Ekiben's tag; UsageError for a name that no image has.
+    Returns digest and bytes of what is removed: none while there are damaged_records(). Raises StoreError when the
+    folder is no store, since nothing is ever removed from a folder without Ekiben's tag; UsageError for a name that no
+    image has.
     """
     if not _is_store(store):
         raise StoreError(
@@ -59,7 +61,8 @@ def _is_store(store: Store) -> bool:
 
 
 def damaged_records(store: Store, untag: Collection[str] = ()) -> list[Path]:
-    """Return the records of images, but for ``untag``, of results and of layers being built that are there and cannot be read.
+    """Return the records of images, but for ``untag``, of results and of layers being built that are there and cannot
+    be read.
 
     Each may name any blob, so prune() removes none while there is one.
     """

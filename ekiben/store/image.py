@@ -18,8 +18,9 @@ from ekiben.store.store import Store
 class Image:
     """A finished image in the store.
 
-    ``image_id`` is the digest of ``config``, by which a Docker daemon knows the image. ``tasks`` maps a task to its help.
-    ``cli_args``: the recipe and the options that it is built from, as a command line gives them. ``epoch``: seconds since 1970, the time stamp of the image. ``result_keys`` are those of the build stages whose files it holds.
+    ``image_id`` is the digest of ``config``, by which a Docker daemon knows the image. ``tasks`` maps a task to its
+    help. ``cli_args``: the recipe and the options that it is built from, as a command line gives them. ``epoch``:
+    seconds since 1970, the time stamp of the image. ``result_keys`` are those of the build stages whose files it holds.
     """
 
     name: str
@@ -54,7 +55,10 @@ class Image:
         return sif_header(digests, self.deffile, self.arch, self.epoch)
 
     def sif_header(self, store: Store) -> SifHeader:
-        """Return the header of the SIF that is made of its layers. Raises StoreError when they cannot be read in ``store``."""
+        """Return the header of the SIF that is made of its layers.
+
+        Raises StoreError when they cannot be read in ``store``.
+        """
         from ekiben.formats.users import users_partition
 
         try:

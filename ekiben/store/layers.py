@@ -58,7 +58,10 @@ class LayerHandle:
         return self.store.partition(self.record)
 
     def file(self) -> Path:
-        """Return a file that is this layer alone, copied into the store where it is a part of another file. Raises StoreError."""
+        """Return a file that is this layer alone, copied into the store where it is a part of another file.
+
+        Raises StoreError.
+        """
         return self.store.layer_file(self.record)
 
     def reader(self) -> AbstractContextManager[SquashfsReader]:

@@ -1,17 +1,17 @@
 """A store that many users read and some write, on a file system many machines see.
 
-Its layers are those of the SIFs that were published beside it, each byte written once: a layer is found by a link to a SIF
-that has it, ``layers/<hex of its digest>/<offset>-<size>-<the SIF's name>``, and is gone with the last one. Everything else
-is as in any store (ekiben/store/store.py).
+Its layers are those of the SIFs that were published beside it, each byte written once: a layer is found by a link to a
+SIF that has it, ``layers/<hex of its digest>/<offset>-<size>-<the SIF's name>``, and is gone with the last one.
+Everything else is as in any store (ekiben/store/store.py).
 
-What keeps it right is rename and nothing else: no lock (flock may be absent on NFS and Lustre), no database, no server. Only the names
-of temporary files in staging/ say by a lock, where there is one, whether their writer lives (ekiben/core/owner.py).
-A blob, a record or a link appears whole or not at all; two writers of the same thing write the same bytes; what is removed
-is first moved to trash/, so that a job that has it open keeps it, on NFS too.
+What keeps it right is rename and nothing else: no lock (flock may be absent on NFS and Lustre), no database, no server.
+Only the names of temporary files in staging/ say by a lock, where there is one, whether their writer lives
+(ekiben/core/owner.py). A blob, a record or a link appears whole or not at all; two writers of the same thing write the
+same bytes; what is removed is first moved to trash/, so that a job that has it open keeps it, on NFS too.
 
-Who may do what is what the folder itself says, whatever anyone's umask and whatever group a login began with: its group and
-its mode are given to everything below it, files without the right to write. `chgrp lab DIR; chmod 2775 DIR` lets a group
-publish, `chmod 2755 DIR` its owner alone.
+Who may do what is what the folder itself says, whatever anyone's umask and whatever group a login began with: its group
+and its mode are given to everything below it, files without the right to write. `chgrp lab DIR; chmod 2775 DIR` lets a
+group publish, `chmod 2755 DIR` its owner alone.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Policy:
         return cls(folder, status.st_gid, stat.S_IMODE(status.st_mode) | stat.S_ISGID)
 
     def apply_permissions(self, handle: int, mode: int) -> None:
-        """Give an open new file the folder's group and ``mode`` as far as the folder itself is readable; a folder gets its mode.
+        """Give an open new file the folder's group and ``mode`` as far as the folder itself is readable; a folder gets
+        its mode.
 
         Raises StoreError when the user may not give files to that group, OSError.
         """
@@ -89,7 +90,10 @@ class Policy:
         os.fchmod(handle, self.mode if stat.S_ISDIR(status.st_mode) else mode & 0o555 & readers)
 
     def make_folder(self, folder: InnerPath) -> None:
-        """Make a folder, which takes its name when it has its mode: others may be about to write into it. Idempotent."""
+        """Make a folder, which takes its name when it has its mode: others may be about to write into it.
+
+        Idempotent.
+        """
         if folder.link_target() is not None:
             raise StoreError(
                 f"{folder} is a link, and nothing is written through one", hint="remove it, or publish elsewhere"
@@ -185,7 +189,9 @@ class SharedAccess:
             raise
 
     def prepare(self) -> None:
-        """Make the folder, readable for all and written by its owner, when its parent is there; refuse one that is unusable."""
+        """Make the folder, readable for all and written by its owner, when its parent is there; refuse one that is
+        unusable.
+        """
         shared_dir = self.shared_dir
         with self.translated_errors():
             if not shared_dir.is_dir():
@@ -286,7 +292,9 @@ class SharedStore(Store):
         return None
 
     def _image_file(self, link: InnerPath, target: str | None = None) -> InnerPath | None:
-        """Return the regular file below images/ that a link of layers/ names, or would with ``target``; None where it names none."""
+        """Return the regular file below images/ that a link of layers/ names, or would with ``target``; None where it
+        names none.
+        """
         target = target or link.link_target()
         inner = PurePosixPath(os.path.normpath(PurePosixPath(*link.parts[:-1], target or "/")))
         return path if inner.parts[0] == IMAGES and (path := self.folder / inner).is_regular() else None

@@ -6,14 +6,14 @@
     keys/<key>.json      cache key → layer: diff_id, blob, and the readable inputs of the key
     last/<name>.json     layer name → the key it had last, for saying why a layer is rebuilt
     results/<key>.json   the outputs of a build stage: files, each a blob (compiled wheels above all)
-    compile_stats/       what compiling a package takes, by name: memory, files, time (learnt/ in older stores is still read); by key,
-                         the time of attempts that were cut
+    compile_stats/       what compiling a package takes, by name: memory, files, time (learnt/ in older stores is still
+                         read); by key, the time of attempts that were cut
     checks/              what was verified, by image and runtime
     logs/ staging/ locks/ CACHEDIR.TAG README version
 
-A store may have another one upstream, a cluster's say (ekiben/store/shared.py): what is not here is read there, and only this
-one is written. Nothing outside this package opens a file under blobs/ or reads a record. What only a writer needs is imported
-when something is written: most invocations find all of it there.
+A store may have another one upstream, a cluster's say (ekiben/store/shared.py): what is not here is read there, and
+only this one is written. Nothing outside this package opens a file under blobs/ or reads a record. What only a writer
+needs is imported when something is written: most invocations find all of it there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _REPLACE = "remove it (its content is built or fetched again), or give another f
 
 
 def default_root() -> Path:
-    """Return the folder of the user's own store: EKIBEN_STORE, or ekiben/store in the cache folder. Raises UsageError for an unknown home."""
+    """Return the folder of the user's own store: EKIBEN_STORE, or ekiben/store in the cache folder.
+
+    Raises UsageError for an unknown home.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     named = os.environ.get("EKIBEN_STORE")
     return expand_home(
@@ -58,8 +61,8 @@ def default_root() -> Path:
 class Store:
     """A store in ``root``; making the object touches nothing, folders are made by open_for_writing().
 
-    ``upstream`` is read for layers and results that are not here, and never written. The other arguments are what a store of
-    another kind does differently: see ekiben.store.shared. All methods raise StoreError.
+    ``upstream`` is read for layers and results that are not here, and never written. The other arguments are what a
+    store of another kind does differently: see ekiben.store.shared. All methods raise StoreError.
     """
 
     def __init__(
@@ -93,7 +96,10 @@ class Store:
 
     @property
     def cache(self) -> Path:
-        """Downloads, and unfinished work of compilers, beside the store. Root's, which belong to a daemon, are apart."""
+        """Downloads, and unfinished work of compilers, beside the store.
+
+        Root's, which belong to a daemon, are apart.
+        """
         return self.root.parent / ("cache" if os.geteuid() else "cache-root")
 
     @property
@@ -112,7 +118,10 @@ class Store:
     # -- blobs
 
     def blob_path(self, digest: str) -> Path:
-        """Return the file of a blob that is no layer, for programs that want a path: copied here from upstream. Raises StoreError."""
+        """Return the file of a blob that is no layer, for programs that want a path: copied here from upstream.
+
+        Raises StoreError.
+        """
         local = self.blobs.path(digest)
         if not local.lexists() and (partition := self.find(digest)):
             self._copy_here(partition)
@@ -134,7 +143,8 @@ class Store:
     def partition(self, blob: StoredLayer | StageOutput, *, is_checked: bool = False) -> Partition:
         """Return where the bytes of ``blob`` are. Reading them raises StoreError when it was removed meanwhile."""
         located = self.find(blob.digest) or Partition(self.blobs.path(blob.digest), 0, 0, blob.digest)
-        # What lies in a folder of other users may be written after it was checked: it is compared again while it is copied.
+        # What lies in a folder of other users may be written after it was checked: it is compared again while it is
+        # copied.
         return Partition(
             located.path, located.offset, blob.size, blob.digest, is_checked and isinstance(located.path, Path)
         )
@@ -149,7 +159,9 @@ class Store:
             yield SquashfsReader(file, located.offset if located else 0)
 
     def layer_file(self, layer: StoredLayer) -> Path:
-        """Return a file that is this layer alone, for who can mount no part of one; copy it here where there is none."""
+        """Return a file that is this layer alone, for who can mount no part of one; copy it here where there is
+        none.
+        """
         local = self.blobs.path(layer.digest)
         with contextlib.suppress(OSError):
             if local.status().st_size == layer.size:
@@ -325,9 +337,9 @@ class Store:
     def building(self, cache_keys: Iterable[str], *, background: bool = False) -> Iterator[None]:
         """Make prune() keep these layers, and all that is stored meanwhile, until the block ends.
 
-        ``background``: in the block, syncing gigabytes goes on during the next layer's work, and the end of the block waits
-        for it; temporary trees are removed last. Not for a store with other readers, who see a blob only when it is on the
-        disk.
+        ``background``: in the block, syncing gigabytes goes on during the next layer's work, and the end of the block
+        waits for it; temporary trees are removed last. Not for a store with other readers, who see a blob only when it
+        is on the disk.
         """
         with self.staging_area.announce(cache_keys):
             if not background:

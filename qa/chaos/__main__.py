@@ -1,7 +1,7 @@
 """Repeat faults and races, and count them: python -m chaos [--minutes N | --count N] [--seed N] [--json FILE] [KIND…]
 
-Each kind of fault is a function; it makes one fault, checks what has to hold, and returns what did not. A case has a seed
-of its own, which is printed with a problem: `--workers 1 --kills 0 --count 1 --seed SEED KIND` repeats it.
+Each kind of fault is a function; it makes one fault, checks what has to hold, and returns what did not. A case has a
+seed of its own, which is printed with a problem: `--workers 1 --kills 0 --count 1 --seed SEED KIND` repeats it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def _run_case(lab: Lab, kind: str, seed: int, tally: Tally) -> None:
 
 
 def share_out(args: argparse.Namespace, folder: Path, seconds: float) -> dict[str, Tally]:
-    """Run the campaign in ``args.workers`` processes, each with its own lab, seed and share, and add up what they counted."""
+    """Run the campaign in ``args.workers`` processes, each with its own lab, seed and share, and add up what they
+    counted.
+    """
     started = []
     for number in range(args.workers):
         counts = folder / f"{number}.json"

@@ -1,4 +1,6 @@
-"""Flipped bits and foreign bytes in files that are there: SIFs, blobs, records of the store and of the shared folder."""
+"""Flipped bits and foreign bytes in files that are there: SIFs, blobs, records of the store and of the shared
+folder.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def flip_store(lab: Lab) -> list[str]:
 
 
 def flip_shared(lab: Lab) -> list[str]:
-    """A flipped bit in a shared folder: publishing again mends it, or says what is damaged; a build from it has the right bytes."""
+    """A flipped bit in a shared folder: publishing again mends it, or says what is damaged; a build from it has the
+    right bytes.
+    """
     dice = lab.dice
     with lab.case() as case:
         images = case.shared / "images/own"
@@ -94,7 +98,9 @@ def flip_shared(lab: Lab) -> list[str]:
 
 
 def hostile_records(lab: Lab) -> list[str]:
-    """A record that somebody wrote with an editor: no traceback, nothing read or written outside, others' versions stay."""
+    """A record that somebody wrote with an editor: no traceback, nothing read or written outside, others' versions
+    stay.
+    """
     dice, version = lab.dice, lab.dice.randrange(1, len(lab.recipes))
     with lab.case() as case:
         case.run(case.build(version))
@@ -141,7 +147,9 @@ ARCHIVES_OF_A_CASE = 30
 
 
 def hostile_archives(lab: Lab) -> list[str]:
-    """Damaged SIFs, squashfs, tars, bundles and layers of a registry: a value or an error of Ekiben's, within qa/fuzz's limits."""
+    """Damaged SIFs, squashfs, tars, bundles and layers of a registry: a value or an error of Ekiben's, within qa/fuzz's
+    limits.
+    """
     seed, name = lab.dice.randrange(1 << 32), lab.dice.choice(ARCHIVES)
     with lab.case() as case:
         running = case.start([], lambda: _read_archives(name, case.folder / "fuzz", seed))
@@ -151,7 +159,10 @@ def hostile_archives(lab: Lab) -> list[str]:
 
 
 def _read_archives(name: str, folder: Path, seed: int) -> None:
-    """Give the parser of ``name`` damaged archives. In a process of its own: it has threads, and ends with SystemExit."""
+    """Give the parser of ``name`` damaged archives.
+
+    In a process of its own: it has threads, and ends with SystemExit.
+    """
     import hypothesis
     from hypothesis import HealthCheck, Verbosity, settings
 

@@ -1,7 +1,8 @@
 """A colleague who may write a shared folder exchanges a part of a path for a link while a command is about to name it.
 
-At a system call of the command each folder on the way, or the entry itself, becomes a link to a copy in the home of who runs the
-command. When the call has returned, what was there comes back. Nothing in the home may be changed, and nothing there be read.
+At a system call of the command each folder on the way, or the entry itself, becomes a link to a copy in the home of who
+runs the command. When the call has returned, what was there comes back. Nothing in the home may be changed, and nothing
+there be read.
 """
 
 from __future__ import annotations
@@ -181,7 +182,9 @@ def exchanged(case: Case, argv: list[str], choose: Callable[[int, Path], Path | 
 
 
 def exchange(command: str) -> Callable[[Lab], list[str]]:
-    """Return the kind of fault of one command: at first all folders on the way, one at each call; then one entry, at any call."""
+    """Return the kind of fault of one command: at first all folders on the way, one at each call; then one entry, at
+    any call.
+    """
 
     def kind(lab: Lab) -> list[str]:
         with lab.case() as case:

@@ -31,7 +31,8 @@ def kill_command(
 ) -> list[str]:
     """Kill what ``prepare`` returns KILLS times at random moments, and check after each; return the last arguments.
 
-    The next one goes on from what a killed one left. After one that ended in time, ``prepare`` makes the situation anew.
+    The next one goes on from what a killed one left. After one that ended in time, ``prepare`` makes the situation
+    anew.
     """
     global sent
     dice, argv = case.lab.dice, prepare()
@@ -113,7 +114,10 @@ def kill_export(lab: Lab) -> list[str]:
 
 
 def kill_publish(lab: Lab) -> list[str]:
-    """The layer is stored and not published. What was published by a command that ended in time is not published again."""
+    """The layer is stored and not published.
+
+    What was published by a command that ended in time is not published again.
+    """
     versions = lab.dice.sample(range(1, len(lab.recipes)), len(lab.recipes) - 1)
     measured(lab, "publish", lambda case: _publish(case, versions[0]))
     with lab.case() as case:
@@ -195,7 +199,9 @@ def kill_pull(lab: Lab) -> list[str]:
 
 
 def kill_verify(lab: Lab) -> list[str]:
-    """The part of verify that reads: every blob, and all of the SIF. (Its other part needs a runtime and a real base.)"""
+    """The part of verify that reads: every blob, and all of the SIF. (Its other part needs a runtime and a real
+    base.)
+    """
     version = lab.dice.randrange(len(lab.recipes))
 
     def check(case: Case) -> None:

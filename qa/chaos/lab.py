@@ -1,4 +1,5 @@
-"""Where faults happen: a small recipe without an engine, a store, a shared folder and an output, and commands as forks of this process.
+"""Where faults happen: a small recipe without an engine, a store, a shared folder and an output, and commands as forks
+of this process.
 
 A command is a fork: the modules are loaded already, so that a kill meets its work and not its imports.
 """

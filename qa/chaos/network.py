@@ -1,4 +1,6 @@
-"""push and pull with a real registry, through a proxy on loopback that cuts, stalls, garbles, truncates and answers 5xx."""
+"""push and pull with a real registry, through a proxy on loopback that cuts, stalls, garbles, truncates and answers
+5xx.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def impatient() -> None:
 
 
 def break_network(lab: Lab, action: str) -> list[str]:
-    """The command ends well with the right bytes, or with an error of its own; without faults it then works, and leaves nothing."""
+    """The command ends well with the right bytes, or with an error of its own; without faults it then works, and leaves
+    nothing.
+    """
     dice, version = lab.dice, lab.dice.randrange(len(lab.recipes))
     kind = dice.choice(("sif", "docker"))
     fault = Fault(dice.choice(FAULTS), int(10 ** dice.uniform(1, 6.5)), dice.choice((1, 1, 2, 3, 99)))
@@ -122,7 +126,10 @@ def _serve(listener: socket.socket, target: str, fault: Fault, dice: random.Rand
 
 
 def _pass(way: str, source: socket.socket, sink: socket.socket, fault: Fault, dice: random.Random) -> None:
-    """Pass bytes on until the fault's turn comes. The counts are shared by all connections, unlocked: chance may as well have it."""
+    """Pass bytes on until the fault's turn comes.
+
+    The counts are shared by all connections, unlocked: chance may as well have it.
+    """
     passed, here = 0, "up" if fault.kind == "cut up" else "down"
     with contextlib.suppress(OSError):
         while data := source.recv(65536):

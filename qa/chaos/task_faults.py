@@ -1,4 +1,6 @@
-"""Faults of a parallel task, made inside one of its processes: at the n-th entry of a phase, and a random moment later."""
+"""Faults of a parallel task, made inside one of its processes: at the n-th entry of a phase, and a random moment
+later.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,10 @@ class Injector:
         os.kill(target, self.fault.number)
 
     def _fill(self) -> None:
-        """Leave ``value`` bytes. Where there is no small disk, a limit on the size of this process's files stands for it."""
+        """Leave ``value`` bytes.
+
+        Where there is no small disk, a limit on the size of this process's files stands for it.
+        """
         left = int(self.fault.value)
         if not self.is_mount:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -185,7 +190,9 @@ class Injector:
         self._note()
 
     def _lessen_memory(self, module: str) -> None:
-        """Let each process find another amount of free memory: the one ``value`` bytes, the others some times as much."""
+        """Let each process find another amount of free memory: the one ``value`` bytes, the others some times as
+        much.
+        """
         devices = importlib.import_module("ekiben_tasks.models.device")
         choose = devices.choose_device
 

@@ -1,4 +1,5 @@
-"""Where the parallel tasks meet faults: tiny random models on the CPU, the real launcher, and processes as forks of this one.
+"""Where the parallel tasks meet faults: tiny random models on the CPU, the real launcher, and processes as forks of
+this one.
 
 A process of a task is a fork: the libraries are loaded already, so that a fault meets the task and not its imports.
 """
@@ -209,7 +210,9 @@ def load_tasks(family: str) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended. code: -99 for one that had to be killed. after: seconds from the fault, None without one."""
+    """A run that has ended. code: -99 for one that had to be killed. after: seconds from the fault, None without
+    one.
+    """
 
     code: int
     output: str
@@ -337,7 +340,9 @@ class Case:
         return self.folder / "disk" / ("answers.jsonl" if self.task.module == "generate" else "out")
 
     def run(self, fault: Fault, patience: float = 4.0) -> Ended:
-        """Run the task to its end, or to that of the time. patience: for which the launcher waits for a stopped process."""
+        """Run the task to its end, or to that of the time. patience: for which the launcher waits for a stopped
+        process.
+        """
         self._runs += 1
         log, mark = self.folder / f"log-{self._runs}", self.folder / f"fault-{self._runs}"
         argv = self.task.argv(self.lab, self.output)  # makes models and data, where there are none yet
@@ -374,7 +379,8 @@ class Case:
 
     def _work(self, argv: list[str], fault: Fault, mark: Path) -> int:
         """Be one of the processes, as the task's own script is."""
-        # Here, for a fork has no pool of threads: two threads of autograd's would make it at once, and one of them fail.
+        # Here, for a fork has no pool of threads: two threads of autograd's would make it at once, and one of them
+        # fail.
         importlib.import_module("torch").set_num_threads(1)
         failures = importlib.import_module("ekiben_tasks.distributed.failures")
         task = importlib.import_module(self.task.module)

@@ -22,7 +22,10 @@ CUT = {"kills": 200, "count": 12, "minutes": 8}
 
 
 def campaign(kinds: list[str], folder: Path, **options: int) -> dict[str, dict[str, int]]:
-    """Run a cut of some minutes, in processes of its own, which may fork: no thread of another test is in them. Return its counts."""
+    """Run a cut of some minutes, in processes of its own, which may fork: no thread of another test is in them.
+
+    Return its counts.
+    """
     argv = [sys.executable, "-m", "chaos", "--seed", "16", "--json", folder / "counts.json", *kinds]
     argv += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""Stop a command at each system call that names files (ptrace, Linux 5.3, x86-64), and say which path the kernel would look up."""
+"""Stop a command at each system call that names files (ptrace, Linux 5.3, x86-64), and say which path the kernel would
+look up.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Make faults in the parallel tasks, and count what they come to: python -m chaos.training [--minutes N] [--seed N] [TASK…]
+"""Make faults in the parallel tasks, and count what they come to: python -m chaos.training [--minutes N] [--seed N]
+[TASK…]
 
-Each case starts a task in 2 or 4 processes on the CPU, makes one fault at a random moment, checks how the run ends, starts the same
-command again, and compares what it leaves with an undisturbed run. It takes a Python that has the tasks' packages, an image's for
-example. A case has a seed, which is printed with a problem: --seed SEED --count 1 --processes N --kinds KIND -- TASK repeats it.
+Each case starts a task in 2 or 4 processes on the CPU, makes one fault at a random moment, checks how the run ends,
+starts the same command again, and compares what it leaves with an undisturbed run. It takes a Python that has the
+tasks' packages, an image's for example. A case has a seed, which is printed with a problem: --seed SEED --count 1
+--processes N --kinds KIND -- TASK repeats it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One strategy for damaged bytes: valid samples with bits flipped, parts cut, repeated, spliced or replaced, fields exchanged.
+"""One strategy for damaged bytes: valid samples with bits flipped, parts cut, repeated, spliced or replaced, fields
+exchanged.
 
 Damaged samples reach further into a parser than random bytes, most of which fail on the first line.
 """
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from support.hostile import VALUES
 
-# What parsers stumble over: numbers at the edges of their types, paths that lead out, deep nesting, bytes that are no text.
+# What parsers stumble over: numbers at the edges of their types, paths that lead out, deep nesting, bytes that are no
+# text.
 TOKENS = (
     b"",
     b"\0",

@@ -1,4 +1,6 @@
-"""Wrong command lines, made from the program's own commands and options: each must end with one sentence and an exit code."""
+"""Wrong command lines, made from the program's own commands and options: each must end with one sentence and an exit
+code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a parser may take while it reads foreign bytes: 2 s of processor time, 200 MB, and no file or program of others."""
+"""What a parser may take while it reads foreign bytes: 2 s of processor time, 200 MB, and no file or program of
+others.
+"""
 
 from __future__ import annotations
 

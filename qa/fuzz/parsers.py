@@ -1,4 +1,5 @@
-"""Every parser of foreign bytes, as a case: valid samples of what it reads, and a call that reads other bytes in their record_file.
+"""Every parser of foreign bytes, as a case: valid samples of what it reads, and a call that reads other bytes in their
+record_file.
 
 CASES holds the cases; READERS says which case covers a function that decodes JSON, YAML, tar or binary records, or why
 none is needed. test_parsers.py finds such functions in the source: one that is not in READERS fails a test.
@@ -80,7 +81,7 @@ def drain(entries: Iterator[LayerEntry]) -> None:
             pass
 
 
-# ---------------------------------------------------------------------------------------------------- files of a project
+# --------------------------------------------------------------------------------------------------- files of a project
 
 ADVISORY: dict[str, Any] = {
     "id": "GHSA-1",
@@ -227,7 +228,7 @@ def config(world: World) -> Case:
     return Case([text], read, str(path))
 
 
-# ------------------------------------------------------------------------------------------------------- store and shared
+# ----------------------------------------------------------------------------------------------------- store and shared
 
 
 def store_records(world: World) -> Case:
@@ -573,7 +574,7 @@ def libraries(world: World) -> Case:
     return Case([samples.LIBRARY, Path("/usr/bin/true").resolve().read_bytes()], read)
 
 
-# ------------------------------------------------------------------------------------------------------------ registries
+# ----------------------------------------------------------------------------------------------------------- registries
 
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"

@@ -1,4 +1,6 @@
-"""Any bytes give a value, or an error of Ekiben's that names what was read: no other exception, no time, no memory, no file."""
+"""Any bytes give a value, or an error of Ekiben's that names what was read: no other exception, no time, no memory, no
+file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Valid samples of all that Ekiben reads: a recipe, the store, SIF and shared folder made of it, and folders to read from."""
+"""Valid samples of all that Ekiben reads: a recipe, the store, SIF and shared folder made of it, and folders to read
+from.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def layer_tar() -> bytes:
 
 @contextmanager
 def answering() -> Iterator[tuple[str, dict[str, Answer]]]:
-    """A registry that answers a path with the first of its answers whose name is in the path: its host, and the answers."""
+    """A registry that answers a path with the first of its answers whose name is in the path: its host, and the
+    answers.
+    """
     answers: dict[str, Answer] = {}
 
     def script(method: str, path: str, headers: dict[str, str]) -> Answer:

@@ -2,11 +2,12 @@
 
     python3 qa/gpu/bench_attention.py [--json FILE] [--tokens 32768] [--heads 16] [--size 128]
 
-Examples of one length: torch's scaled_dot_product_attention with each of its kernels, and flash-attn 2 and 4 where they are installed.
-Examples of mixed length, packed: torch's varlen_attn, flash-attn's, and scaled_dot_product_attention one by one. Every case has
-the same number of tokens. A number is TFLOP/s of what attention needs: 3.5 × 4 × pairs × heads × size, backward 2.5 × forward.
-"first_call_s" has the seconds of each kernel's first call, which is none of those: flash-attn 4 compiles there what it did not
-compile for an earlier case, and keeps it on the disk only where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
+Examples of one length: torch's scaled_dot_product_attention with each of its kernels, and flash-attn 2 and 4 where they
+are installed. Examples of mixed length, packed: torch's varlen_attn, flash-attn's, and scaled_dot_product_attention one
+by one. Every case has the same number of tokens. A number is TFLOP/s of what attention needs: 3.5 × 4 × pairs × heads ×
+size, backward 2.5 × forward. "first_call_s" has the seconds of each kernel's first call, which is none of those:
+flash-attn 4 compiles there what it did not compile for an earlier case, and keeps it on the disk only where
+FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python3 qa/gpu/bench_generate.py --device cpu --layers 4 --width 256 --heads 4 --vocabulary 4000
 
 Weights are random and nothing ends an answer early, so every row gets all its new tokens. The first batch of each size
-is left out: it pays for what libraries set up. At the end: how many greedy answers are the same in a batch as one by one
-(in bf16 sums come out a little differently in another shape, and random weights leave the likeliest token little ahead;
-in fp32 they should be the same).
+is left out: it pays for what libraries set up. At the end: how many greedy answers are the same in a batch as one by
+one (in bf16 sums come out a little differently in another shape, and random weights leave the likeliest token little
+ahead; in fp32 they should be the same).
 """
 
 from __future__ import annotations

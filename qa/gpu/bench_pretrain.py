@@ -1,11 +1,12 @@
-"""Speed of pretraining: the 0.125B model at 2048 tokens, a step of 64 rows, with a table as large as a real vocabulary's.
+"""Speed of pretraining: the 0.125B model at 2048 tokens, a step of 64 rows, with a table as large as a real
+vocabulary's.
 
     python3 qa/gpu/bench_pretrain.py                    one GPU
     python3 qa/gpu/bench_pretrain.py --profile          and its kernels
     python3 qa/gpu/bench_pretrain.py --set size=1.3B --set micro_batch=4
 
-The sample data have a vocabulary of some 1,500; the table gets --vocabulary rows all the same, which costs what it costs
-in a real run. The first step is left out of the numbers, as in every run.
+The sample data have a vocabulary of some 1,500; the table gets --vocabulary rows all the same, which costs what it
+costs in a real run. The first step is left out of the numbers, as in every run.
 """
 
 from __future__ import annotations

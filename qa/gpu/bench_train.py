@@ -9,12 +9,12 @@
 Each takes about a minute, nearly all of it imports, the model and compiling, so within ten minutes on one GPU:
 lora/trainer lora/sft lora/ours lora/trainer-mixed lora/ours-mixed full/trainer full/ours
 
-Each case is a process (or torchrun) of its own; --runs 3 takes them in turn, three times, and ends with the medians. Weights are random, shapes are real:
-lora   OpenCALM-3B, 8 rows of 1024 tokens a step, all learnt; "mixed": 32 rows as instruction data has them
-full   Llama-3.2-1B, every weight, 16 rows of 2048 tokens
-fsdp   Llama-2-7B, every weight, 4096 tokens, on 1, 2 and 4 GPUs; and Llama-2-70B with LoRA on 4
-"varlen" forbids the way for rows of one length, so that rows of mixed length can be judged by it. MFU is flops.py's: what
-a model needs, frozen weights' own gradients not counted, nor what checkpointing computes twice. Padding never counts.
+Each case is a process (or torchrun) of its own; --runs 3 takes them in turn, three times, and ends with the medians.
+Weights are random, shapes are real: lora   OpenCALM-3B, 8 rows of 1024 tokens a step, all learnt; "mixed": 32 rows as
+instruction data has them full   Llama-3.2-1B, every weight, 16 rows of 2048 tokens fsdp   Llama-2-7B, every weight,
+4096 tokens, on 1, 2 and 4 GPUs; and Llama-2-70B with LoRA on 4 "varlen" forbids the way for rows of one length, so that
+rows of mixed length can be judged by it. MFU is flops.py's: what a model needs, frozen weights' own gradients not
+counted, nor what checkpointing computes twice. Padding never counts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 11_008,
         },
     ),
-    # Llama-2-7B's shape with 24 of its 32 blocks: too large for 80 GB with AdamW, and offloaded it fits 128 GiB of the host.
+    # Llama-2-7B's shape with 24 of its 32 blocks: too large for 80 GB with AdamW, and offloaded it fits 128 GiB of the
+    # host.
     "llama-5b": (
         "llama",
         {

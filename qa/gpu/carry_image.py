@@ -4,13 +4,17 @@
     here         carry_image.py pack --survey SURVEY.gz --have DIR… --to FOLDER SIF…       FOLDER/part-000, part-001, …
     GPU machine  carry_image.py unpack FOLDER --to DIR                                     DIR/*.sif
 
-Of what the GPU machine's Python environment has, only the name travels. An ELF file that it has in another build (torch for Python
-3.12 in place of 3.11) travels as what differs (zstd --patch-from), all else compressed, each content once for all layers. Over there
-SquashfsWriter, whose bytes depend on nothing else, writes the layers again, and each SIF's SHA-256 has to be the one it has here.
+Of what the GPU machine's Python environment has, only the name travels. An ELF file that it has in another build (torch
+for Python 3.12 in place of 3.11) travels as what differs (zstd --patch-from), all else compressed, each content once
+for all layers. Over there SquashfsWriter, whose bytes depend on nothing else, writes the layers again, and each SIF's
+SHA-256 has to be the one it has here.
 
---have: folders of this machine with files that the GPU machine has, too (wheels, extracted), from which differences are made.
-Both need Python 3.11 or later, this repository, and the program zstd (--zstd where it is not on PATH). unpack needs the wheel of
-`deflate` in the version of requirements.lock, for another may compress to other bytes; pack `zstandard`, too; survey neither.
+--have: folders of this machine with files that the GPU machine has, too (wheels, extracted), from which differences are
+    made.
+Both need Python 3.11 or later, this repository, and the program zstd (--zstd where it is not on PATH). unpack needs the
+    wheel of
+`deflate` in the version of requirements.lock, for another may compress to other bytes; pack `zstandard`, too; survey
+    neither.
 """
 
 from __future__ import annotations
@@ -55,7 +59,10 @@ Source = tuple[str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a machine has in ``folder``: path → bytes, digest. ``tag``: its Python's, in the names of extension modules."""
+    """What a machine has in ``folder``: path → bytes, digest.
+
+    ``tag``: its Python's, in the names of extension modules.
+    """
 
     folder: str
     tag: str
@@ -145,9 +152,11 @@ def _digest(chunks: Iterable[bytes]) -> str:
 
 
 class Cargo:
-    """What has to travel, in ``folder``: files of which a difference will be made, and streams of all others, each content once.
+    """What has to travel, in ``folder``: files of which a difference will be made, and streams of all others, each
+    content once.
 
-    ``originals``: file → what it is compared with, on this machine; ``sizes``: bytes of the layers' files by kind of Source.
+    ``originals``: file → what it is compared with, on this machine; ``sizes``: bytes of the layers' files by kind of
+    Source.
     """
 
     def __init__(self, folder: Path, existing: Survey, have: Sequence[Path]) -> None:
@@ -327,7 +336,10 @@ def path_below(folder: Path, relative: str) -> Path:
 
 
 def expand(path: Path, size: int, original: Path | None, zstd: str) -> None:
-    """Write ``path`` from its compressed form beside it: ``size`` bytes, of the index at most. Raises ValueError for others."""
+    """Write ``path`` from its compressed form beside it: ``size`` bytes, of the index at most.
+
+    Raises ValueError for others.
+    """
     compressed = path.with_name(f"{path.name}.zst")
     reference = [f"--patch-from={original}"] if original else []
     argv = [zstd, "-q", "-d", "-c", "--long=31", *reference, str(compressed)]

@@ -1,8 +1,8 @@
 """Verify an image on a GPU machine: each case in a process with a time limit, the results in a file after every one.
 
-Needs Apptainer, an NVIDIA GPU, this checkout, and Python's own library; root, for the case rootless. Cases, all by default; a part of
-one is named as it is printed: kernels/apex, size/attention/calm-3b/cudnn.
-A copy of that file in qa/gpu/results is shown in docs/gpu-results.md: python docs/generate.py.
+Needs Apptainer, an NVIDIA GPU, this checkout, and Python's own library; root, for the case rootless. Cases, all by
+default; a part of one is named as it is printed: kernels/apex, size/attention/calm-3b/cudnn. A copy of that file in
+qa/gpu/results is shown in docs/gpu-results.md: python docs/generate.py.
 
 without-nv  a task that needs the GPU ends without --nv with one sentence that says so
 doctor      the image's torch sees the GPU and computes on it; an image without torch lists it
@@ -58,7 +58,8 @@ TAIL = 30  # lines of output that are kept
 TIMED_OUT = 124  # as timeout(1) has it
 GRACE = 10  # seconds from SIGTERM to SIGKILL
 
-# Prints image.json with which packages there are, and a line for each task: its name, its script, whether it has --smoke.
+# Prints image.json with which packages there are, and a line for each task: its name, its script, whether it has
+# --smoke.
 DESCRIBE = """
 python -c 'import importlib.metadata as m, json, sys
 image = json.load(open("/opt/ekiben/image.json"))
@@ -102,7 +103,10 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One command of ``case``; ``judge`` gets its exit code and output. ``reason``: a sentence where it cannot be run here."""
+    """One command of ``case``; ``judge`` gets its exit code and output.
+
+    ``reason``: a sentence where it cannot be run here.
+    """
 
     case: str
     argv: list[str] = field(default_factory=list)
@@ -136,7 +140,7 @@ def read_image(sif: Path) -> Image:
     return Image(sif, metadata, tuple(metadata.pop("packages")), {item[0]: item[1] for item in described}, smoke)
 
 
-# ----------------------------------------------------------------------------------------------------------------- cases
+# ---------------------------------------------------------------------------------------------------------------- cases
 
 
 def check_without_nv(image: Image) -> Iterator[Check]:
@@ -267,7 +271,7 @@ def all_checks(image: Image, user: str, work: Path, inputs: Path, gpus: int) -> 
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------- running
+# -------------------------------------------------------------------------------------------------------------- running
 
 
 def run(check: Check, limit: float) -> Outcome:

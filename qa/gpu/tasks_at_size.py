@@ -1,22 +1,26 @@
 """Tasks at a real size, as their user runs them: what each took, and whether the results agree.
 
-    python3 qa/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [dialogues] [bench] [pretrain] [offload] [attention]
-        [attention/calm-3b/cudnn …]
+    python3 qa/gpu/tasks_at_size.py --json FILE [lora] [full] [two-gpus] [sharded] [dialogues] [bench] [pretrain]
+        [offload] [attention] [attention/calm-3b/cudnn …]
 
-The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the checkout's.
+The weights are random, the sizes real. With --sif the tasks are those of an image; else this Python runs the
+    checkout's.
 Each case prints what was expected of the GPU's memory and what was reserved; the exit code is 1 when one did not pass.
-lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; on two GPUs where
-           there are two; generate, chat, merge
+lora       OpenCALM-3B: train; train stopped by SIGTERM and resumed, whose losses may differ by a GPU's rounding; on two
+           GPUs where there are two; generate, chat, merge
 full       Llama-3.2-1B, every weight
 two-gpus   the same on two GPUs (DDP): train; stopped on two and resumed on one, and the reverse; generate on both
 sharded    fsdp, zero2 or zero3: the same model, shared out between two GPUs, or four: train; stopped and resumed
-dialogues  fsdp-llama's settings with Llama-3.2-1B on two GPUs: train, stopped and resumed; merge-weights, chat with either model
-bench      lora-bench's tasks with Llama-3.2-1B: preprocess, the reference run and one to its target, evaluate; on two GPUs, too
-pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert, sft, upload --dry-run; on
-           two GPUs, too, where there are two: split by tensors, and resumed as copies on one; on four, by tensors and blocks
+dialogues  fsdp-llama's settings with Llama-3.2-1B on two GPUs: train, stopped and resumed; merge-weights, chat with
+           either model
+bench      lora-bench's tasks with Llama-3.2-1B: preprocess, the reference run and one to its target, evaluate; on two
+           GPUs, too
+pretrain   the 0.125B model at 2048 tokens: tokenizer, data, eight steps, resumed for four more, convert, sft, upload
+           --dry-run; on two GPUs, too, where there are two: split by tensors, and resumed as copies on one; on four, by
+           tensors and blocks
 offload    Llama-2-7B, every weight, with DeepSpeed: --set deepspeed.offload=all, where it does not fit without
-attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed lengths;
-           Llama on examples of 4,000 to 7,600 tokens, too, and 24 compiled steps of these
+attention  MODEL/KERNEL: eight steps of LoRA with --set attention=KERNEL, on examples of 1152 tokens each and of mixed
+           lengths; Llama on examples of 4,000 to 7,600 tokens, too, and 24 compiled steps of these
 """
 
 from __future__ import annotations
@@ -67,11 +71,13 @@ def exec_argv(sif: Path, *argv: object, nv: bool = True, binds: Sequence[Path] =
     return ["apptainer", "--silent", "exec", *options, str(sif), *map(str, argv)]
 
 
-# --------------------------------------------------------------------------------------------------- models and examples
+# -------------------------------------------------------------------------------------------------- models and examples
 
 
 def make_inputs(model_name: str, folder: Path) -> None:
-    """Save a model of bench_train.SHAPES with random weights, and examples: of some 700 tokens, of ONE_LENGTH, and long ones."""
+    """Save a model of bench_train.SHAPES with random weights, and examples: of some 700 tokens, of ONE_LENGTH, and long
+    ones.
+    """
     import torch
     from bench_train import SHAPES, make_model
 
@@ -93,7 +99,9 @@ def make_inputs(model_name: str, folder: Path) -> None:
 
 
 def make_example(tokenizer: Any, samples: Sequence[dict[str, str]], number: int, min_tokens: int) -> dict[str, str]:
-    """Return an example of ``min_tokens`` tokens and a few more: a sample's question, answered with the samples' answers."""
+    """Return an example of ``min_tokens`` tokens and a few more: a sample's question, answered with the samples'
+    answers.
+    """
     text, tokens = str(number), 0
     while tokens < min_tokens:
         answer = samples[(number * 7 + len(text)) % len(samples)]["output"]
@@ -120,7 +128,10 @@ def lengthen_example(tokenizer: Any, example: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Runs tasks for one case, in ``sif`` or with this Python. ``inputs`` is kept for the next case, ``folder`` is not."""
+    """Runs tasks for one case, in ``sif`` or with this Python.
+
+    ``inputs`` is kept for the next case, ``folder`` is not.
+    """
 
     sif: Path | None
     inputs: Path
@@ -228,11 +239,13 @@ def train(
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------- cases
+# ---------------------------------------------------------------------------------------------------------------- cases
 
 
 def train_and_resume(runner: Runner, model: str, *options: str, **where: Any) -> dict[str, Any]:
-    """Train into ``uninterrupted``, and into ``stopped``, which is stopped by SIGTERM and resumed. where: gpus, data."""
+    """Train into ``uninterrupted``, and into ``stopped``, which is stopped by SIGTERM and resumed. where: gpus,
+    data.
+    """
     uninterrupted = train(runner, model, "uninterrupted", *options, **where)
     stopped = train(runner, model, "stopped", *options, stop=True, **where)
     resumed = train(runner, model, "stopped", *options, **where)
@@ -480,7 +493,9 @@ def run_offload(runner: Runner) -> dict[str, Any]:
 
 
 def run_attention(runner: Runner, *, model: str, kernel: str) -> dict[str, Any]:
-    """A kernel that the image lacks, or that is not for this model, is refused in one sentence, and that passes, too."""
+    """A kernel that the image lacks, or that is not for this model, is refused in one sentence, and that passes,
+    too.
+    """
     settings = () if model == "calm-3b" else ("lora.target_modules=auto", "batch_size=16", "epochs=3")
     options = (f"attention={kernel}", *settings)
     results = {name: train(runner, model, name, *options, lengths=name) for name in ("uniform", "mixed")}

@@ -1,6 +1,7 @@
 """What doctor sees of real GPUs, and that what it promises of an image is so there.
 
-Run on a machine with an NVIDIA GPU, Apptainer and a Python that has torch: `make test-gpu`. EKIBEN_SIF names a built image.
+Run on a machine with an NVIDIA GPU, Apptainer and a Python that has torch: `make test-gpu`. EKIBEN_SIF names a built
+image.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Compiled extensions against torch's own results, on a GPU: in the image that ships them, or in this Python.
 
-EKIBEN_SIF names a built image; without it the packages of this Python are tested. What is not installed is skipped: `make test-gpu`.
+EKIBEN_SIF names a built image; without it the packages of this Python are tested. What is not installed is skipped:
+`make test-gpu`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def run_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def workspace(run_folder: Path) -> Workspace:
-    """$EKIBEN_TEST_WORKSPACE, which stays with its caches and first layers; without it a temporary one of this process."""
+    """$EKIBEN_TEST_WORKSPACE, which stays with its caches and first layers; without it a temporary one of this
+    process.
+    """
     need("apptainer", "buildah", "mmdebstrap")
     path = Path(os.environ.get("EKIBEN_TEST_WORKSPACE") or run_folder / os.environ.get("PYTEST_XDIST_WORKER", "main"))
     path.mkdir(parents=True, exist_ok=True)
@@ -127,7 +129,9 @@ def job_recipe(workspace: Workspace, hello: Path, cli: Cli) -> Path:
 
 @pytest.fixture
 def new_store(workspace: Workspace, hello: Path, request: pytest.FixtureRequest) -> Iterator[NewStore]:
-    """new_store(user, *layers): a store of the user's own in which just these layers are there; their blobs are links."""
+    """new_store(user, *layers): a store of the user's own in which just these layers are there; their blobs are
+    links.
+    """
     made: list[Path] = []
 
     def make(user: str = ME, *layers: str) -> Path:

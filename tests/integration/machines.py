@@ -1,4 +1,6 @@
-"""Machines with git, make and Python and nothing else: a root file system in a temporary folder, entered by namespaces."""
+"""Machines with git, make and Python and nothing else: a root file system in a temporary folder, entered by
+namespaces.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Many at work in one published folder, killed at random: share_load.py FOLDER SECONDS, with PYTHONPATH=.:tests
 
-Writers publish (some pin what they published, some prune), as two users of one group; readers, users of none, hash whatever
-they see. Each says what it did in a file of its own, line by line. The last line printed is the sum, as JSON.
+Writers publish (some pin what they published, some prune), as two users of one group; readers, users of none, hash
+whatever they see. Each says what it did in a file of its own, line by line. The last line printed is the sum, as JSON.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ def count(folder: Path) -> dict[str, object]:
 
 
 def look(shared_dir: Path, folder: Path) -> dict[str, object]:
-    """What is there when all is quiet: every version whole, every pinned one, nothing lost after the next publisher came."""
+    """What is there when all is quiet: every version whole, every pinned one, nothing lost after the next publisher
+    came.
+    """
     lines = [line for path in (folder / "logs").iterdir() for line in path.read_text().splitlines()]
     pinned = {line.split()[1] for line in lines if line.startswith("pinned ") and line.endswith(".sif")}
     images = shared_dir / "images/own"

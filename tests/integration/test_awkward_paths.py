@@ -1,4 +1,6 @@
-"""Paths with characters that have a meaning for runtimes, overlays or CSV: stores, working folders, outputs, shared folders."""
+"""Paths with characters that have a meaning for runtimes, overlays or CSV: stores, working folders, outputs, shared
+folders.
+"""
 
 from __future__ import annotations
 

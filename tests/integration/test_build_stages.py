@@ -1,7 +1,7 @@
 """Build stages with real engines: a small package compiled by gcc in a stage, its wheel proven, kept, taken elsewhere.
 
-The stage stands on a layer with gcc and pip, as images/*.def stand on the toolkit. A file that nvcc would have filled with
-device code is written by hand (tests/fat_elf.py): nvcc itself is too large for every run.
+The stage stands on a layer with gcc and pip, as images/*.def stand on the toolkit. A file that nvcc would have filled
+with device code is written by hand (tests/fat_elf.py): nvcc itself is too large for every run.
 """
 
 from __future__ import annotations

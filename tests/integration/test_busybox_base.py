@@ -1,4 +1,6 @@
-"""A base whose programs are all busybox's, as Alpine's are: built by every engine, or refused with the reason, and run."""
+"""A base whose programs are all busybox's, as Alpine's are: built by every engine, or refused with the reason, and
+run.
+"""
 
 from __future__ import annotations
 

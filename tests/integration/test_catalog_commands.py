@@ -81,7 +81,9 @@ def test_shown_grid_engine_command_runs(ways: dict[str, list[str]], desk: Path) 
 
 
 def test_shown_pbs_command_runs(ways: dict[str, list[str]], desk: Path) -> None:
-    """On the stand-in (tests/support/pbs_standin.py), whose jobs have a small environment: `singularity` is where all find it."""
+    """On the stand-in (tests/support/pbs_standin.py), whose jobs have a small environment: `singularity` is where all
+    find it.
+    """
     shutil.copy(ROOT / "tests/support/pbs_standin.py", desk / "bin")
     (desk / "bin/qsub").write_text(f'#!/bin/sh\nexec python3 "{desk}/bin/pbs_standin.py" qsub "$@"\n')
     (desk / "bin/qsub").chmod(0o755)

@@ -1,4 +1,6 @@
-"""The catalogue's pages in a real browser: from the disk and from a web server, on a phone, in the dark, without JavaScript."""
+"""The catalogue's pages in a real browser: from the disk and from a web server, on a phone, in the dark, without
+JavaScript.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Definition files of the kinds that Apptainer's manual shows, built here and by Apptainer: equal trees, or a reason why not.
+"""Definition files of the kinds that Apptainer's manual shows, built here and by Apptainer: equal trees, or a reason
+why not.
 
-All stand on one small base: a shell and a few programs of this machine. What differs, and what is refused here, is listed with its
-reason in docs/reference/definition-files.md; a reason that no longer applies fails, too.
+All stand on one small base: a shell and a few programs of this machine. What differs, and what is refused here, is
+listed with its reason in docs/reference/definition-files.md; a reason that no longer applies fails, too.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ PROGRAMS = (
     "sed",
 )
 
-# ------------------------------------------------------------------------------------------------ what both of them build
+# ---------------------------------------------------------------------------------------------- what both of them build
 
 MODES = "files have mode 0644, or 0755 where their owner may execute them"
 LOGS = "logs, caches and locks that differ from run to run are left out"
@@ -594,7 +595,7 @@ def lab() -> Iterator[Lab]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- the tests
+# ------------------------------------------------------------------------------------------------------------ the tests
 
 
 @pytest.mark.parametrize("name", CASES)

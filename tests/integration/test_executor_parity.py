@@ -18,8 +18,8 @@ pytestmark = pytest.mark.covers("ekiben/executors", "ekiben/formats")
 
 Listing = dict[str, tuple[object, ...]]
 
-# Not here, for engines do differ: a file of several names in a layer below that is written to in place. fuse-overlayfs, which
-# Apptainer uses without root, takes one name for another then: see test_a_file_of_several_names.
+# Not here, for engines do differ: a file of several names in a layer below that is written to in place. fuse-overlayfs,
+# which Apptainer uses without root, takes one name for another then: see test_a_file_of_several_names.
 
 # setxattr(2) by its number, for perl is in every Debian: attribute PATH NAME VALUE-IN-HEX.
 ATTRIBUTE = r"""

@@ -98,7 +98,9 @@ AS_SOMEBODY = "cd /home/somebody && setpriv --reuid 3456 --regid 3456 --clear-gr
 
 
 def test_ubuntu_makes_an_image_and_singularityce_runs_it(ubuntu: Path) -> None:
-    """Packages of Debian, whose archive Ubuntu's apt does not know; and the runtime that takes no zstd, setuid as packaged."""
+    """Packages of Debian, whose archive Ubuntu's apt does not know; and the runtime that takes no zstd, setuid as
+    packaged.
+    """
     made = run_in(ubuntu, "make --no-print-directory image recipe=hello")
     assert made.returncode == 0, made.stderr
     for message in ("installing python3.12-venv", "installing buildah", "installing mmdebstrap debian-archive-keyring"):

@@ -1,4 +1,6 @@
-"""A file system without inodes, and a full one: one sentence, nothing is lost, and with space the same command works."""
+"""A file system without inodes, and a full one: one sentence, nothing is lost, and with space the same command
+works.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What fuse-overlayfs does otherwise than the kernel's overlay: the documents say so, and engines with the latter come first."""
+"""What fuse-overlayfs does otherwise than the kernel's overlay: the documents say so, and engines with the latter come
+first.
+"""
 
 from __future__ import annotations
 

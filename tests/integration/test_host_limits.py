@@ -49,7 +49,9 @@ def copy_store(store: Path, to: Path) -> Path:
 def test_full_disk_during_a_build(
     engine: str, cli: Cli, workspace: Workspace, small_disk: Path, recipe_folder: RecipeFolder, new_store: NewStore
 ) -> None:
-    """Docker's changes are in the daemon's storage and the layer does not fit; Apptainer's script itself finds no space."""
+    """Docker's changes are in the daemon's storage and the layer does not fit; Apptainer's script itself finds no
+    space.
+    """
     recipe_folder.layer("large", "base", "head -c 55M /dev/urandom >/large")
     recipe_folder.top("large")
     store = copy_store(new_store(ME, "base"), small_disk / "store")

@@ -225,7 +225,9 @@ sys.exit(1)
 
 @pytest.mark.parametrize(("code", "signalled"), [(75, False), (130, False), (130, True)])
 def test_process_that_ends_after_a_signal_is_no_failure(code: int, signalled: bool, job: Job) -> None:
-    """Its own exit code is the job's: rank 1 had the signal; rank 0 voted with it, or has lost it before it could vote."""
+    """Its own exit code is the job's: rank 1 had the signal; rank 0 voted with it, or has lost it before it could
+    vote.
+    """
     does = f"""'work'
 meet(2)
 if rank == 1:

@@ -1,4 +1,6 @@
-"""What engines cannot do with a file of a layer below goes to another engine; what Apptainer builds of a definition file, we build."""
+"""What engines cannot do with a file of a layer below goes to another engine; what Apptainer builds of a definition
+file, we build.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def read_image(store: Path, layers: list[dict[str, Any]]) -> Seen:
     return entries
 
 
-# ------------------------------------------------------------------------------------ what an engine's overlay cannot do
+# ----------------------------------------------------------------------------------- what an engine's overlay cannot do
 
 LOWER = (
     ATTRIBUTE
@@ -124,7 +126,7 @@ def test_what_fuse_overlayfs_and_squashfuse_mix_up_is_built_right_or_refused(
         )
 
 
-# ------------------------------------------------------------------------------- definition files that Apptainer reads, too
+# --------------------------------------------------------------------------- definition files that Apptainer reads, too
 
 # The cases of Apptainer's manual ("Definition Files"), in words of our user_id. Both build on the same base.sif.
 CORPUS = {
@@ -270,7 +272,9 @@ def is_same(ours: tuple[object, ...] | None, theirs: tuple[object, ...] | None) 
 def read_folder(
     root: Path, uids: Mapping[int, int] | None = None, gids: Mapping[int, int] | None = None
 ) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """Yield what is in a folder of the ordinary user's, as his namespace shows it; else with these ids of files → ids."""
+    """Yield what is in a folder of the ordinary user's, as his namespace shows it; else with these ids of files →
+    ids.
+    """
     account = pwd.getpwnam(USER)
     uids = subordinate_ids("/etc/subuid", account.pw_uid) if uids is None else uids
     gids = subordinate_ids("/etc/subgid", account.pw_gid) if gids is None else gids

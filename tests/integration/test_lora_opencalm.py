@@ -78,7 +78,9 @@ def test_list_and_inspect(built: BuiltImage, workspace: Workspace) -> None:
 
 
 def test_doctor_finds_the_device_code_of_the_image(built: BuiltImage, workspace: Workspace) -> None:
-    """Of the layers and of the SIF the same; torch's libraries hold what the stack says, and so a V100 cannot run them."""
+    """Of the layers and of the SIF the same; torch's libraries hold what the stack says, and so a V100 cannot run
+    them.
+    """
     cli = built.cli(workspace)
     stack = (built.checkout / "images/stacks/cu130/stack.yaml").read_text()
     declared = re.findall(r'"([\d.]+)"', re.search(r"compute_capabilities: (.*)", stack)[1])  # type: ignore[index]

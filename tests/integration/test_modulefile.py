@@ -1,4 +1,6 @@
-"""Modulefiles of a published image, read by Environment Modules and by Lmod: what is loaded by which name, what is not found."""
+"""Modulefiles of a published image, read by Environment Modules and by Lmod: what is loaded by which name, what is not
+found.
+"""
 
 from __future__ import annotations
 

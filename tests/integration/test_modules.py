@@ -1,4 +1,6 @@
-"""`module load` of a published image by an ordinary user, who then runs its task in rootless Apptainer, with no Ekiben."""
+"""`module load` of a published image by an ordinary user, who then runs its task in rootless Apptainer, with no
+Ekiben.
+"""
 
 from __future__ import annotations
 

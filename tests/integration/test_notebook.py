@@ -1,4 +1,6 @@
-"""`build.py notebook` with the real JupyterLab: its token, its kernel, what it listens on, what is left when it ends."""
+"""`build.py notebook` with the real JupyterLab: its token, its kernel, what it listens on, what is left when it
+ends.
+"""
 
 from __future__ import annotations
 

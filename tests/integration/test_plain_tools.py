@@ -1,4 +1,6 @@
-"""A recipe of several layers, built without Ekiben: its rendered files by Apptainer and Docker, its OCI archive read by Apptainer."""
+"""A recipe of several layers, built without Ekiben: its rendered files by Apptainer and Docker, its OCI archive read by
+Apptainer.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ def test_apptainer_builds_the_oci_archive(stacked: Stacked, workspace: Workspace
 
 
 def test_apptainer_builds_the_rendered_definition(stacked: Stacked, workspace: Workspace, cli: Cli) -> None:
-    """As an ordinary user, whose Apptainer gives all files of a registry's image to root: so owners are not compared."""
+    """As an ordinary user, whose Apptainer gives all files of a registry's image to root: so owners are not
+    compared.
+    """
     folder = workspace.folder("rendered")
     file = Path(cli.run("render", stacked.path, "--to", "def", "-o", folder / "def").stdout.strip())
     give(file.parent, USER)

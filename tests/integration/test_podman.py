@@ -1,4 +1,7 @@
-"""podman as an executor that also keeps images and runs tasks, as root and as an ordinary user. Builds: test_executor_parity.py."""
+"""podman as an executor that also keeps images and runs tasks, as root and as an ordinary user.
+
+Builds: test_executor_parity.py.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def session_members(session: int) -> list[str]:
 
 
 def session_members_at_last(session: int) -> list[str]:
-    """Return the processes that are left after 10 s, or as soon as there are none: those of a killed one end by themselves."""
+    """Return the processes that are left after 10 s, or as soon as there are none: those of a killed one end by
+    themselves.
+    """
     deadline = time.monotonic() + 10
     while (left := session_members(session)) and time.monotonic() < deadline:
         time.sleep(0.05)

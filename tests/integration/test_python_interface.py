@@ -93,7 +93,7 @@ def test_open_takes_the_name_of_a_local_recipe(sif: Path, tmp_path: Path, monkey
         ekiben.open("text.sif")
 
 
-# -------------------------------------------------------------------------------- what spython has wrong, and is right here
+# ---------------------------------------------------------------------------- what spython has wrong, and is right here
 
 
 def test_long_output_on_both_streams_neither_hangs_nor_loses_the_exit_code(image: ekiben.Image) -> None:

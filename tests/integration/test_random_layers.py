@@ -24,8 +24,9 @@ SEEDS = tuple(map(int, os.environ.get("EKIBEN_RANDOM_TREES", "1").split(",")))
 EDITS = int(os.environ.get("EKIBEN_RANDOM_EDITS", "60"))
 FOLDER = "opt/n"
 
-# Engines differ where a layer changes or moves one of several names of a file of a layer below: fuse-overlayfs takes another name,
-# rename(2) of a folder keeps links that a copy of it breaks. So names are made in the last layer alone, and nothing is moved there.
+# Engines differ where a layer changes or moves one of several names of a file of a layer below: fuse-overlayfs takes
+# another name, rename(2) of a folder keeps links that a copy of it breaks. So names are made in the last layer alone,
+# and nothing is moved there.
 WITHOUT = (("link",), ("link",), ("move",))
 
 Seen = dict[str, tuple[object, ...]]

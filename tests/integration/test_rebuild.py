@@ -1,4 +1,6 @@
-"""The same image again: in an empty store, by another user, with and without root; and an image that does not come out."""
+"""The same image again: in an empty store, by another user, with and without root; and an image that does not come
+out.
+"""
 
 from __future__ import annotations
 

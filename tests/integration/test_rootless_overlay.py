@@ -1,4 +1,6 @@
-"""Without root, too, layers come from the kernel's overlay; where only fuse-overlayfs can be had, another engine is taken, or it is said."""
+"""Without root, too, layers come from the kernel's overlay; where only fuse-overlayfs can be had, another engine is
+taken, or it is said.
+"""
 
 from __future__ import annotations
 

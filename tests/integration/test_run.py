@@ -1,4 +1,6 @@
-"""`build.py run` with the real runtimes: what gets in, what is seen, what stays off every command line; the copy on local disk."""
+"""`build.py run` with the real runtimes: what gets in, what is seen, what stays off every command line; the copy on
+local disk.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def only_singularity(workspace: Workspace) -> Iterator[Path]:
 def test_environment_and_folders_inside_the_container(
     user: str, runtime: str, looker: Looker, workspace: Workspace, only_singularity: Path
 ) -> None:
-    """An ordinary cluster's environment around it: host libraries stay out, what a job needs is there, a token is not shown."""
+    """An ordinary cluster's environment around it: host libraries stay out, what a job needs is there, a token is not
+    shown.
+    """
     home = workspace.folder("job", user)
     here = home / "here"
     for folder in (here, home / "data", home / "models"):

@@ -1,4 +1,6 @@
-"""What we sign Apptainer verifies, and what Apptainer signs we do: as root, and as a user who has only the public key."""
+"""What we sign Apptainer verifies, and what Apptainer signs we do: as root, and as a user who has only the public
+key.
+"""
 
 from __future__ import annotations
 

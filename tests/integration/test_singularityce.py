@@ -1,4 +1,6 @@
-"""Whole images under Apptainer and SingularityCE, setuid: users, run, start and help scripts, the default task, attributes."""
+"""Whole images under Apptainer and SingularityCE, setuid: users, run, start and help scripts, the default task,
+attributes.
+"""
 
 from __future__ import annotations
 

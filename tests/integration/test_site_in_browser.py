@@ -1,4 +1,6 @@
-"""The documents' site in Chromium: widths of all pages, search, copy buttons, dark colours, charts; from a disk and a server."""
+"""The documents' site in Chromium: widths of all pages, search, copy buttons, dark colours, charts; from a disk and a
+server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Jobs on a real Slurm of two nodes with four GPUs each (tests/services.sh), submitted by an ordinary user, run by Apptainer."""
+"""Jobs on a real Slurm of two nodes with four GPUs each (tests/services.sh), submitted by an ordinary user, run by
+Apptainer.
+"""
 
 from __future__ import annotations
 

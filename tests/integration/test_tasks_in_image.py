@@ -1,7 +1,7 @@
 """The tests of the tasks, in the image: what ships is what is tested.
 
-The scripts and packages are the image's; only pytest comes from outside, and what other recipes' images add: pure Python, or
-nearly, so that their tasks' tests run here, too, without an image each.
+The scripts and packages are the image's; only pytest comes from outside, and what other recipes' images add: pure
+Python, or nearly, so that their tasks' tests run here, too, without an image each.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from workspaces import CA_BUNDLE, ROOT, USER, BuiltImage, Workspace, end_of, run
 pytestmark = pytest.mark.covers("entrypoints", each=True)
 
 TASKS = ROOT / "tests/tasks"
-# Groups: a folder; of distributed/, whose files take half of the time, and of the recipes each file. Megatron-Core on the CPU
-# changes what torch means by a GPU for its whole process.
+# Groups: a folder; of distributed/, whose files take half of the time, and of the recipes each file. Megatron-Core on
+# the CPU changes what torch means by a GPU for its whole process.
 ONE_BY_ONE = ("distributed", "recipes")
 GROUPS = sorted({path if path.parent.name in ONE_BY_ONE else path.parent for path in TASKS.rglob("test_*.py")})
 

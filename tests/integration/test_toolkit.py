@@ -1,4 +1,6 @@
-"""The toolkit's nvcc, in a build stage on the real layers: what it compiles, what of it ships, and twice the same bytes."""
+"""The toolkit's nvcc, in a build stage on the real layers: what it compiles, what of it ships, and twice the same
+bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sources that an ordinary user may not read, and outputs where he may not write: a sentence with the path, also as JSON."""
+"""Sources that an ordinary user may not read, and outputs where he may not write: a sentence with the path, also as
+JSON.
+"""
 
 from __future__ import annotations
 

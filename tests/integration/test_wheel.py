@@ -66,7 +66,10 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Built and installed as `uv build` and `uv pip install` do it. Of two files the executable bit is set, as in no checkout of ours."""
+    """Built and installed as `uv build` and `uv pip install` do it.
+
+    Of two files the executable bit is set, as in no checkout of ours.
+    """
     path = tmp_path_factory.mktemp("wheel")
     checkout = copy_checkout(path / "checkout")
     for name in ("entrypoints/hello.py", "images/scripts/install.py"):

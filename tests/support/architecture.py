@@ -1,7 +1,7 @@
 """The structure of the code, read from its imports: floors, circles, faces, sizes. ``make architecture`` prints it.
 
-A package is what lies directly below ``ekiben``, or below ``ekiben_tasks``. Its floor is one more than the highest floor it imports
-from. Imports inside functions count; those under TYPE_CHECKING do not.
+A package is what lies directly below ``ekiben``, or below ``ekiben_tasks``. Its floor is one more than the highest
+floor it imports from. Imports inside functions count; those under TYPE_CHECKING do not.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def package_of(module: str) -> str:
-    """Return the package a module belongs to: the first name below the top one, whose own files count as packages, too."""
+    """Return the package a module belongs to: the first name below the top one, whose own files count as packages,
+    too.
+    """
     return ".".join(module.split(".")[:2])
 
 
@@ -214,7 +216,7 @@ if __name__ == "__main__":
     main()
 
 
-# ------------------------------------------------------------------------------------------------------ files by their path
+# -------------------------------------------------------------------------------------------------- files by their path
 
 _OF_PATHS = re.compile(
     "chmod|exists|glob|group|hardlink_to|is_dir|is_file|is_mount|is_symlink|iterdir|lchmod|lstat|mkdir|open|owner|read_bytes|read_text|"
@@ -237,7 +239,9 @@ _HELPERS = {
 
 
 def calls_by_path(path: Path) -> set[str]:
-    """Return ``FUNCTION CALL`` of each call in a module that names a file to the kernel by its path, relative to no descriptor."""
+    """Return ``FUNCTION CALL`` of each call in a module that names a file to the kernel by its path, relative to no
+    descriptor.
+    """
     calls = set()
     for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(function, ast.FunctionDef):

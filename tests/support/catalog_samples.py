@@ -1,4 +1,6 @@
-"""A catalogue made by hand, as ekiben/publish/catalog/gather.py would gather it, with the names of a person's choice."""
+"""A catalogue made by hand, as ekiben/publish/catalog/gather.py would gather it, with the names of a person's
+choice.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Audit:
-    """``effects``: writes, programs, connections; ``modules``: names, only the top package of those that are not ours."""
+    """``effects``: writes, programs, connections; ``modules``: names, only the top package of those that are not
+    ours.
+    """
 
     code: int
     effects: list[str]

@@ -1,4 +1,6 @@
-"""A layer whose build stage compiles a small package with gcc, as images/*.def do theirs with nvcc; and wheels made by hand."""
+"""A layer whose build stage compiles a small package with gcc, as images/*.def do theirs with nvcc; and wheels made by
+hand.
+"""
 
 from __future__ import annotations
 

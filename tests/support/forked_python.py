@@ -1,8 +1,9 @@
 """A stand-in for a Python interpreter: it lets the fork server beside it (forkserver.py) run the script.
 
-The fork server copies this file, with a #! line, into its folder. It imports little, because each process of a launcher starts it.
-It passes on its arguments, environment, folder and streams, then signals, and ends as the script ends. If the server refuses the
-request or is gone, it becomes a real interpreter. The server kills the script when this process dies.
+The fork server copies this file, with a #! line, into its folder. It imports little, because each process of a launcher
+starts it. It passes on its arguments, environment, folder and streams, then signals, and ends as the script ends. If
+the server refuses the request or is gone, it becomes a real interpreter. The server kills the script when this process
+dies.
 """
 
 from __future__ import annotations

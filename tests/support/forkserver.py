@@ -1,14 +1,16 @@
 """A fork server: a process that has imported torch, transformers and peft once and forks to run a script.
 
-``python()`` returns the path of a program to use in place of ``sys.executable``. Run as a script, this file is the server:
-``forkserver.py FOLDER [MODULE…]`` imports the modules, writes FOLDER/python, listens at FOLDER/socket, prints "ready", and ends with
-its standard input. Several runs of pytest can share a server: start each of them with FOLDER/python and $EKIBEN_TEST_FORKSERVER.
+``python()`` returns the path of a program to use in place of ``sys.executable``. Run as a script, this file is the
+server: ``forkserver.py FOLDER [MODULE…]`` imports the modules, writes FOLDER/python, listens at FOLDER/socket, prints
+"ready", and ends with its standard input. Several runs of pytest can share a server: start each of them with
+FOLDER/python and $EKIBEN_TEST_FORKSERVER.
 
-A script starts as in a new interpreter: arguments, environment, folder, streams, sys.path, filters of warnings, a process group of
-its own. Two things differ. The preloaded libraries have read the environment at their import; only huggingface_hub reads it again.
-At the end, the preloaded modules are not torn down, which would copy all their pages; atexit and threads run as usual. Start a real
-interpreter where such a thing is what you test. The server refuses requests whose variables of GUARDED differ from its own, or
-whose options need an interpreter of their own; they get a real interpreter.
+A script starts as in a new interpreter: arguments, environment, folder, streams, sys.path, filters of warnings, a
+process group of its own. Two things differ. The preloaded libraries have read the environment at their import; only
+huggingface_hub reads it again. At the end, the preloaded modules are not torn down, which would copy all their pages;
+atexit and threads run as usual. Start a real interpreter where such a thing is what you test. The server refuses
+requests whose variables of GUARDED differ from its own, or whose options need an interpreter of their own; they get a
+real interpreter.
 """
 
 from __future__ import annotations
@@ -127,7 +129,10 @@ class Child:
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return the exit code; a signal's number is negative. Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code; a signal's number is negative.
+
+        Raises subprocess.TimeoutExpired.
+        """
         from support.forked_python import receive
 
         if self.returncode is None:

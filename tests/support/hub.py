@@ -1,7 +1,8 @@
-"""A server that answers as the Hugging Face hub does where models are uploaded and downloaded, for the hub's own client.
+"""A server that answers as the Hugging Face hub does where models are uploaded and downloaded, for the hub's own
+client.
 
-It keeps models in memory, and large files by LFS (https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md). Clients have to set
-HF_HUB_DISABLE_XET=1: its other protocol for large files is not served.
+It keeps models in memory, and large files by LFS (https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md).
+Clients have to set HF_HUB_DISABLE_XET=1: its other protocol for large files is not served.
 """
 
 from __future__ import annotations

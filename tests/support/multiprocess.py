@@ -1,5 +1,5 @@
-"""What tests of tasks share: several processes of one run, as torchrun would start them, as forks of this one (so that not each
-imports torch anew), and an environment that is afterwards as it was."""
+"""What tests of tasks share: several processes of one run, as torchrun would start them, as forks of this one (so that
+not each imports torch anew), and an environment that is afterwards as it was."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from support import forkserver
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """The tasks set cache folders for the libraries they start; each test of a module that imports this starts from what was there."""
+    """The tasks set cache folders for the libraries they start; each test of a module that imports this starts from
+    what was there.
+    """
     saved = dict(os.environ)
     yield
     os.environ.clear()
@@ -36,7 +38,9 @@ def free_port() -> int:
 
 
 def launcher(name: str, size: int, patience: float, *nodes: str) -> list[str]:
-    """Return the command line before a program, of which ``size`` processes are started. nodes: more options of torchrun."""
+    """Return the command line before a program, of which ``size`` processes are started. nodes: more options of
+    torchrun.
+    """
     if name == "torchrun":
         where = nodes or ("--master-port", str(free_port()))
         return [
@@ -60,7 +64,8 @@ def start(
     processes = []
     context = multiprocessing.get_context("fork")
     for rank in range(size):
-        # One thread each: after a fork the other threads of OpenMP and of the tokenizers are gone, and nobody tells them.
+        # One thread each: after a fork the other threads of OpenMP and of the tokenizers are gone, and nobody tells
+        # them.
         rank_env = {
             "OMP_NUM_THREADS": 1,
             "TOKENIZERS_PARALLELISM": "false",

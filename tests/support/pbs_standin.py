@@ -1,8 +1,9 @@
 """A stand-in for PBS Professional, which no package archive has: only for tests, and strict.
 
-`pbs_standin.py qsub …`, and so qstat, qdel and pbs_tmrsh. It knows the options that the PBS Professional user's guide documents and
-that we use, refuses all others as PBS does, and runs jobs on this machine: as on a real one, with a small environment, in
-the home directory, output delivered at the end, SIGTERM at the end of the walltime. State is in $PBS_STANDIN.
+`pbs_standin.py qsub …`, and so qstat, qdel and pbs_tmrsh. It knows the options that the PBS Professional user's guide
+documents and that we use, refuses all others as PBS does, and runs jobs on this machine: as on a real one, with a small
+environment, in the home directory, output delivered at the end, SIGTERM at the end of the walltime. State is in
+$PBS_STANDIN.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def pbs_tmrsh(argv: list[str]) -> None:
     os.execv(command[0], command)
 
 
-# ------------------------------------------------------------------------------------------------------- looking, ending
+# ------------------------------------------------------------------------------------------------------ looking, ending
 
 
 def qstat(argv: list[str]) -> None:

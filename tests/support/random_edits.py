@@ -47,7 +47,9 @@ def random_edits(seed: int, count: int, without: Sequence[str] = ()) -> list[Edi
 
 
 def script(steps: Sequence[Edit]) -> str:
-    """Return shell lines; one that cannot be done (a folder over a file, say) changes nothing that others would not, too."""
+    """Return shell lines; one that cannot be done (a folder over a file, say) changes nothing that others would not,
+    too.
+    """
     return "\n".join(["umask 022", *(_line(step) for step in steps), "true"])
 
 

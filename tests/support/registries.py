@@ -34,7 +34,10 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def real_registry(folder: Path, *, password: bool = False, tls: bool = False) -> Iterator[str]:
-    """docker-registry with its data in ``folder``: host and port. ``folder``/cert.pem is its certificate, and the CA's."""
+    """docker-registry with its data in ``folder``: host and port.
+
+    ``folder``/cert.pem is its certificate, and the CA's.
+    """
     for program in ("docker-registry", "htpasswd", "openssl"):
         if not shutil.which(program):
             pytest.skip(f"{program} is not installed (tests/services.sh install registry)")

@@ -166,7 +166,10 @@ def edit_record(path: Path, **changes: Any) -> None:
 
 
 def becomes_empty(folder: Path, seconds: float = 10) -> bool:
-    """What a build leaves behind is removed by a thread that the process waits for at its end. A folder that is gone is empty."""
+    """What a build leaves behind is removed by a thread that the process waits for at its end.
+
+    A folder that is gone is empty.
+    """
     end = time.monotonic() + seconds
     with contextlib.suppress(FileNotFoundError):
         while list(folder.iterdir()):

@@ -1,8 +1,9 @@
 """Select the slow tests that a change must pass: ``pytest --select change``. CONTRIBUTING.md has the rule in prose.
 
-A selected test has one of three reasons: it is a guard; it is in the slice of this commit, one of SLICES that the hash of HEAD
-names; or it covers a path that one of the last COMMITS commits changed, the newest first, as long as there is time left. The
-seconds expected of each file are in tests/durations.json; ``make test-all options=--record-durations`` writes what it measures.
+A selected test has one of three reasons: it is a guard; it is in the slice of this commit, one of SLICES that the hash
+of HEAD names; or it covers a path that one of the last COMMITS commits changed, the newest first, as long as there is
+time left. The seconds expected of each file are in tests/durations.json; ``make test-all options=--record-durations``
+writes what it measures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rules of every run of tests, a plugin of pytest that pyproject.toml names.
 
-The user's own store is out of reach, a skip is a failure in CI, tests that need a GPU run when asked for, files that share a
-thing of the machine run in one process, and --select change leaves tests out (support/selection.py).
+The user's own store is out of reach, a skip is a failure in CI, tests that need a GPU run when asked for, files that
+share a thing of the machine run in one process, and --select change leaves tests out (support/selection.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NAMED_RUN_FOLDER = pytest.StashKey[bool]()
 
 @pytest.fixture(scope="session", autouse=True)
 def out_of_reach(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """$EKIBEN_STORE lies below a file, so that a test that forgets to name a store fails and leaves the user's alone."""
+    """$EKIBEN_STORE lies below a file, so that a test that forgets to name a store fails and leaves the user's
+    alone.
+    """
     wall = tmp_path_factory.mktemp("no-store") / "file"
     wall.write_text("a test must name its store\n")
     settings = {"EKIBEN_STORE": str(wall / "store"), "EKIBEN_SHARED": "", "EKIBEN_REGISTRY": "", "EKIBEN_RECIPES": ""}
@@ -55,7 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what the processes of this run shared: images, stores. Workers, and a pytest that a test starts, leave it."""
+    """Remove what the processes of this run shared: images, stores.
+
+    Workers, and a pytest that a test starts, leave it.
+    """
     if config.stash.get(NAMED_RUN_FOLDER, False):
         shutil.rmtree(os.environ.pop(RUN_FOLDER), ignore_errors=True)
 
@@ -101,8 +106,8 @@ _APART = {"test_tasks_in_image"}  # files whose tests take long and share little
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run files that share a thing of the machine in one process, in turn.
 
-    A marker xdist_group would say the same, and does nothing under pytest 9.2: pytest-xdist 3.8 writes to an attribute that
-    is no longer read.
+    A marker xdist_group would say the same, and does nothing under pytest 9.2: pytest-xdist 3.8 writes to an attribute
+    that is no longer read.
     """
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 

@@ -128,7 +128,9 @@ def requires_program(tool: str) -> str:
 
 
 def noticed_damage(path: Path, good: bytes, *, seed: str) -> int:
-    """Read 400 damaged copies of the squashfs ``good``, and return for how many that was an error; never another one."""
+    """Read 400 damaged copies of the squashfs ``good``, and return for how many that was an error; never another
+    one.
+    """
     choose = random.Random(seed)
     table = SUPERBLOCK.unpack_from(good)[15]  # the inode table: damage there and behind is what misleads a reader
     noticed = 0

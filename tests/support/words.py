@@ -1,9 +1,11 @@
-"""Count words that this project used in a meaning of its own, where the field has a term. ``make words`` prints the counts.
+"""Count words that this project used in a meaning of its own, where the field has a term.
 
-Each term stands with the field's. A private word is counted wherever it stands: as a part of an identifier, as a string that is
-one word (a JSON key, most often), and in texts: messages, help, docstrings. An ordinary English word is counted where it names
-something: in identifiers and one-word strings. tests/unit/words.json holds the counts that were reached; they may only shrink, and
-REASONS says of every term that is left in which meaning it stays.
+``make words`` prints the counts.
+
+Each term stands with the field's. A private word is counted wherever it stands: as a part of an identifier, as a string
+that is one word (a JSON key, most often), and in texts: messages, help, docstrings. An ordinary English word is counted
+where it names something: in identifiers and one-word strings. tests/unit/words.json holds the counts that were reached;
+they may only shrink, and REASONS says of every term that is left in which meaning it stays.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monke
     assert long_functions(modules.values(), 60) == ["top/one/a.py:1 f: 62 lines"]
 
 
-# What works in a folder that other users may write, and the calls by path that are left there: FILE FUNCTION CALL → why it is safe.
+# What works in a folder that other users may write, and the calls by path that are left there: FILE FUNCTION CALL → why
+# it is safe.
 SHARED_FOLDER = ("ekiben/publish/", "ekiben/store/", "ekiben/core/owner.py")
 BY_PATH = {
     "core/owner.py has_ended Path('/proc', owner.partition('-')[0]).exists": "a process",

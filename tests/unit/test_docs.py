@@ -46,7 +46,7 @@ generate = load(ROOT / "docs/generate.py")
 draw = load(ROOT / "docs/pictures/draw.py")
 
 
-# ----------------------------------------------------------------------------------------------------- reading documents
+# ---------------------------------------------------------------------------------------------------- reading documents
 
 
 def code(path: Path) -> list[str]:

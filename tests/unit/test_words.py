@@ -1,4 +1,6 @@
-"""Words of the field: the counts of private ones in tests/unit/words.json may only shrink (``make words`` prints them)."""
+"""Words of the field: the counts of private ones in tests/unit/words.json may only shrink (``make words`` prints
+them).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The formats that an image can be exported as: every module of this folder, and the entry points of ``ekiben.exporters``.
+"""The formats that an image can be exported as: every module of this folder, and the entry points of
+``ekiben.exporters``.
 
-To add one, add a file here and nothing elsewhere: its name is what `image --format` takes, and it fits the Protocol below.
+To add one, add a file here and nothing elsewhere: its name is what `image --format` takes, and it fits the Protocol
+below.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ GROUP = "ekiben.exporters"
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """One exported image. ``ref``: a path or an image's tag; ``size`` in bytes; ``created``: False when it existed already;
-    ``sha256``: 64 hex digits of a file, where they are known."""
+    """One exported image. ``ref``: a path or an image's tag; ``size`` in bytes; ``created``: False when it existed
+    already; ``sha256``: 64 hex digits of a file, where they are known."""
 
     kind: str
     ref: str
@@ -53,7 +55,10 @@ class Exporter(Protocol):
         """Return why this exporter cannot be used here, or None."""
 
     def export(self, image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
-        """Export ``image``; what exists already is left. ``target`` is the file, which an exporter without SUFFIX ignores."""
+        """Export ``image``; what exists already is left.
+
+        ``target`` is the file, which an exporter without SUFFIX ignores.
+        """
 
     def run_commands(self, artifact: Artifact, task: str) -> Sequence[str]:
         """Return the commands that run ``task`` in what was exported, or that load it."""

@@ -56,8 +56,8 @@ def make_sif(
 ) -> Artifact:
     """Write a SIF of the image's layers at ``out``, which is replaced only when the new one is complete.
 
-    ``with_sha256`` computes the SHA-256 on the way and stores it for publish and push. It depends on the layers alone, so one
-    value holds for every SIF of them; but not for a squashed one, which is compressed anew.
+    ``with_sha256`` computes the SHA-256 on the way and stores it for publish and push. It depends on the layers alone,
+    so one value holds for every SIF of them; but not for a squashed one, which is compressed anew.
     """
     header = image.squashed_header() if squash else image.sif_header(store)
     with contextlib.suppress(OSError, StoreError, VerifyError):  # then it is made again

@@ -1,8 +1,9 @@
 """What an image stands on: the root file system that a definition's ``Bootstrap:`` names.
 
-To add an agent, add one file here: its name is the file's name, its functions are those of `Base` and `Agent`. A distribution of your own
-can offer one, too: an entry point of the group `ekiben.bases` that names the module. Definition files are read by
-ekiben.spec.definition, which asks the agent what is wrong with a header; so keep heavy imports inside `entries`.
+To add an agent, add one file here: its name is the file's name, its functions are those of `Base` and `Agent`. A
+distribution of your own can offer one, too: an entry point of the group `ekiben.bases` that names the module.
+Definition files are read by ekiben.spec.definition, which asks the agent what is wrong with a header; so keep heavy
+imports inside `entries`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Base(Agent, Protocol):
     def entries(
         self, layer: Layer, staging: Path, notes: dict[str, Any], sources: PackageSources, log: Callable[[str], None]
     ) -> Iterator[LayerEntry]:
-        """Make or fetch the root file system; yield its entries in order. ``staging`` is a folder for the agent's own use.
+        """Make or fetch the root file system; yield its entries in order.
+
+        ``staging`` is a folder for the agent's own use.
 
         ``notes`` takes what is worth keeping about the layer, and the name of what made it as ``executor``.
         Raises EngineError when a program is missing, FetchError when something does not come.

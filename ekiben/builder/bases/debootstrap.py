@@ -29,7 +29,8 @@ _SUITE = re.compile(r"[a-z0-9][a-z0-9._/-]*")
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
 
 
-# dpkg waits for the disk after each package. Here it need not, where the kernel can (5.10): what a power failure ends is made anew.
+# dpkg waits for the disk after each package. Here it need not, where the kernel can (5.10): what a power failure ends
+# is made anew.
 _IN_VOLATILE = """
 cd "$TMPDIR/.." && mount -t overlay overlay root -o lowerdir=empty,upperdir=upper,workdir=work,volatile 2>/dev/null
 plain=$1
@@ -43,7 +44,9 @@ exec "$@"
 
 
 def header_problems(header: Mapping[str, str]) -> list[str]:
-    """Return what is missing for mmdebstrap, and what it would take for an option: its hooks are commands of this machine."""
+    """Return what is missing for mmdebstrap, and what it would take for an option: its hooks are commands of this
+    machine.
+    """
     if not (suite := header.get("osversion")):
         return ["Bootstrap: debootstrap needs 'OSVersion: <suite>'"]
     problems = (
@@ -79,7 +82,8 @@ def _in_namespace(argv: list[str], staging: Path, stack: contextlib.ExitStack) -
     """
     for name in ("root", "empty", "upper", "work"):
         (staging / name).mkdir()
-    # apt takes no path with quotes, and finds no keys below one with others of these characters: there the folder has a second name.
+    # apt takes no path with quotes, and finds no keys below one with others of these characters: there the folder has a
+    # second name.
     plain = ""
     if not re.fullmatch(r"[\w@%+=./-]+", str(staging), re.ASCII):
         plain = stack.enter_context(tempfile.TemporaryDirectory(prefix=_PLAIN))
@@ -112,7 +116,8 @@ def _bootstrapped(
         "mmdebstrap",
         "--variant=minbase",
         "--format=tar",
-        # Whether programs of another architecture run here was asked before: mmdebstrap's own check wants one package more.
+        # Whether programs of another architecture run here was asked before: mmdebstrap's own check wants one package
+        # more.
         *([f"--architectures={arch}", "--skip=check/qemu"] if arch != host_arch() else []),
         *([f"--include={include}"] if include else []),
         # In the script itself: without root, who runs it can't read a file in somebody's closed home.

@@ -153,7 +153,9 @@ def start_image(
 
 
 def _check_names(recipe: Recipe, start: StartOptions) -> None:
-    """Raise UsageError for a stack, a layer or a folder that is not there: the image's name is made of the first two."""
+    """Raise UsageError for a stack, a layer or a folder that is not there: the image's name is made of the first
+    two.
+    """
     if start.stack:
         find_stack(start.stack, recipe.image_folders, asked_by="--stack")
     layers = {path.stem for folder in recipe.image_folders for path in folder.glob("*.def")}

@@ -1,7 +1,8 @@
 """Check whether an image will run, and why not.
 
-On this machine, or on a site's compute nodes from a login node without GPU. Exit code 10 when it will fail. What an image requires
-is read from its layers; only with TASK something is run: its --dry-run, without a GPU, for the memory it expects.
+On this machine, or on a site's compute nodes from a login node without GPU. Exit code 10 when it will fail. What an
+image requires is read from its layers; only with TASK something is run: its --dry-run, without a GPU, for the memory it
+expects.
 
 \b
 Examples:

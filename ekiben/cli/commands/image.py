@@ -1,7 +1,7 @@
 """Build and verify a recipe's image.
 
-Layers that are stored, published by colleagues or in the registry of layers are reused; the others are built. The commands
-that run the image are printed at the end.
+Layers that are stored, published by colleagues or in the registry of layers are reused; the others are built. The
+commands that run the image are printed at the end.
 
 \b
 Examples:
@@ -67,7 +67,9 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageResult:
-    """``recipe`` is as a command line names it; ``built`` names the layers that were built; ``data`` are the folders that came with a bundle; ``run`` are commands."""
+    """``recipe`` is as a command line names it; ``built`` names the layers that were built; ``data`` are the folders
+    that came with a bundle; ``run`` are commands.
+    """
 
     recipe: str
     image: Image

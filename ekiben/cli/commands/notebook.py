@@ -1,8 +1,8 @@
 """Start JupyterLab in a recipe's image.
 
 The image is the recipe's with one layer more, which holds JupyterLab in an environment of its own; it is built once, as
-./RECIPE-notebook.sif or in Docker. Cells run in the recipe's Python. The server listens on this machine only, and prints its URL
-with a random token. Ctrl-C ends it.
+./RECIPE-notebook.sif or in Docker. Cells run in the recipe's Python. The server listens on this machine only, and
+prints its URL with a random token. Ctrl-C ends it.
 
 \b
 Examples:
@@ -134,7 +134,10 @@ def _build(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, 
 
 
 def _choose_port(ip: str, asked: int | None) -> int:
-    """Return the port asked for, or the first free one. Raises UsageError when none is free, or ``ip`` is none of this machine's."""
+    """Return the port asked for, or the first free one.
+
+    Raises UsageError when none is free, or ``ip`` is none of this machine's.
+    """
     for port in [asked] if asked else _PORTS:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]

@@ -25,7 +25,9 @@ from ekiben.resolve.graph import files_of
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """``included`` are files outside the recipe's folder; ``savings`` says what fewer GPU architectures save, where they were asked for."""
+    """``included`` are files outside the recipe's folder; ``savings`` says what fewer GPU architectures save, where
+    they were asked for.
+    """
 
     actions: Sequence[Action]
     included: Sequence[Path] = ()

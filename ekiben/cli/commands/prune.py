@@ -1,7 +1,7 @@
 """Remove stored layers that no image needs.
 
-Images named here are removed first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned, tagged
-(`current` is a tag) or were used lately stay.
+Images named here are removed first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned,
+tagged (`current` is a tag) or were used lately stay.
 
 \b
 Examples:

@@ -1,7 +1,7 @@
 """Publish an image to a shared folder.
 
-Others run it from there and build on its layers. Missing layers are built first. With --modulefile, Environment Modules and Lmod
-find this version and later ones below DIR/modulefiles.
+Others run it from there and build on its layers. Missing layers are built first. With --modulefile, Environment Modules
+and Lmod find this version and later ones below DIR/modulefiles.
 
 \b
 Examples:
@@ -40,7 +40,9 @@ from ekiben.signing.gpg import find_key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishResult:
-    """``task`` is the first of the recipe, or stands for any command; ``is_current``: the link `current` leads to the version now."""
+    """``task`` is the first of the recipe, or stands for any command; ``is_current``: the link `current` leads to the
+    version now.
+    """
 
     recipe: str
     task: str

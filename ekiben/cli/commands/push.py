@@ -1,7 +1,7 @@
 """Send an image to a registry.
 
-Blobs the registry has are not sent again; an interrupted upload is resumed. The registry is asked whether it takes an upload before
-anything is built.
+Blobs the registry has are not sent again; an interrupted upload is resumed. The registry is asked whether it takes an
+upload before anything is built.
 
 \b
 Examples:

@@ -1,7 +1,7 @@
 """Open a shell in a recipe's image.
 
-As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. What follows `--` is a program
-to run in place of the shell.
+As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. What follows
+`--` is a program to run in place of the shell.
 
 \b
 Examples:

@@ -1,6 +1,7 @@
 """Submit a task to Slurm, Grid Engine or PBS.
 
-It runs on one node or several. A job checkpoints before its walltime ends and goes back into the queue until it is done.
+It runs on one node or several. A job checkpoints before its walltime ends and goes back into the queue until it is
+done.
 
 \b
 Examples:

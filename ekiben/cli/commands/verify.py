@@ -1,7 +1,7 @@
 """Test an image again, or check its signature.
 
-Of a recipe's image: every blob's digest, and every %test in the finished image on the runtimes here. Of a file, or an image in a
-registry: that it is intact, and signed by a key you know.
+Of a recipe's image: every blob's digest, and every %test in the finished image on the runtimes here. Of a file, or an
+image in a registry: that it is intact, and signed by a key you know.
 
 \b
 Examples:
@@ -161,7 +161,10 @@ def command(
 
 
 def rebuild_and_compare(context: Context, resolved: ResolvedRecipe, options: Options) -> None:
-    """Print the comparison. Raises VerifyError when the image came out differently; its JSON is printed all the same."""
+    """Print the comparison.
+
+    Raises VerifyError when the image came out differently; its JSON is printed all the same.
+    """
     began = time.monotonic()
     comparison = rebuild(resolved, context.store, options, context.progress, user_root=context.default_store)
     result = RebuildResult(comparison, time.monotonic() - began)

@@ -103,7 +103,9 @@ def _store(host: BuildHost, needed: int) -> list[Finding]:
 
 
 def _output(host: BuildHost, group_name: Callable[[int], str]) -> list[Finding]:
-    """On some clusters a file gets the user's own group in a group's folder, which counts against a quota of nothing."""
+    """On some clusters a file gets the user's own group in a group's folder, which counts against a quota of
+    nothing.
+    """
     filesystem = host.output
     if not filesystem.writable:
         return [

@@ -1,8 +1,9 @@
 """Rules about GPUs: does a library have code for them, does their driver run its CUDA.
 
 - device code: NVIDIA's nvcc guide, "GPU compilation" (ekiben.gpu.device_code).
-- drivers: NVIDIA's "CUDA compatibility": any minor version of CUDA 11 runs on drivers from 450 on, of 12 from 525, of 13
-  from 580; PTX of a newer minor version than the driver's is refused. The toolkits' own drivers: CUDA's release notes.
+- drivers: NVIDIA's "CUDA compatibility": any minor version of CUDA 11 runs on drivers from 450 on, of 12 from 525, of
+  13 from 580; PTX of a newer minor version than the driver's is refused. The toolkits' own drivers: CUDA's release
+  notes.
 """
 
 from __future__ import annotations

@@ -62,7 +62,11 @@ def _namespaces(runtime: Runtime, node: Node) -> list[Finding]:
 
 
 def _stacking(runtime: Runtime, image: ImageRequirements) -> list[Finding]:
-    """Check that the runtime mounts several partitions. Tested: Apptainer 1.4, SingularityCE 4.1. Without setuid, that mounts or unpacks the first partition alone, as older ones do."""
+    """Check that the runtime mounts several partitions.
+
+    Tested: Apptainer 1.4, SingularityCE 4.1. Without setuid, that mounts or unpacks the first partition alone, as older
+    ones do.
+    """
     if image.partitions <= 1:  # none: an encrypted one, which is not ours
         return []
     fix = "make it --squash: one layer"
@@ -88,8 +92,8 @@ def _stacking(runtime: Runtime, image: ImageRequirements) -> list[Finding]:
 
 
 def _compression(runtime: Runtime, node: Node, image: ImageRequirements) -> list[Finding]:
-    """zstd, in a SIF of others (ours are gzip): no Singularity takes it, and where the kernel mounts it (setuid), that must
-    know it: since 4.14, when it was configured so."""
+    """zstd, in a SIF of others (ours are gzip): no Singularity takes it, and where the kernel mounts it (setuid), that
+    must know it: since 4.14, when it was configured so."""
     if not image.zstd:
         return []
     if runtime.kind.startswith("singularity"):

@@ -1,4 +1,6 @@
-"""The entries of one or several squashfs layers as a stream, with file data that threads decompress ahead of the reader."""
+"""The entries of one or several squashfs layers as a stream, with file data that threads decompress ahead of the
+reader.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ def stream_entries(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[LayerEn
 
 
 def overlay(layers: Sequence[SquashfsReader]) -> Iterator[PathInode]:
-    """Merge layers by overlayfs' rules: the top layer's entry counts, directories merge, anything else ends what lies below it."""
+    """Merge layers by overlayfs' rules: the top layer's entry counts, directories merge, anything else ends what lies
+    below it.
+    """
     height = {id(layer): index for index, layer in enumerate(layers)}
     walks = [layer.walk() for layer in layers]
     last: Order | None = None

@@ -1,4 +1,6 @@
-"""The numbers and structures of squashfs 4.0: https://dr-emann.github.io/squashfs/ and Linux, fs/squashfs/squashfs_fs.h."""
+"""The numbers and structures of squashfs 4.0: https://dr-emann.github.io/squashfs/ and Linux,
+fs/squashfs/squashfs_fs.h.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ Block = bytes | bytearray | memoryview
 
 MAGIC = 0x73717368
 METADATA_SIZE = 8192
-# Measured on lora-opencalm's 4.8 GB, with ISA-L's gzip: 0.6 % larger than with 256 KiB, and its packages are imported a fifth sooner
-# (a page of a library that is wanted unpacks less that is not); 32 KiB is 1 % larger still and no faster.
+# Measured on lora-opencalm's 4.8 GB, with ISA-L's gzip: 0.6 % larger than with 256 KiB, and its packages are imported a
+# fifth sooner (a page of a library that is wanted unpacks less that is not); 32 KiB is 1 % larger still and no faster.
 BLOCK_SIZE = 1 << 16
 ABSENT = 0xFFFF_FFFF_FFFF_FFFF  # a table that is not there
 NONE = 0xFFFF_FFFF  # no fragment, no xattr
@@ -50,8 +52,8 @@ BATCH = 1 << 20  # bytes handed to a worker at once: large enough that a job's P
 
 COMPRESSIONS = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 GZIP, ZSTD = 1, 6
-# What we write: SingularityCE runs nothing that is compressed with zstd, and every kernel reads this. libdeflate's, since its bytes
-# are no matter of the processor; level 2 would be 1 % smaller and take a fifth longer.
+# What we write: SingularityCE runs nothing that is compressed with zstd, and every kernel reads this. libdeflate's,
+# since its bytes are no matter of the processor; level 2 would be 1 % smaller and take a fifth longer.
 LEVEL = 1
 TYPES: dict[Kind, int] = {"dir": DIR, "file": FILE, "symlink": SYMLINK, "fifo": FIFO, "whiteout": CHAR_DEVICE}
 KINDS: dict[int, Kind] = {DIR: "dir", FILE: "file", SYMLINK: "symlink", FIFO: "fifo", CHAR_DEVICE: "whiteout"}

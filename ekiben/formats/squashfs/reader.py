@@ -43,7 +43,8 @@ def compression(path: Path, offset: int = 0) -> str | None:
 class SquashfsReader:
     """Reads the squashfs that starts at ``offset`` of ``file``, ours or mksquashfs' (zstd, gzip).
 
-    Of extended attributes, those that are no content are skipped (see ekiben.formats.xattrs). Devices other than whiteouts, and sockets, are skipped. Methods raise StoreError that says what is damaged and where.
+    Of extended attributes, those that are no content are skipped (see ekiben.formats.xattrs). Devices other than
+    whiteouts, and sockets, are skipped. Methods raise StoreError that says what is damaged and where.
     """
 
     def __init__(self, file: BinaryIO, offset: int = 0) -> None:
@@ -80,7 +81,9 @@ class SquashfsReader:
     # -- what callers ask
 
     def lookup(self, path: str) -> Entry | None:
-        """Return the entry at ``path``; symbolic links on the way are not followed, and any name of a hard link is a file."""
+        """Return the entry at ``path``; symbolic links on the way are not followed, and any name of a hard link is a
+        file.
+        """
         inode = self._find(path)
         return entry_of(path, inode) if inode is not None and inode.is_kept else None
 

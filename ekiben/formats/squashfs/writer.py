@@ -46,8 +46,8 @@ def _compress(block: Block, level: int = sq.LEVEL) -> bytes | bytearray:
 
 
 def _is_dense(block: Block) -> bool:
-    """Whether a block is not worth compressing, by what lies in its middle. GPU code is compressed already: trying all of it
-    takes half the time that a PyTorch layer's compression takes, to gain 0.3 %."""
+    """Whether a block is not worth compressing, by what lies in its middle. GPU code is compressed already: trying all
+    of it takes half the time that a PyTorch layer's compression takes, to gain 0.3 %."""
     start = (len(block) - _SAMPLE) // 2
     return start > 0 and len(_compress(block[start : start + _SAMPLE])) > _SAMPLE * 0.95
 
@@ -107,7 +107,9 @@ class _BlockWriter:
             self._send()
 
     def _send(self) -> None:
-        """The disk is idle while we compress; who mounts the file or waits for it to be stored would have to wait for all of it."""
+        """The disk is idle while we compress; who mounts the file or waits for it to be stored would have to wait for
+        all of it.
+        """
         self._out.flush()
         # To be read no more, says this; what it does to bytes just written is to begin writing them out.
         os.posix_fadvise(self._out.fileno(), self._sent, self.position - self._sent, os.POSIX_FADV_DONTNEED)
@@ -190,8 +192,8 @@ class _MetadataWriter:
 class SquashfsWriter:
     """A LayerWriter that writes squashfs to ``out``, an empty file open for writing and reading (``w+b``).
 
-    Entries come in canonical order. ``level`` 0 stores everything as it is, so that the bytes are the same whatever library
-    compresses. Methods raise StoreError for what squashfs cannot hold, ValueError for a wrong order or size.
+    Entries come in canonical order. ``level`` 0 stores everything as it is, so that the bytes are the same whatever
+    library compresses. Methods raise StoreError for what squashfs cannot hold, ValueError for a wrong order or size.
     """
 
     def __init__(
@@ -467,7 +469,10 @@ class SquashfsWriter:
         self._out.flush()
 
     def _append_xattrs(self, append: Callable[[bytes], int]) -> int:
-        """Names and values, each set of them once, then what says where the sets are. The kernel wants them last, with nothing between."""
+        """Names and values, each set of them once, then what says where the sets are.
+
+        The kernel wants them last, with nothing between.
+        """
         pairs, sets = _MetadataWriter(self._level), _MetadataWriter(self._level)
         for xattrs in self._xattrs:
             start, offset = pairs.position

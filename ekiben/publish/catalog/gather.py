@@ -61,7 +61,10 @@ Log = Callable[[str], None]
 
 
 def gather(shared: SharedStore, store: Store, log: Log) -> Catalog:
-    """Collect what the folder holds. ``store`` has the shared folder upstream, and caches what is read from its layers. Raises StoreError."""
+    """Collect what the folder holds.
+
+    ``store`` has the shared folder upstream, and caches what is read from its layers. Raises StoreError.
+    """
     skipped: list[SkippedFile] = []
     try:
         folders = image_folders(shared.folder)
@@ -138,7 +141,7 @@ def _lines(value: Any) -> list[str]:
     return [str(line) for line in value] if isinstance(value, list) else []
 
 
-# ------------------------------------------------------------------------------------------------- what is in the layers
+# ------------------------------------------------------------------------------------------------ what is in the layers
 
 
 class LayerInspector:
@@ -149,7 +152,9 @@ class LayerInspector:
         self._debian: dict[str, dict[str, str] | None] = {}
 
     def of(self, record: VersionRecord) -> LayerSummary:
-        """Return what decides where an image runs, and its packages; ``read_error`` is the reason when they are not known."""
+        """Return what decides where an image runs, and its packages; ``read_error`` is the reason when they are not
+        known.
+        """
         nothing: LayerSummary = {
             "read_error": None,
             "python": {},
@@ -267,7 +272,7 @@ def _driver(cuda: str | None) -> DriverVersions | None:
     return {"minimum": FLOORS.get(version_of(cuda)[0]), "toolkit": TOOLKIT_DRIVERS.get(cuda)}
 
 
-# --------------------------------------------------------------------------------------------------------- how to run it
+# -------------------------------------------------------------------------------------------------------- how to run it
 
 
 def commands(

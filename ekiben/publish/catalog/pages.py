@@ -1,5 +1,5 @@
-"""The pages, from what gather.py found and from nothing else. Every value is a stranger's text: the templates escape it,
-and the pages' Content-Security-Policy lets nothing run or load but the style and the script they hold."""
+"""The pages, from what gather.py found and from nothing else. Every value is a stranger's text: the templates escape
+it, and the pages' Content-Security-Policy lets nothing run or load but the style and the script they hold."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-# -------------------------------------------------------------------------------------------------------- words for values
+# ----------------------------------------------------------------------------------------------------- words for values
 
 
 def _shown(image: CatalogImage) -> CatalogVersion:
@@ -211,7 +211,7 @@ def _answers(run: ShownRun) -> str:
     return "" if count is None else f"{count:,.0f} answers in {_duration(run.get('seconds'))}"
 
 
-# ------------------------------------------------------------------------------------------------------------------ plots
+# ---------------------------------------------------------------------------------------------------------------- plots
 
 
 def plots(runs: Sequence[ShownRun]) -> list[Plot]:
@@ -269,7 +269,10 @@ def _plot(
 
 
 def _axis(lowest: float, highest: float) -> tuple[Callable[[float], float], list[float]]:
-    """value → per cent of the width, and the values to write below. From 0, or by powers of ten when they are far apart."""
+    """value → per cent of the width, and the values to write below.
+
+    From 0, or by powers of ten when they are far apart.
+    """
     if highest > 50 * lowest:
         low, high = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
         powers = [10.0**power for power in range(low, high + 1, max(1, (high - low) // 4))]

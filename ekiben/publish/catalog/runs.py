@@ -1,13 +1,15 @@
 """Run records kept with the image they were made with: people's run.json lie in their own folders, and those go.
 
-A run.json (training/run_summary.py of the tasks; generation/record.py writes OUTPUT.run.json) says with `image` what it ran in: /opt/ekiben/image.json, which names the
-layers but the last, and the checksum of the recipe's own files, which are that one. The version that has the same gets the record, in
-images/<name>/<stem>.runs/<first 12 digits of its sha256>.json. Of several that have (the same image under two versions, or a
-record from before there was a checksum) it is the newest that was there when the run began.
+A run.json (training/run_summary.py of the tasks; generation/record.py writes OUTPUT.run.json) says with `image` what it
+ran in: /opt/ekiben/image.json, which names the layers but the last, and the checksum of the recipe's own files, which
+are that one. The version that has the same gets the record, in images/<name>/<stem>.runs/<first 12 digits of its
+sha256>.json. Of several that have (the same image under two versions, or a record from before there was a checksum) it
+is the newest that was there when the run began.
 
 Only what is named here is kept: model and its size, method, device, numbers and switches among the settings, the data's
-checksum and size, when it began, steps, speed, time, memory, losses, seed, packages' versions. Of a model's path only the
-last part is. Of an answering run there are its answers and seconds, too. Left out are all other settings that are words, and so the paths of data and output; host, nodes, job, cluster.
+checksum and size, when it began, steps, speed, time, memory, losses, seed, packages' versions. Of a model's path only
+the last part is. Of an answering run there are its answers and seconds, too. Left out are all other settings that are
+words, and so the paths of data and output; host, nodes, job, cluster.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ _STARTED = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 class ImportedRuns:
     """What became of the run.json that were found, each of which counts once.
 
-    ``unmatched`` used none of the images here, ``jobs`` are those of submitted jobs, ``without_image`` files name no image;
-    ``broken`` are (file or folder, reason).
+    ``unmatched`` used none of the images here, ``jobs`` are those of submitted jobs, ``without_image`` files name no
+    image; ``broken`` are (file or folder, reason).
     """
 
     new: list[str] = field(default_factory=list)
@@ -144,7 +146,9 @@ class _Version:
 
 
 def _versions(shared: SharedStore, unreadable: list[tuple[str, str]]) -> Iterator[_Version]:
-    """Yield the published versions; add those whose last layer cannot be read, so that no run is theirs, to ``unreadable``."""
+    """Yield the published versions; add those whose last layer cannot be read, so that no run is theirs, to
+    ``unreadable``.
+    """
     for folder in image_folders(shared.folder):
         for record in read_records(folder)[0]:
             try:
@@ -158,7 +162,10 @@ def _versions(shared: SharedStore, unreadable: list[tuple[str, str]]) -> Iterato
 
 
 def image_metadata(layer: SquashfsReader) -> dict[str, Any]:
-    """Return what a run.json has under `image` for the image whose last layer this is. Raises StoreError, ValueError."""
+    """Return what a run.json has under `image` for the image whose last layer this is.
+
+    Raises StoreError, ValueError.
+    """
     files = {
         entry.path: b"".join(chunks or ())
         for entry, chunks in layer.contents()

@@ -52,7 +52,10 @@ def make_catalog(shared_dir: Path, store: Store, *, out: Path | None, runs: Sequ
 
 
 def _inner(shared: SharedStore, out: Path) -> InnerPath | None:
-    """Return ``out`` below the shared folder; None where it lies elsewhere. A link in the shared folder is not followed."""
+    """Return ``out`` below the shared folder; None where it lies elsewhere.
+
+    A link in the shared folder is not followed.
+    """
     for outer, inner in (
         (os.path.abspath(shared.shared_dir), os.path.abspath(out)),
         (os.path.realpath(shared.shared_dir), os.path.realpath(out)),
@@ -110,8 +113,8 @@ def _hidden(out: InnerPath) -> InnerPath:
 
 
 def _take_name(temporary: InnerPath, out: InnerPath) -> None:
-    """Two renames: for a moment there is none, but never half of one, nor pages of two. Several may do it at once: the last
-    one's stays."""
+    """Two renames: for a moment there is none, but never half of one, nor pages of two. Several may do it at once: the
+    last one's stays."""
     for attempt in range(_ATTEMPTS):
         old = _hidden(out)
         try:

@@ -1,3 +1,5 @@
-"""Jobs of a cluster: plan (what is asked for), script (the job scripts), runs (run folders: submit, status, logs, cancel)."""
+"""Jobs of a cluster: plan (what is asked for), script (the job scripts), runs (run folders: submit, status, logs,
+cancel).
+"""
 
 __all__ = ["plan", "runs", "script"]

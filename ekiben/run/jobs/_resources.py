@@ -1,4 +1,6 @@
-"""Which nodes a step requests, and how much of each: by the site's profile, else by what the scheduler itself says of its nodes."""
+"""Which nodes a step requests, and how much of each: by the site's profile, else by what the scheduler itself says of
+its nodes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def option_of(scheduler: Scheduler, name: str, value: object = "") -> str:
 def choose_resources(
     request: JobRequest, scheduler_name: str, site: Site | None, nodes: int, gpus: int | None
 ) -> Resources:
-    """Return what a step on ``nodes`` nodes requests; ``gpus`` None: not specified. Raises UsageError when it can never run."""
+    """Return what a step on ``nodes`` nodes requests; ``gpus`` None: not specified.
+
+    Raises UsageError when it can never run.
+    """
     scheduler = load(scheduler_name)
     exclusive = [option_of(scheduler, "exclusive")] if request.exclusive else []
     if site and site.file.scheduler and site.file.scheduler.resources:
@@ -140,7 +145,10 @@ def _of_site(
 def _amount(
     resource: Resource, name: str, scheduler: Scheduler, option: str, field: str, asked: int | None, default: int | None
 ) -> list[str]:
-    """Return the option for an amount that the profile's own request does not fill in. Raises UsageError where it is fixed."""
+    """Return the option for an amount that the profile's own request does not fill in.
+
+    Raises UsageError where it is fixed.
+    """
     if any(field in word for word in resource.request):
         return []
     if option in scheduler.OPTIONS and not any(word.startswith(scheduler.OPTIONS[option]) for word in resource.request):

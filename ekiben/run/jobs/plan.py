@@ -48,9 +48,12 @@ class JobStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything a run will be. ``sif`` is the file itself, never a link to it; ``sif_sha256`` "" when it is not there yet.
+    """Everything a run will be.
 
-    ``command_args``: options that a site wants on the scheduler's command line; ``directives``: further ones of every job.
+    ``sif`` is the file itself, never a link to it; ``sif_sha256`` "" when it is not there yet.
+
+    ``command_args``: options that a site wants on the scheduler's command line; ``directives``: further ones of every
+    job.
     """
 
     folder: Path
@@ -143,7 +146,9 @@ def _split(argv: Sequence[str]) -> list[list[str]]:
 
 
 def _insert_seeds(tasks: list[list[str]], seeds: Sequence[str]) -> list[list[str]]:
-    """Return ``tasks`` with the seed in its place: a single task without ``{seed}`` gets the two options every training task has."""
+    """Return ``tasks`` with the seed in its place: a single task without ``{seed}`` gets the two options every training
+    task has.
+    """
     has_placeholder = any(SEED in word for task in tasks for word in task)
     if has_placeholder and not seeds:
         raise UsageError(f"{SEED} stands in the arguments, and there is no --seeds")

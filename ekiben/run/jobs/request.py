@@ -18,7 +18,9 @@ _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
-    """What the command line asks for. ``gpus``, ``cpus``, ``memory_mib`` and ``processes`` are per node; None: not given.
+    """What the command line asks for.
+
+    ``gpus``, ``cpus``, ``memory_mib`` and ``processes`` are per node; None: not given.
 
     ``resource`` is a site's kind of node, or a partition; ``group`` the account that pays. ``env``: NAME or NAME=VALUE.
     """
@@ -63,7 +65,8 @@ def parse_seeds(text: str) -> tuple[str, ...]:
 def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRequest:
     """Return ``request`` with what it does not say taken from ``defaults``, of which the first that says it counts.
 
-    Lists are joined, so that what ``request`` says comes last and wins. Raises UsageError for a time or an amount that is none.
+    Lists are joined, so that what ``request`` says comes last and wins. Raises UsageError for a time or an amount that
+    is none.
     """
     for layer in defaults:
         known: dict[str, Any] = {

@@ -1,11 +1,12 @@
 """Submitted runs: their folders and records, status, logs, cancel.
 
-A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all scripts
-do), `launch_node.py` and `launch_network.py` (start the processes on a node, inside the container), `environment` (what
-it gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended), `key` (by which the launchers know each other), `run.json`. Of every job, whose name is the step's, or
-`1-train.2` in an array: `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.job` (its
-newest id; of an array, `1-train.array` has the array's), `.processes` (how many on each node), `.ranks/3.log` (what one of several
-processes wrote), `.cancelled`. A job script needs bash and Apptainer or SingularityCE on the compute nodes.
+A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all
+scripts do), `launch_node.py` and `launch_network.py` (start the processes on a node, inside the container),
+`environment` (what it gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended),
+`key` (by which the launchers know each other), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an
+array: `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.job` (its newest
+id; of an array, `1-train.array` has the array's), `.processes` (how many on each node), `.ranks/3.log` (what one of
+several processes wrote), `.cancelled`. A job script needs bash and Apptainer or SingularityCE on the compute nodes.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ def _request_record(request: JobRequest) -> dict[str, Any]:
 def request_again(run: Run, env: Sequence[str] = ()) -> tuple[str, list[str], JobRequest]:
     """Return the recipe's folder, the tasks with their arguments, and the request of a run, to submit it again.
 
-    ``env``: NAME=VALUE for variables whose values are not recorded. Raises UsageError for a record that has too little in it.
+    ``env``: NAME=VALUE for variables whose values are not recorded. Raises UsageError for a record that has too little
+    in it.
     """
     if run.record.get("format", 1) < RECORD_FORMAT:
         raise UsageError(f"{run.folder} was submitted by an earlier version, which did not record what it requested")
@@ -223,7 +225,9 @@ class Run:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Job → its newest id; all jobs of an array have the array's until they go back into the queue by themselves."""
+        """Job → its newest id; all jobs of an array have the array's until they go back into the queue by
+        themselves.
+        """
         return {job: self._read(f"{job}.job") for job in self.jobs}
 
     def single_id(self, job: str, id: str) -> str:
@@ -245,7 +249,10 @@ class Run:
         return _number(self._read(f"{job}.times")) or 0
 
     def remove_environment(self) -> None:
-        """Remove the variables that its jobs got, tokens among them, and the key. A job does so when it is the last to end."""
+        """Remove the variables that its jobs got, tokens among them, and the key.
+
+        A job does so when it is the last to end.
+        """
         for name in ("environment", "key"):
             with contextlib.suppress(OSError):
                 (self.folder / name).unlink()
@@ -353,7 +360,10 @@ def _number(text: str) -> int | None:
 
 
 def status(runs: Sequence[Run]) -> list[JobStatus]:
-    """Return every job of ``runs``. Each kind of scheduler is asked once. Raises SchedulerError when it does not answer."""
+    """Return every job of ``runs``.
+
+    Each kind of scheduler is asked once. Raises SchedulerError when it does not answer.
+    """
     ids_before = {run.folder: run.ids for run in runs}
     waiting: dict[str, set[str]] = {}
     for run in runs:
@@ -471,7 +481,8 @@ def wait(run: Run, log: Callable[[str], None]) -> list[JobStatus]:
 def log_lines(run: Run, job: str | None, *, rank: int | None = None, follow: bool) -> Iterator[str]:
     """Yield what a job, or one rank of it, wrote, and with ``follow`` what it writes until it is over.
 
-    Raises UsageError when the run has no such job or the job no such rank, SchedulerError when the scheduler does not answer.
+    Raises UsageError when the run has no such job or the job no such rank, SchedulerError when the scheduler does not
+    answer.
     """
     if job is not None and job not in run.jobs:
         raise UsageError(f"{run.folder.name} has no job '{job}'." + nearest(job, run.jobs))
@@ -492,7 +503,10 @@ def log_lines(run: Run, job: str | None, *, rank: int | None = None, follow: boo
 
 
 def _rank_log(run: Run, job: str, rank: int) -> Path:
-    """Return the log of one rank; of the only one, the job's. Raises UsageError when the job has no such rank, or no such logs."""
+    """Return the log of one rank; of the only one, the job's.
+
+    Raises UsageError when the job has no such rank, or no such logs.
+    """
     count = run.ranks(job)
     if count is None:
         raise UsageError(f"{job} of {run.folder.name} has not started yet: its ranks are not known")

@@ -88,8 +88,8 @@ def script(plan: JobPlan, step: JobStep) -> str:
 def quote(word: str) -> str:
     """Return ``word`` as one word of bash on one line, whatever is in it.
 
-    A line break inside quotes would begin a line of the script, and schedulers read lines that begin with `#SBATCH` or `#$`
-    wherever they are.
+    A line break inside quotes would begin a line of the script, and schedulers read lines that begin with `#SBATCH` or
+    `#$` wherever they are.
     """
     if word.isprintable():
         return shlex.quote(word)
@@ -169,7 +169,8 @@ def _modules(site: Site | None) -> list[str]:
 def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) -> str:
     """Return what a job gets of ``environment``, as assignments that bash sources.
 
-    ``names``: further variables for the task, NAME or NAME=VALUE. Raises UsageError when one is not set, or has no valid name.
+    ``names``: further variables for the task, NAME or NAME=VALUE. Raises UsageError when one is not set, or has no
+    valid name.
     """
     of_a_job = {*variables(), *local_folders(), *_OF_A_JOB}
     prefixes = ("PMI_", "PMIX_", "OMPI_", *(name for name in of_a_job if name.endswith("_")))

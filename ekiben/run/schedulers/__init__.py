@@ -1,11 +1,12 @@
 """What starts jobs on a cluster: schedulers, each a module of this folder that fits one Protocol.
 
-To add a scheduler, add one file here and nothing elsewhere; its name is the file's name. It has what `Scheduler` lists: the parts of
-a job script that differ (`HOOKS`), how options are written (`PREFIX`, `resource_args`, `directives`), what there is (`unavailable`,
-`limits`), and `submit`, `jobs`, `cancel`. `VARIABLES` says which environment variables are a job's own, `LOCAL_FOLDER` where a job's
-folder on the node's disk is. A distribution of your own can offer one, too: an entry point of the group `ekiben.schedulers` that
-names the module. tests/unit/test_plugins.py holds each against its Protocol, tests/unit/ekiben/run/test_job_program.py its job scripts against bash. A module
-whose name begins with an underscore is none.
+To add a scheduler, add one file here and nothing elsewhere; its name is the file's name. It has what `Scheduler` lists:
+the parts of a job script that differ (`HOOKS`), how options are written (`PREFIX`, `resource_args`, `directives`), what
+there is (`unavailable`, `limits`), and `submit`, `jobs`, `cancel`. `VARIABLES` says which environment variables are a
+job's own, `LOCAL_FOLDER` where a job's folder on the node's disk is. A distribution of your own can offer one, too: an
+entry point of the group `ekiben.schedulers` that names the module. tests/unit/test_plugins.py holds each against its
+Protocol, tests/unit/ekiben/run/test_job_program.py its job scripts against bash. A module whose name begins with an
+underscore is none.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from ekiben.core.process import TIMED_OUT, run
 class Request:
     """What a job asks for. ``args``: the options that request nodes and GPUs, one directive each.
 
-    ``seconds``: walltime, ``notice``: how long before its end the job gets a signal; ``jobs``: of an array, 0: it is none.
-    ``log`` is where the scheduler's own words go.
+    ``seconds``: walltime, ``notice``: how long before its end the job gets a signal; ``jobs``: of an array, 0: it is
+    none. ``log`` is where the scheduler's own words go.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Request:
 class JobScriptHooks:
     """What differs in a job script from scheduler to scheduler, as bash.
 
-    ``job``, ``index``: the job's id and its index in an array (from 1; 0: it is in none). ``nodes``: prints their names, the
-    first one first. ``start_all``: starts `bash "$script" node NUMBER "$nodes" "$port" "$name"` on all nodes at once; else
-    ``start_remote`` does so on one that is not the first. ``requeue``: puts this very job back into the queue; options that a
-    site wants on the command line are in the array ``command_args``. ``prepare``: first lines. ``needs_timer``: the scheduler
-    sends no signal before the walltime ends. ``requeue_waiting``: puts a job back whose turn has not come. ``node_number``:
-    the node's number, from 0, where ``start_all`` cannot pass it.
+    ``job``, ``index``: the job's id and its index in an array (from 1; 0: it is in none). ``nodes``: prints their
+    names, the first one first. ``start_all``: starts `bash "$script" node NUMBER "$nodes" "$port" "$name"` on all nodes
+    at once; else ``start_remote`` does so on one that is not the first. ``requeue``: puts this very job back into the
+    queue; options that a site wants on the command line are in the array ``command_args``. ``prepare``: first lines.
+    ``needs_timer``: the scheduler sends no signal before the walltime ends. ``requeue_waiting``: puts a job back whose
+    turn has not come. ``node_number``: the node's number, from 0, where ``start_all`` cannot pass it.
     """
 
     job: str
@@ -67,7 +68,10 @@ class JobScriptHooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one queue allows; None: not known. ``where`` names it. ``gpus``, ``cpus`` and ``memory_mib`` are of a node."""
+    """What one queue allows; None: not known.
+
+    ``where`` names it. ``gpus``, ``cpus`` and ``memory_mib`` are of a node.
+    """
 
     where: str
     gpus: int | None = None
@@ -88,7 +92,8 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job in the queue: ``queued``, ``running``, or ``held``; one that has ended: ``done``, ``failed`` or ``cancelled``.
+    """A job in the queue: ``queued``, ``running``, or ``held``; one that has ended: ``done``, ``failed`` or
+    ``cancelled``.
 
     ``detail``: nodes, why it waits, or how it ended. ``started``: when, as the scheduler writes it.
     """
@@ -117,7 +122,10 @@ class Scheduler(Protocol):
     ]  # its option for the partition, account, qos, cpus and memory (in MiB) of a job, and exclusive
 
     def resource_args(self, nodes: int, gpus: int, cpus: int | None, memory_mib: int | None) -> Sequence[str]:
-        """Return options for nodes and what each has, where no site says it. Raises UsageError where only a site can."""
+        """Return options for nodes and what each has, where no site says it.
+
+        Raises UsageError where only a site can.
+        """
 
     def requested_gpus(self, args: Sequence[str]) -> int | None:
         """Return how many GPUs per node options of the scheduler's own request; None where they do not tell."""
@@ -126,7 +134,10 @@ class Scheduler(Protocol):
         """Return a command that submits the shell command ``line`` as a job of two hours, for people to paste."""
 
     def queue(self, environment: Mapping[str, str], gpus: bool) -> Queue | None:
-        """Return the queue this very job runs in, for a site profile; None outside of its jobs. ``gpus``: the node has some."""
+        """Return the queue this very job runs in, for a site profile; None outside of its jobs.
+
+        ``gpus``: the node has some.
+        """
 
     def directives(self, request: Request) -> list[str]:
         """Return the options of a job script."""
@@ -135,7 +146,10 @@ class Scheduler(Protocol):
         """Return the limits of the queue that ``args`` name."""
 
     def submit(self, script: Path, args: Sequence[str], after: str | None) -> str:
-        """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with the scheduler's message."""
+        """Submit a job that waits for job ``after``, and return its id.
+
+        Raises SchedulerError with the scheduler's message.
+        """
 
     def jobs(self, ids: Sequence[str]) -> Mapping[tuple[str, int], Job]:
         """Return the jobs in the queue, by (id, index in the array or 0). Raises SchedulerError."""
@@ -187,10 +201,11 @@ _silent: dict[str, tuple[float, subprocess.CompletedProcess[str]]] = {}
 
 
 def ask(argv: Sequence[str], *, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's program that asks and changes nothing, and return what it printed; exit code 124 where it does not answer.
+    """Run a scheduler's program that asks and changes nothing, and return what it printed; exit code 124 where it does
+    not answer.
 
-    timeout: seconds, ANSWER_SECONDS where none are given. That there was no answer holds for some minutes: a command asks
-    several times.
+    timeout: seconds, ANSWER_SECONDS where none are given. That there was no answer holds for some minutes: a command
+    asks several times.
     """
     since, answer = _silent.get(argv[0], (0.0, None))
     if answer and time.monotonic() - since < _SILENT_SECONDS:

@@ -1,4 +1,7 @@
-"""PBS Professional and OpenPBS. A user's job cannot put itself back into the queue: it submits itself anew, under a new id."""
+"""PBS Professional and OpenPBS.
+
+A user's job cannot put itself back into the queue: it submits itself anew, under a new id.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,10 @@ def directives(request: Request) -> list[str]:
 
 
 def _quoted(path: str) -> str:
-    """Return a path as an option in a script takes it, where ':' ends a host. The job writes its log itself, so nothing of it is lost."""
+    """Return a path as an option in a script takes it, where ':' ends a host.
+
+    The job writes its log itself, so nothing of it is lost.
+    """
     return "/dev/null" if re.search(r"[\"'\\:,]", path) else f'"{path}"' if " " in path else path
 
 

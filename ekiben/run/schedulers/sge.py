@@ -1,4 +1,7 @@
-"""Grid Engine, in any of its versions (Sun, Son of, Altair). A job that ends with 99 goes back into the queue under its own id."""
+"""Grid Engine, in any of its versions (Sun, Son of, Altair).
+
+A job that ends with 99 goes back into the queue under its own id.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ HOOKS = JobScriptHooks(
     start_remote=(
         'qrsh -inherit -nostdin "$host" /bin/bash "$(printf %q "$script")" node "$number" "$nodes" "$port" "$name"'
     ),
-    # 99: back into the queue under the same id. A job of several hosts then waits on (8.1.9: "host cleanup has not finished"), so it
-    # submits itself anew, where it may.
+    # 99: back into the queue under the same id. A job of several hosts then waits on (8.1.9: "host cleanup has not
+    # finished"), so it submits itself anew, where it may.
     requeue=f"{{ [[ $nodes = *,* ]] && {_ANEW.format('')}; }} || code=99",
     prepare='exec >>"$run/$name.log" 2>&1',
     requeue_waiting=_ANEW.format(""" -hold_jid "$(cat "$run/$before.job")\""""),
@@ -85,7 +88,8 @@ def directives(request: Request) -> list[str]:
     if request.jobs:
         lines.append(f"-t 1-{request.jobs}")
     log = request.log.with_suffix(".$TASK_ID.log") if request.jobs else request.log
-    # An option in a script cannot have a quote in a quoted word, and ':' and ',' divide hosts and paths; the job writes its log itself.
+    # An option in a script cannot have a quote in a quoted word, and ':' and ',' divide hosts and paths; the job writes
+    # its log itself.
     return [
         *lines,
         "-o /dev/null" if re.search(r"[\"'\\:,]", str(log)) else f'-o "{log}"' if " " in str(log) else f"-o {log}",

@@ -31,8 +31,8 @@ HOOKS = JobScriptHooks(
     prepare='[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
     index='"${SLURM_ARRAY_TASK_ID:-0}"',
     nodes='scontrol show hostnames "$SLURM_JOB_NODELIST"',
-    # One task on each node, which has all of the node's GPUs. The launchers end together, and with one exit code; --wait is for
-    # a node on which none came up.
+    # One task on each node, which has all of the node's GPUs. The launchers end together, and with one exit code;
+    # --wait is for a node on which none came up.
     start_all='srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=60 bash "$script" node 0 "$nodes" "$port" "$name"',
     node_number="${SLURM_NODEID:-$1}",
     # Slurm would put a cancelled job back, too; such a job is COMPLETING. One that is put back is ended by Slurm.
@@ -94,7 +94,9 @@ def directives(request: Request) -> list[str]:
 
 
 def _output(log: Path, *, array: bool) -> str:
-    """Return the log's path as the option takes it: `%` begins a pattern there, and blanks and quotes have a meaning."""
+    """Return the log's path as the option takes it: `%` begins a pattern there, and blanks and quotes have a
+    meaning.
+    """
     escaped = str(log).replace("%", "%%")
     if array:
         escaped = f"{escaped.removesuffix('.log')}.%a.log"
@@ -172,7 +174,9 @@ _ENDED = {"COMPLETED": "done", "CANCELLED": "cancelled"}
 
 
 def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
-    """Return how jobs ended. slurmctld knows them for some minutes (MinJobAge), accounting, where there is one, for good."""
+    """Return how jobs ended. slurmctld knows them for some minutes (MinJobAge), accounting, where there is one, for
+    good.
+    """
     if not ids:
         return {}
     named = ",".join(ids)

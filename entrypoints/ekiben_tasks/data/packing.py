@@ -72,7 +72,8 @@ def split_micro_batches(
 
 
 def fill_sequences(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Group the examples of these ``lengths``, by index, into sequences of at most ``size`` tokens: best fit, longest first.
+    """Group the examples of these ``lengths``, by index, into sequences of at most ``size`` tokens: best fit, longest
+    first.
 
     The same lengths give the same sequences. No example may be longer than ``size``.
     """

@@ -191,7 +191,7 @@ def _look_up(item: Mapping[str, Any], path: str) -> str | ValueError:
     return str(value)
 
 
-# ---------------------------------------------------------------------------------------------------------- conversations
+# -------------------------------------------------------------------------------------------------------- conversations
 
 
 def _conversation(item: Mapping[str, Any], asked: bool) -> Conversation | str:

@@ -27,7 +27,8 @@ _WITH_INPUT = (
 _BATCH = 256  # examples tokenised at a time
 _HEADING = re.compile(r"### (?=Instruction|Input|Response)")
 
-# The format of chats before tokenizers had templates of their own: <|prompter|> question <end> <|assistant|> answer <end>
+# The format of chats before tokenizers had templates of their own: <|prompter|> question <end> <|assistant|> answer
+# <end>
 PROMPTER = (
     "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
     "{% for message in messages %}"
@@ -162,7 +163,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
     return sorted(ends)
 
 
-# -------------------------------------------------------------------------------------------------------------- rendering
+# ------------------------------------------------------------------------------------------------------------ rendering
 
 
 def _render(tokenizer: Any, example: RawExample, special: Sequence[str], *, asks: bool) -> _Rendered:
@@ -223,7 +224,9 @@ def _cut_after_end(answer: str, eos_token: str, special: Sequence[str]) -> str:
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:
-    """Return every token a text cannot hold as text; all_special_tokens lacks those no attribute of a tokenizer names."""
+    """Return every token a text cannot hold as text; all_special_tokens lacks those no attribute of a tokenizer
+    names.
+    """
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
 
@@ -239,7 +242,7 @@ def _defuse(text: str, special: Sequence[str]) -> str:
     return text
 
 
-# --------------------------------------------------------------------------------------------------------------- encoding
+# ------------------------------------------------------------------------------------------------------------- encoding
 
 
 def _encode(

@@ -134,10 +134,11 @@ def init_distributed(device: str, *, alone: bool = True, hang_minutes: float = 0
 
 
 def _meet(size: int, timeout: timedelta) -> torch.distributed.Store:
-    """Return the store through which the ``size`` processes of the run create their groups; its operations wait for ``timeout``.
+    """Return the store through which the ``size`` processes of the run create their groups; its operations wait for
+    ``timeout``.
 
-    It is a server in the first process, which the launcher's variables name. One process needs no network for it, and may have none, not even
-    to itself. A server that nobody can reach is not waited for as long as a collective.
+    It is a server in the first process, which the launcher's variables name. One process needs no network for it, and
+    may have none, not even to itself. A server that nobody can reach is not waited for as long as a collective.
 
     Raises:
         RuntimeError, ValueError: the variables are wrong, or not all processes came within MEET_SECONDS.
@@ -179,8 +180,8 @@ def leave_group() -> None:
 def wait_for_peers() -> None:
     """Wait until all processes have done their last collective. A second call does nothing.
 
-    One that left right after a collective would close its connections, and perhaps the store, while another one is still in
-    it: "Connection closed by peer", and a run that has ended well fails.
+    One that left right after a collective would close its connections, and perhaps the store, while another one is
+    still in it: "Connection closed by peer", and a run that has ended well fails.
     """
     global _finished, _watch
     if not torch.distributed.is_initialized() or _finished == _groups:
@@ -210,7 +211,9 @@ def _wait_for(store: Any, keys: list[str], deadline: float) -> None:
 
 
 def process_group_timeout(hang_minutes: float) -> timedelta:
-    """Return how long a collective waits: longer than the launcher, whose sentence names the process that all wait for."""
+    """Return how long a collective waits: longer than the launcher, whose sentence names the process that all wait
+    for.
+    """
     return timedelta(seconds=longest_wait(hang_minutes) + 300)
 
 
@@ -240,7 +243,9 @@ def shared_scratch(world: DistributedContext, output: Path | None) -> Iterator[P
 
 
 def continue_alone() -> None:
-    """Go on as a run of one process, here and in what is started from here: what has to be checked once after a run of several."""
+    """Go on as a run of one process, here and in what is started from here: what has to be checked once after a run of
+    several.
+    """
     leave_group()
     # Not removed: where srun has started several, a task without WORLD_SIZE is refused.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")

@@ -72,7 +72,9 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def _destroy_single_group() -> None:
-    """Destroy the process group of a run of one process: after an error NCCL's would warn that nobody has, below the message."""
+    """Destroy the process group of a run of one process: after an error NCCL's would warn that nobody has, below the
+    message.
+    """
     distributed = sys.modules.get("torch.distributed")  # a task without one has not imported torch
     if distributed and distributed.is_available() and distributed.is_initialized():
         with contextlib.suppress(RuntimeError):

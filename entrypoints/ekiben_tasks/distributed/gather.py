@@ -21,6 +21,8 @@ def gather_weights(loss_module: LossModule) -> dict[str, torch.Tensor]:
 
 
 def tied_names(module: torch.nn.Module) -> set[str]:
-    """Return the further names of weights that have several, a tied head's: copied to the CPU, each is a tensor of its own."""
+    """Return the further names of weights that have several, a tied head's: copied to the CPU, each is a tensor of its
+    own.
+    """
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return names - {name for name, _ in module.named_parameters()}

@@ -35,7 +35,9 @@ class Phase(enum.Enum):
 
 
 class Position(TypedDict):
-    """Describe where a process is: ``limit`` seconds that it may stay there, and ``at`` as numbers that grow on its way."""
+    """Describe where a process is: ``limit`` seconds that it may stay there, and ``at`` as numbers that grow on its
+    way.
+    """
 
     limit: float
     at: list[int]
@@ -76,7 +78,8 @@ class Heartbeat:
     def beat(self, phase: Phase, step: int = 0, *, micro_batch: int = 0, long: bool = False) -> None:
         """Record that this process begins ``phase`` of ``step``, which is 0 before the first one.
 
-        micro_batch: its number in the step, or that of the answers' next token. long: it may take as long as loading: it compiles, reads or writes a model.
+        micro_batch: its number in the step, or that of the answers' next token. long: it may take as long as loading:
+        it compiles, reads or writes a model.
         """
         global _current
         order, label = phase.value

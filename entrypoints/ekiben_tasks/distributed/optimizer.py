@@ -68,7 +68,9 @@ def load_weights(read: Reader, parameters: Mapping[str, torch.Tensor], optimizer
 
 
 def _like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` where ``parameter`` is; of a sharded one the shard that this process has, as every process read it."""
+    """Return ``tensor`` where ``parameter`` is; of a sharded one the shard that this process has, as every process read
+    it.
+    """
     tensor = tensor.to(parameter.device)
     if isinstance(parameter, DTensor):
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

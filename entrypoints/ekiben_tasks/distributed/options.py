@@ -39,7 +39,10 @@ class DeepSpeed:
 
 
 def compiled_ops() -> frozenset[str]:
-    """Return the names of DeepSpeed's ops that are compiled into this image. DeepSpeed, which takes seconds, is not imported."""
+    """Return the names of DeepSpeed's ops that are compiled into this image.
+
+    DeepSpeed, which takes seconds, is not imported.
+    """
     spec = importlib.util.find_spec("deepspeed")
     for folder in (spec.submodule_search_locations if spec else None) or ():
         file = Path(folder, "git_version_info_installed.py")

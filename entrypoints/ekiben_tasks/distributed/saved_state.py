@@ -138,7 +138,9 @@ def _fragments_of_stage_2(ranks: list[Any]) -> dict[str, list[Fragment]]:
 
 
 def _fragments_of_stage_3(folder: Path, ranks: list[Any]) -> dict[str, list[Fragment]]:
-    """Return the fragments of each weight, in the order of the ranks; the last one is padded to the size of the others."""
+    """Return the fragments of each weight, in the order of the ranks; the last one is padded to the size of the
+    others.
+    """
     model, *_ = sorted(folder.glob("*zero_pp_rank_0_*_model_states.pt"))
     groups = load_zero_file(model)["param_shapes"]
     fragments: dict[str, list[Fragment]] = {}

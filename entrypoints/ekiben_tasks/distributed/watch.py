@@ -1,7 +1,8 @@
 """End a run in which a process hangs, where the launcher does not: under torchrun, accelerate launch or srun.
 
-A thread of each process writes the process's position (heartbeat.py) into the store through which the processes have met.
-One whose process has not moved for longer than it may reads all positions, prints which process is behind, and has all end.
+A thread of each process writes the process's position (heartbeat.py) into the store through which the processes have
+met. One whose process has not moved for longer than it may reads all positions, prints which process is behind, and has
+all end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _END, _REPORTER = "end", "reporter"  # keys of the store
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Describe a process as it has last written itself: ``looks`` grows every ``pause`` seconds while its watch runs."""
+    """Describe a process as it has last written itself: ``looks`` grows every ``pause`` seconds while its watch
+    runs.
+    """
 
     position: Position
     host: str
@@ -109,7 +112,9 @@ class Watch:
         return {rank: Sign(*json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
     def _end_all(self, seconds: float) -> NoReturn:
-        """Have the other processes end, wait for them for at most ``seconds``, and end this one: it may have the store."""
+        """Have the other processes end, wait for them for at most ``seconds``, and end this one: it may have the
+        store.
+        """
         with contextlib.suppress(RuntimeError):
             self.store.set(_END, "1")
             deadline = time.monotonic() + seconds

@@ -123,7 +123,9 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
 def _share_batches(
     batches: Sequence[Sequence[Prompt]], writer: ResumableJsonlWriter, world: DistributedContext
 ) -> list[Sequence[Prompt]]:
-    """Return this process's share of the batches that an earlier start has left: one that hung then has left more than the others."""
+    """Return this process's share of the batches that an earlier start has left: one that hung then has left more than
+    the others.
+    """
     # As the main process sees it: a shared file system may show less to others, and they would share something else.
     done = set(world.broadcast(sorted(writer.done)))
     remaining = [batch for batch in batches if not done.issuperset(prompt.index for prompt in batch)]

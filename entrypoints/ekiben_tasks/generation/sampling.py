@@ -45,7 +45,8 @@ def sample(
     """Return (token ids of the answer without its end, whether it ended by itself) for each prompt.
 
     prompts: token ids. row_seeds: the seed of each prompt's random numbers, together with that of ``params``. streamer:
-    a transformers streamer, for a single prompt. on_token: is called before each token with the number of those before it.
+    a transformers streamer, for a single prompt. on_token: is called before each token with the number of those before
+    it.
 
     Raises:
         TaskError: the model's logits are NaN or infinite.
@@ -72,7 +73,9 @@ def sample(
 
 @contextlib.contextmanager
 def _without_generation_defaults(model: Any) -> Iterator[None]:
-    """generate() takes from the model's generation_config what a call leaves open: penalties, n-gram limits, suppressed tokens."""
+    """generate() takes from the model's generation_config what a call leaves open: penalties, n-gram limits, suppressed
+    tokens.
+    """
     owners = {id(owner): owner for owner in (model, strip_adapter(model))}.values()
     defaults = [owner.generation_config for owner in owners]
     try:
@@ -88,7 +91,9 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and ends
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` for a terminal: a model's control characters, which would move the cursor or rename the window, as ``\x1b``."""
+    r"""Return ``text`` for a terminal: a model's control characters, which would move the cursor or rename the window,
+    as ``\x1b``.
+    """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r", ""))
 
 

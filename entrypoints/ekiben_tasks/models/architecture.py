@@ -31,8 +31,8 @@ class Architecture:
     # mask: the classes of its own file; packed examples need a block-diagonal mask.
     attention: Literal["interface", "mask"] = "interface"
     implementations: tuple[str, ...] = ("flash_attention_3", "flash_attention_2", "sdpa", "eager")  # best first
-    # Per block: numbers kept per token for backward, in widths and in inner widths (of the feed-forward), and per head and
-    # token of its row where attention takes a mask. First with the block's own weights frozen, then trained.
+    # Per block: numbers kept per token for backward, in widths and in inner widths (of the feed-forward), and per head
+    # and token of its row where attention takes a mask. First with the block's own weights frozen, then trained.
     kept: tuple[Kept, Kept]
     # The same of compiled blocks, which compute again what is cheap. Each has a width more than the large tensors that
     # were counted, for the small ones: the sums of norms and of attention, what an adapter has narrowed.

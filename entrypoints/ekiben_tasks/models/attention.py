@@ -24,7 +24,8 @@ from ekiben_tasks.task.errors import TaskError
 
 ATTENTION = "ekiben_packed"
 FLASH_ATTN_4_SIZES = (64, 128)  # of heads, whose results were compared on an H100: with 80 its gradients were wrong
-# Tokens of the longest example from which on auto takes it: with examples of 4,000 to 7,600 tokens a step took a tenth less.
+# Tokens of the longest example from which on auto takes it: with examples of 4,000 to 7,600 tokens a step took a tenth
+# less.
 FLASH_ATTN_4_LENGTH = 4096
 MAX_DIFFERENCE = 0.1  # of a kernel from torch's results, of the largest: bf16 stays below 0.03
 
@@ -115,7 +116,9 @@ def _flash_attn_2(
     num_examples: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return causal attention by flash-attn 2 (Dao 2023, arXiv:2307.08691), ``[tokens, heads, size]`` as its arguments."""
+    """Return causal attention by flash-attn 2 (Dao 2023, arXiv:2307.08691), ``[tokens, heads, size]`` as its
+    arguments.
+    """
     import flash_attn
 
     return _call_flash_attn(flash_attn, query, key, value, cu_seq_lens, longest, num_examples, scaling)
@@ -132,7 +135,9 @@ def _flash_attn_4(
     num_examples: int,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return what _flash_attn_2() does by flash-attn 4 (Zadouri et al. 2026, arXiv:2603.05451), compiled at the first call."""
+    """Return what _flash_attn_2() does by flash-attn 4 (Zadouri et al. 2026, arXiv:2603.05451), compiled at the first
+    call.
+    """
     from flash_attn import cute
 
     return _call_flash_attn(cute, query, key, value, cu_seq_lens, longest, num_examples, scaling)
@@ -223,8 +228,8 @@ def choose_kernels(
 ) -> ChosenKernels:
     """Return the kernels that training takes, as the setting ``attention`` says, and prepare this process for them.
 
-    config: the model's. is_here: ``device`` is this machine's; else it is planned for, and kernels are chosen by its name.
-    longest: tokens of the longest example.
+    config: the model's. is_here: ``device`` is this machine's; else it is planned for, and kernels are chosen by its
+    name. longest: tokens of the longest example.
 
     Raises:
         TaskError: the image, the model or the device has no such kernel.
@@ -299,7 +304,8 @@ def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
         difference = compare_kernel(
             kernel, heads, int(getattr(config, "num_key_value_heads", None) or heads), size, device
         )
-    # Not those of torch alone: a kernel that is compiled at run time has its compiler's, and asserts what it can compute.
+    # Not those of torch alone: a kernel that is compiled at run time has its compiler's, and asserts what it can
+    # compute.
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise TaskError(
@@ -313,7 +319,8 @@ def _try_kernel(kernel: AttentionKernel, config: Any, device: Device) -> None:
 
 
 def compare_kernel(kernel: AttentionKernel, heads: int, kept: int, size: int, device: Device) -> float:
-    """Return the largest difference of outputs and gradients from fp32's, as a share of the largest; NaN where there is one.
+    """Return the largest difference of outputs and gradients from fp32's, as a share of the largest; NaN where there is
+    one.
 
     kept: heads of keys and values. Raises what the kernel does.
     """

@@ -1,4 +1,7 @@
-"""Name the kernels of attention that the setting ``attention`` takes, and say which of them this image lacks. Imports no torch."""
+"""Name the kernels of attention that the setting ``attention`` takes, and say which of them this image lacks.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 

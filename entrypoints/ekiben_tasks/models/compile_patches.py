@@ -28,7 +28,8 @@ def prepare(model: Any, body: Any) -> None:
     body: the model without its head. Modules get another class, not another forward: blocks that differ in an attribute
     are compiled one by one.
     """
-    # Dropout by torch's own kernel: the same mask as uncompiled, and faster than drawn in the middle of a norm's reduction.
+    # Dropout by torch's own kernel: the same mask as uncompiled, and faster than drawn in the middle of a norm's
+    # reduction.
     torch._inductor.config.fallback_random = True
     # Left dynamic, the adapters' scaling of 1 costs a multiplication of its own.
     torch._dynamo.config.specialize_float = True
@@ -52,7 +53,10 @@ def prepare(model: Any, body: Any) -> None:
 class _Choices(InductorChoices):  # type: ignore[misc]  # torch has no types here
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-        """Also for rows as long as the hidden size: kept in registers they are read once. Inductor's own bound is 1024."""
+        """Also for rows as long as the hidden size: kept in registers they are read once.
+
+        Inductor's own bound is 1024.
+        """
         rows = features.get_reduction_hint() == torch._inductor.runtime.hints.ReductionHint.INNER
         if rows and torch._inductor.virtualized.V.graph.sizevars.statically_known_leq(
             features.reduction_numel, MAX_PERSISTENT_ROW
@@ -147,7 +151,9 @@ class _Gelu(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _normal(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the normal distribution's (cumulative probability, density), within 7.5e-8: Abramowitz and Stegun, 26.2.17."""
+    """Return the normal distribution's (cumulative probability, density), within 7.5e-8: Abramowitz and Stegun,
+    26.2.17.
+    """
     density = torch.exp(-0.5 * x * x) * 0.3989422804  # 1 / sqrt(2 pi)
     t = 1 / (1 + 0.2316419 * x.abs())
     series = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
@@ -161,6 +167,9 @@ def _want_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
 
 
 def _fix_width(_module: Any, _inputs: Any, angles: tuple[torch.Tensor, ...]) -> None:
-    """Mark the head size as static. GPT-NeoX slices queries by it, and kernels would divide by a size they do not know."""
+    """Mark the head size as static.
+
+    GPT-NeoX slices queries by it, and kernels would divide by a size they do not know.
+    """
     for angle in angles:
         torch._dynamo.mark_static(angle, angle.ndim - 1)

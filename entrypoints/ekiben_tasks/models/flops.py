@@ -20,10 +20,10 @@ from typing import Any
 
 from ekiben_tasks.models.architecture import attention_width, attention_windows, list_blocks, strip_adapter
 
-# Dense bf16 (fp16 where there is no bf16) tensor-core peaks with fp32 sums in TFLOP/s, without sparsity, from NVIDIA's data
-# sheets of each product; RTX 30, 40, 50 and PRO: the Ampere GA102, Ada and RTX Blackwell (PRO) architecture whitepapers.
-# B200, B300: the HGX data sheet (36 PFLOP/s with sparsity on 8 GPUs); GB200, GB300: the NVL72 data sheets (360 on 72).
-# The longer name first: "H100 PCIe" before "H100".
+# Dense bf16 (fp16 where there is no bf16) tensor-core peaks with fp32 sums in TFLOP/s, without sparsity, from NVIDIA's
+# data sheets of each product; RTX 30, 40, 50 and PRO: the Ampere GA102, Ada and RTX Blackwell (PRO) architecture
+# whitepapers. B200, B300: the HGX data sheet (36 PFLOP/s with sparsity on 8 GPUs); GB200, GB300: the NVL72 data sheets
+# (360 on 72). The longer name first: "H100 PCIe" before "H100".
 PEAKS = {
     "GB300": 2500,
     "GB200": 2500,

@@ -29,7 +29,10 @@ def silence_warnings() -> None:
 
 
 def pretrained(name: str) -> dict[str, Any]:
-    """Return the arguments of from_pretrained() for ``name@revision``. A model's own code is not run, and nobody is asked to."""
+    """Return the arguments of from_pretrained() for ``name@revision``.
+
+    A model's own code is not run, and nobody is asked to.
+    """
     repository, revision = split_revision(name)
     arguments = {"pretrained_model_name_or_path": repository, "trust_remote_code": False}
     return arguments | ({"revision": revision} if revision else {})

@@ -17,14 +17,16 @@ from ekiben_tasks.models.loss import CHUNK
 from ekiben_tasks.task.errors import SettingError, nearest
 
 GIB = 1 << 30
-# What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: packs have different sizes, blocks of
-# former ones do not fit. Fitted to max_memory_reserved() of seven runs. With expandable_segments two runs reserved nothing beyond.
+# What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: packs have different sizes,
+# blocks of former ones do not fit. Fitted to max_memory_reserved() of seven runs. With expandable_segments two runs
+# reserved nothing beyond.
 SPREAD = 0.47
 _BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size, allocated whole (stage_1_and_2.py, stage3.py)
 _LIVE = 1_000_000_000  # numbers: DeepSpeed's stage3_max_live_parameters
 Strategy = Literal["none", "ddp", "fsdp", "zero2", "zero3"]
 
-# GiB that a program can allocate, a little less than the data sheet says. The longer name first: "A100-SXM4-80GB" before "A100".
+# GiB that a program can allocate, a little less than the data sheet says. The longer name first: "A100-SXM4-80GB"
+# before "A100".
 SIZES = {
     "GB300": 268,
     "B300": 268,
@@ -139,7 +141,9 @@ def gpu_memory(name: str) -> int:
 
 
 def has_expandable_segments(env: Mapping[str, str]) -> bool:
-    """Return whether ``env`` lets the segments of PyTorch's allocator grow, which tasks set where the user sets nothing."""
+    """Return whether ``env`` lets the segments of PyTorch's allocator grow, which tasks set where the user sets
+    nothing.
+    """
     configured = env.get("PYTORCH_ALLOC_CONF", env.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     return re.search(r"\bexpandable_segments\s*:\s*true\b", configured, re.IGNORECASE) is not None
 
@@ -230,8 +234,8 @@ def _gathered(profile: MemoryProfile) -> int:
     """Return the weights that are complete at once in a run with sharded ones."""
     if profile.strategy == "zero3":  # DeepSpeed lets go of them only above that number
         return min(max(_LIVE, 2 * profile.unit), profile.unit * profile.layers + profile.root)
-    # FSDP2: what is outside blocks for as long as the model runs, the block at work, the next one, and the buffer that the
-    # gathered one is copied out of (_fsdp_collectives.py: foreach_all_gather, foreach_all_gather_copy_out).
+    # FSDP2: what is outside blocks for as long as the model runs, the block at work, the next one, and the buffer that
+    # the gathered one is copied out of (_fsdp_collectives.py: foreach_all_gather, foreach_all_gather_copy_out).
     return profile.root + 3 * profile.unit
 
 
@@ -254,8 +258,8 @@ def _head_bytes(profile: MemoryProfile) -> int:
 
 def _logit_bytes(profile: MemoryProfile) -> int:
     """Return what the loss holds at its peak for one position: its logits and what is computed of them (loss.py)."""
-    # Compiled: the logits, their gradient, and rows of fp32 numbers that Triton keeps in registers or in 8 bytes. Otherwise:
-    # three fp32 tensors, a mask of a byte, the logits and their gradient, of which a test counts the bytes.
+    # Compiled: the logits, their gradient, and rows of fp32 numbers that Triton keeps in registers or in 8 bytes.
+    # Otherwise: three fp32 tensors, a mask of a byte, the logits and their gradient, of which a test counts the bytes.
     per_logit = 2 * profile.size + 8 if profile.compiled else profile.size + 13 + (4 if profile.size < 4 else 0)
     return profile.vocabulary * per_logit
 

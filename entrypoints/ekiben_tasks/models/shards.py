@@ -20,7 +20,8 @@ from ekiben_tasks.task.errors import TaskError
 SHARDS = "shards"  # of a checkpoint: such a folder
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
-# What torch's own file of metadata names; dtypes beside it. A pickle that names anything else could run whatever it wants.
+# What torch's own file of metadata names; dtypes beside it. A pickle that names anything else could run whatever it
+# wants.
 _CLASSES = {
     *(
         (f"{_DCP}.metadata", name)
@@ -98,7 +99,9 @@ def read_shards(entries: dict[str, Any], folder: Path, *, alone: bool) -> None:
 
 @contextmanager
 def _name_cause() -> Iterator[None]:
-    """Raise the error of the first process that has one: torch's own is no Exception, and begins with pages of frames."""
+    """Raise the error of the first process that has one: torch's own is no Exception, and begins with pages of
+    frames.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:

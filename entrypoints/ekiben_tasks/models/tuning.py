@@ -77,7 +77,8 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
 
     def checkpoint_activations(self, count: int) -> None:
         """Checkpoint the activations of the first ``count`` blocks."""
-        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the blocks.
+        # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the
+        # blocks.
         enable = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)({"use_reentrant": False})
         for block in find_blocks(self.body)[count:]:

@@ -17,7 +17,8 @@ NAME = ".lock"
 
 @contextlib.contextmanager
 def lock_output(output: Path) -> Iterator[None]:
-    """Hold a folder, or a file that is to be written, for this run; the kernel lets go of it when the process ends, however it ends.
+    """Hold a folder, or a file that is to be written, for this run; the kernel lets go of it when the process ends,
+    however it ends.
 
     The main process alone holds it. A file system without locks is used without one.
 

@@ -26,7 +26,9 @@ _WARNED: set[str] = set()
 
 
 def option(default: Any, help: str, *, old: str = "") -> Any:
-    """Return a dataclass field with its line of ``--help``. old: its name before this release, accepted with a warning."""
+    """Return a dataclass field with its line of ``--help``. old: its name before this release, accepted with a
+    warning.
+    """
     return dataclasses.field(default=default, metadata={"help": help, "old": old})
 
 

@@ -16,8 +16,8 @@ from ekiben_tasks.training.plan import Plan
 class Batches:
     """Choose the examples of a step, split them among the processes, and pack them.
 
-    collective: all processes have to run the model equally often, so some get empty packs at the end. sequences: indices of
-    the examples in each packed sequence, of which a step takes batch_size; None: it takes as many examples.
+    collective: all processes have to run the model equally often, so some get empty packs at the end. sequences:
+    indices of the examples in each packed sequence, of which a step takes batch_size; None: it takes as many examples.
     """
 
     def __init__(

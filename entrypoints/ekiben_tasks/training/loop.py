@@ -161,7 +161,10 @@ class Run:
         return due
 
     def _beat(self, phase: Phase, micro_batch: int = 0) -> None:
-        """Say where the step is that runs now. The first one after a start compiles, and every process waits for the slowest."""
+        """Say where the step is that runs now.
+
+        The first one after a start compiles, and every process waits for the slowest.
+        """
         self.heartbeat.beat(phase, self.step + 1, micro_batch=micro_batch, long=self.step == self.first_step)
 
     def _agree(self, total: torch.Tensor, *, is_short: bool, longest: int) -> tuple[torch.Tensor, Due | None]:
@@ -171,7 +174,8 @@ class Run:
         different collectives and wait for each other for ever. Any process may stop the run, the main one alone
         reads the clock, and the answers travel with the loss: one reduction, as without them.
 
-        is_short: of memory in this step, in this process. Where all have to run the model equally often, all take smaller packs.
+        is_short: of memory in this step, in this process. Where all have to run the model equally often, all take
+        smaller packs.
         """
         now = time.monotonic()
         main = self.world.is_main_process

@@ -163,7 +163,9 @@ def _fit_memory(
 
 
 def _step_tokens(batch_size: int, sequence_length: int, longest: int, processes: int) -> int:
-    """Return how many tokens of a step one process has at most. sequence_length: 0 where ``batch_size`` counts examples."""
+    """Return how many tokens of a step one process has at most. sequence_length: 0 where ``batch_size`` counts
+    examples.
+    """
     if not sequence_length:
         return math.ceil(batch_size / processes) * longest
     if processes == 1:

@@ -46,7 +46,8 @@ class Prepared:
         return max(len(example.ids) for example in [*self.train, *self.test])
 
     def batch_tokens(self, count: int) -> int:
-        """Return the tokens of the largest batch of ``count`` training examples that a shuffled epoch is expected to have.
+        """Return the tokens of the largest batch of ``count`` training examples that a shuffled epoch is expected to
+        have.
 
         Three standard deviations above the mean: a few in a thousand are larger.
         """

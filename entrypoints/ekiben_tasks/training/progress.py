@@ -58,7 +58,8 @@ class Meter:
 
 
 def add_length(lengths: list[dict[str, int]], step: int, **now: int) -> list[dict[str, int]]:
-    """Return a run's lengths with ``now`` (``steps`` and more), which counts from ``step`` on; as they are, if it is the last one.
+    """Return a run's lengths with ``now`` (``steps`` and more), which counts from ``step`` on; as they are, if it is
+    the last one.
 
     The learning rate of a step is that of a run with the length that counted then.
     """

@@ -1,4 +1,5 @@
-"""Extensions of apex.contrib against torch's own arithmetic in fp64, as apex_checks.py, which runs those that were compiled.
+"""Extensions of apex.contrib against torch's own arithmetic in fp64, as apex_checks.py, which runs those that were
+compiled.
 
 The distributed optimizer runs in a process for each GPU of this machine.
 """

@@ -1,6 +1,7 @@
 """What the kernel checks share: which checks exist, and how far results may be from torch's.
 
-A check is a function without arguments. `run(globals())` runs all of a module, prints a line for each, and exits with 1 when one failed.
+A check is a function without arguments. `run(globals())` runs all of a module, prints a line for each, and exits with 1
+when one failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""flash-attn's functions against attention in fp32, in fp16 and bf16, forward and backward, of one length and of several.
+"""flash-attn's functions against attention in fp32, in fp16 and bf16, forward and backward, of one length and of
+several.
 
 python3 qa/gpu/kernels/flash_attn_checks.py
 """

@@ -1,6 +1,7 @@
 """What the checks of both flash-attn packages share: attention in fp32 to compare with, and the cases.
 
-Each case is computed in fp16 and bf16, forward and backward, with as many heads of keys and values as of queries, and with fewer.
+Each case is computed in fp16 and bf16, forward and backward, with as many heads of keys and values as of queries, and
+with fewer.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def compare_one_length(attend: Callable[..., torch.Tensor], sizes: Collection[in
 
 
 def compare_several_lengths(attend: Callable[..., torch.Tensor], sizes: Collection[int] = SIZES) -> None:
-    """Compare ``attend(q, k, v, cu_seqlens_q=, …, causal=)`` of tensors [tokens, heads, size], for those of ``sizes``."""
+    """Compare ``attend(q, k, v, cu_seqlens_q=, …, causal=)`` of tensors [tokens, heads, size], for those of
+    ``sizes``.
+    """
     lengths = (1, 17, 128, 500, 1024)
     ends = torch.tensor((0, *lengths), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ranges = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}

@@ -1,4 +1,5 @@
-"""Time how long LoRA training takes to a quality target: several runs with seeds of their own, their logs, the olympic mean.
+"""Time how long LoRA training takes to a quality target: several runs with seeds of their own, their logs, the olympic
+mean.
 
 train                                                a reference run, which sets the target, and all runs, one after the
                                                      other; started again, it goes on

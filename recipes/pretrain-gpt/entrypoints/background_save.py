@@ -130,7 +130,10 @@ class Saver:
     def _write(
         self, staged: Path, final: Path, entries: dict[str, Pieces], metadata: dict[str, Any], started: float
     ) -> float:
-        """Write the pieces of this process, and in the first one make the checkpoint complete. Return the seconds it took."""
+        """Write the pieces of this process, and in the first one make the checkpoint complete.
+
+        Return the seconds it took.
+        """
         write_shards(entries, staged / SHARDS, alone=self.world.size == 1, group=self.group)
         seconds = time.monotonic() - started
         if self.world.is_main_process:

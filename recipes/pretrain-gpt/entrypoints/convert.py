@@ -251,7 +251,10 @@ def check_tokenizer(trained: Any, converted: Any) -> None:
 
 
 def _read_record(file: Path) -> tuple[Shape, str]:
-    """Return the sizes of a checkpoint's model, and its dtype by torch's name. Raises TaskError when the file does not tell."""
+    """Return the sizes of a checkpoint's model, and its dtype by torch's name.
+
+    Raises TaskError when the file does not tell.
+    """
     import model_configs
 
     try:

@@ -69,8 +69,8 @@ class Model(GPTModel):  # type: ignore[misc]
     chunk_loss: losses.ChunkLoss = staticmethod(losses.softmax_loss)
 
     def _postprocess(self, hidden_states: Any, labels: Any = None, **named: Any) -> Any:
-        """hidden_states: [tokens, rows, width], labels: [rows, tokens] → their losses summed, or one by one, or what the next
-        stage gets."""
+        """hidden_states: [tokens, rows, width], labels: [rows, tokens] → their losses summed, or one by one, or what
+        the next stage gets."""
         if not self.post_process or labels is None or self.config.tensor_model_parallel_size > 1:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **named)
         table, targets = self.shared_embedding_or_output_weight(), labels.t().flatten()

@@ -247,7 +247,10 @@ class Run:
         return bool(stops)
 
     def _beat(self, phase: Phase, micro_batch: int = 0) -> None:
-        """Say where the step is that runs now. The first one after a start may compile, and every process waits for the slowest."""
+        """Say where the step is that runs now.
+
+        The first one after a start may compile, and every process waits for the slowest.
+        """
         self.heartbeat.beat(phase, self.step + 1, micro_batch=micro_batch, long=self.step == self.first_step)
 
     def _advise(self) -> str:
@@ -440,7 +443,9 @@ class Run:
             )
 
     def _read_former(self, folder: Path) -> None:
-        """Restore what earlier releases wrote: Megatron's own format, which gathers the optimizer's state in one process."""
+        """Restore what earlier releases wrote: Megatron's own format, which gathers the optimizer's state in one
+        process.
+        """
         model = self.model.module.sharded_state_dict()
         metadata = {
             "distrib_optim_sharding_type": "fully_reshardable",

@@ -60,7 +60,8 @@ def open_data(request: Request, sizes: list[int], count: int) -> tuple[Sequences
     """Return (sequences to learn from, sequences for evaluation or None, sizes).
 
     sizes: how many sequences each data set was asked for, in the order of the starts that made the run longer; empty at
-    the first start. count: of the run from its first step to its last. The sizes returned are those to keep in checkpoints.
+    the first start. count: of the run from its first step to its last. The sizes returned are those to keep in
+    checkpoints.
 
     Raises:
         TaskError: the split leaves no document to learn from.

@@ -1,4 +1,5 @@
-"""Put a converted or fine-tuned model on the hub, after it has generated, and see that what is there generates the same.
+"""Put a converted or fine-tuned model on the hub, after it has generated, and see that what is there generates the
+same.
 
 upload --input converted --name you/gpt-0.125B --dry-run
 HF_TOKEN=hf_... upload --input converted --name you/gpt-0.125B --prompt "Once upon a time,"
@@ -17,7 +18,8 @@ from ekiben_tasks.task import caches, command
 from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.hub import format_hub_error, format_upload_error
 
-# Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown. Other files of the repository stay.
+# Of an earlier upload: loaders take model.safetensors before the shards of a model that has grown. Other files of the
+# repository stay.
 _WEIGHTS = [
     "model.safetensors",
     "model.safetensors.index.json",

@@ -163,7 +163,10 @@ def test_rank_that_runs_out_of_memory_ends_all_with_one_sentence(data: Path, tmp
 
 @pytest.mark.parametrize(("by", "host"), [("launch_node", "localhost"), ("torchrun", socket.gethostname())])
 def test_rank_whose_data_do_not_come_ends_all_and_is_named(by: str, host: str, data: Path, tmp_path: Path) -> None:
-    """A file system that does not answer: the read neither fails nor ends. Under torchrun the processes watch each other."""
+    """A file system that does not answer: the read neither fails nor ends.
+
+    Under torchrun the processes watch each other.
+    """
     hanging = FAILING.replace("step = steps.Run._step", "step = steps.Run._micro_batch").replace(
         "steps.Run._step = fail", "steps.Run._micro_batch = fail"
     )

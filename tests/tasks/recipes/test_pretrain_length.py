@@ -31,7 +31,9 @@ pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of
 
 
 def test_run_can_be_lengthened(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Within the data of the first length: as if the run had been that long from the start. decay_tokens may change, too."""
+    """Within the data of the first length: as if the run had been that long from the start. decay_tokens may change,
+    too.
+    """
     assert pretraining.pretrain(small(data, max_steps=3), tmp_path / "run") == 0
     assert pretraining.pretrain(small(data, max_steps=5), tmp_path / "run") == 0
     printed = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""The launcher of a job's processes where all is well. tests/integration/test_launch_node.py has what fails, hangs or is signalled."""
+"""The launcher of a job's processes where all is well. tests/integration/test_launch_node.py has what fails, hangs or
+is signalled.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Shard the weights among the processes with DeepSpeed: ZeRO-2 and ZeRO-3, with offloading to the host's memory.
 
 ZeRO is described by Rajbhandari et al. 2020 (arXiv:1910.02054). Nothing is compiled while a job runs: PyTorch's fused
-AdamW steps on the GPU and, for what is kept in the host's memory, on the CPU. DeepSpeed's CPUAdam is used for that where
-it was compiled into the image, and its FusedAdam on the GPU where the settings ask for it.
+AdamW steps on the GPU and, for what is kept in the host's memory, on the CPU. DeepSpeed's CPUAdam is used for that
+where it was compiled into the image, and its FusedAdam on the GPU where the settings ask for it.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class PartitionedStrategy:
         import deepspeed  # seconds, and only in some images
         from transformers.integrations import HfDeepSpeedConfig
 
-        # DeepSpeed probes every op where this is not set, and warns of each that would have to be compiled first. An image has no
-        # compiler, so what is not compiled cannot be had.
+        # DeepSpeed probes every op where this is not set, and warns of each that would have to be compiled first. An
+        # image has no compiler, so what is not compiled cannot be had.
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_ops(), True)
         deepspeed.init_distributed()  # takes up torch's group
         config = make_config(options, optimizer.max_grad_norm, request.device)

@@ -1,4 +1,6 @@
-"""DeepSpeed's ways beside the plain loop: two processes on the CPU, without a compiled op, as the image finetune has it."""
+"""DeepSpeed's ways beside the plain loop: two processes on the CPU, without a compiled op, as the image finetune has
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""DeepSpeed's compiled ops: which an image has, which optimizer a run then takes, and what is said where they are missing."""
+"""DeepSpeed's compiled ops: which an image has, which optimizer a run then takes, and what is said where they are
+missing.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ def launch(
     size: int = 2,
     nodes: Sequence[str] = (),
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """(what ``size`` processes came to, seconds from the failure to the end). by: what starts them; nodes: its options."""
+    """(what ``size`` processes came to, seconds from the failure to the end). by: what starts them; nodes: its
+    options.
+    """
     settings = {"model": base, "max_steps": 5, "batch_size": 8, "max_length": 512, "eval_every": 0, "device": "cpu"}
     arguments = ["--data", str(SAMPLE), "--output", str(output)]
     arguments += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -97,7 +99,8 @@ def launch(
     return done, time.time() - began[0] if began else 0.0
 
 
-# generate as its own script runs it: 12 batches of one prompt. What one rank does instead of its third batch stands in WHAT.
+# generate as its own script runs it: 12 batches of one prompt. What one rank does instead of its third batch stands in
+# WHAT.
 GENERATE = """
 import os, signal, sys, time
 sys.path[:0] = {entrypoints!r}
@@ -227,7 +230,10 @@ def test_rank_that_hangs_ends_all_with_one_sentence(base: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_hangs_under_torchrun_ends_all_with_one_sentence(rank: int, base: Path, tmp_path: Path) -> None:
-    """torchrun knows nothing of steps: the processes watch each other. Rank 0 hangs, or one of those that wait for it."""
+    """torchrun knows nothing of steps: the processes watch each other.
+
+    Rank 0 hangs, or one of those that wait for it.
+    """
     done, seconds = launch(
         "time.sleep(1000)", base, tmp_path / "out", "--set", "hang_minutes=0.1", rank=rank, by="torchrun"
     )
@@ -250,7 +256,9 @@ def test_generate_that_hangs_under_torchrun_ends_all_with_one_sentence(base: Pat
 
 
 def test_rank_that_is_stopped_under_torchrun_is_named(base: Path, tmp_path: Path) -> None:
-    """SIGSTOP stops the watch of that process, too: another one reports it, with its last position, and torchrun kills it."""
+    """SIGSTOP stops the watch of that process, too: another one reports it, with its last position, and torchrun kills
+    it.
+    """
     done, seconds = launch(
         "os.kill(os.getpid(), signal.SIGSTOP)", base, tmp_path / "out", "--set", "hang_minutes=0.1", by="torchrun"
     )
@@ -320,7 +328,9 @@ def test_hang_names_the_slowest_ranks(ranks: dict[int, tuple[int, str, bool]], w
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_no_process_leaves_before_all_have_come(late: int, tmp_path: Path) -> None:
-    """One is slow to wake up from the last collective: the others still have their connections, and the store its host."""
+    """One is slow to wake up from the last collective: the others still have their connections, and the store its
+    host.
+    """
 
     def work() -> None:
         world = context.init_distributed("cpu")

@@ -1,4 +1,6 @@
-"""Decisions that lead to a collective are the main process's, shared with all ranks: clocks, signals and free memory differ between them."""
+"""Decisions that lead to a collective are the main process's, shared with all ranks: clocks, signals and free memory
+differ between them.
+"""
 
 from __future__ import annotations
 

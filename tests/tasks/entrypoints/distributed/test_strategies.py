@@ -1,4 +1,6 @@
-"""Training spread over processes, on the CPU: every way learns what one process does, and goes on where it was stopped."""
+"""Training spread over processes, on the CPU: every way learns what one process does, and goes on where it was
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -353,7 +355,9 @@ def test_group_of_one_process_uses_no_server(setup: str, expected: str) -> None:
 def test_too_large_model_is_refused_with_a_suggestion(
     bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Llama-2-7B's shape and a GPU of 40 GiB: nothing is loaded, so nothing has to be there but config and tokenizer."""
+    """Llama-2-7B's shape and a GPU of 40 GiB: nothing is loaded, so nothing has to be there but config and
+    tokenizer.
+    """
     import dataclasses
     import shutil
 

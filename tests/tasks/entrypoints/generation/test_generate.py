@@ -246,7 +246,9 @@ def answered(log: Path) -> int:
 
 
 def test_signal_while_another_process_has_answered_all(model_dir: Path, tmp_path: Path) -> None:
-    """One stops after the batch at work, the other waits for it: both end with 75, and the rest is answered by the next start."""
+    """One stops after the batch at work, the other waits for it: both end with 75, and the rest is answered by the next
+    start.
+    """
     configured = settings(model_dir, tmp_path / "a.jsonl", batch_size=1)
 
     def work() -> int:

@@ -1,4 +1,6 @@
-"""Names, FLOPs and memory of every architecture, against the real classes, torch's own counter and autograd's own hooks."""
+"""Names, FLOPs and memory of every architecture, against the real classes, torch's own counter and autograd's own
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def test_flops_of_full_gpt_2_training_by_hand() -> None:
 
 
 def test_flops_of_llama_lora_with_grouped_heads_by_hand() -> None:
-    """Llama-3.2-1B: 16 blocks; q and o 2048 x 2048, k and v 2048 x 512, three of 2048 x 8192; LoRA of rank 8 on q and v."""
+    """Llama-3.2-1B: 16 blocks; q and o 2048 x 2048, k and v 2048 x 512, three of 2048 x 8192; LoRA of rank 8 on q and
+    v.
+    """
     made = meta(
         "llama",
         hidden_size=2048,
@@ -197,7 +201,9 @@ def test_mfu_divides_by_all_gpus() -> None:
 
 
 def kept_for_backward(made: Any, length: int, **how: Any) -> int:
-    """Bytes that autograd keeps of one forward pass of the body, weights and buffers left out; ``how``: for attention."""
+    """Bytes that autograd keeps of one forward pass of the body, weights and buffers left out; ``how``: for
+    attention.
+    """
     causal = architecture.strip_adapter(made)
     weights = {tensor.untyped_storage().data_ptr() for tensor in [*causal.parameters(), *causal.buffers()]}
     kept: dict[int, int] = {}
@@ -291,7 +297,8 @@ def test_memory_of_a_7b_model_by_hand() -> None:
     assert (one.weights, one.gradients, one.optimizer) == (2 * count, 4 * count, 12 * count)
     sharded = memory.expect_memory(profile(strategy="fsdp", gpus=4))
     assert sharded.gradients == 4 * count // 4
-    # Gathered: what is outside blocks, the block at work, the next, and the buffer of one; a gradient, and its sum in fp32.
+    # Gathered: what is outside blocks, the block at work, the next, and the buffer of one; a gradient, and its sum in
+    # fp32.
     root = 2 * 32000 * 4096 + 4096
     assert (sharded.weights, sharded.buffers) == (0, 2 * (root + 3 * full.unit) + (2 + 4) * root)
     second = memory.expect_memory(profile(strategy="zero2", gpus=4))
@@ -307,7 +314,9 @@ def test_memory_of_a_7b_model_by_hand() -> None:
 
 
 def test_host_memory_is_suggested_with_deepspeed() -> None:
-    """7B with every weight: 112 GB of weights and optimizer, of which one GPU needs little more than the gathered weights."""
+    """7B with every weight: 112 GB of weights and optimizer, of which one GPU needs little more than the gathered
+    weights.
+    """
     way = "weights in the host's memory (--set parallel=deepspeed --set deepspeed.offload=all)"
     budget_bytes = 70 * memory.GIB
     assert way in memory.suggest(profile(), budget_bytes, offloads=True)
@@ -382,7 +391,9 @@ LLAMA = {
 def test_expected_memory_is_within_a_tenth_of_what_was_reserved(
     kind: str, sizes: dict[str, Any], method: str, tokens: int, choices: dict[str, Any], measured: tuple[float, ...]
 ) -> None:
-    """max_memory_reserved() of runs on H100s (GPT-NeoX) and H200s (Llama), in GiB, before expandable_segments was the default."""
+    """max_memory_reserved() of runs on H100s (GPT-NeoX) and H200s (Llama), in GiB, before expandable_segments was the
+    default.
+    """
     with torch.device("meta"):
         meta_model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
     meta_model = apply_tuning_method(meta_model, train_settings.Settings(method=method))

@@ -1,4 +1,6 @@
-"""Why there is no GPU to compute on, in one sentence: none here, a container started without its driver, or an old driver."""
+"""Why there is no GPU to compute on, in one sentence: none here, a container started without its driver, or an old
+driver.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a run must not do to the state it has: train on broken gradients, overwrite a good checkpoint, share its folder."""
+"""What a run must not do to the state it has: train on broken gradients, overwrite a good checkpoint, share its
+folder.
+"""
 
 from __future__ import annotations
 

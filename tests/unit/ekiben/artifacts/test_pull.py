@@ -1,4 +1,6 @@
-"""What pull writes beside its output, and what it does not write through. tests/integration/test_push.py has a real registry."""
+"""What pull writes beside its output, and what it does not write through. tests/integration/test_push.py has a real
+registry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Users and groups of upper layers: a small primary partition has them, for the runtimes read those of the primary one alone."""
+"""Users and groups of upper layers: a small primary partition has them, for the runtimes read those of the primary one
+alone.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Build stages without an engine: what is in a wheel's key and what is not, what a plan says, what is rendered and kept."""
+"""Build stages without an engine: what is in a wheel's key and what is not, what a plan says, what is rendered and
+kept.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def test_credentials_are_not_in_the_recorded_repository(tiny: SampleRecipe, repo
     assert origins(tiny)[0]["source"] == {"repository": message, "commit": commit}
 
 
-# ------------------------------------------------------------------------------------------------------------------- keys
+# ----------------------------------------------------------------------------------------------------------------- keys
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_format_savings_of_fewer_gpu_architectures(tiny: SampleRecipe, tmp_path:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ plan, render
+# --------------------------------------------------------------------------------------------------------- plan, render
 
 
 def keep(
@@ -297,7 +299,7 @@ def test_a_definition_file_with_stages(tiny: SampleRecipe, tmp_path: Path) -> No
     assert "%labels" not in first
 
 
-# ------------------------------------------------------------------------------------------------------------------- store
+# ---------------------------------------------------------------------------------------------------------------- store
 
 
 def test_prune_keeps_wheels_until_it_is_asked(tiny: SampleRecipe, tmp_path: Path) -> None:
@@ -377,7 +379,7 @@ def test_a_second_wheel_of_one_key_is_refused(tiny: SampleRecipe, tmp_path: Path
         import_wheel(chain_of(tiny), store, Options(), Progress(quiet=True), wheel)
 
 
-# ------------------------------------------------------------------------------------------ compiling, with a script's part
+# -------------------------------------------------------------------------------------- compiling, with a script's part
 
 
 class Script:

@@ -257,7 +257,7 @@ def test_bundle_contains_stage_outputs(sample: SampleRecipe, tmp_path: Path, sto
         assert third.result(stage.cache_key) is None
 
 
-# --------------------------------------------------------------------------------------------------- bundles of strangers
+# ------------------------------------------------------------------------------------------------- bundles of strangers
 
 
 def test_a_file_behind_links_is_not_written(tmp_path: Path, store: Store) -> None:

@@ -307,7 +307,7 @@ def test_verbose_prints_commands_to_paste(sample: SampleRecipe, tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
-# ------------------------------------------------------------------------------------------------------ broken surroundings
+# -------------------------------------------------------------------------------------------------- broken surroundings
 
 
 def run_in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:

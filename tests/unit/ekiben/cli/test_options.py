@@ -215,7 +215,7 @@ def test_an_option_without_effect_is_refused(run_cli: RunCli, tmp_path: Path, ar
     assert done.stdout == "" or json.loads(done.stdout)["error"]["message"] in done.stderr
 
 
-# --------------------------------------------------------------------------------------------------- errors under --json
+# -------------------------------------------------------------------------------------------------- errors under --json
 
 
 def json_commands() -> Iterator[list[str]]:

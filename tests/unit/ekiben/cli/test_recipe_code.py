@@ -1,4 +1,6 @@
-"""Commands that only read a recipe run nothing of it: each is started in the folder of a recipe whose every file would leave a mark."""
+"""Commands that only read a recipe run nothing of it: each is started in the folder of a recipe whose every file would
+leave a mark.
+"""
 
 from __future__ import annotations
 

@@ -530,7 +530,7 @@ def test_group_of_the_output_folder() -> None:
     assert [found[:2] for found in worse(store=filesystem("/x", writable=False))] == [("error", "store")]
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 def test_findings_as_text_and_json() -> None:

@@ -1,4 +1,6 @@
-"""What a script changed, as every kind of overlay tells it, becomes the same members; applied, they give the merged tree."""
+"""What a script changed, as every kind of overlay tells it, becomes the same members; applied, they give the merged
+tree.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +197,9 @@ def test_sockets_below_a_folder_are_excluded(base: Layers, upper: Path) -> None:
 def test_no_xattrs_means_no_opaque_marks(
     base: Layers, upper: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system without extended attributes, and one that fails to read them: a mark that was overlooked shows old files."""
+    """A file system without extended attributes, and one that fails to read them: a mark that was overlooked shows old
+    files.
+    """
 
     def fail(upper_dir: str) -> list[str]:
         raise OSError(number, os.strerror(number), upper_dir)
@@ -648,7 +652,7 @@ def test_random_changes_of_random_trees(layers: Layers, seed: int) -> None:
         merged = script.after
 
 
-# ------------------------------------------------------------------------------------------------- layers of files alone
+# ------------------------------------------------------------------------------------------------ layers of files alone
 
 
 class TestFiles:

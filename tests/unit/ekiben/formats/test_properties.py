@@ -1,4 +1,6 @@
-"""Random trees through every reader of squashfs, random edits of them through the kernel's overlay: nothing is lost on the way."""
+"""Random trees through every reader of squashfs, random edits of them through the kernel's overlay: nothing is lost on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -39,4 +41,4 @@ def test_a_layers_tar_is_read_back(tree: Tree) -> None:
     }
 
 
-# ------------------------------------------------------------------------------------------------------- edits of a tree
+# ------------------------------------------------------------------------------------------------------ edits of a tree

@@ -262,7 +262,7 @@ def test_a_broken_layer_is_named(tmp_path: Path, stack: contextlib.ExitStack) ->
         sbom_with(tmp_path, stack, {"var/lib/dpkg/status": b"Package: a\n"})
 
 
-# ------------------------------------------------------------------------------------------------- the same image, the same sbom
+# ---------------------------------------------------------------------------------------- the same image, the same sbom
 
 
 @pytest.fixture

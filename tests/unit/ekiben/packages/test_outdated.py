@@ -1,4 +1,6 @@
-"""Which locked packages have a newer release or a known advisory: releases from wheels made here, advisories in the OSV format."""
+"""Which locked packages have a newer release or a known advisory: releases from wheels made here, advisories in the OSV
+format.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a file of requirements from elsewhere asks for runs no code on this machine. uv is the real one; no index is asked."""
+"""What a file of requirements from elsewhere asks for runs no code on this machine. uv is the real one; no index is
+asked.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from support.sample_recipe import SampleRecipe
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that is there once code of ``evil`` has run: a folder with a build backend and setup.py, and a source distribution of it."""
+    """A file that is there once code of ``evil`` has run: a folder with a build backend and setup.py, and a source
+    distribution of it.
+    """
     ran, evil = tmp_path / "ran", tmp_path / "evil-1.0"
     evil.mkdir()
     code = f"open({str(ran)!r}, 'w')\n"
@@ -90,7 +94,9 @@ def test_what_a_stage_compiles_is_locked_and_not_built(stack: Stack, ran: Path) 
 def test_settings_of_the_working_folder_start_no_interpreter(
     stack: Stack, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
-    """`ekiben lock .` in a recipe from elsewhere: uv would start the interpreter that uv.toml names, or that of .venv."""
+    """`ekiben lock .` in a recipe from elsewhere: uv would start the interpreter that uv.toml names, or that of
+    .venv.
+    """
     cloned = tmp_path / "cloned"
     (cloned / ".venv/bin").mkdir(parents=True)
     python = cloned / ".venv/bin/python"

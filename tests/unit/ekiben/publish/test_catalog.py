@@ -48,7 +48,7 @@ def page(made: WrittenCatalog, name: str = "images/own.html") -> str:
     return (made.out / name).read_text()
 
 
-# ------------------------------------------------------------------------------------------------------------ what is in it
+# -------------------------------------------------------------------------------------------------------- what is in it
 
 
 def test_catalog_of_two_versions_with_changes(lab: Lab) -> None:
@@ -230,7 +230,7 @@ def test_line_of_an_image_with_added_layers_names_them(tmp_path: Path) -> None:
     assert "ekiben image mine --stack cu130 --layer deepspeed --format docker" in ways["Docker"][0]
 
 
-# ------------------------------------------------------------------------------------------------------------ what is wrong
+# -------------------------------------------------------------------------------------------------------- what is wrong
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_concurrent_catalog_writers(lab: Lab) -> None:
     assert [path.name for path in (lab.folder).iterdir() if path.name.startswith(".")] == []
 
 
-# ------------------------------------------------------------------------------------------------------------ strangers' words
+# ----------------------------------------------------------------------------------------------------- strangers' words
 
 
 class Seen(html.parser.HTMLParser):
@@ -626,7 +626,7 @@ def test_a_plot_has_a_row_for_each_model_and_device() -> None:
     assert plots([]) == []
 
 
-# -------------------------------------------------------------------------------------------------------- the command line
+# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def test_catalog_by_command(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A folder that others write to: nothing in it leads a reader, a publisher or prune out of it, or ends one with a traceback."""
+"""A folder that others write to: nothing in it leads a reader, a publisher or prune out of it, or ends one with a
+traceback.
+"""
 
 from __future__ import annotations
 

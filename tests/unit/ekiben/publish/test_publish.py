@@ -35,7 +35,7 @@ def stems(shared_dir: Path) -> list[str]:
     return [record.file for record in read_records(InnerPath.below(shared_dir / "images/own"))[0]]
 
 
-# ----------------------------------------------------------------------------------------------------------- what is there
+# -------------------------------------------------------------------------------------------------------- what is there
 
 
 def test_shared_folder_layout_is_as_documented(lab: Lab) -> None:
@@ -161,7 +161,7 @@ def test_invalid_names_are_refused(lab: Lab, options: dict[str, Any], message: s
     assert not (lab.folder).exists()
 
 
-# --------------------------------------------------------------------------------------------------------------- accidents
+# ------------------------------------------------------------------------------------------------------------ accidents
 
 
 def test_incomplete_file_of_the_name_is_replaced(lab: Lab) -> None:
@@ -204,7 +204,9 @@ def test_a_published_layer_that_is_damaged_is_not_copied(lab: Lab) -> None:
 
 @pytest.mark.parametrize("when", ["before its part is found", "before it is opened", "before its layers are noted"])
 def test_version_pruned_while_another_one_copies_from_it(lab: Lab, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a prune that started before the publisher was registered: what it takes away comes from the publisher's store."""
+    """By a prune that started before the publisher was registered: what it takes away comes from the publisher's
+    store.
+    """
     first = lab.put()
     partition, put_layers, taken = SharedStore.partition, SharedStore.put_layers, []
 
@@ -315,7 +317,7 @@ def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, mo
     assert tags(InnerPath.below(first.sif.parent))["current"] == second.sif.name != first.sif.name
 
 
-# ------------------------------------------------------------------------------------------------------------------- prune
+# ---------------------------------------------------------------------------------------------------------------- prune
 
 
 def test_prune_keeps_what_is_pinned_tagged_or_used(lab: Lab) -> None:
@@ -428,7 +430,7 @@ def test_prune_refuses_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     assert (tmp_path / "data/precious").exists()
 
 
-# -------------------------------------------------------------------------------------------------------- the command line
+# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def test_publish_and_prune_by_command(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:

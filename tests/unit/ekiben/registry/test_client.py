@@ -30,7 +30,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
 
 
-# -------------------------------------------------------------------------------------------------------------- references
+# ----------------------------------------------------------------------------------------------------------- references
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_invalid_references_are_refused(text: str) -> None:
         Reference.parse(text)
 
 
-# --------------------------------------------------------------------------------------------------------- there and back
+# ------------------------------------------------------------------------------------------------------- there and back
 
 
-# ----------------------------------------------------------------------------------------------------- broken connections
+# --------------------------------------------------------------------------------------------------- broken connections
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2 * MB + 5, 3 * MB])
@@ -95,7 +95,7 @@ def test_unreachable_registry_is_an_error() -> None:
         at("127.0.0.1:9").has_blob(blob(1)[0].digest)
 
 
-# -------------------------------------------------------------------------------------------------------- logins and TLS
+# ------------------------------------------------------------------------------------------------------- logins and TLS
 
 
 def tokens(token_host: list[str], accept: Callable[[dict[str, str]], bool] = lambda headers: True) -> Script:
@@ -164,7 +164,7 @@ def test_credentials_are_not_sent_to_redirect_targets(tmp_path: Path) -> None:
     assert [headers.get("authorization") for _, _, headers in stored] == [None]
 
 
-# ------------------------------------------------------------------------------------------------- registries gone astray
+# ----------------------------------------------------------------------------------------------- registries gone astray
 
 
 def always(code: int, body: bytes = b"", **headers: str) -> Script:
@@ -277,7 +277,7 @@ def test_registry_that_reports_another_digest_is_an_error() -> None:
         at(host).put_manifest(b"{}", MEDIA_MANIFEST, "1")
 
 
-# ------------------------------------------------------------------------------------------------- answers that are not right
+# ------------------------------------------------------------------------------------------- answers that are not right
 
 DIGEST = "sha256:" + "0" * 64
 

@@ -76,7 +76,9 @@ def other_host(kind: str) -> Script:
 
 
 def leading(challenge: str, to: Callable[[str, str], str], code: Callable[[], int], step: str) -> Script:
-    """A registry with a login that leads elsewhere at ``step``: "data" the redirects of requests, "upload", or "token"."""
+    """A registry with a login that leads elsewhere at ``step``: "data" the redirects of requests, "upload", or
+    "token".
+    """
 
     def script(method: str, path: str, headers: dict[str, str]) -> Answer:
         here = headers["host"]

@@ -161,7 +161,7 @@ def test_parent_argument(text: str, argument: str | None) -> None:
     assert parent_argument(text) == argument
 
 
-# ---------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------- command line
 
 
 def test_commands_take_layers(run_cli: RunCli, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Random definition files: rendered as one plain file and read again, they mean the same; and their scripts do the same."""
+"""Random definition files: rendered as one plain file and read again, they mean the same; and their scripts do the
+same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Modulefiles of a published image, read by Environment Modules and by Lmod: what is loaded by which name, what is not found."""
+"""Modulefiles of a published image, read by Environment Modules and by Lmod: what is loaded by which name, what is not
+found.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def shared_dir(tmp_path: Path) -> Path:
     return tmp_path / "lab"
 
 
-# ------------------------------------------------------------------------------------------------------------ what is there
+# -------------------------------------------------------------------------------------------------------- what is there
 
 
 def test_modulefile_belongs_to_its_version(lab: Lab) -> None:
@@ -115,7 +117,7 @@ def test_other_paths_are_accepted() -> None:
     check_shared_dir(Path("/gs1/groups/gaa50000/共有/ekiben-2.0+x_y"))
 
 
-# ----------------------------------------------------------------------------------------------------------- which is loaded
+# ------------------------------------------------------------------------------------------------------ which is loaded
 
 
 def test_modulefile_left_by_a_killed_prune_is_removed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_modulefile_left_by_a_killed_prune_is_removed(lab: Lab, monkeypatch: pyt
     assert not list(first.sif.parent.glob(f"{first.sif.stem}*"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 def test_publish_modulefile_by_command(
@@ -156,7 +158,7 @@ def test_publish_modulefile_by_command(
     assert f"' ' in {tmp_path}/a b: Lmod cannot read modulefiles there" in refused.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------- the commands
+# --------------------------------------------------------------------------------------------------------- the commands
 
 
 def host_without_runtime(tmp_path: Path) -> Path:

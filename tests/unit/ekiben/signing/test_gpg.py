@@ -8,7 +8,7 @@ from ekiben.core.errors import EngineError
 from ekiben.signing import gpg
 from ekiben.signing.gpg import find_key
 
-# ------------------------------------------------------------------------------------------------------- which key signs
+# ------------------------------------------------------------------------------------------------------ which key signs
 
 
 def test_missing_gpg_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,4 +20,4 @@ def test_missing_gpg_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------- whose signatures
 
 
-# --------------------------------------------------------------------------------------------- signatures that are no good
+# ------------------------------------------------------------------------------------------ signatures that are no good

@@ -1,4 +1,6 @@
-"""Which image a signature is looked for, and where a registry lists it. tests/integration/test_sign.py has real keys."""
+"""Which image a signature is looked for, and where a registry lists it. tests/integration/test_sign.py has real
+keys.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ def test_the_folder_is_the_registry() -> None:
 
 @pytest.mark.parametrize("name", sorted(recipe_folders()))
 def test_every_project_module_a_recipe_imports_ships_with_it(name: str) -> None:
-    """Also what is only imported on a GPU: no script needs a module of entrypoints/ or recipes/ that is not in the image."""
+    """Also what is only imported on a GPU: no script needs a module of entrypoints/ or recipes/ that is not in the
+    image.
+    """
     shipped = {inside: file for inside, file in find_recipe(name).members().items() if inside.endswith(".py")}
     ours = {path.stem for folder in ("entrypoints", "recipes") for path in (PROJECT_ROOT / folder).rglob("*.py")}
     missing = []

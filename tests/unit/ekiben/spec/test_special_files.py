@@ -1,4 +1,7 @@
-"""What is no file in the place of a recipe's file: one sentence, at once. A pipe would be waited for, a sparse file read for hours."""
+"""What is no file in the place of a recipe's file: one sentence, at once.
+
+A pipe would be waited for, a sparse file read for hours.
+"""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_record_with_a_key_that_is_a_link_or_a_pipe_is_no_record(store: Store,
     assert store.layer("k2") is None
 
 
-# -------------------------------------------------------------------------------------------------------- a shared folder
+# ------------------------------------------------------------------------------------------------------ a shared folder
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def modes(folder: Path) -> set[tuple[str, int, int]]:
     }
 
 
-# -------------------------------------------------------------------------------------------------- mine, then the other
+# ------------------------------------------------------------------------------------------------- mine, then the other
 
 
 def test_layers_of_the_upstream_store_are_not_built(

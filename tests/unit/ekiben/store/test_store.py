@@ -155,7 +155,7 @@ def test_a_dropped_blob_can_be_put_again(store: Store) -> None:
     assert put(store, "base") == store.layer("k1")
 
 
-# ------------------------------------------------------------------------------------------------------- never half a file
+# ---------------------------------------------------------------------------------------------------- never half a file
 
 
 def test_concurrent_readers_see_complete_records(store: Store) -> None:
@@ -285,7 +285,7 @@ def test_a_missing_locks_folder_is_tolerated(store: Store) -> None:
         pass
 
 
-# ------------------------------------------------------------------------------------------------------ places that refuse
+# --------------------------------------------------------------------------------------------------- places that refuse
 
 
 def test_another_store_version_is_refused(store: Store) -> None:
