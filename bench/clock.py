@@ -93,7 +93,7 @@ def run(command: Command, log: Path) -> tuple[float, int, str]:
                 os.sync()
             seconds = time.monotonic() - began
         finally:
-            child.terminate()  # where Ctrl-C ended the waiting: it removes what it has begun; an ended one is left alone
+            child.terminate()  # after Ctrl-C it removes what it has begun; a process that has ended gets no signal
             child.wait()
             peak = watched.stop()
         errors.write(out)

@@ -401,8 +401,9 @@ def exit_codes_page() -> str:
 PROBE = """
 import argparse, json, runpy, sys
 def parse(self, *_, **__):
-    actions = [{"names": a.option_strings or [a.dest], "metavar": a.metavar or ("" if a.nargs == 0 else a.dest.upper()), "help": a.help or "",
-                "flag": a.nargs == 0} for a in self._actions if a.dest != "help" and a.help != "==SUPPRESS=="]
+    actions = [{"names": a.option_strings or [a.dest], "metavar": a.metavar or ("" if a.nargs == 0 else a.dest.upper()),
+                "help": a.help or "", "flag": a.nargs == 0}
+               for a in self._actions if a.dest != "help" and a.help != "==SUPPRESS=="]
     print(json.dumps({"description": self.description or "", "epilog": self.epilog or "", "actions": actions}))
     sys.exit()
 argparse.ArgumentParser.parse_args = parse
@@ -410,6 +411,12 @@ script, sys.argv = sys.argv[1], sys.argv[1:]
 sys.path.insert(0, __import__("os").path.dirname(script))
 runpy.run_path(script, run_name="__main__")
 """
+
+
+def _value_of(action: dict[str, Any]) -> str:
+    """Return what stands after the names of an argparse action: the name of its value, or nothing."""
+    has_value = action["names"][0].startswith("-") and not action["flag"]
+    return f" {action['metavar']}" if has_value else ""
 
 
 def task_text(recipe: Path, name: str, task: dict[str, Any], level: str = "###") -> str:
@@ -438,8 +445,7 @@ def task_text(recipe: Path, name: str, task: dict[str, Any], level: str = "###")
     if examples.strip():
         parts.append("\n".join(f"    {line}" for line in examples.strip().splitlines()))
     rows = [
-        f"| `{', '.join(action['names'])}{'' if action['flag'] or not action['names'][0].startswith('-') else ' ' + str(action['metavar'])}`"
-        f" | {escaped(action['help'])} |"
+        f"| `{', '.join(action['names'])}{_value_of(action)}` | {escaped(action['help'])} |"
         for action in about["actions"]
     ]
     if rows:
@@ -553,9 +559,10 @@ def benchmarks_page() -> str:
 
 GPU_RESULTS = """# Results on GPUs
 
-What `qa/gpu/prove.py SIF CASE… --json FILE` found in images on GPU machines, from the files in `qa/gpu/results`. `prove.py --help` says
-what each case does; sizes and steps are in `qa/gpu/tasks_at_size.py`. Memory is what one GPU reserved, beside what was expected before the run. Earlier
-results, without such a file, are in the [support matrix](support-matrix.md).
+What `qa/gpu/prove.py SIF CASE… --json FILE` found in images on GPU machines, from the files in
+`qa/gpu/results`. `prove.py --help` says what each case does; sizes and steps are in `qa/gpu/tasks_at_size.py`. Memory
+is what one GPU reserved, beside what was expected before the run. Earlier results, without such a file, are in the
+[support matrix](support-matrix.md).
 """
 
 

@@ -66,8 +66,9 @@ Container images, published with Ekiben. To run one, no Ekiben is needed:
     sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
     apptainer verify images/NAME/current                    (whose it is, where it was signed)
 
-Where there is modulefiles/: `module use <this folder>/modulefiles`, then `module load ekiben/NAME` for its tasks as commands.
-An image's .json says what it is, its .cdx.json what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets a build take the layers in store/.
+Where there is modulefiles/: `module use <this folder>/modulefiles`, then `module load ekiben/NAME` for its tasks as
+commands. An image's .json says what it is, its .cdx.json what is in it. With Ekiben, EKIBEN_SHARED=<this folder> lets
+a build take the layers in store/.
 An empty file NAME-….pin beside an image, or a link to it, keeps it from `ekiben prune --in <this folder>`.
 """
 

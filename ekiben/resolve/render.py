@@ -23,13 +23,15 @@ _FILES = "/.ekiben-files"
 _COPY = "copy.sh"
 _MIRROR = "MirrorURL: {{ mirror }}"
 _COPY_SCRIPT = """\
-# copy.sh FROM TO [NAME]: as `cp -r` copies. What TO is shows in the image alone: below a folder it gets that NAME; links are followed.
+# copy.sh FROM TO [NAME]: as `cp -r` copies. What TO is shows in the image alone: below a folder it gets that NAME;
+# links are followed.
 set -eu
 from=$1 to=${2%/} name=${3-}
 if [ -n "$name" ] && [ -d "$to/" ]; then to=$to/$name; fi
 if [ -d "$from" ]; then
     cd "$from"
-    find . -type d -exec sh -ec 'to=$1; shift; for path; do [ -n "$(ls -A "$path")" ] || mkdir -p "$to/$path"; done' sh "$to" {} +
+    find . -type d -exec sh -ec 'to=$1; shift
+        for path; do [ -n "$(ls -A "$path")" ] || mkdir -p "$to/$path"; done' sh "$to" {} +
     find . -type f -exec sh -ec 'to=$1; shift; for path; do sh "$0" "$path" "$to/$path"; done' "$0" "$to" {} +
     exit
 fi

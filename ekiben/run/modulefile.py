@@ -101,8 +101,9 @@ case $tasks in
         done
         if [ "${many:-1}" -gt 1 ] && [ -z "${WORLD_SIZE:-}${EKIBEN_INDEPENDENT:-}" ]; then
             [ "$rank" = 0 ] || exit 2
-            echo "<runner>: srun or mpirun started $1 $many times, as unrelated runs: start it once (srun -n 1), or use ekiben" \
-                "submit, which joins several processes; EKIBEN_INDEPENDENT=1 is for runs that are meant to be unrelated" >&2
+            echo "<runner>: srun or mpirun started $1 $many times, as unrelated runs: start it once (srun -n 1)," \
+                "or use ekiben submit, which joins several processes; EKIBEN_INDEPENDENT=1 is for runs that are" \
+                "meant to be unrelated" >&2
             exit 2
         fi
         ;;
@@ -198,7 +199,8 @@ bind_folder "$here"
 for place in <folders>; do
     [ ! -d "$place" ] || bind_targets "$place"
 done
-# What arguments name, as --data=../x.jsonl or --output /scratch/me/run: of what is not there yet, the first parent that is.
+# What arguments name, as --data=../x.jsonl or --output /scratch/me/run: of what is not there yet, the first parent
+# that is.
 for word in "$@"; do
     for value in "$word" "${word#*=}" "${word##*=}"; do
         case $value in
@@ -308,9 +310,12 @@ foreach link [lsort [glob -nocomplain -directory $images -types l *]] {{
 }}
 # A version without its digest: the newest of that number, unless a link has that name.
 foreach module [glob -nocomplain -directory $images -types f *.module] {{
-    if {{![regexp {{^(.+)-[0-9a-f]{{12}}$}} [string range [file rootname [file tail $module]] {len(image) + 1} end] version number]}} continue
+    set version [string range [file rootname [file tail $module]] {len(image) + 1} end]
+    if {{![regexp {{^(.+)-[0-9a-f]{{12}}$}} $version version number]}} continue
     if {{[file exists $images/$number] || [catch {{file mtime $module}} time]}} continue
-    if {{![info exists newest($number)] || $time > [lindex $newest($number) 0]}} {{ set newest($number) [list $time $version] }}
+    if {{![info exists newest($number)] || $time > [lindex $newest($number) 0]}} {{
+        set newest($number) [list $time $version]
+    }}
 }}
 foreach number [array names newest] {{ module-version ekiben/{image}/[lindex $newest($number) 1] $number }}
 """

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.covers("ekiben/builder/bases", "ekiben/executors", "eki
 
 SCRIPT = r"""
 test "$(readlink -f /bin/tar)" = /bin/busybox
-printf 'new\n' >/opt/new; printf 'more\n' >>/opt/kept; chmod 4755 /opt/new; ln /opt/new /opt/second; ln -s nowhere /opt/dangling
+printf 'new\n' >/opt/new; printf 'more\n' >>/opt/kept; chmod 4755 /opt/new
+ln /opt/new /opt/second; ln -s nowhere /opt/dangling
 rm /opt/removed; rm -r /opt/folder; mkdir /opt/folder; printf 'x' >/opt/folder/again; rm -r /opt/gone
 printf 'x' >"/opt/a
 line"; mkfifo /opt/pipe; mkdir -p /opt/deep/er; printf 'x' >/opt/deep/er/file; chown 12:34 /opt/deep/er/file

@@ -25,7 +25,8 @@ Listing = dict[str, tuple[object, ...]]
 ATTRIBUTE = r"""
 attribute() {
     perl -e 'my ($path, $name, $value) = @ARGV; $value = pack("H*", $value);
-             syscall(`uname -m` =~ /x86/ ? 188 : 5, $path, $name, $value, length $value, 0) == 0 or die "$path: $!\n"' "$@"
+             syscall(`uname -m` =~ /x86/ ? 188 : 5, $path, $name, $value, length $value, 0) == 0
+                 or die "$path: $!\n"' "$@"
 }
 """
 CAPABILITY = "01000002c0200000000000000000000000000000"  # cap_setuid, cap_setgid, cap_net_raw=ep
@@ -94,7 +95,8 @@ chown 7:8 touched; chmod 711 deep/a
 touch keep
 printf 'x' >hard-1; ln hard-1 hard-2; mkdir -p zz; ln hard-1 zz/hard-3; ln -s hard-1 zz/link
 mkfifo -m 600 zz/pipe; ln zz/pipe zz/pipe-too; printf 'x' >group/file
-rm "$(printf 'caf\351')"; printf 'x' >"$(printf 'na\357ve')"; mkdir "$(printf 'dir\377')"; printf 'x' >"$(printf 'dir\377')/f"
+rm "$(printf 'caf\351')"; printf 'x' >"$(printf 'na\357ve')"
+mkdir "$(printf 'dir\377')"; printf 'x' >"$(printf 'dir\377')/f"
 printf 'x' >'with space'; printf 'x' >"$(printf 'new\nline')"; printf 'x' >'back\slash'; printf 'x' >'.wh'
 printf 'x' >"$(printf 'long%0240d' 0)"; mkdir came-and-went; rmdir came-and-went
 printf 'x' >sparse; truncate -s 3M sparse; : >nothing

@@ -238,7 +238,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 time.sleep(1)
 if {signalled}:
     sys.exit(75)
-pathlib.Path(os.environ["EKIBEN_FAILURE_DIR"], "rank-0").write_text("rank 0: another process of the run is gone (0 bytes)")
+message = "rank 0: another process of the run is gone (0 bytes)"
+pathlib.Path(os.environ["EKIBEN_FAILURE_DIR"], "rank-0").write_text(message)
 sys.exit(1)
 """
     launcher = job.start(does, nodes=["localhost"], processes=2)

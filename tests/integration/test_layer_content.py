@@ -181,7 +181,8 @@ From: base.sif
 Stage: devel
 
 %post
-    mkdir /opt/expected_path; printf '#!/bin/sh\\necho expected_path\\n' >/opt/expected_path/tool; chmod 755 /opt/expected_path/tool; printf x >/opt/expected_path/junk
+    mkdir /opt/expected_path; printf '#!/bin/sh\\necho expected_path\\n' >/opt/expected_path/tool
+    chmod 755 /opt/expected_path/tool; printf x >/opt/expected_path/junk
 
 Bootstrap: localimage
 From: base.sif

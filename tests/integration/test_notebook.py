@@ -29,9 +29,11 @@ import json, sys, uuid, websocket
 url, token, kernel, code = sys.argv[1:]
 channel = websocket.create_connection(f"{url.replace('http', 'ws')}/api/kernels/{kernel}/channels", timeout=60,
                                       header=[f"Authorization: token {token}"])
-header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "username": "", "session": uuid.uuid4().hex, "version": "5.3"}
+header = {"msg_id": uuid.uuid4().hex, "msg_type": "execute_request", "username": "", "session": uuid.uuid4().hex,
+          "version": "5.3"}
 content = {"code": code, "silent": False, "store_history": False, "user_expressions": {}, "allow_stdin": False}
-channel.send(json.dumps({"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}))
+message = {"header": header, "parent_header": {}, "metadata": {}, "content": content, "channel": "shell"}
+channel.send(json.dumps(message))
 while True:
     message = json.loads(channel.recv())
     if message["parent_header"].get("msg_id") != header["msg_id"]:

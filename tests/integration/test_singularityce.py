@@ -31,7 +31,8 @@ From: python.sif
 {ATTRIBUTE}
 groupadd --gid 4321 lab; useradd --no-create-home --uid 4242 --gid lab ann
 printf x >/opt/noted; printf x >/opt/capable; mkdir /opt/marked
-attribute /opt/noted user.note 00ff0a3d; attribute /opt/marked user.note 31; attribute /opt/capable security.capability {CAPABILITY}
+attribute /opt/noted user.note 00ff0a3d; attribute /opt/marked user.note 31
+attribute /opt/capable security.capability {CAPABILITY}
 rm -r /usr/share/doc; mkdir /usr/share/doc; printf 'x' >'/usr/share/doc/a name'
 
 %startscript

@@ -102,7 +102,8 @@ def test_edits_on_the_kernels_overlay_are_the_layer(first: list[Edit], second: l
                 (location / name).mkdir(parents=True)
             if readers:
                 unpack(readers, location / "lower")
-            options = f"lowerdir={location}/lower,upperdir={location}/upper,workdir={location}/work,index=off,metacopy=off,redirect_dir=off"
+            folders = f"lowerdir={location}/lower,upperdir={location}/upper,workdir={location}/work"
+            options = f"{folders},index=off,metacopy=off,redirect_dir=off"
             subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, location / "merged"], check=True)
             try:
                 subprocess.run(

@@ -64,7 +64,8 @@ KERNEL = """\
 __global__ void scale(float *x, float by) { x[threadIdx.x] *= by; }
 static PyObject *launch(PyObject *, PyObject *) { scale<<<1, 32>>>(nullptr, 2.0f); Py_RETURN_NONE; }
 static PyObject *answer(PyObject *, PyObject *) { return PyLong_FromLong(42); }
-static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {"launch", launch, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {"launch", launch, METH_NOARGS, ""},
+                                {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernel", "", -1, methods};
 PyMODINIT_FUNC PyInit_kernel() { return PyModule_Create(&module); }
 """

@@ -13,7 +13,8 @@ _AUDITED = """
 import atexit, os, runpy, sys
 done = []
 def watch(event, arguments):
-    if event in ("socket.connect", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system", "os.mkdir", "os.rename", "os.remove"):
+    if event in ("socket.connect", "subprocess.Popen", "os.posix_spawn", "os.exec", "os.system", "os.mkdir",
+                 "os.rename", "os.remove"):
         done.append(event)
     elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         done.append(f"open {arguments[0]}")

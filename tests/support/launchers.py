@@ -23,7 +23,8 @@ def save(number, frame):
 if "save" in sys.argv[1]:
     signal.signal(signal.SIGUSR1, save)
     signal.signal(signal.SIGTERM, save)
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
+         "GLOO_SOCKET_IFNAME")
 about = {name: os.environ.get(name) for name in names}
 pathlib.Path(f"part-{rank}").write_text(json.dumps({**about, "pid": os.getpid()}))
 os.rename(f"part-{rank}", f"worker-{rank}")

@@ -38,7 +38,8 @@ SCHEDULER = """\
 from ekiben.run.schedulers import Limits
 from ekiben.run.schedulers import JobScriptHooks
 from support.programs import write_program
-TITLE, PREFERENCE, PREFIX, VARIABLES, LOCAL_FOLDER, GPU_OPTION = "Tester", 99, "#TEST ", ("TESTER_", "TESTID"), "TESTER_TMP", None
+TITLE, PREFERENCE, PREFIX, VARIABLES = "Tester", 99, "#TEST ", ("TESTER_", "TESTID")
+LOCAL_FOLDER, GPU_OPTION = "TESTER_TMP", None
 HOOKS = JobScriptHooks(job='"$TESTID"', index='"0"', nodes="hostname", requeue="false", start_remote="false")
 def unavailable(): return "it is a test"
 OPTIONS = {}

@@ -72,10 +72,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"seeds=({quote_all(step.seeds)})",
         # A function: $seed is known on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
-        (
-            "set_outputs() {"
-            f" outputs=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in _outputs(step.argv))}); }}"
-        ),
+        f"set_outputs() {{ outputs=({' '.join(map(_with_seed if step.seeds else quote, _outputs(step.argv)))}); }}",
         f"command_args=({quote_all(arg for word in plan.command_args for arg in word.split(' ', 1))})",
         *_function("load_modules", *(_modules(plan.site) or [":"])),
         *_hook_lines(hooks),

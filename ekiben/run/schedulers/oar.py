@@ -25,13 +25,15 @@ OPTIONS = {"partition": "-q ", "account": "--project "}
 # One job of an array comes back as a job of its own, which gets its index as an argument: OAR hands on no environment.
 _ANEW = (
     """sed '/^#OAR --array/d' "$script" >"$run/$name.again" && chmod 755 "$run/$name.again" &&"""
-    """ new=$(oarsub -S "${{command_args[@]}}"{} "$run/$name.again again $index" | sed -n 's/^OAR_JOB_ID=//p') && [ -n "$new" ] &&"""
+    """ new=$(oarsub -S "${{command_args[@]}}"{} "$run/$name.again again $index" | sed -n 's/^OAR_JOB_ID=//p')"""
+    """ && [ -n "$new" ] &&"""
     """ echo "$new" >"$run/$name.job\""""
 )
 HOOKS = JobScriptHooks(
     job='"$OAR_JOB_ID"',
     # A job that is in no array has an index, too.
-    index="""$(if [ "${1:-}" = again ]; then echo "$2"; elif grep -q '^#OAR --array' "$script"; then echo "$OAR_ARRAY_INDEX"; else echo 0; fi)""",
+    index="""$(if [ "${1:-}" = again ]; then echo "$2"; """
+    """elif grep -q '^#OAR --array' "$script"; then echo "$OAR_ARRAY_INDEX"; else echo 0; fi)""",
     nodes='cat "$OAR_NODEFILE"',
     start_remote='oarsh "$host" /bin/bash "$script" node "$number" "$nodes" "$port" "$name"',
     requeue=_ANEW.format(""),

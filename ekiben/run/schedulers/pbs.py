@@ -24,7 +24,10 @@ LOCAL_FOLDER = "PBS_LOCALDIR"
 GPU_OPTION = None
 OPTIONS = {"partition": "-q ", "account": "-P "}
 # One job of an array comes back as a job of its own.
-_ANEW = """new=$(sed '/^#PBS -J/d' "$script" | qsub "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{}) && echo "$new" >"$run/$name.job\""""
+_ANEW = (
+    """new=$(sed '/^#PBS -J/d' "$script" | qsub "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{})"""
+    """ && echo "$new" >"$run/$name.job\""""
+)
 HOOKS = JobScriptHooks(
     job='"$PBS_JOBID"',
     index='"${EKIBEN_INDEX:-${PBS_ARRAY_INDEX:-0}}"',

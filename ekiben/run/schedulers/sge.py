@@ -23,7 +23,8 @@ GPU_OPTION = "-l gpu=1"
 OPTIONS = {"partition": "-q ", "account": "-P "}
 # One job of an array comes back as a job of its own.
 _ANEW = (
-    """new=$(sed -e '/^#[$] -t/d' -e "/^#[$] -o/s/[$]TASK_ID/$index/" "$script" | qsub -terse "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{})"""
+    """new=$(sed -e '/^#[$] -t/d' -e "/^#[$] -o/s/[$]TASK_ID/$index/" "$script" |"""
+    """ qsub -terse "${{command_args[@]}}" -v EKIBEN_INDEX="$index"{})"""
     """ && echo "$new" >"$run/$name.job\""""
 )
 HOOKS = JobScriptHooks(

@@ -157,11 +157,12 @@ def fail(error: TaskError) -> NoReturn:
     raise SystemExit(error.exit_code)
 
 
+# How many processes mpirun or srun started, and which of them this is; srun last: mpirun uses it to reach other nodes.
 _STARTED_AS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-)  # how many processes mpirun or srun started, and which of them this is; srun last: mpirun uses it to reach other nodes
+)
 
 
 def refuse_copies(environment: Mapping[str, str]) -> None:

@@ -73,6 +73,26 @@ class Plan:
         )
 
 
+def _make_optimizer(plan: Plan, model: DistributedDataParallel) -> Any:
+    half = {"bf16": plan.dtype == torch.bfloat16, "fp16": plan.dtype == torch.float16}
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=plan.learning_rate,
+            weight_decay=plan.weight_decay,
+            adam_beta1=plan.betas[0],
+            adam_beta2=plan.betas[1],
+            clip_grad=plan.max_grad_norm,
+            params_dtype=plan.dtype,
+            **half,
+            use_distributed_optimizer=plan.distributed_optimizer,
+            initial_loss_scale=2.0**11,
+            loss_scale_window=500,
+        ),
+        [model],
+    )
+
+
 class Run:
     """Train a model on Megatron-Core, step by step; see fit()."""
 
@@ -118,23 +138,7 @@ class Run:
             Float16Module(config, model_chunk) if config.bf16 or config.fp16 else model_chunk,
         )
         config.no_sync_func = self.model.no_sync
-        half = {"bf16": plan.dtype == torch.bfloat16, "fp16": plan.dtype == torch.float16}
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=plan.learning_rate,
-                weight_decay=plan.weight_decay,
-                adam_beta1=plan.betas[0],
-                adam_beta2=plan.betas[1],
-                clip_grad=plan.max_grad_norm,
-                params_dtype=plan.dtype,
-                **half,
-                use_distributed_optimizer=plan.distributed_optimizer,
-                initial_loss_scale=2.0**11,
-                loss_scale_window=500,
-            ),
-            [self.model],
-        )
+        self.optimizer = _make_optimizer(plan, self.model)
         config.grad_scale_func = self.optimizer.scale_loss
         self.schedule = get_forward_backward_func()
         self.saver = Saver(output / CHECKPOINTS, world, device)

@@ -274,10 +274,13 @@ def save(self):
     folder = self.output / "checkpoints" / f"step-{self.step:07d}"
     folder.mkdir(parents=True)
     model = self.model.module.sharded_state_dict()
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient": False}
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable",
+                "distrib_optim_fully_reshardable_mem_efficient": False}
     optimizer = self.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
     dist_checkpointing.save({"model": model, "optimizer": optimizer}, str(folder))
-    metadata = {"step": self.step, "shape": asdict(self.plan.shape), "fingerprint": {**self.fingerprint, "steps": self.plan.steps}, "meter": self.meter.state(),
+    fingerprint = {**self.fingerprint, "steps": self.plan.steps}
+    metadata = {"step": self.step, "shape": asdict(self.plan.shape), "fingerprint": fingerprint,
+                "meter": self.meter.state(),
              "wall": self.wall, "last_loss": self.last_loss, "last_eval_loss": self.last_eval_loss}
     (folder / "about.json").write_text(json.dumps(metadata))
 

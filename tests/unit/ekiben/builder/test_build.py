@@ -238,7 +238,8 @@ from ekiben.spec.recipe import find_recipe
 left = int(sys.argv[4])
 def watch(event, arguments):
     global left
-    if event == "os.rename" and (arguments[3] >= 0 or sys.argv[3] in str(arguments[1])):  # below an open folder, or by its path
+    # below an open folder, or by its path
+    if event == "os.rename" and (arguments[3] >= 0 or sys.argv[3] in str(arguments[1])):
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)

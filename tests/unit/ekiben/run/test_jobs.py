@@ -529,7 +529,11 @@ def test_status_skips_runs_it_cannot_read(tmp_path: Path, run_cli: RunCli, text:
 
 
 def test_slurm_job_without_a_reason_has_no_detail() -> None:
-    squeue = "149|N/A|PENDING||None|0:00|N/A\n150|2|PENDING||Resources|0:00|N/A\n151|N/A|RUNNING|c[1-2]|None|0:07|2026-11-23T09:10:00\n"
+    squeue = (
+        "149|N/A|PENDING||None|0:00|N/A\n"
+        "150|2|PENDING||Resources|0:00|N/A\n"
+        "151|N/A|RUNNING|c[1-2]|None|0:07|2026-11-23T09:10:00\n"
+    )
     assert slurm._read_queue(squeue) == {
         ("149", 0): Job("queued"),
         ("150", 2): Job("queued", "Resources"),
