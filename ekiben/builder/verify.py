@@ -113,17 +113,7 @@ def verify_docker(image: Image, store: Store, log: Log, *, again: bool = False) 
         return None
 
     def run(lines: list[str]) -> int:
-        container = daemon.client().containers.run(
-            image.image_id, ["/bin/sh", TEST], detach=True, network_mode="none", shm_size="1g"
-        )
-        try:
-            for chunk in container.logs(stream=True, follow=True):
-                for line in chunk.decode("utf-8", "replace").splitlines():
-                    lines.append(line)
-                    log(line)
-            return int(container.wait()["StatusCode"])
-        finally:
-            container.remove(force=True)
+        return daemon.try_image(image.image_id, ["/bin/sh", TEST], _both(lines, log))
 
     return _checked(image, "docker", store, run, again)
 
@@ -165,12 +155,15 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
 
 @contextlib.contextmanager
 def _work_folder(store: Store) -> Iterator[Path]:
-    """Yield a folder in the store, which removes it after a kill, too; where nothing can be written, in TMPDIR."""
+    """Yield a folder in the store, which after a kill removes it and ends what has it mounted; in TMPDIR where nothing
+    can be written.
+    """
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
         with contextlib.suppress(StoreError):
             store.open_for_writing()
-            folder = stack.enter_context(store.staging())
+            folder = stack.enter_context(store.staging()) / "mount"
+            folder.mkdir()
         yield folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ekiben-verify-")))
 
 

@@ -1,6 +1,7 @@
 """What knows no image: errors, processes, progress, files, settings."""
 
 __all__ = [
+    "atomic",
     "checked",
     "command_name",
     "decisions",
@@ -17,6 +18,7 @@ __all__ = [
     "plugins",
     "printable",
     "process",
+    "process_name",
     "progress",
     "settings",
 ]

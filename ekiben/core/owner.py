@@ -63,23 +63,6 @@ class Owner:
         return f"{os.uname().nodename}__{os.getpid()}-{self._token}__"
 
 
-def owner_of(path: Path) -> str:
-    """Return ``PID-TOKEN`` of an Owner's name, else this process's id."""
-    _, owner, *_ = [*path.name.split("__"), ""]
-    return owner if owner.partition("-")[0].isdigit() else str(os.getpid())
-
-
-def has_ended(owner: str, folder: Path) -> bool:
-    """Whether a process of this host, with what owner_of() returned for it, has ended; ``folder`` is where its lock
-    would be.
-    """
-    if Path("/proc", owner.partition("-")[0]).exists():
-        return False
-    with contextlib.suppress(OSError), Folder.open(folder) as staging:
-        return is_abandoned(staging, f"{os.uname().nodename}__{owner}__")
-    return True
-
-
 def is_abandoned(folder: Folder, name: str) -> bool:
     """Whether the process of this host that made ``name`` in ``folder``, by an Owner's name, has ended."""
     host, process, *_ = [*name.split("__"), ""]

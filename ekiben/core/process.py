@@ -179,11 +179,13 @@ def end_orphans(staging: str) -> None:
     MARK.
     """
     mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
+    # Where all see the mount, as this process does, it says nothing about who uses it.
+    is_private = mounted not in Path("/proc/self/mountinfo").read_bytes()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            if mounted in (process / "mountinfo").read_bytes():
+            if is_private and mounted in (process / "mountinfo").read_bytes():
                 os.kill(int(process.name), signal.SIGKILL)
             elif marked in (process / "environ").read_bytes():
                 # Root's work lies in that folder. Another's lies elsewhere, and only its maker can tidy it up.

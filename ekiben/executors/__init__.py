@@ -1,11 +1,12 @@
 """What runs a layer's %post: executors, each a module of this folder that fits one Protocol.
 
 To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`,
-`unavailable`, `execute`, `try_run` and `forget_images` (see `Executor`); with `load`, `has_image`, `try_image` and
-`run_argv` as well (see `Runtime`) it also keeps images for `ekiben image --format NAME` and runs tasks for `ekiben run
---runtime NAME`. A distribution of your own can offer one, too: an entry point of the group `ekiben.executors` that
-names the module. tests/unit/test_plugins.py holds each against its Protocol; tests/integration/workspaces.py takes it
-into the tests with real engines. A module whose name begins with an underscore is none.
+`unavailable`, `execute`, `try_run`, `remove_cached_images` and `remove_abandoned` (see `Executor`); with `load`,
+`has_image`, `try_image` and `run_argv` as well (see `Runtime`) it also keeps images for `ekiben image --format NAME`
+and runs tasks for `ekiben run --runtime NAME`. A distribution of your own can offer one, too: an entry point of the
+group `ekiben.executors` that names the module. tests/unit/test_plugins.py holds each against its Protocol;
+tests/integration/workspaces.py takes it into the tests with real engines. A module whose name begins with an underscore
+is none.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
 from ekiben.formats.layer import decode_name
 from ekiben.formats.oci import LayerSource
+
+OWNER = "org.ekiben.owner"  # the label of a container with core.process_name() of who made it
 
 # In records of 256 KiB: with tar's own 10, reading a layer of gigabytes takes twice as long.
 # Of attributes layers keep capabilities and a user's own; access control lists are read to be named.
@@ -104,6 +107,12 @@ class Executor(Protocol):
 
     def remove_cached_images(self) -> int:
         """Remove the layers kept as images for the next build; how many images those were."""
+
+    def remove_abandoned(self, *, dry_run: bool = False) -> list[str]:
+        """Remove the containers of this user's killed commands; their names, none where the engine cannot be used.
+
+        With ``dry_run`` they stay.
+        """
 
 
 class Imprecise(Executor, Protocol):

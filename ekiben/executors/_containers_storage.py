@@ -17,6 +17,22 @@ def environment() -> dict[str, str]:
     return {"STORAGE_DRIVER": "overlay", **os.environ} if os.geteuid() else dict(os.environ)
 
 
+def is_in_use() -> bool:
+    """Return whether this user may have images or containers: without a storage, a question would make one, and leave a
+    process.
+    """
+    home, settings = Path.home(), Path("containers/storage.conf")
+    if os.geteuid() == 0:
+        folders = [Path("/var/lib/containers/storage"), Path("/etc") / settings]
+    else:
+        folders = [
+            Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share", "containers/storage"),
+            Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / settings,
+            Path("/etc") / settings,
+        ]
+    return bool(os.environ.get("CONTAINERS_STORAGE_CONF")) or any(folder.exists() for folder in folders)
+
+
 def fuse_defect(info: str) -> str | None:
     """Return why layers may differ from those of the kernel's overlay, by the JSON of ``info``, or None.
 

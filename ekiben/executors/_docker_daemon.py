@@ -10,12 +10,15 @@ import socket
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ekiben.core.errors import EngineError
 from ekiben.formats import oci
 
 if TYPE_CHECKING:
     from docker import DockerClient
+
+_PATIENCE = 20  # seconds to connect to a daemon of another machine
 
 
 @cache
@@ -29,7 +32,7 @@ def client() -> DockerClient:
         _connect_once(where)
         connected = docker.from_env(timeout=600)
         connected.ping()
-    except (DockerException, OSError) as error:
+    except (DockerException, OSError, ValueError) as error:
         if "Permission" in str(error):
             raise EngineError(
                 "the Docker daemon refuses this user; ask for membership of the group 'docker'"
@@ -39,12 +42,18 @@ def client() -> DockerClient:
 
 
 def _connect_once(where: str) -> None:
-    """Connect to a daemon's Unix socket, and close. Where that fails, the SDK would leave its own socket open."""
+    """Connect to a daemon's socket, and close.
+
+    Where that fails, the SDK would leave its own Unix socket open, or wait for minutes.
+    """
     path = where.removeprefix("unix://")
     if path.startswith("/"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(60)
             probe.connect(path)
+    elif where.startswith("tcp://"):
+        address = urlsplit(where)
+        socket.create_connection((address.hostname or "localhost", address.port or 2375), _PATIENCE).close()
 
 
 def unavailable() -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
+import secrets
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ from pathlib import Path
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.environment import DEFAULT_PATH, platform
 from ekiben.core.errors import EngineError
-from ekiben.core.owner import has_ended, owner_of
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import piped, run, stream, which
+from ekiben.core.process_name import has_ended, process_name
 from ekiben.executors import (
     FIND_MARKED,
     TAR_OF_UPPER,
@@ -26,12 +26,13 @@ from ekiben.executors import (
     marked_folders,
     shared_packages,
 )
-from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, kind_of_mount, pull
+from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, is_in_use, kind_of_mount, pull
 from ekiben.formats import oci
 
 PREFERENCE = 20
 LAYER_IMAGES = "localhost/ekiben/layer"
 _LINK = "ekiben-buildah-"
+_CONTAINER = "ekiben-"  # a working container has no labels of its own: its name says whose it is
 PULLED = "localhost/layers:"  # what `buildah pull` calls an image of the folder `layers`
 
 
@@ -114,8 +115,8 @@ def _marks(upper: Path) -> set[str]:
 @contextlib.contextmanager
 def _container(job: Job) -> Iterator[str]:
     image = _image(job)
-    _remove_abandoned(job)
-    container = f"ekiben-{owner_of(job.scratch.parent)}-{job.name}"
+    remove_abandoned()
+    container = f"{_CONTAINER}{process_name()}-{secrets.token_hex(4)}-{job.name}"
     name = _buildah("from", "--pull-never", "--name", container, image).stdout.strip()
     try:
         yield name
@@ -123,12 +124,16 @@ def _container(job: Job) -> Iterator[str]:
         _buildah("rm", name, check=False)
 
 
-def _remove_abandoned(job: Job) -> None:
-    """Containers of builds that were killed."""
-    for name in _buildah("containers", "--format", "{{.ContainerName}}").stdout.split():
-        match = re.match(r"ekiben-(\d+(?:-[0-9a-f]{8})?)-", name)
-        if match and has_ended(match[1], job.staging):
-            _buildah("rm", name, check=False)
+def remove_abandoned(*, dry_run: bool = False) -> list[str]:
+    """Remove the working containers of this user's killed commands, and return their names."""
+    if which("buildah") is None or not is_in_use():
+        return []
+    listed = _buildah("containers", "--format", "{{.ContainerName}}", check=False).stdout.split()
+    ours = [name for name in listed if name.startswith(_CONTAINER)]
+    names = [name for name in ours if has_ended(name.removeprefix(_CONTAINER).partition("-")[0])]
+    for name in names if not dry_run else ():
+        _buildah("rm", name, check=False)
+    return names
 
 
 def _run(job: Job, container: str) -> None:

@@ -4,29 +4,37 @@ what changed is read back."""
 from __future__ import annotations
 
 import contextlib
-import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from ekiben.core.environment import DEFAULT_PATH, platform
 from ekiben.core.errors import EngineError
 from ekiben.core.mounts import is_ambiguous
-from ekiben.core.owner import has_ended, owner_of
 from ekiben.core.paths import BUILD_MOUNT
-from ekiben.executors import TAR, Changes, Job, JobFailed, check_tools, shared_packages
+from ekiben.core.process_name import has_ended, is_of_this_boot, process_name
+from ekiben.executors import OWNER, TAR, Changes, Job, JobFailed, check_tools, shared_packages
 from ekiben.executors._docker_daemon import client, has_image, load_image, unavailable
 from ekiben.formats import oci
 from ekiben.formats.changeset import is_excluded
 from ekiben.formats.layer import decode_name, encode_name, sort_key
 from ekiben.formats.squashfs.reader import merged_entries
 
-__all__ = ["client", "execute", "has_image", "load_image", "remove_cached_images", "try_run", "unavailable"]
+__all__ = [
+    "client",
+    "execute",
+    "has_image",
+    "load_image",
+    "remove_abandoned",
+    "remove_cached_images",
+    "try_image",
+    "try_run",
+    "unavailable",
+]
 PREFERENCE = 40
 LAYER_IMAGES = "ekiben/layer"
-_MAKER = "org.ekiben.process"
 
 
 @contextlib.contextmanager
@@ -93,17 +101,32 @@ def try_run(job: Job) -> None:
 def _container(job: Job) -> Iterator[Any]:
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     image = load_image(config, job.lower, f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}")
-    _remove_abandoned(job)
+    remove_abandoned()
     container = client().containers.create(
         image,
         ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
         **_binds({job.mount: f"/{BUILD_MOUNT}", job.cache: f"/{BUILD_MOUNT}/cache"}),
-        labels={"org.ekiben.build": job.name, _MAKER: f"{socket.gethostname()}:{owner_of(job.scratch.parent)}"},
+        labels={"org.ekiben.build": job.name, OWNER: process_name()},
         init=False,
     )
     try:
         container.start()
         yield container
+    finally:
+        container.remove(force=True)
+
+
+def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
+    """Run a command in a container of the image, without a network, and return its exit code."""
+    remove_abandoned()
+    labels = {OWNER: process_name()}
+    container = client().containers.create(image_id, list(command), network_mode="none", shm_size="1g", labels=labels)
+    try:
+        container.start()
+        for chunk in container.logs(stream=True, follow=True):
+            for line in chunk.decode("utf-8", "replace").splitlines():
+                log(line)
+        return int(container.wait()["StatusCode"])
     finally:
         container.remove(force=True)
 
@@ -117,12 +140,27 @@ def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
     return {"mounts": [Mount(inside, str(folder), type="bind") for folder, inside in folders.items()]}
 
 
-def _remove_abandoned(job: Job) -> None:
-    """Containers of builds that were killed on this host."""
-    for left in client().containers.list(all=True, filters={"label": _MAKER}, ignore_removed=True):
-        host, _, process = left.labels[_MAKER].rpartition(":")
-        if host == socket.gethostname() and has_ended(process, job.staging):
-            left.remove(force=True)
+def remove_abandoned(*, dry_run: bool = False) -> list[str]:
+    """Remove the containers of this user's killed commands, and return their names."""
+    names: list[str] = []
+    if unavailable():
+        return names
+    for left in client().containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
+        owner = left.labels.get(OWNER, "")
+        # The daemon may be another machine's. What was started before this one booted, and runs, was not started from
+        # here.
+        if has_ended(owner) and (is_of_this_boot(owner) or left.status != "running"):
+            names.append(str(left.name))
+            if not dry_run:
+                _remove_left(left)
+    return names
+
+
+def _remove_left(container: Any) -> None:
+    from docker.errors import APIError
+
+    with contextlib.suppress(APIError):  # another command removes it just now
+        container.remove(force=True)
 
 
 def _run(job: Job, container: Any) -> None:

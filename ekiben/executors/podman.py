@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
+import secrets
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -17,11 +17,12 @@ from ekiben.core.checked import Fields, is_digest, parse_json
 from ekiben.core.environment import DEFAULT_PATH, platform
 from ekiben.core.errors import EngineError
 from ekiben.core.mounts import volume_args
-from ekiben.core.owner import has_ended, owner_of
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import piped, run, stream, which
+from ekiben.core.process_name import has_ended, process_name
 from ekiben.executors import (
     FIND_MARKED,
+    OWNER,
     TAR_OF_UPPER,
     Changes,
     Job,
@@ -29,13 +30,12 @@ from ekiben.executors import (
     marked_folders,
     shared_packages,
 )
-from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, kind_of_mount, pull
+from ekiben.executors._containers_storage import FUSE, environment, fuse_defect, is_in_use, kind_of_mount, pull
 from ekiben.formats import oci
 from ekiben.gpu import container_gpus
 
 PREFERENCE = 30
 LAYER_IMAGES = "localhost/ekiben/layer"
-_MAKER = "org.ekiben.process"
 _INITS = ("/usr/libexec/podman/catatonit", "/usr/lib/podman/catatonit", "/usr/bin/catatonit")
 _CAP_SYS_RESOURCE = 24
 _PROCESSES = 32768  # to which podman lowers its own limit, and so what a container may have
@@ -115,7 +115,7 @@ def _job_container(job: Job) -> Iterator[str]:
     command = ["/bin/sh", "-c", f"{_without_mtab(job)}exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
     with (
         shared_packages(job),
-        _container(image, [*extra, *binds], command, name=job.name, job=job) as container,
+        _container(image, [*extra, *binds], command, name=job.name) as container,
     ):
         yield container
 
@@ -130,21 +130,17 @@ def _without_mtab(job: Job) -> str:
 
 
 @contextlib.contextmanager
-def _container(
-    image: str, options: Sequence[str], command: Sequence[str], *, name: str, job: Job | None = None
-) -> Iterator[str]:
+def _container(image: str, options: Sequence[str], command: Sequence[str], *, name: str) -> Iterator[str]:
     """A container, made and not started, that goes away in the end, and with it what runs in it."""
-    if job:
-        _remove_abandoned(job.staging)
-    owner = owner_of(job.scratch.parent) if job else str(os.getpid())
-    container = f"ekiben-podman-{owner}-{name}"
+    remove_abandoned()
     # Named by us, so that one whose making was interrupted is found as well.
+    container = f"ekiben-podman-{secrets.token_hex(4)}-{name}"
     argv = [
         "create",
         "--name",
         container,
         "--label",
-        f"{_MAKER}={socket.gethostname()}:{owner}",
+        f"{OWNER}={process_name()}",
         "--pull",
         "never",
         "--log-driver",
@@ -172,16 +168,17 @@ def _remove(container: str) -> None:
     _podman("rm", "--force", "--ignore", "--time", "0", container, check=False)
 
 
-def _remove_abandoned(staging: Path) -> None:
-    """Containers of builds that were killed on this host."""
-    form = f'{{{{.ID}}}} {{{{index .Labels "{_MAKER}"}}}}'
-    for line in _podman(
-        "ps", "--all", "--filter", f"label={_MAKER}", "--format", form, check=False
-    ).stdout.splitlines():
-        container, _, maker = line.partition(" ")
-        host, _, process = maker.rpartition(":")
-        if host == socket.gethostname() and has_ended(process, staging):
-            _remove(container)
+def remove_abandoned(*, dry_run: bool = False) -> list[str]:
+    """Remove the containers of this user's killed commands, and return their names."""
+    if which("podman") is None or not is_in_use():
+        return []
+    form = f'{{{{.Names}}}} {{{{index .Labels "{OWNER}"}}}}'
+    listed = _podman("ps", "--all", "--filter", f"label={OWNER}", "--format", form, check=False).stdout
+    owners = dict(line.split(" ", 1) for line in listed.splitlines() if " " in line)
+    names = [name for name, owner in owners.items() if has_ended(owner)]
+    for name in names if not dry_run else ():
+        _remove(name)
+    return names
 
 
 def _layer_image(job: Job) -> str:

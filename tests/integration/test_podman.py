@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ekiben import executors
 from ekiben.executors import podman
 from ekiben.gpu import container_gpus
 from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user, need
@@ -39,7 +40,7 @@ def asked(cli: Cli, *args: str) -> list[str]:
 
 
 def containers(cli: Cli) -> list[str]:
-    return asked(cli, "ps", "--all", "--quiet", "--filter", f"label={podman._MAKER}")
+    return asked(cli, "ps", "--all", "--quiet", "--filter", f"label={executors.OWNER}")
 
 
 @pytest.fixture(params=[ME, USER], ids=["root", "rootless"])
@@ -152,7 +153,7 @@ def test_terminated_build_leaves_no_container(
     argv = ("--store", store, "image", recipe_folder.path, "--engine", "podman", "--format", "oci", "--no-verify")
     with someone.start(*argv, cwd=here) as build:
         end = time.monotonic() + 120
-        while not asked(someone, "ps", "--quiet", "--filter", f"label={podman._MAKER}") and build.poll() is None:
+        while not asked(someone, "ps", "--quiet", "--filter", f"label={executors.OWNER}") and build.poll() is None:
             assert time.monotonic() < end, "the container did not start"
             time.sleep(0.2)
         os.kill(build.pid, sign)

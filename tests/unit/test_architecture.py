@@ -104,9 +104,7 @@ def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monke
 # it is safe.
 SHARED_FOLDER = ("ekiben/publish/", "ekiben/store/", "ekiben/core/owner.py")
 BY_PATH = {
-    "core/owner.py has_ended Path('/proc', owner.partition('-')[0]).exists": "a process",
     "core/owner.py is_abandoned Path('/proc', pid).exists": "a process",
-    "core/owner.py has_ended Folder.open": "staging/ of your own store: engines call it",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "publish/catalog/runs.py import_runs folder.exists": "your folders of results",
     "publish/catalog/runs.py _find folder.is_dir": "your folders of results",

@@ -27,6 +27,7 @@ def unavailable(): return "it is a test"
 def execute(job): raise NotImplementedError
 def try_run(job): raise NotImplementedError
 def remove_cached_images(): return 0
+def remove_abandoned(*, dry_run=False): return []
 """
 RUNTIME = """\
 def load(config, layers, name, scratch): raise NotImplementedError
@@ -97,9 +98,9 @@ def test_every_scheduler_fits_the_protocol(name: str) -> None:
 def test_checker_finds_a_module_that_lacks_the_protocol() -> None:
     module = ModuleType("half")
     vars(module).update(PREFERENCE=1, unavailable=lambda: None, execute=lambda job: None, try_run=lambda wrong: None)
-    with pytest.raises(AssertionError, match="remove_cached_images"):
+    with pytest.raises(AssertionError, match="remove_abandoned"):
         assert_fits(module, executors.Executor)
-    vars(module)["remove_cached_images"] = lambda: 0
+    vars(module).update(remove_cached_images=lambda: 0, remove_abandoned=lambda *, dry_run=False: [])
     with pytest.raises(AssertionError, match="try_run"):
         assert_fits(module, executors.Executor)
 

@@ -1,4 +1,4 @@
-"""Remove stored layers that no image needs.
+"""Remove stored layers that no image needs, and containers that killed commands left in Docker, podman and buildah.
 
 Images named here are removed first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned,
 tagged (`current` is a tag) or were used lately stay.
@@ -91,6 +91,7 @@ def command(
         )
     total = sum(count for _, count in removed)
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(removed)} blobs, {format_size(total)}")
+    remove_abandoned(dry_run)
 
 
 def remove_cached_images() -> None:
@@ -100,6 +101,16 @@ def remove_cached_images() -> None:
     for name, executor in by_preference():
         if executor.unavailable() is None and (count := executor.remove_cached_images()):
             click.echo(f"removed {count} layer images of {name}")
+
+
+def remove_abandoned(dry_run: bool) -> None:
+    """Remove the containers that this user's killed commands left in engines, and print their names."""
+    from ekiben.executors import by_preference
+
+    for name, executor in by_preference():
+        for container in executor.remove_abandoned(dry_run=dry_run):
+            verb = "would remove" if dry_run else "removed"
+            click.echo(printable(f"{verb} container {container} of {name}, which a killed command left"))
 
 
 def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace: float, dry_run: bool) -> None:

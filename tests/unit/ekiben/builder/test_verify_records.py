@@ -56,5 +56,5 @@ def test_the_runtime_works_in_the_store_which_removes_it_after_a_kill(store: Sto
     assert list((tmp_path / "tmp").iterdir()) == []
     assert list(store.staging_root.iterdir()) != []
     with _work_folder(store) as folder:
-        assert [path for path in store.staging_root.iterdir() if path.is_dir()] == [folder]
+        assert [path for path in store.staging_root.iterdir() if path.is_dir()] == [folder.parent]
     assert list(store.staging_root.iterdir()) == []
