@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from ekiben.core import files as core_files
+from ekiben.core.atomic import write_files
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
 from ekiben.gpu.device_code import DeviceCode, read_device_code
@@ -189,8 +190,11 @@ def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
             hint="name another folder with -o, or remove it and its .json",
         )
     record = json.dumps({"format": RECORD_FORMAT, **asdict(result)}, indent=1, sort_keys=True) + "\n"
-    core_files.atomic_write(target, store.read_blob(wheel.digest), error=StoreError)
-    core_files.atomic_write(target.with_name(target.name + ".json"), record, error=StoreError)
+    files: dict[Path, str | Iterable[bytes]] = {
+        target: store.read_blob(wheel.digest),
+        target.with_name(target.name + ".json"): record,
+    }
+    write_files(files, error=StoreError)
     return target
 
 

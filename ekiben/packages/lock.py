@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,9 +25,10 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from ekiben.core.atomic import write_files
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
-from ekiben.core.files import atomic_write, read_source
+from ekiben.core.files import read_source
 from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
@@ -121,13 +122,17 @@ def refresh(
 
 def _write_locks(stack: Stack, locked: Mapping[Path, str]) -> None:
     """Write what changed; the lock of an architecture that holds what amd64's does is not needed, and goes."""
+    written, needless = dict[Path, str](), list[Path]()
     for target, text in locked.items():
         if target != (shared := shared_lock(target)) and text == locked.get(shared, _read(shared)):
-            target.unlink(missing_ok=True)
+            needless.append(target)
         elif _read(target) != text:
-            atomic_write(target, text)
-    if (text := _sums(stack)) != _read(stack.folder / SUMS):
-        atomic_write(stack.folder / SUMS, text)
+            written[target] = text
+    if (text := _sums(stack, written, needless)) != _read(stack.folder / SUMS):
+        written[stack.folder / SUMS] = text
+    write_files(written)
+    for target in needless:
+        target.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str:
@@ -461,16 +466,19 @@ def _apt_text(stack: Stack, lock: AptLock) -> str:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _sums(stack: Stack) -> str:
-    return format_sums(
-        stack.folder, sorted(path.name for pattern in ("*.in", "*.lock") for path in stack.folder.glob(pattern))
-    )
+def _sums(stack: Stack, written: Mapping[Path, str], needless: Collection[Path] = ()) -> str:
+    """Return SHA256SUMS as it is right once ``written`` is written and ``needless`` is gone."""
+    existing = {path for pattern in ("*.in", "*.lock") for path in stack.folder.glob(pattern)}
+    names = {path.name for path in (existing | set(written)) - set(needless) if path.parent == stack.folder}
+    return format_sums(stack.folder, sorted(names), written)
 
 
 def _sum_problems(stack: Stack) -> Iterator[str]:
     """Yield a line for each file whose content `lock` did not write, or read."""
     path = stack.folder / SUMS
-    before, now = (dict(line.split("  ")[::-1] for line in text.splitlines()) for text in (_read(path), _sums(stack)))
+    before, now = (
+        dict(line.split("  ")[::-1] for line in text.splitlines()) for text in (_read(path), _sums(stack, {}))
+    )
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             yield f"{short_path(stack.folder / name)}: is not as `{command_name()} lock` left it"

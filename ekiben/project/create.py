@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from ekiben.core.atomic import is_vacant, new_folder
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.spec.definition import read_definition
@@ -29,27 +30,27 @@ def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130"
     Returns the files that were written.
 
     Raises:
-        UsageError: ``folder`` has something in it, or its name is none for a recipe, or there is no such layer.
+        UsageError: ``folder`` has something in it or cannot be written, or its name is none for a recipe, or there is
+            no such layer.
         DefinitionError: there is no such stack.
     """
     name = folder.absolute().name
     _check_name(name)
     _check_layer(layer)
     find_stack(stack, [_IMAGES], asked_by="--stack")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_vacant(folder):
         raise UsageError(f"{folder} exists and is not empty", hint="name a new folder")
     values = {"name": name, "layer": layer, "stack": stack}
-    written = []
+    texts: dict[str, str] = {}
     for source in sorted(path for path in _TEMPLATE.rglob("*") if path.is_file()):
         inside = str(source.relative_to(_TEMPLATE))
-        target = folder / inside.replace("layer.def", f"{name}-packages.def").replace(".py.txt", ".py")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_Text(source.read_text(encoding="utf-8")).substitute(values), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{target} cannot be written: {error.strerror}") from error
-        written.append(target)
-    return written
+        target = inside.replace("layer.def", f"{name}-packages.def").replace(".py.txt", ".py")
+        texts[target] = _Text(source.read_text(encoding="utf-8")).substitute(values)
+    with new_folder(folder) as fresh:
+        for target, text in texts.items():
+            (fresh / target).parent.mkdir(parents=True, exist_ok=True)
+            (fresh / target).write_text(text, encoding="utf-8")
+    return [folder / target for target in texts]
 
 
 def _check_name(name: str) -> None:

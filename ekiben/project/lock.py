@@ -16,9 +16,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ekiben.core.atomic import write_files
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
-from ekiben.core.files import atomic_write, read_source
+from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.lock import PYTHON_PLATFORMS
 from ekiben.packages.requirements import read_requirements, run_uv
@@ -90,19 +91,23 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
         lines = list(_lock_for(recipe, source, replace(stack, arch=name), locked, keep=check or keep))
         yield from lines
         changes += lines
-    sums = recipe.folder / SUMS
-    if not check:
-        for target, text in locked.items():
-            if target != shared and text == locked.get(shared, _read(shared)):
-                target.unlink(missing_ok=True)
-            elif text != _read(target):
-                atomic_write(target, text)
+    sums, written, needless = recipe.folder / SUMS, dict[Path, str](), list[Path]()
+    for target, text in locked.items() if not check else ():
+        if target != shared and text == locked.get(shared, _read(shared)):
+            needless.append(target)
+        elif text != _read(target):
+            written[target] = text
     locks = [
-        path for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures)) if path.exists()
+        path
+        for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures))
+        if path in written or (path.exists() and path not in needless)
     ]
-    text = format_sums(recipe.folder, dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *locks)))
+    names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *locks))
+    text = format_sums(recipe.folder, names, written)
     if not check:
-        atomic_write(sums, text)
+        write_files({**written, sums: text})
+        for path in needless:
+            path.unlink(missing_ok=True)
     elif changes or _read(sums) != text:
         raise LockMismatchError(
             f"{shared} is not what {source.name} gives on the layers below",

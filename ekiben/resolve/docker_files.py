@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
+from ekiben.core.atomic import new_parents
 from ekiben.core.errors import StoreError
+from ekiben.core.files import atomic_write
 from ekiben.resolve.graph import ResolvedRecipe
 
 _HEADER = """\
@@ -65,6 +67,6 @@ def _write(path: Path, text: str) -> Path:
     """Write a file that does not exist, and return its path."""
     if path.exists() or path.is_symlink():
         raise StoreError(f"{path} exists; remove it, or give another folder with -o")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    with new_parents(path, error=StoreError):
+        atomic_write(path, text, error=StoreError)
     return path

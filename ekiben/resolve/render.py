@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ekiben.core.atomic import is_vacant, new_folder
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import DefinitionError, StoreError
 from ekiben.core.files import digest_of
@@ -51,14 +52,23 @@ chown 0:0 "$to"
 
 
 def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
-    """Write ``folder`` and return the path of the plain file in it.
+    """Write ``folder``, all of it or nothing, and return the path of the plain file in it.
 
-    Raises StoreError when the folder is not empty, DefinitionError for what such a file cannot hold.
+    Raises StoreError when the folder is not empty or cannot be written, DefinitionError for what such a file cannot
+    hold.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_vacant(folder):
         raise StoreError(f"{folder} is not an empty folder; give another folder with -o")
     _check(resolved)
     name, text = _plain_file(resolved, target)
+    with new_folder(folder, error=StoreError) as fresh:
+        _write_files(resolved, target, fresh)
+        (fresh / name).write_bytes(text)
+    return folder / name
+
+
+def _write_files(resolved: ResolvedRecipe, target: str, folder: Path) -> None:
+    """Write what the plain file copies and runs."""
     for step in _steps(resolved.layers):
         for inside, file in _paths_of(step, target):
             path = folder / "files" / _folder_of(step) / inside
@@ -73,9 +83,6 @@ def render(resolved: ResolvedRecipe, target: str, folder: Path) -> Path:
         if step.stage is not None and step.stage.post and target == "dockerfile":
             (folder / "post").mkdir(parents=True, exist_ok=True)
             (folder / "post" / f"{_folder_of(step)}.sh").write_text(step.stage.post, encoding="utf-8")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(text)
-    return folder / name
 
 
 def _plain_file(resolved: ResolvedRecipe, target: str) -> tuple[str, bytes]:

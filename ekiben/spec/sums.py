@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ekiben.core.checked import read_regular
@@ -17,9 +17,14 @@ SUMS = "SHA256SUMS"
 REQUIREMENTS = ("requirements.txt", "pyproject.toml")  # what a recipe of one's own asks for; the first that is there
 
 
-def format_sums(folder: Path, names: Iterable[str]) -> str:
-    """Return the lines for the files ``names`` of ``folder``."""
-    return "".join(f"{digest_of(folder / name).removeprefix('sha256:')}  {name}\n" for name in names)
+def format_sums(folder: Path, names: Iterable[str], texts: Mapping[Path, str]) -> str:
+    """Return the lines for the files ``names`` of ``folder``, of which those in ``texts`` are about to be written."""
+    lines = []
+    for name in names:
+        path = folder / name
+        digest = digest_of(texts[path].encode() if path in texts else path)
+        lines.append(f"{digest.removeprefix('sha256:')}  {name}\n")
+    return "".join(lines)
 
 
 def check_sums(folder: Path, *, hint: str) -> None:
