@@ -55,8 +55,10 @@ class Folder:
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         if self.handle >= 0:
-            os.close(self.handle)
-            self.handle = -1
+            # First forgotten: after a signal in between, a second close would meet another file that has the number by
+            # then.
+            handle, self.handle = self.handle, -1
+            os.close(handle)
 
     @contextlib.contextmanager
     def _named(self, name: str) -> Iterator[None]:

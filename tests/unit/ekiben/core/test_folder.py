@@ -189,3 +189,19 @@ def test_a_tree_of_folders_without_permissions_is_removed(shared: Path) -> None:
     with Folder.open(shared) as folder:
         folder.remove_tree("sub")
     assert names(shared) == ["file"]
+
+
+def test_signal_while_it_closes_does_not_close_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, close = Folder.open(tmp_path), os.close
+
+    def close_and_interrupt(handle: int) -> None:
+        close(handle)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "close", close_and_interrupt)
+        folder.close()
+    with (tmp_path / "another").open("w") as another:  # has the number now
+        folder.close()
+        another.write("x")
+    assert (tmp_path / "another").read_text() == "x"
