@@ -83,8 +83,10 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
         with Folder.open(out.absolute().parent) as parent, contextlib.ExitStack() as stack:
             partial, may_record = _resume(parent, store, record, digest, stack)
             if partial is None:
-                partial = stack.enter_context(_begin(parent, out.name))
-                may_record = may_record and _record(store, record, partial, digest)
+                # Recorded before it is made, so that the next process finds what a kill leaves at any moment.
+                folder_name, file_name = f".{out.name[:200]}.{secrets.token_hex(8)}", secrets.token_hex(16)
+                may_record = may_record and _record(store, record, folder_name, file_name, digest)
+                partial = stack.enter_context(_begin(parent, folder_name, file_name))
             try:
                 yield partial
             finally:
@@ -99,8 +101,7 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
 
 
 @contextlib.contextmanager
-def _begin(parent: Folder, name: str) -> Iterator[Partial]:
-    folder_name, file_name = f".{name[:200]}.{secrets.token_hex(8)}", secrets.token_hex(16)
+def _begin(parent: Folder, folder_name: str, file_name: str) -> Iterator[Partial]:
     os.mkdir(folder_name, 0o700, dir_fd=parent.handle)
     with parent.folder(folder_name) as folder:
         if not _is_private(folder):
@@ -122,6 +123,10 @@ def _resume(
         folder = stack.enter_context(parent.folder(folder_name))
         if not _is_private(folder):
             return None, True
+        if not folder.lexists(file_name):  # killed before the file was made, or after it got its name
+            with contextlib.suppress(OSError):
+                os.rmdir(folder_name, dir_fd=parent.handle)
+            return None, True
         stream = stack.enter_context(_open(folder, file_name, 0))
     except (OSError, ValueError, StoreError):  # nothing is recorded, or it is gone
         return None, True
@@ -141,11 +146,11 @@ def _open(folder: Folder, name: str, flags: int) -> BinaryIO:
     return open(os.open(name, _OPEN | flags, 0o600, dir_fd=folder.handle), "r+b")
 
 
-def _record(store: Store, record: str, partial: Partial, digest: str) -> bool:
+def _record(store: Store, record: str, folder_name: str, file_name: str, digest: str) -> bool:
     """Record the names; False where the store cannot be written, and nothing is resumed."""
     try:
         store.open_for_writing()
-        store.put_check(record, {"folder": partial.folder.path.name, "file": partial.name, "digest": digest})
+        store.put_check(record, {"folder": folder_name, "file": file_name, "digest": digest})
     except (StoreError, OSError):
         return False
     return True

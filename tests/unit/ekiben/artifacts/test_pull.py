@@ -8,11 +8,13 @@ import io
 import json
 import os
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ekiben.artifacts import partial
 from ekiben.artifacts import pull as pulls
 from ekiben.artifacts.partial import partial_file
 from ekiben.artifacts.pull import pull
@@ -207,6 +209,33 @@ def test_piece_that_is_in_use_is_left_alone(folder: Path, store: Store) -> None:
         assert (again.had, again.name) == (5, first.name)
         again.discard()
     assert hidden(folder) == []
+
+
+@pytest.mark.parametrize("after", ["mkdir", "rename", "_lock"])
+def test_folder_that_a_kill_leaves_at_any_moment_goes(after: str, folder: Path, store: Store) -> None:
+    """After the folder is made, after the file is, and after the file got its name."""
+    if (pid := os.fork()) == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            target = "ekiben.artifacts.partial._lock" if after == "_lock" else f"os.{after}"
+            call = partial._lock if after == "_lock" else getattr(os, after)
+
+            def kill_after(*args: object, **options: object) -> object:
+                result = call(*args, **options)
+                if after == "_lock" or str(args[0]).startswith(".x.sif.") or args[1:2] == ("x.sif",):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+            patch.setattr(target, kill_after)
+            with partial_file(folder / "x.sif", DIGEST, store) as first:
+                first.stream.write(b"begin")
+                first.finish("x.sif", 0o644)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(hidden(folder)) == 1
+    with bad_registry(registry_of()) as (host, _):
+        get(host, store, folder / "x.sif")
+    assert hidden(folder) == []
+    assert (folder / "x.sif").read_bytes() == SIF
 
 
 @pytest.mark.parametrize(
