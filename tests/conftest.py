@@ -12,7 +12,7 @@ import pytest
 
 from ekiben.store import Store
 from support.published import Lab
-from support.sample_recipe import GROUND, ROOF, WALLS, Done, RunCli, SampleRecipe, seeded
+from support.sample_recipe import Done, RunCli, SampleRecipe, full_sample, seeded, without_post
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,28 +52,13 @@ def run_cli(run_process: RunCli) -> RunCli:
 
 @pytest.fixture
 def sample(tmp_path: Path) -> SampleRecipe:
-    made = SampleRecipe(tmp_path / "own")
-    made.recipe()
-    made.stack()
-    made.write("images/ground.def", GROUND)
-    made.write("images/walls.def", WALLS)
-    made.write("images/roof.def", ROOF)
-    made.write("files/tool.sh", "#!/bin/sh\necho tool\n", 0o755)
-    made.write("files/data.txt", "data\n")
-    made.write("files/tree/a.txt", "a\n")
-    made.write("files/tree/sub/b.txt", "b\n")
-    made.write("entrypoints/greet.py", "print('hello')\n")
-    made.write("configs/greet.yaml", "name: you\n")
-    return made
+    return full_sample(tmp_path / "own")
 
 
 @pytest.fixture
 def files_only(sample: SampleRecipe) -> SampleRecipe:
     """The same without a %post: what needs no engine. ground ← roof."""
-    sample.replace("images/roof.def", "walls.sif", "ground.sif")
-    (sample.path / "images/walls.def").unlink()
-    sample.stack(arguments={})
-    return sample
+    return without_post(sample)
 
 
 @pytest.fixture

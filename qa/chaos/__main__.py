@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from chaos import damage, exchange, kills, network, races
+from chaos import damage, engines, exchange, foreign, kills, network, races
 from chaos.lab import Lab, load_commands
 from fuzz.parsers import CASES
 
-KINDS = {**kills.KINDS, **races.KINDS, **network.KINDS, **damage.KINDS, **exchange.KINDS}
+KILLING = {**kills.KINDS, **engines.KINDS}
+KINDS = {**KILLING, **races.KINDS, **network.KINDS, **damage.KINDS, **foreign.KINDS, **exchange.KINDS}
 
 
 @dataclass
@@ -66,7 +67,7 @@ def campaign(
 
 def _is_open(kind: str, turn: int, tallies: Mapping[str, Tally], count: int, killed: int) -> bool:
     kills_sent = sum(tally.kills for tally in tallies.values())
-    if kind in kills.KINDS and killed:
+    if kind in KILLING and killed:
         return kills_sent < killed
     return turn < count
 
@@ -99,7 +100,7 @@ def share_out(args: argparse.Namespace, folder: Path, seconds: float) -> dict[st
             sys.executable,
             "-m",
             "chaos",
-            *(args.kinds or KINDS),
+            *args.kinds,
             "--workers",
             "1",
             "--seed",
@@ -115,7 +116,7 @@ def share_out(args: argparse.Namespace, folder: Path, seconds: float) -> dict[st
             str(-(-args.kills // args.workers)),
         ]
         started.append((subprocess.Popen(argv), counts))
-    tallies: dict[str, Tally] = {kind: Tally() for kind in args.kinds or KINDS}
+    tallies: dict[str, Tally] = {kind: Tally() for kind in args.kinds}
     try:
         for process, counts in started:
             if process.wait() not in (0, 1) or not counts.exists():
@@ -181,21 +182,28 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quiet", action="store_true", help="print problems only")
     args = parser.parse_args()
+    is_partial = bool(args.kinds)
     for kind in args.kinds:
         if kind not in KINDS:
             parser.error(f"no kind {kind!r}; known: {', '.join(KINDS)}")
+    left_out = {kind: reason for kind in args.kinds or KINDS if (reason := engines.unavailable(kind))}
+    for kind, reason in left_out.items():
+        print(f"left out: {kind}: {reason}", file=sys.stderr)
+    args.kinds = [kind for kind in args.kinds or KINDS if kind not in left_out]
     folder = Path(tempfile.mkdtemp(prefix="ekiben-chaos-"))
     began = time.monotonic()
-    seconds = args.minutes * (60 if args.kinds else 54)
+    seconds = args.minutes * (60 if is_partial else 54)
     try:
         if args.workers > 1:
             tallies = share_out(args, folder, seconds)
         else:
-            kinds = args.kinds or list(KINDS)
-            tallies = campaign(folder, kinds, seed=args.seed, seconds=seconds, count=args.count, killed=args.kills)
+            tallies = campaign(folder, args.kinds, seed=args.seed, seconds=seconds, count=args.count, killed=args.kills)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if not args.kinds:
+        if args.workers > 1 or not args.quiet:
+            for kind in engines.KINDS.keys() & set(args.kinds):
+                engines.remove_images(kind.removeprefix("kill "))
+    if not is_partial:
         tallies["fuzz"] = fuzz(args.seed, began + args.minutes * 60 - time.monotonic())
     if not args.quiet:
         print(f"seed {args.seed}, {args.workers} workers, {time.monotonic() - began:.0f} s\n")

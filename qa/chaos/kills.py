@@ -14,7 +14,7 @@ from chaos.lab import Case, Lab, digest
 from ekiben.core.inner_path import InnerPath
 from ekiben.publish._records import read_records
 from ekiben.store import Store, check_sif
-from support.sample_recipe import image_of
+from support.sample_recipe import AS_SIF, full_sample, image_of, seeded, without_post
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLS = 8  # signals of one case, at most: preparing a store takes as long as some of them
@@ -28,15 +28,18 @@ def kill_command(
     prepare: Callable[[], list[str]],
     before: Callable[[], None] = lambda: None,
     good: Sequence[int] = (),
+    is_quiet: bool = True,
+    times: int = KILLS,
 ) -> list[str]:
-    """Kill what ``prepare`` returns KILLS times at random moments, and check after each; return the last arguments.
+    """Kill what ``prepare`` returns so many ``times`` at random moments, and check after each; return the last
+    arguments.
 
     The next one goes on from what a killed one left. After one that ended in time, ``prepare`` makes the situation
-    anew.
+    anew. Unless ``is_quiet``, processes may be left, for the next command to end.
     """
     global sent
     dice, argv = case.lab.dice, prepare()
-    for _ in range(KILLS):
+    for _ in range(times):
         running, sign = case.start(argv, before), dice.choice(SIGNALS)
         time.sleep(dice.random() * 1.05 * _durations[name])
         if running.poll() is None:
@@ -51,7 +54,8 @@ def kill_command(
             case.problem(f"{name}: exit code {code} after {sign.name}: {running.output[-600:]}")
         if "Traceback" in running.output:
             case.problem(f"{name}: a traceback after {sign.name}: {running.output[-600:]}")
-        case.check_quiet()
+        if is_quiet:
+            case.check_quiet()
         case.check_complete(versions=range(len(case.lab.recipes)))
         if case.problems:
             break
@@ -223,7 +227,95 @@ def kill_verify(lab: Lab) -> list[str]:
         return case.problems
 
 
+def kill_push(lab: Lab) -> list[str]:
+    """Each time to a repository that has nothing of it; what arrived is what was built, and no half of it has a tag."""
+    version = lab.dice.randrange(len(lab.recipes))
+    kind = lab.dice.choice(("sif", "docker"))
+
+    def prepare(case: Case) -> list[str]:
+        target = f"{network.host_of(lab)}/lab/killed-{lab.dice.randrange(10**9)}:1"
+        return ["--store", str(case.store), "push", str(lab.recipes[version].path), target, "--format", kind]
+
+    measured(lab, f"push {kind}", prepare)
+    with lab.case() as case:
+        argv = kill_command(case, f"push {kind}", lambda: prepare(case))
+        _finish(case, argv)
+        case.run(["--store", str(case.store), "pull", argv[4], "-o", str(case.out)])
+        case.check_output(version)
+        return case.problems
+
+
+SBATCH = """\
+#!/bin/sh
+[ "$1" = --parsable ] || exit 1
+mkdir -p "$JOBS" && touch "$JOBS/$$" && echo $$
+"""
+
+
+def kill_submit(lab: Lab) -> list[str]:
+    """To a Slurm that takes each job: a run is recorded as a whole or not at all, and the next command and `status`
+    work.
+    """
+    with lab.case() as case:
+        sif, jobs, sample = (
+            case.folder / "job.sif",
+            case.folder / "jobs",
+            without_post(full_sample(case.folder / "job/own")),
+        )
+        store = seeded(sample, case.folder / "job/store", "ground").root
+        case.run(["--store", str(store), "image", str(sample.path), *AS_SIF, "-o", str(sif)])
+        bin = case.folder / "bin"
+        bin.mkdir()
+        for name, text in {
+            "sbatch": SBATCH,
+            "sinfo": "#!/bin/sh\n",
+            "squeue": "#!/bin/sh\n",
+            "sacct": "#!/bin/sh\n",
+        }.items():
+            (bin / name).write_text(text)
+            (bin / name).chmod(0o755)
+
+        def settings() -> None:
+            os.environ.update(PATH=f"{bin}:{os.environ['PATH']}", JOBS=str(jobs))
+
+        number = iter(range(1000))
+
+        def prepare() -> list[str]:
+            folder = case.folder / f"submitted/{next(number)}"  # two submissions of one second would have one name
+            return [
+                "--store",
+                str(store),
+                "submit",
+                str(sample.path),
+                "greet",
+                "--sif",
+                str(sif),
+                "--scheduler",
+                "slurm",
+                "--runs",
+                str(folder),
+            ]
+
+        _durations.setdefault("submit", 0.3)
+        kill_command(case, "submit", prepare, settings)
+        if (last := case.start(prepare(), settings)).wait() != 0:
+            case.problem(f"submit fails after it was killed: {last.output[-600:]}")
+        for folder in (case.folder / "submitted").iterdir():
+            status = case.start(["status", "--runs", str(folder)], settings)
+            if status.wait() != 0 or "Traceback" in status.output:
+                case.problem(f"status of a killed submission: {status.output[-600:]}")
+            for run in (path for path in folder.iterdir() if (path / "run.json").exists()):
+                if missing := {"key", "environment", "job.sh", "1-greet.sh"} - {path.name for path in run.iterdir()}:
+                    case.problem(
+                        f"a recorded run lacks {sorted(missing)}: {sorted(path.name for path in run.iterdir())}"
+                    )
+        case.check_quiet()
+        return case.problems
+
+
 KINDS: dict[str, Callable[[Lab], list[str]]] = {
+    "kill push": kill_push,
+    "kill submit": kill_submit,
     "kill build": kill_build,
     "kill export": kill_export,
     "kill publish": kill_publish,

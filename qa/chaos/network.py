@@ -42,6 +42,11 @@ def registry(lab: Lab) -> Iterator[str]:
         yield host
 
 
+def host_of(lab: Lab) -> str:
+    """Return the host of the lab's registry."""
+    return _registries[id(lab)]
+
+
 def pushed(lab: Lab, version: int, host: str = "", kind: str = "sif") -> str:
     """The reference of a version that is in the registry, as reached through ``host``."""
     upstream = _registries[id(lab)]

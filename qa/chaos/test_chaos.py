@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from chaos import exchange, kills
-from chaos.__main__ import KINDS
+from chaos import engines, exchange, foreign
+from chaos.__main__ import KILLING, KINDS
 from support.architecture import ROOT
 
-pytestmark = pytest.mark.covers("qa/chaos", "ekiben/store", "ekiben/publish", "ekiben/registry", "ekiben/bundle")
+pytestmark = pytest.mark.covers(
+    "qa/chaos", "ekiben/store", "ekiben/publish", "ekiben/registry", "ekiben/bundle", "ekiben/executors", "ekiben/spec"
+)
 
 NAMESPACES = "race namespaces"
+APART = {NAMESPACES, *exchange.KINDS, *foreign.KINDS, *engines.KINDS}
 CUT = {"kills": 200, "count": 12, "minutes": 8}
 
 
@@ -54,18 +57,31 @@ def test_nothing_of_the_users_is_touched_through_a_link_put_in_a_shared_folder(t
 
 @pytest.mark.parametrize(
     "kinds",
-    [[kind for kind in KINDS if kind != NAMESPACES and kind not in exchange.KINDS], [NAMESPACES]],
-    ids=["all but namespaces", "namespaces"],
+    [[kind for kind in KINDS if kind not in APART], [NAMESPACES]],
+    ids=["all that need no engine", "namespaces"],
 )
 def test_faults_lose_nothing_and_leave_nothing(kinds: list[str], tmp_path: Path) -> None:
     if kinds == [NAMESPACES] and os.geteuid():
         pytest.skip("unshare --pid needs root")
     counts = campaign(kinds, tmp_path, **CUT)
-    assert {kind: counts[kind]["cases"] for kind in kinds if kind not in kills.KINDS} == {
-        kind: CUT["count"] for kind in kinds if kind not in kills.KINDS
+    assert {kind: counts[kind]["cases"] for kind in kinds if kind not in KILLING} == {
+        kind: CUT["count"] for kind in kinds if kind not in KILLING
     }
     if kinds != [NAMESPACES]:
         assert sum(tally["kills"] for tally in counts.values()) >= CUT["kills"]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("registry mode", 8), ("hostile bundle", 24), ("foreign recipe", 12)])
+def test_what_comes_from_elsewhere_does_no_harm(kind: str, count: int, tmp_path: Path) -> None:
+    """In the campaign each answer of a registry, and each shape of a bundle, has its turn."""
+    assert campaign([kind], tmp_path, workers=1, kills=0, count=count, minutes=3)[kind]["cases"] == count
+
+
+@pytest.mark.parametrize("kind", engines.KINDS)
+def test_killed_engine_leaves_nothing_after_the_next_command(kind: str, tmp_path: Path) -> None:
+    if reason := engines.unavailable(kind):
+        pytest.skip(f"{reason} (tests/services.sh)")
+    assert campaign([kind], tmp_path, workers=1, kills=1, minutes=3)[kind]["kills"] >= 1
 
 
 def test_a_problem_is_counted_and_its_seed_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,3 +134,28 @@ def test_verify_on_a_full_disk(disk: Path, run: RunCli, files_only: SampleRecipe
         # The base of this test is no system: its tests cannot run.
         assert "read every blob: " in done.stderr  # all of them were read
         assert "left in" not in done.stderr, done.stderr
+
+
+FOLDERS = {
+    "init": ("init", "{}/mine"),
+    "render": ("render", "hello", "--to", "dockerfile", "-o", "{}/a/context"),
+    "render --to compose": ("render", "hello", "--to", "compose", "-o", "{}/b"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("limit", ["nr_inodes", "size"])
+def test_folder_of_files_is_complete_or_missing(disk: Path, run: RunCli, name: str, limit: str) -> None:
+    """With room for one file more each time, or for one page."""
+    argv = [word.format(disk) for word in FOLDERS[name]]
+    failed = 0
+    for more in range(1, 60):
+        remount(disk, f"nr_inodes={used(disk) + more}" if limit == "nr_inodes" else f"size={4 * more}k")
+        done = run(*argv, code=None)  # type: ignore[arg-type]
+        if done.returncode == 0:
+            break
+        assert list(disk.iterdir()) == []
+        cause = "no inodes left" if limit == "nr_inodes" else "No space left"
+        assert f"error: {disk}" in done.stderr and f"cannot be written: {cause}" in done.stderr
+        failed += 1
+    assert failed and len(list(disk.iterdir())) == 1

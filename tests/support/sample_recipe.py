@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,44 @@ class SampleRecipe:
         self.write("images/stacks/tiny/stack.yaml", json.dumps({**STACK, **changes}, indent=1))
 
 
-def seed(store: Store, layer: Layer) -> None:
-    """Puts a hand-made layer where the real one would be: a base without mmdebstrap, a %post without an engine."""
+def full_sample(path: Path) -> SampleRecipe:
+    """Write a recipe with each kind of file: ground ← walls (%post) ← roof (files), an entrypoint and its
+    configuration.
+    """
+    sample = SampleRecipe(path)
+    sample.recipe()
+    sample.stack()
+    sample.write("images/ground.def", GROUND)
+    sample.write("images/walls.def", WALLS)
+    sample.write("images/roof.def", ROOF)
+    sample.write("files/tool.sh", "#!/bin/sh\necho tool\n", 0o755)
+    sample.write("files/data.txt", "data\n")
+    sample.write("files/tree/a.txt", "a\n")
+    sample.write("files/tree/sub/b.txt", "b\n")
+    sample.write("entrypoints/greet.py", "print('hello')\n")
+    sample.write("configs/greet.yaml", "name: you\n")
+    return sample
+
+
+def without_post(sample: SampleRecipe) -> SampleRecipe:
+    """Leave out the layer with a %post: what needs no engine. ground ← roof."""
+    sample.replace("images/roof.def", "walls.sif", "ground.sif")
+    (sample.path / "images/walls.def").unlink()
+    sample.stack(arguments={})
+    return sample
+
+
+def seed(store: Store, layer: Layer, programs: Mapping[str, bytes] | None = None) -> None:
+    """Puts a hand-made layer where the real one would be: a base without mmdebstrap, a %post without an engine.
+
+    ``programs`` go to /bin.
+    """
     members: list[LayerEntry] = [(Entry("", "dir", mtime=layer.epoch), None)]
+    if programs:
+        members.append((Entry("bin", "dir", mtime=layer.epoch), None))
+        members += [
+            (Entry(f"bin/{name}", "file", 0o755, mtime=1, size=len(data)), [data]) for name, data in programs.items()
+        ]
     members += [(Entry(name, "dir", mtime=layer.epoch), None) for name in ("etc", "opt", "tmp", "usr")]
     members.append((Entry(f"zz-{layer.name}", "file", 0o644, mtime=1, size=4), [b"seed"]))
     store.open_for_writing()
@@ -137,12 +172,12 @@ def seed(store: Store, layer: Layer) -> None:
     )
 
 
-def seeded(sample: SampleRecipe, root: Path, *names: str) -> Store:
+def seeded(sample: SampleRecipe, root: Path, *names: str, programs: Mapping[str, bytes] | None = None) -> Store:
     """A store at ``root`` in which these layers of the recipe are."""
     store = Store(root)
     for layer in resolve(find_recipe(str(sample.path))).layers:
         if layer.name in names:
-            seed(store, layer)
+            seed(store, layer, programs)
     return store
 
 

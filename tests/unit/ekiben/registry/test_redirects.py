@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,25 +17,15 @@ from ekiben.registry import client, session
 from ekiben.registry._addresses import is_private, names_private, origin
 from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
-from support.registries import MB, PASSWORD, USER, Answer, Script, at, bad_registry, blob, login, nothing
+from support.hostile_registry import BEARER, DATA, NETRC, REFRESH, SECRETS, leading, other_host
+from support.registries import MB, Answer, Script, at, bad_registry, blob, login, nothing
 
-DATA = b"data"
-REFRESH, BEARER, NETRC, COOKIE = "REFRESH-TOKEN", "BEARER-TOKEN", "NETRC-PASSWORD", "COOKIE-VALUE"
-SECRETS = (REFRESH, BEARER, NETRC, COOKIE, PASSWORD, base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode())
 CODES = (301, 302, 303, 307, 308)
 
 
-@pytest.fixture(scope="module")
-def context() -> ssl.SSLContext:
-    return ssl.create_default_context()
-
-
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: ssl.SSLContext) -> None:
-    monkeypatch.setattr(session, "PAUSES", (0.001, 0.001))
-    monkeypatch.setattr(session, "_trusted", lambda host, *, at_registry: context)  # which takes 30 ms to read
+def impatient(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     monkeypatch.setattr(client, "PIECE", MB)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("SSL_CERT_FILE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -57,44 +45,6 @@ def uses(registry: Registry, out: Path) -> list[Callable[[], object]]:
         lambda: registry.send_blob(sent, nothing),
         lambda: registry.send_blob(sent, nothing, location=registry.session.base + "blobs/uploads/1"),
     ]
-
-
-def other_host(kind: str) -> Script:
-    """A host that takes what it gets, or asks for a login in each way that there is."""
-
-    def script(method: str, path: str, headers: dict[str, str]) -> Answer:
-        here = f"http://{headers['host']}"
-        cookie = {"Set-Cookie": "other=1; Path=/"}
-        if kind == "takes":
-            return Answer(202 if method in ("POST", "PATCH") else 200, DATA, {"Location": f"{here}/up", **cookie})
-        if path.startswith("/token"):
-            return Answer(200, b'{"token": "theirs"}', cookie)
-        challenge = 'Basic realm="x"' if kind == "asks basic" else f'Bearer realm="{here}/token",service="x"'
-        return Answer(401, b"", {"WWW-Authenticate": challenge, **cookie})
-
-    return script
-
-
-def leading(challenge: str, to: Callable[[str, str], str], code: Callable[[], int], step: str) -> Script:
-    """A registry with a login that leads elsewhere at ``step``: "data" the redirects of requests, "upload", or
-    "token".
-    """
-
-    def script(method: str, path: str, headers: dict[str, str]) -> Answer:
-        here = headers["host"]
-        cookie = {"Set-Cookie": f"session={COOKIE}; Path=/"}
-        if path.startswith("/token"):
-            if step == "token":
-                return Answer(code(), b"", {"Location": to(here, path), **cookie})
-            return Answer(200, json.dumps({"token": BEARER}).encode(), cookie)
-        if "authorization" not in headers:
-            kinds = {"basic": 'Basic realm="x"', "bearer": f'Bearer realm="http://{here}/token",service="x"'}
-            return Answer(401, b"", {"WWW-Authenticate": kinds[challenge], **cookie})
-        if step == "upload" and method == "POST":
-            return Answer(202, b"", {"Location": to(here, "/up"), **cookie})
-        return Answer(code(), b"", {"Location": to(here, path), **cookie})
-
-    return script
 
 
 LOGINS = {"basic": ("basic", ""), "bearer": ("bearer", ""), "refresh": ("bearer", REFRESH)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 
 from ekiben.core.errors import FetchError
 from ekiben.core.files import digest_of
-from ekiben.registry import session
 from ekiben.registry.client import Registry
 from ekiben.registry.layers import image_layers
 from ekiben.registry.manifest import Descriptor, Manifest, parse_index
+from support.hostile_registry import described
 from support.registries import MB, Answer, at, bad_registry, nothing
 
 CONFIG, LAYER = b'{"config": {}}', b"layer" * 20
@@ -22,25 +21,7 @@ DIGEST = "sha256:" + "0" * 64
 SIZES: list[object] = [None, "3", 3.5, True, -1, 2**63, [], {}]
 
 
-@pytest.fixture(scope="module")
-def context() -> ssl.SSLContext:
-    return ssl.create_default_context()
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, context: ssl.SSLContext) -> None:
-    monkeypatch.setattr(session, "PAUSES", (0.001, 0.001))
-    monkeypatch.setattr(session, "_trusted", lambda host, *, at_registry: context)  # which takes 30 ms to read
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-
-def described(data: bytes, size: object = ...) -> dict[str, object]:
-    fields: dict[str, object] = {
-        "digest": digest_of(data),
-        "mediaType": "x",
-        "size": len(data) if size is ... else size,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("size", SIZES)

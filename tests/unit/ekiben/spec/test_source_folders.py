@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,80 +14,9 @@ from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.spec.source_folders import SourceFolders
 from ekiben.store import Store
+from support.hostile_recipes import LEAD_OUT, SECRET
 from support.sample_recipe import AS_SIF, RunCli, SampleRecipe
 
-SECRET = "a private key"
-
-
-def move_out(sample: SampleRecipe, name: str) -> Path:
-    """Move a file or folder of the recipe to a folder beside it, and leave a link."""
-    outside = sample.path.parent / "elsewhere" / Path(name).name
-    outside.parent.mkdir(exist_ok=True)
-    (sample.path / name).rename(outside)
-    (sample.path / name).symlink_to(outside)
-    return outside
-
-
-def with_file(name: str, **recipe: object) -> Callable[[SampleRecipe], Path]:
-    def change(sample: SampleRecipe) -> Path:
-        if not (sample.path / name).exists():
-            sample.write(name, SECRET)
-        if recipe:
-            sample.recipe(**recipe)
-        return move_out(sample, name)
-
-    return change
-
-
-def with_line(line: str) -> Callable[[SampleRecipe], Path]:
-    """A line of %files that names what lies elsewhere by its path."""
-
-    def change(sample: SampleRecipe) -> Path:
-        outside = sample.path.parent / "elsewhere"
-        outside.mkdir()
-        (outside / "key").write_text(SECRET)
-        sample.replace("images/roof.def", "%files\n", f"%files\n    {line.format(outside)} /opt/x/\n")
-        return outside
-
-    return change
-
-
-def with_lock(sample: SampleRecipe) -> Path:
-    sample.replace("images/roof.def", "%files\n", "%arguments\n    stack=\n\n%files\n    {{ stack }}/roof.lock /opt/\n")
-    sample.write("images/stacks/tiny/roof.lock", "a==1\n")
-    return move_out(sample, "images/stacks/tiny/roof.lock")
-
-
-CASES: dict[str, Callable[[SampleRecipe], Path]] = {
-    "recipe.yaml": with_file("recipe.yaml"),
-    "data": with_file("notes.txt", data=["notes.txt"]),
-    "a folder of configurations": with_file("configs"),
-    "a configuration": with_file("configs/greet.yaml"),
-    "an entrypoint": with_file("entrypoints/greet.py"),
-    "a file beside the entrypoints": with_file("entrypoints/helper.txt"),
-    "the folder of entrypoints": with_file("entrypoints"),
-    "the folder of images": with_file("images"),
-    "a definition file": with_file("images/roof.def"),
-    "a definition file that nothing uses": with_file("images/more.def"),
-    "a stack": with_file("images/stacks/tiny"),
-    "stack.yaml": with_file("images/stacks/tiny/stack.yaml"),
-    "an apt.lock": with_file("images/stacks/tiny/apt.lock"),
-    "a lock file of the stack": with_lock,
-    "a source of %files": with_file("files/data.txt"),
-    "a file in a folder of %files": with_file("files/tree/sub/b.txt"),
-    "a folder in a folder of %files": with_file("files/tree/sub"),
-    "a folder above a source of %files": with_file("files"),
-    "an absolute path in %files": with_line("{0}/key"),
-    "a path with .. in %files": with_line("../elsewhere/key"),
-    "a folder in %files": with_line("{0}"),
-    "a pattern in %files": with_line("../elsewhere/k*"),
-    "an absolute pattern in %files": with_line("{0}/k*"),
-    "a pattern that matches nothing": with_line("{0}/none*"),
-    "a name that is not there": with_line("{0}/kez"),
-    "requirements.txt": with_file("requirements.txt"),
-    "the layer's lock": with_file("images/roof.lock"),
-    "SHA256SUMS": with_file("SHA256SUMS"),
-}
 NO_MATCH = ("a pattern that matches nothing", "a name that is not there")
 NO_CONTENT = (
     "a definition file that nothing uses",
@@ -99,11 +27,11 @@ NO_CONTENT = (
 )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", LEAD_OUT)
 def test_a_link_out_of_the_folder_is_refused(
     files_only: SampleRecipe, run_cli: RunCli, tmp_path: Path, case: str
 ) -> None:
-    outside = CASES[case](files_only)
+    outside = LEAD_OUT[case](files_only)
     store = ("--store", tmp_path / "store")
     for argv in (["plan"], ["render", "--to", "def", "-o", "out"], ["image", "--no-verify", "--format", "sif"]):
         done = run_cli(*store, argv[0], files_only.path, *argv[1:], code=3)
@@ -117,7 +45,7 @@ def test_a_link_out_of_the_folder_is_refused(
 
 def test_the_way_to_a_private_file_is_not_shown(files_only: SampleRecipe, run_cli: RunCli, tmp_path: Path) -> None:
     """What a stranger's recipe wants of it is hardly what its owner does."""
-    outside = with_file("notes.txt", data=["notes.txt"])(files_only)
+    outside = LEAD_OUT["data"](files_only)
     outside.chmod(0o600)
     done = run_cli("--store", tmp_path / "store", "plan", files_only.path, code=3)
     assert f"outside the recipe's folder {files_only.path}" in done.stderr
@@ -125,11 +53,11 @@ def test_the_way_to_a_private_file_is_not_shown(files_only: SampleRecipe, run_cl
     run_cli("--store", tmp_path / "store", "plan", files_only.path, "--include", outside)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in (*NO_MATCH, *NO_CONTENT)])
+@pytest.mark.parametrize("case", [case for case in LEAD_OUT if case not in (*NO_MATCH, *NO_CONTENT)])
 def test_included_files_are_used_and_listed(
     files_only: SampleRecipe, run_cli: RunCli, tmp_path: Path, case: str
 ) -> None:
-    outside = CASES[case](files_only)
+    outside = LEAD_OUT[case](files_only)
     argv = [files_only.path, "--include", outside]
     shown = run_cli("--store", tmp_path / "store", "plan", *argv).stdout
     assert f"included  {outside}" in shown
@@ -181,7 +109,7 @@ def test_a_recipe_may_be_reached_by_a_link(files_only: SampleRecipe, tmp_path: P
 
 
 def test_include_is_a_part_of_the_commands_that_are_shown(files_only: SampleRecipe, tmp_path: Path) -> None:
-    outside = CASES["data"](files_only)
+    outside = LEAD_OUT["data"](files_only)
     resolved = resolve(find_recipe(str(files_only.path), [outside, tmp_path]))
     assert resolved.included_files == [outside]
     assert resolved.cli_args == f"{files_only.path} --include {outside} --include {tmp_path}"
@@ -193,7 +121,7 @@ def test_include_is_a_part_of_the_commands_that_are_shown(files_only: SampleReci
 def test_plan_as_json_and_python_name_what_is_included(
     files_only: SampleRecipe, run_cli: RunCli, tmp_path: Path
 ) -> None:
-    outside, store = CASES["data"](files_only), tmp_path / "store"
+    outside, store = LEAD_OUT["data"](files_only), tmp_path / "store"
     layers = json.loads(
         run_cli("--store", store, "plan", files_only.path, "--json", "--include", "elsewhere/notes.txt").stdout
     )
@@ -208,7 +136,7 @@ def test_plan_as_json_and_python_name_what_is_included(
 def test_a_build_lists_what_it_includes(
     files_only: SampleRecipe, store: Store, run_cli: RunCli, tmp_path: Path
 ) -> None:
-    outside = CASES["data"](files_only)
+    outside = LEAD_OUT["data"](files_only)
     argv = ("--store", store.root, "image", files_only.path, *AS_SIF, "-o", "own.sif")
     shown = run_cli(*argv, "--include", outside).stderr
     assert f"own: includes {outside}, outside the recipe's folder" in shown
