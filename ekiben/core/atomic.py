@@ -51,6 +51,10 @@ def new_folder(path: Path, *, error: type[EkibenError] = UsageError) -> Iterator
                 _move_entries(temporary, path)
             else:
                 temporary.rename(path)
+        except OSError as failure:
+            # Before what was written goes: by then there would be inodes again.
+            _raise_translated(failure, path, error)
+            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             if lock >= 0:
@@ -71,9 +75,14 @@ def new_parents(path: Path, *, error: type[EkibenError] = UsageError) -> Iterato
         for folder in missing:  # the innermost first
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        if isinstance(failure, OSError) and _concerns(failure, path):
-            raise error(f"{path} cannot be written: {reason_of(failure, path)}") from failure
+        if isinstance(failure, OSError):
+            _raise_translated(failure, path, error)
         raise
+
+
+def _raise_translated(failure: OSError, path: Path, error: type[EkibenError]) -> None:
+    if _concerns(failure, path):
+        raise error(f"{path} cannot be written: {reason_of(failure, path)}") from failure
 
 
 def _concerns(failure: OSError, path: Path) -> bool:
