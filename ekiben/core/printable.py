@@ -4,7 +4,10 @@ text around.
 
 from __future__ import annotations
 
+import codecs
+import io
 import re
+from collections.abc import Iterable, Iterator
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # but for tabs and ends of lines
 
@@ -15,3 +18,13 @@ def printable(text: str) -> str:
     Tabs and ends of lines stay.
     """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def printable_pieces(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Yield UTF-8 that comes in pieces as printable() has it; a carriage return, with which progress bars begin anew,
+    ends a line.
+    """
+    lines = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    for piece in pieces:
+        yield printable(lines.decode(piece))
+    yield printable(lines.decode(b"", final=True))

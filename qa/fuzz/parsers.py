@@ -47,7 +47,8 @@ from ekiben.publish.prune import prune as prune_published
 from ekiben.registry.auth import find_credentials
 from ekiben.registry.reference import Reference
 from ekiben.resolve.resolve import resolve
-from ekiben.run.jobs.runs import find_runs, request_again
+from ekiben.run.jobs.records import find_runs
+from ekiben.run.jobs.runs import request_again
 from ekiben.run.site import find_site
 from ekiben.signing.gpg import Keys
 from ekiben.signing.registry import _claim
@@ -804,7 +805,8 @@ def job_record(world: World) -> Case:
             world.put(folder / f"1-greet.{ending}", b"7\n" if is_record else data)
         result = []
         for run in find_runs([], folder.parent):
-            result.append([(run.exit_code(job), run.times(job), id) for job, id in run.ids.items()])
+            with run.files() as files:
+                result.append([(files.exit_code(job), files.times(job), id) for job, id in run.ids.items()])
             request_again(run)
         return result
 
@@ -985,7 +987,7 @@ _READERS = {
     "registry_referrers": "registry/manifest.py:parse_index",
     "registry_token": "registry/session.py:_token",
     "project": "resolve/resolve.py:check_arguments spec/sums.py:check_recipe_locks",
-    "job_record": "run/jobs/runs.py:_open_run",
+    "job_record": "run/jobs/records.py:parse",
     "oar_answer": "run/schedulers/oar.py:_records",
     "pbs_answer": "run/schedulers/pbs.py:_records",
     "site": "run/site.py:find_site",

@@ -41,6 +41,7 @@ from ekiben.run.schedulers import JobScriptHooks
 from support.programs import write_program
 TITLE, PREFERENCE, PREFIX, VARIABLES = "Tester", 99, "#TEST ", ("TESTER_", "TESTID")
 LOCAL_FOLDER, GPU_OPTION = "TESTER_TMP", None
+JOB_ID = r"[0-9]+"
 HOOKS = JobScriptHooks(job='"$TESTID"', index='"0"', nodes="hostname", requeue="false", start_remote="false")
 def unavailable(): return "it is a test"
 OPTIONS = {}

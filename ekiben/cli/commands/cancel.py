@@ -18,7 +18,9 @@ import click
 
 from ekiben.cli.commands._jobs import runs_option
 from ekiben.cli.options import Command, NameType, TextType
-from ekiben.run.jobs.runs import cancel, find_runs, jobs_named
+from ekiben.core.printable import printable
+from ekiben.run.jobs.records import find_runs, jobs_named
+from ekiben.run.jobs.runs import cancel
 
 
 @click.command("cancel", cls=Command, help=__doc__)
@@ -31,6 +33,5 @@ def command(names: tuple[str, ...], jobs: tuple[str, ...], runs: Path) -> None:
     """Cancel, and print the ids."""
     for name, run in zip(names, find_runs(names, runs), strict=True):
         ids = cancel(run, [*jobs, *jobs_named(run, name)])
-        click.echo(
-            f"{run.folder.name}: {' '.join(['cancelled', *ids]) if ids else 'nothing to cancel, every job has ended'}"
-        )
+        result = " ".join(["cancelled", *ids]) if ids else "nothing to cancel, every job has ended"
+        click.echo(printable(f"{run.folder.name}: {result}"))

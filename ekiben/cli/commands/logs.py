@@ -1,6 +1,7 @@
 """Print the log of a submitted job.
 
-Default: the newest run, and the job that began last.
+Default: the newest run, and the job that began last. Control characters are printed as \\x1b, but into a file as they
+are.
 
 \b
 Examples:
@@ -11,14 +12,21 @@ Examples:
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
+import sys
 from pathlib import Path
 
 import click
 
 from ekiben.cli.commands._jobs import runs_option
+from ekiben.cli.context import Context
 from ekiben.cli.options import Command, NameType
 from ekiben.core.errors import UsageError
-from ekiben.run.jobs.runs import find_runs, log_lines
+from ekiben.core.printable import printable_pieces
+from ekiben.run.jobs.records import find_runs
+from ekiben.run.jobs.runs import log_content
 
 
 @click.command("logs", cls=Command, help=__doc__)
@@ -27,10 +35,19 @@ from ekiben.run.jobs.runs import find_runs, log_lines
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only what this process of the job wrote.")
 @runs_option
-def command(name: str | None, job: str | None, follow: bool, rank: int | None, runs: Path) -> None:
-    """Print line by line."""
-    selected = find_runs([name] if name else [], runs)
+@click.pass_obj
+def command(context: Context, /, name: str | None, job: str | None, follow: bool, rank: int | None, runs: Path) -> None:
+    """Print piece by piece."""
+    selected = find_runs([name] if name else [], runs, context.log)
     if not selected:
         raise UsageError(f"there is no run in {runs}", hint="--runs DIR")
-    for line in log_lines(selected[-1], job, rank=rank, follow=follow):
-        click.echo(line, nl=False)
+    content = log_content(selected[-1], job, rank=rank, follow=follow)
+    for piece in content if _is_into_file() else printable_pieces(content):
+        click.echo(piece, nl=False)
+
+
+def _is_into_file() -> bool:
+    """Return whether stdout is a file. A pipe often leads to a terminal, by way of a pager."""
+    with contextlib.suppress(OSError, ValueError):  # stdout without a descriptor
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    return False

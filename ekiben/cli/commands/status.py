@@ -20,7 +20,8 @@ import click
 from ekiben.cli.commands._jobs import runs_option
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, NameType, json_option
-from ekiben.run.jobs.runs import JobStatus, find_runs, status
+from ekiben.run.jobs.records import find_runs
+from ekiben.run.jobs.runs import JobStatus, status
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +49,4 @@ class StatusResult:
 @click.pass_obj
 def command(context: Context, /, names: tuple[str, ...], runs: Path) -> None:
     """Ask the scheduler."""
-    context.print(StatusResult(status(find_runs(names, runs, context.log))))
+    context.print(StatusResult(status(find_runs(names, runs, context.log), None if names else context.log)))

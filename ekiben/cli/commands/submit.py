@@ -43,6 +43,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
 from ekiben.formats.sif import is_sif
 from ekiben.run.jobs import plan as planning
+from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds, with_defaults
 from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, script
@@ -219,9 +220,9 @@ def command(
         refuse_ignored("is for jobs, and --dry-run submits none", "wait")
     if again:
         _check_only_again(ctx)
-        (before,) = jobs.find_runs([again], runs)
+        (before,) = records.find_runs([again], runs)
         runs, included = runs.absolute(), tuple(path.absolute() for path in included)
-        with contextlib.chdir(before.record.get("work", ".")):
+        with contextlib.chdir(before.record.work or "."):
             run = _plan_again(
                 before,
                 runs,
@@ -287,20 +288,22 @@ def _check_only_again(ctx: click.Context) -> None:
         raise UsageError(f"--again takes recipe, tasks, arguments and request from the run's record: leave out {shown}")
 
 
-def _plan_again(before: jobs.Run, runs: Path, env: Sequence[str], included: Sequence[Path]) -> planning.JobPlan:
+def _plan_again(before: records.Run, runs: Path, env: Sequence[str], included: Sequence[Path]) -> planning.JobPlan:
     """Plan a run once more. Raises UsageError when its record has too little in it."""
-    profile = find_site(before.record["site_path"]) if before.record["site_path"] else None
+    profile = find_site(str(before.record.site_path)) if before.record.site_path else None
     defaults = profile.file.scheduler.defaults.env if profile and profile.file.scheduler else ()
-    names = {word.partition("=")[0] for word in before.record.get("request", {}).get("env", ())}
+    names = set(before.record.request.env) if before.record.request else set[str]()
     known = [word for word in (*defaults, *env) if word.partition("=")[0] in names]
     recipe, argv, request = jobs.request_again(before, known)
+    if not (recipe / "recipe.yaml").is_file():
+        raise UsageError(f"{before.folder.name}: its recipe is no longer in {recipe}")
     return planning.plan(
-        find_recipe(recipe, included),
+        find_recipe(str(recipe), included),
         argv,
         request,
-        scheduler=before.record["scheduler"],
+        scheduler=before.record.scheduler,
         site=profile,
-        sif=Path(before.record["sif"]),
+        sif=before.record.sif or Path(f"{recipe.name}.sif"),
         runs=runs,
     )
 
@@ -332,7 +335,7 @@ def _submit(
     is_elsewhere = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE  # then the name alone is not found
     context.print(SubmitResult(run.folder, ids, str(run.folder) if is_elsewhere else run.folder.name))
     if wait:
-        (submitted,) = jobs.find_runs([str(run.folder)], runs)
+        (submitted,) = records.find_runs([str(run.folder)], runs)
         if any(job.state != "done" for job in jobs.wait(submitted, context.log)):
             raise click.exceptions.Exit(1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from ekiben.core.paths import expand_home
 from ekiben.core.settings import JobDefaults
 from ekiben.run.schedulers import seconds_of
 
+MAX_JOBS = 20_000  # of a run: with more, `status` would take minutes
 _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
 
 
@@ -57,7 +59,11 @@ def parse_seeds(text: str) -> tuple[str, ...]:
     seeds = tuple(text.split(","))
     if not all(seed.strip() for seed in seeds):
         raise UsageError(f"--seeds {text}: a seed is missing; as in --seeds 1,2,3")
-    if twice := next((seed for seed in seeds if seeds.count(seed) > 1), None):
+    if odd := next((seed for seed in seeds if len(seed.splitlines()) > 1 or "\0" in seed), None):
+        raise UsageError(f"--seeds: {odd!r} is more than one line")
+    if len(seeds) > MAX_JOBS:
+        raise UsageError(f"--seeds has {len(seeds)} seeds; a run has at most {MAX_JOBS} jobs")
+    if twice := next((seed for seed, count in Counter(seeds).items() if count > 1), None):
         raise UsageError(f"--seeds {text}: {twice} is there twice, and both jobs would write into the same output")
     return seeds
 

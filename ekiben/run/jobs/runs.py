@@ -1,4 +1,4 @@
-"""Submitted runs: their folders and records, status, logs, cancel.
+"""Submitted runs: what is written and submitted, status, logs, cancel. records.py reads what is there.
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all
 scripts do), `launch_node.py` and `launch_network.py` (start the processes on a node, inside the container),
@@ -14,34 +14,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
-from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import EngineError, SchedulerError, StoreError, UsageError, nearest
+from ekiben.core.errors import EkibenError, EngineError, SchedulerError, StoreError, UsageError, nearest
 from ekiben.core.files import atomic_write
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.formats.sif import read_sif
 from ekiben.run.jobs.plan import JobPlan, JobStep
+from ekiben.run.jobs.records import RECORD, RECORD_FORMAT, Run, RunFiles
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, script
-from ekiben.run.schedulers import Job, load
+from ekiben.run.schedulers import Job, Scheduler, load
 from ekiben.spec.recipe import LAUNCHER
 
 REQUEUE = 75
 _POLL_SECONDS = 5.0
 _ENDED = ("done", "failed", "skipped", "cancelled")  # "lost" is what a scheduler says that lost its records, too
-RECORD = "run.json"
-RECORD_FORMAT = 2  # of run.json; in 1, which has no key of its own, argv was `words`, resource_args `asks`
+_IDS_AT_ONCE = 1000  # for a scheduler's program; an argument list has an end
+_PIECE = 1 << 16  # bytes of a log
 
 
 # ------------------------------------------------------------------------------------------------------ submitting
@@ -149,54 +147,29 @@ def _request_record(request: JobRequest) -> dict[str, Any]:
     return {**asdict(request), "env": env, "binds": [str(folder) for folder in request.binds]}
 
 
-def request_again(run: Run, env: Sequence[str] = ()) -> tuple[str, list[str], JobRequest]:
+def request_again(run: Run, env: Sequence[str] = ()) -> tuple[Path, list[str], JobRequest]:
     """Return the recipe's folder, the tasks with their arguments, and the request of a run, to submit it again.
 
     ``env``: NAME=VALUE for variables whose values are not recorded. Raises UsageError for a record that has too little
     in it.
     """
-    if run.record.get("format", 1) < RECORD_FORMAT:
+    record, arguments = run.record, [step.argv for step in run.record.steps]
+    if record.format < RECORD_FORMAT:
         raise UsageError(f"{run.folder} was submitted by an earlier version, which did not record what it requested")
-    with _refuse_damage(run.folder / RECORD):
-        record = Fields.of(run.record)
-        argv = [word for step in record.objects("steps") for word in ("+", *step.strings("argv"))][1:]
-        for name in ("site_path", "work", "sif", "sif_sha256"):
-            record.text(name, "")
-        request = _parse_request(record.object("request"))
-        values = {word.partition("=")[0]: word for word in (*request.env, *env)}
-        return record.text("recipe_path"), argv, replace(request, env=tuple(values.values()))
+    if not record.recipe_path or not record.request or not record.sif or not all(arguments):
+        raise UsageError(f"{run.folder / RECORD}: has too little in it to be submitted again")
+    argv = [word for step in arguments for word in ("+", *(step or ()))][1:]
+    values = {word.partition("=")[0]: word for word in (*record.request.env, *env)}
+    return record.recipe_path, argv, replace(record.request, env=tuple(values.values()))
 
 
 def check_same_image(run: Run, plan: JobPlan) -> None:
     """Raise UsageError when the image of ``run`` is another file now."""
-    if plan.sif_sha256 and plan.sif_sha256 != run.record.get("sif_sha256"):
+    if plan.sif_sha256 and plan.sif_sha256 != run.record.sif_sha256:
         raise UsageError(
             f"{plan.sif} is not what it was when {run.folder.name} was submitted",
             hint="--force submits with the image that is there now",
         )
-
-
-_TYPES: Mapping[str, type | UnionType] = {
-    "int": int,
-    "int | None": int | None,
-    "str | None": str | None,
-    "bool": bool,
-    "bool | None": bool | None,
-}
-
-
-def _parse_request(record: Fields) -> JobRequest:
-    """Raises ValueError. A later version's fields are left out."""
-    known: dict[str, Any] = {}
-    for item in (item for item in fields(JobRequest) if item.name in record.data):
-        value, kind = record.data[item.name], str(item.type)
-        if kind in ("tuple[str, ...]", "tuple[Path, ...]"):
-            known[item.name] = tuple(map(Path if "Path" in kind else str, record.strings(item.name)))
-        elif isinstance(value, _TYPES[kind]) and ("bool" in kind or not isinstance(value, bool)):
-            known[item.name] = value
-        else:
-            record.refuse(item.name, kind)
-    return JobRequest(**known)
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -204,70 +177,7 @@ def _write_private(path: Path, text: str) -> None:
         stream.write(text)
 
 
-# ------------------------------------------------------------------------------------------------------ reading runs
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run that was submitted; ``record`` is its run.json."""
-
-    folder: Path
-    record: Mapping[str, Any]
-
-    @property
-    def jobs(self) -> list[str]:
-        """Return the names of all its jobs, in order."""
-        return [
-            f"{step['name']}.{index}" if step["seeds"] else step["name"]
-            for step in self.record["steps"]
-            for index in range(1, (len(step["seeds"]) or 1) + 1)
-        ]
-
-    @property
-    def ids(self) -> dict[str, str]:
-        """Job → its newest id; all jobs of an array have the array's until they go back into the queue by
-        themselves.
-        """
-        return {job: self._read(f"{job}.job") for job in self.jobs}
-
-    def single_id(self, job: str, id: str) -> str:
-        """Return the id by which the scheduler knows this job alone; ``id`` may be its array's."""
-        step, _, index = job.partition(".")
-        is_element = index and id == self._read(f"{step}.array")
-        return load(self.record["scheduler"]).element_id(id, int(index)) if is_element else id
-
-    def is_cancelled(self, job: str) -> bool:
-        """Return whether `cancel` was asked to end the job, alone or with all of its run."""
-        return (self.folder / "cancelled").exists() or (self.folder / f"{job}.cancelled").exists()
-
-    def exit_code(self, job: str) -> int | None:
-        """Return the exit code of a job that is over, else None."""
-        return _number(self._read(f"{job}.exit"))
-
-    def times(self, job: str) -> int:
-        """Return how often a job went back into the queue."""
-        return _number(self._read(f"{job}.times")) or 0
-
-    def remove_environment(self) -> None:
-        """Remove the variables that its jobs got, tokens among them, and the key.
-
-        A job does so when it is the last to end.
-        """
-        for name in ("environment", "key"):
-            with contextlib.suppress(OSError):
-                (self.folder / name).unlink()
-
-    def ranks(self, job: str) -> int | None:
-        """Return how many processes a job has on all its nodes; None before it has started."""
-        processes = _number(self._read(f"{job}.processes"))
-        nodes = next(step["nodes"] for step in self.record["steps"] if step["name"] == job.partition(".")[0])
-        return processes * int(nodes) if processes is not None else None
-
-    def _read(self, name: str) -> str:
-        try:
-            return (self.folder / name).read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            return ""
+# ---------------------------------------------------------------------------------------- status, cancel, wait, logs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,112 +199,80 @@ class JobStatus:
         return self.state in ("done", "failed", "skipped", "cancelled", "lost")
 
 
-def find_runs(names: Sequence[str], runs: Path, log: Callable[[str], None] = lambda line: None) -> list[Run]:
-    """Return runs by folder, by name below ``runs``, or by a job's id; all of ``runs`` when none is named.
+def status(runs: Sequence[Run], log: Callable[[str], None] | None = None) -> list[JobStatus]:
+    """Return every job of ``runs``. Each kind of scheduler is asked once.
 
-    ``log`` gets a line for each that cannot be read and was not named. Raises UsageError when there is no such run.
+    log: gets a line for each run whose files cannot be read, or whose scheduler does not answer, while others can be
+    shown; without it such a run raises UsageError or SchedulerError.
     """
-    known = {
-        path.parent.name: path.parent for path in sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    }
-    if not names:
-        return _readable(known.values(), log)
-    named_runs = []
-    for name in names:
-        if (Path(name) / "run.json").is_file():
-            named_runs.append(_open_run(Path(name).absolute()))
-        elif name in known:
-            named_runs.append(_open_run(known[name]))
-        elif with_id := [
-            run for run in _readable(known.values(), log) if name in run.ids.values() or jobs_named(run, name)
-        ]:
-            named_runs.append(with_id[0])
-        else:
-            raise UsageError(
-                f"no run '{name}' in {runs}." + nearest(name, known), hint="--runs DIR, or the run's folder"
-            )
-    return named_runs
-
-
-def _readable(folders: Iterable[Path], log: Callable[[str], None]) -> list[Run]:
-    readable = []
-    for folder in folders:
-        try:
-            readable.append(_open_run(folder))
-        except UsageError as error:
-            log(f"skipped: {error}")
-    return readable
-
-
-def _open_run(folder: Path) -> Run:
-    with _refuse_damage(folder / RECORD):
-        record = Fields.of(parse_json(read_regular(folder / RECORD, follow=True)))
-        if record.data.get("format", 1) not in range(1, RECORD_FORMAT + 1):
-            raise ValueError("written by a later version of Ekiben")
-        record.basename("scheduler")
-        for step in record.objects("steps"):
-            step.basename("name")
-            step.strings("seeds")
-            if "nodes" in step:
-                step.size("nodes")
-        return Run(folder, record.data)
-
-
-@contextlib.contextmanager
-def _refuse_damage(path: Path) -> Iterator[None]:
-    """Turn a ValueError or an OSError of the block into a UsageError that names the record."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{path}: cannot be read: {error}", hint="remove the folder of a run that cannot be read"
-        ) from error
-
-
-def _number(text: str) -> int | None:
-    """None for what a job did not finish writing, too."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
-
-
-# ---------------------------------------------------------------------------------------- status, cancel, wait, logs
-
-
-def status(runs: Sequence[Run]) -> list[JobStatus]:
-    """Return every job of ``runs``.
-
-    Each kind of scheduler is asked once. Raises SchedulerError when it does not answer.
-    """
-    ids_before = {run.folder: run.ids for run in runs}
+    readable: list[tuple[Run, Mapping[str, str]]] = []
     waiting: dict[str, set[str]] = {}
     for run in runs:
-        # A job that left 75 may be in the queue again.
-        ids = {id for job, id in ids_before[run.folder].items() if run.exit_code(job) in (None, REQUEUE)}
-        waiting.setdefault(run.record["scheduler"], set()).update(ids)
-    queues = {name: load(name).jobs(sorted(ids)) for name, ids in waiting.items()}
-    statuses = [
-        (run, job_status(run, job, ids_before[run.folder][job], queues[run.record["scheduler"]]))
-        for run in runs
-        for job in run.jobs
-    ]
-    states = _with_records(statuses, ids_before)
-    for run in runs:
-        if all(job.state in _ENDED for job in states if job.run == run.folder.name):
+        with _skipped(log if len(runs) > 1 else None), run.files() as files:
+            newest = {job: files.id(job) for job in run.elements}
+            # A job that left 75 may be in the queue again.
+            unended = {id for job, id in newest.items() if id and files.exit_code(job) in (None, REQUEUE)}
+            waiting.setdefault(run.record.scheduler, set()).update(unended)
+            readable.append((run, newest))
+    queues = {}
+    for name, asked in waiting.items():
+        with _skipped(log if len(waiting) > 1 else None, f"the runs of {name}"):
+            queues[name] = _queue(load(name), sorted(asked))
+    statuses: list[tuple[Run, str, JobStatus]] = []
+    for run, ids in readable:
+        if run.record.scheduler in queues:
+            with _skipped(log if len(runs) > 1 else None):
+                jobs = _run_status(run, ids, queues[run.record.scheduler])
+                statuses += [(run, ids[current.job], current) for current in jobs]
+    states = _with_records(statuses)
+    open_runs = {run.location for (run, _, _), job in zip(statuses, states, strict=True) if job.state not in _ENDED}
+    for run in dict.fromkeys(run for run, _, _ in statuses):
+        if run.location not in open_runs:
             run.remove_environment()
     return states
 
 
-def _with_records(statuses: Sequence[tuple[Run, JobStatus]], ids: Mapping[Path, Mapping[str, str]]) -> list[JobStatus]:
+@contextlib.contextmanager
+def _skipped(log: Callable[[str], None] | None, what: str = "") -> Iterator[None]:
+    """Log an error of the block, if there is a ``log``. ``what`` names in it what is left out."""
+    try:
+        yield
+    except EkibenError as error:
+        if log is None:
+            raise
+        log(f"skipped: {what}: {error}" if what else f"skipped: {error}")
+
+
+def _queue(scheduler: Scheduler, ids: Sequence[str]) -> dict[tuple[str, int], Job]:
+    """Return the jobs in the queue of those with ``ids``. One command line does not take any number of them."""
+    queue: dict[tuple[str, int], Job] = {}
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        queue |= scheduler.jobs(ids[at : at + _IDS_AT_ONCE])
+    return queue
+
+
+def _run_status(run: Run, ids: Mapping[str, str], queue: Mapping[tuple[str, int], Job]) -> Iterator[JobStatus]:
+    failed = ""
+    with run.files() as files:  # anew: a job leaves its exit code behind before it leaves the queue
+        for job in run.elements:
+            current = job_status(files, job, ids[job], queue, failed)
+            failed = failed or (job if current.exit_code else "")
+            yield current
+
+
+def _with_records(statuses: Sequence[tuple[Run, str, JobStatus]]) -> list[JobStatus]:
     """Return the status of jobs with what the scheduler's records say of those that did not end by themselves."""
-    unknown: dict[str, set[str]] = {}
-    for run, current in statuses:
-        if current.state == "lost" or (current.state == "failed" and current.exit_code in (REQUEUE, 128 + 9, 128 + 15)):
-            unknown.setdefault(run.record["scheduler"], set()).add(ids[run.folder][current.job])
-    records = {name: load(name).ended(sorted(ids_of_jobs)) for name, ids_of_jobs in unknown.items()}
+    unknown: dict[str, dict[str, None]] = {}
+    for run, id, current in reversed(statuses):
+        asked = unknown.setdefault(run.record.scheduler, {})
+        is_killed = current.state == "failed" and current.exit_code in (REQUEUE, 128 + 9, 128 + 15)
+        if id and (current.state == "lost" or is_killed) and len(asked) < _IDS_AT_ONCE:
+            asked[id] = None
+    records = {name: load(name).ended(sorted(ids)) for name, ids in unknown.items() if ids}
     result = []
-    for run, current in statuses:
-        id, index = ids[run.folder][current.job], int(current.job.partition(".")[2] or 0)
-        known = records.get(run.record["scheduler"], {})
-        job = known.get((id, index)) or known.get((id, 0))
+    for run, id, current in statuses:
+        known, index = records.get(run.record.scheduler, {}), run.elements[current.job][1]
+        job = known.get((id, index)) or known.get((id, 0)) if id in unknown[run.record.scheduler] else None
         if job and (current.state == "lost" or job.state != "done"):
             state = "failed" if job.state == "done" else job.state  # done leaves an exit code behind
             detail = job.detail or "ended without an exit code; its log may tell"
@@ -405,33 +283,41 @@ def _with_records(statuses: Sequence[tuple[Run, JobStatus]], ids: Mapping[Path, 
     return result
 
 
-def job_status(run: Run, job: str, id: str, queue: Mapping[tuple[str, int], Job]) -> JobStatus:
-    """Return the status of one job, whose id was ``id`` before the scheduler was asked for ``queue``."""
-    index = int(job.partition(".")[2] or 0)
-    code = run.exit_code(job)  # read after the queue was asked: a job leaves its code behind before it leaves
-    queued = queue.get((id, index)) or queue.get((id, 0))
+def job_status(
+    files: RunFiles, job: str, id: str, queue: Mapping[tuple[str, int], Job], failed_before: str = ""
+) -> JobStatus:
+    """Return the status of one job, whose id was ``id`` before the scheduler was asked for ``queue``, and ``files``
+    opened.
+
+    failed_before: the first job of the run before it that failed.
+    """
+    run, index = files.run, files.run.elements[job][1]
+    code = files.exit_code(job)
+    queued = (queue.get((id, index)) or queue.get((id, 0))) if id else None
     started = ""
     if code is not None and not (code == REQUEUE and queued):  # Slurm puts a job back that it preempted
         state, detail = ("done", "") if code == 0 else ("failed", f"exit code {code}")
-        if code and run.is_cancelled(job):
+        if code and files.is_cancelled(job):
             state = "cancelled"
     elif queued:
         state, detail, started = queued.state, queued.detail, queued.started
-    elif run.ids[job] != id:
-        state, detail = "queued", f"as job {run.ids[job]}"  # while the queue was asked
-    elif run.is_cancelled(job):
+    elif (newest := files.id(job)) != id:
+        state, detail = "queued", f"as job {newest}"  # while the queue was asked
+    elif files.is_cancelled(job):
         state, detail = "cancelled", ""
-    elif failed := [other for other in run.jobs[: run.jobs.index(job)] if run.exit_code(other)]:
-        state, detail = "skipped", f"{failed[0]} failed"
+    elif failed_before:
+        state, detail = "skipped", f"{failed_before} failed"
+    elif not id:
+        state, detail = "lost", f"no job's id is in {job}.job"
     else:
         state, detail = "lost", "neither in the queue nor ended by itself; its log may tell"
     return JobStatus(
         run=run.folder.name,
         job=job,
-        id=run.single_id(job, id),
+        id=files.single_id(job, id),
         state=state,
         detail=detail,
-        resubmitted=run.times(job),
+        resubmitted=files.times(job),
         exit_code=code,
         started=started,
     )
@@ -443,24 +329,20 @@ def cancel(run: Run, only: Sequence[str] = ()) -> list[str]:
     Raises UsageError when the run has no such job, SchedulerError when the scheduler refuses.
     """
     for job in only:
-        if job not in run.jobs:
+        if job not in run.elements:
             raise UsageError(f"{run.folder.name} has no job '{job}'." + nearest(job, run.jobs))
-    for marker in [f"{job}.cancelled" for job in only] or ["cancelled"]:
-        (run.folder / marker).touch()  # so that no job puts itself back
-    newest = run.ids
+    with run.files() as files:
+        for marker in [f"{job}.cancelled" for job in only] or ["cancelled"]:
+            with contextlib.suppress(FileExistsError):
+                files.folder.create(marker, 0o666).close()  # so that no job puts itself back
+        newest = {job: files.id(job) for job in run.elements}
     unfinished = [job for job in status([run]) if not job.is_over and (not only or job.job in only)]
-    ids = sorted({job.id if only else newest[job.job] for job in unfinished})
-    if ids:
-        load(run.record["scheduler"]).cancel(ids)
+    ids = sorted({job.id if only else newest[job.job] for job in unfinished} - {""})
+    for at in range(0, len(ids), _IDS_AT_ONCE):
+        load(run.record.scheduler).cancel(ids[at : at + _IDS_AT_ONCE])
     if not only:
         run.remove_environment()
     return ids
-
-
-def jobs_named(run: Run, name: str) -> list[str]:
-    """Return the jobs of an array that ``name`` is the own id of; none where it names all of a run."""
-    newest = run.ids
-    return [job for job, id in newest.items() if id != name and run.single_id(job, id) == name]
 
 
 def wait(run: Run, log: Callable[[str], None]) -> list[JobStatus]:
@@ -478,45 +360,51 @@ def wait(run: Run, log: Callable[[str], None]) -> list[JobStatus]:
         time.sleep(_POLL_SECONDS)
 
 
-def log_lines(run: Run, job: str | None, *, rank: int | None = None, follow: bool) -> Iterator[str]:
-    """Yield what a job, or one rank of it, wrote, and with ``follow`` what it writes until it is over.
+# --------------------------------------------------------------------------------------------------------------- logs
 
-    Raises UsageError when the run has no such job or the job no such rank, SchedulerError when the scheduler does not
-    answer.
+
+def log_content(run: Run, job: str | None, *, rank: int | None = None, follow: bool) -> Iterator[bytes]:
+    """Yield what a job, or one rank of it, wrote, and with ``follow`` what it writes until it is over: pieces of
+    limited size.
+
+    Raises UsageError when the run has no such job, the job no such rank, or its log is a link or no regular file,
+    SchedulerError when the scheduler does not answer.
     """
-    if job is not None and job not in run.jobs:
+    if job is not None and job not in run.elements:
         raise UsageError(f"{run.folder.name} has no job '{job}'." + nearest(job, run.jobs))
-    started = [name for name in run.jobs if (run.folder / f"{name}.log").exists()]
-    name = job or (started[-1] if started else run.jobs[0])
-    path, offset = run.folder / f"{name}.log", 0
-    if rank is not None:
-        path = _rank_log(run, name, rank)
+    with run.files() as files:
+        name = job or next((name for name in reversed(run.elements) if files.has_log(name)), run.jobs[0])
+        number = None if rank is None else _log_of_rank(files, name, rank)
+    offset = 0
     while True:
         over = not follow or all(job.is_over for job in status([run]) if job.job == name)
-        with contextlib.suppress(FileNotFoundError), path.open(errors="replace") as stream:
-            stream.seek(offset)
-            yield from stream
-            offset = stream.tell()
+        with run.files() as files:
+            log = files.open_log(name, number)
+        with log or contextlib.nullcontext():
+            if log:
+                log.seek(offset)
+                while piece := log.read(_PIECE):
+                    offset += len(piece)
+                    yield piece
         if over:
             return
         time.sleep(1)
 
 
-def _rank_log(run: Run, job: str, rank: int) -> Path:
-    """Return the log of one rank; of the only one, the job's.
+def _log_of_rank(files: RunFiles, job: str, rank: int) -> int | None:
+    """Return the rank whose log to read; None for the only one, which has the job's.
 
     Raises UsageError when the job has no such rank, or no such logs.
     """
-    count = run.ranks(job)
+    count, name = files.ranks(job), files.run.folder.name
     if count is None:
-        raise UsageError(f"{job} of {run.folder.name} has not started yet: its ranks are not known")
+        raise UsageError(f"{job} of {name} has not started yet: its ranks are not known")
     if rank >= count:
         raise UsageError(
             f"--rank {rank}: {job} has {f'{count} ranks, 0 to {count - 1}' if count > 1 else 'one rank, 0'}"
         )
     if count == 1:
-        return run.folder / f"{job}.log"
-    logs = run.folder / f"{job}.ranks"
-    if run.exit_code(job) is not None and not logs.exists():
-        raise UsageError(f"{job} of {run.folder.name} has no logs of single ranks", hint="leave out --rank")
-    return logs / f"{rank}.log"
+        return None
+    if files.exit_code(job) is not None and f"{job}.ranks" not in files.names:
+        raise UsageError(f"{job} of {name} has no logs of single ranks", hint="leave out --rank")
+    return rank

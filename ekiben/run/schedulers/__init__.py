@@ -11,6 +11,7 @@ underscore is none.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import time
@@ -112,6 +113,7 @@ class Scheduler(Protocol):
     PREFIX: str  # begins a line of the script that holds an option
     VARIABLES: tuple[str, ...]  # environment variables that belong to a job: prefixes that end with _, and names
     LOCAL_FOLDER: str | None  # the variable that names the job's own folder on the node's disk
+    JOB_ID: str  # a regular expression: what the id of a job or of an array may be, with which `jobs` and `cancel` are called
     GPU_OPTION: str | None  # how most ask for a GPU where each site names them itself, and `resource_args` cannot
 
     def unavailable(self) -> str | None:
@@ -175,6 +177,14 @@ def names() -> list[str]:
 def load(name: str) -> Scheduler:
     """Import one scheduler. Raises UsageError when there is none of this name."""
     return cast(Scheduler, plugins.load(__name__, GROUP, name, option="--scheduler", kind="scheduler"))
+
+
+@functools.cache
+def job_id_pattern(name: str) -> re.Pattern[str]:
+    """Return what an id of a job of the scheduler ``name`` may be: what is none would be read as an option, or as a
+    list.
+    """
+    return re.compile(load(name).JOB_ID, re.ASCII)
 
 
 def by_preference() -> dict[str, Scheduler]:

@@ -20,6 +20,7 @@ PREFIX = "#OAR "
 _MAX_ANSWER = 256 << 20  # bytes: oarstat says all of every job
 VARIABLES = ("OAR_",)
 LOCAL_FOLDER = None
+JOB_ID = r"[0-9]{1,9}"
 GPU_OPTION = "-l host=1/gpu=1"
 OPTIONS = {"partition": "-q ", "account": "--project "}
 # One job of an array comes back as a job of its own, which gets its index as an argument: OAR hands on no environment.

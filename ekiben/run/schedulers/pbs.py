@@ -21,6 +21,7 @@ PREFERENCE = 30
 PREFIX = "#PBS "
 VARIABLES = ("PBS_",)
 LOCAL_FOLDER = "PBS_LOCALDIR"
+JOB_ID = r"[0-9]{1,12}(\[[0-9]{0,9}\])?(\.[\w-][\w.-]{0,200})?"
 GPU_OPTION = None
 OPTIONS = {"partition": "-q ", "account": "-P "}
 # One job of an array comes back as a job of its own.

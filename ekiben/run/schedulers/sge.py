@@ -19,6 +19,7 @@ PREFERENCE = 20
 PREFIX = "#$ "
 VARIABLES = ("SGE_", "JOB_ID", "JOB_NAME", "NSLOTS", "PE_HOSTFILE")
 LOCAL_FOLDER = "SGE_LOCALDIR"
+JOB_ID = r"[0-9]{1,9}"
 GPU_OPTION = "-l gpu=1"
 OPTIONS = {"partition": "-q ", "account": "-P "}
 # One job of an array comes back as a job of its own.
@@ -122,8 +123,12 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     done = ask(["qstat", "-xml", "-g", "d", "-u", "*"], timeout=LIST_SECONDS)
     if done.returncode:
         raise SchedulerError((done.stderr or done.stdout).strip())
+    try:
+        answer = ElementTree.fromstring(done.stdout)
+    except ElementTree.ParseError as error:
+        raise SchedulerError(f"qstat's answer is not XML: {error}") from error
     statuses = {}
-    for element in ElementTree.fromstring(done.stdout).iter("job_list"):
+    for element in answer.iter("job_list"):
         job, task = element.findtext("JB_job_number", ""), element.findtext("tasks", "")
         if job in ids:
             code = element.findtext("state", "")

@@ -16,6 +16,7 @@ PREFERENCE = 10
 PREFIX = "#SBATCH "
 VARIABLES = ("SLURM_",)
 LOCAL_FOLDER = "SLURM_TMPDIR"
+JOB_ID = r"[0-9]{1,9}"
 GPU_OPTION = None
 OPTIONS = {
     "partition": "--partition=",

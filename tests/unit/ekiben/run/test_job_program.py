@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
 from ekiben.run.jobs.plan import plan
+from ekiben.run.jobs.records import find_runs
 from ekiben.run.jobs.request import JobRequest
-from ekiben.run.jobs.runs import _write, cancel, find_runs, request_again
+from ekiben.run.jobs.runs import _write, cancel, request_again
 from ekiben.run.jobs.script import environment_text, script
 from ekiben.spec.recipe import find_recipe
 from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_node
@@ -371,9 +372,9 @@ def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -
     )
     _write(job)
     (run,) = find_runs([str(job.folder)], node.work)
-    assert run.record["format"] == 2
+    assert run.record.format == 2
     recipe, again, request = request_again(run)
-    assert (find_recipe(recipe).name, again, request) == ("hello", argv, asked)
+    assert (find_recipe(str(recipe)).name, again, request) == ("hello", argv, asked)
     printed = run_cli("submit", "--again", job.folder, "--dry-run").stdout
     for step in job.steps:
         lines = [line for line in script(job, step).splitlines() if str(job.folder) not in line]

@@ -20,8 +20,9 @@ from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.settings import JobDefaults
 from ekiben.run import schedulers
 from ekiben.run.jobs.plan import plan
+from ekiben.run.jobs.records import find_runs, jobs_named
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
-from ekiben.run.jobs.runs import Run, find_runs, job_status, jobs_named, status
+from ekiben.run.jobs.runs import job_status, status
 from ekiben.run.jobs.script import JOB_PROGRAM
 from ekiben.run.launch import passes
 from ekiben.run.schedulers import Job, clock, load, names, seconds_of, slurm
@@ -570,8 +571,11 @@ class Moving(dict[tuple[str, int], Job]):
 
 def test_job_requeued_during_status_is_not_lost(tmp_path: Path) -> None:
     (tmp_path / "1-train.job").write_text("77\n")
-    run = Run(tmp_path, {"scheduler": "pbs", "steps": [{"name": "1-train", "seeds": []}]})
-    row = job_status(run, "1-train", "77", Moving(tmp_path / "1-train.job"))
+    record = {"scheduler": "pbs", "steps": [{"name": "1-train", "seeds": []}]}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    (run,) = find_runs([str(tmp_path)], tmp_path)
+    with run.files() as files:
+        row = job_status(files, "1-train", "77", Moving(tmp_path / "1-train.job"))
     assert (row.state, row.detail) == ("queued", "as job 78")
 
 
@@ -594,7 +598,8 @@ def test_array_jobs_have_their_own_ids(tmp_path: Path, scheduler: str, job_id: s
     (run,) = find_runs([job_id], tmp_path / "runs")
     assert jobs_named(run, job_id) == ["1-train.2"]
     assert jobs_named(run, "77") == []
-    rows = [job_status(run, job, run.ids[job], {}) for job in run.jobs]
+    with run.files() as files:
+        rows = [job_status(files, job, run.ids[job], {}) for job in run.jobs]
     assert [(row.id, row.state, row.exit_code) for row in rows] == [("78", "failed", 75), (job_id, "cancelled", 75)]
 
 
