@@ -308,10 +308,11 @@ class Image:
 
     def _read_top(self, *paths: str) -> list[bytes | None]:
         """Files of the last layer, which holds all that Ekiben writes of an image."""
+        from ekiben.core.files import open_regular
         from ekiben.formats.sif import read_sif
         from ekiben.formats.squashfs import SquashfsReader
 
-        with self.path.open("rb") as stream:
+        with open_regular(self.path) as stream:
             layers = read_sif(self.path).layers
             if not layers:
                 raise StoreError(f"{self.path}: holds no squashfs partition")

@@ -26,7 +26,7 @@ from ekiben.builder.wheels import validate_wheel
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import LayerError, StoreError
-from ekiben.core.files import make_folders, remove_tree
+from ekiben.core.files import make_folders, open_regular, remove_tree
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed
@@ -142,7 +142,8 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
     assert stage.wheel is not None
     proof = validate_wheel(wheel, stage.wheel, stage.inputs)
     with store.staging() as staging:
-        shutil.copyfile(wheel, staging / "blob")
+        with open_regular(wheel) as source, (staging / "blob").open("wb") as copy:
+            shutil.copyfileobj(source, copy)
         with (staging / "blob").open("rb") as stream:
             digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
         size = (staging / "blob").stat().st_size

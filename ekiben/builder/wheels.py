@@ -24,6 +24,7 @@ from ekiben.core import files as core_files
 from ekiben.core.atomic import write_files
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
+from ekiben.core.files import open_regular
 from ekiben.gpu.device_code import DeviceCode, read_device_code
 from ekiben.gpu.elf import Library, read_library
 from ekiben.resolve.capabilities import coverage_problem
@@ -79,7 +80,7 @@ def read_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[str, E
         targets = " and ".join(sorted(f"{tag.interpreter} on {tag.platform}" for tag in tags))
         raise VerifyError(f"{wheel.name} is for {targets}; wanted is {python} on {platform}")
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        with open_regular(wheel) as file, zipfile.ZipFile(file) as archive:
             _check_record(archive, wheel.name)
             extensions = {
                 info.filename: _read_extension(archive.read(info))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
+from ekiben.core.files import digest_of
 from ekiben.resolve.graph import ResolvedRecipe
 
 FORMAT = 3
@@ -106,8 +107,7 @@ def lock_digests(resolved: ResolvedRecipe) -> dict[str, str]:
 
 def sha256_of(path: Path) -> str:
     """Return a file's SHA-256 as 64 hex digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return digest_of(path).removeprefix("sha256:")
 
 
 def link_stays_inside(name: str, target: str) -> bool:

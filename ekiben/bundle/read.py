@@ -25,7 +25,7 @@ from ekiben.bundle._index import (
     sha256_of,
     snapshot_folder,
 )
-from ekiben.core.checked import Fields, parse_json
+from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import FetchError, StoreError
 from ekiben.core.files import open_regular, remove_tree
@@ -162,7 +162,7 @@ def import_compiled(bundle: Bundle, store: Store) -> None:
     """Import the outputs of build stages into the store, as if they had been compiled here. Raises StoreError."""
     for path in sorted((bundle.folder / "compiled").glob("*.json")):
         try:
-            result = StoredResult.parse(Fields.of(parse_json(path.read_bytes())))
+            result = StoredResult.parse(Fields.of(parse_json(read_regular(path))))
         except ValueError as error:
             raise StoreError(f"{path.name} in the bundle is no record of a build stage: it {error}") from error
         if result.key != path.stem:

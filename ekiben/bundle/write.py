@@ -32,7 +32,7 @@ from ekiben.bundle._fetch import fetch_packages, fetch_sources, index_debs, make
 from ekiben.bundle._index import INDEX, SECTIONS, BundleFile, BundleIndex, link_stays_inside, lock_digests, sha256_of
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError
-from ekiben.core.files import tree_paths
+from ekiben.core.files import open_regular, tree_paths
 from ekiben.core.progress import Progress
 from ekiben.resolve.graph import ResolvedRecipe, stages_of
 from ekiben.store import Image, Store
@@ -166,7 +166,7 @@ def _write(out: Path, index: BundleIndex, files: Mapping[str, Path], epoch: int)
                     info.type, info.linkname = tarfile.SYMTYPE, file.link
                     tar.addfile(info)
                     continue
-                with path.open("rb") as content:
+                with open_regular(path) as content:
                     tar.addfile(info, content)
         os.chmod(temporary, 0o644)
         os.rename(temporary, out)

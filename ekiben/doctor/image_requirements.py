@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core.errors import StoreError
+from ekiben.core.files import open_regular
 from ekiben.formats.layer import Entry
 from ekiben.formats.sif import SifInfo, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, compression
@@ -106,7 +107,7 @@ def _of_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> La
 def _of_sif(path: Path, info: SifInfo, log: Callable[[str], None]) -> LayerRequirements:
     log(f"reading what {path} has device code for (once)")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _merged([read_layer(SquashfsReader(file, partition.offset)) for partition in info.layers])
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error

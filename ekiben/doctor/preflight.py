@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.files import open_regular
 from ekiben.core.process import run, which
 from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
@@ -155,7 +156,7 @@ def _read(sif: Path, path: str) -> bytes | None:
     """Return a file of the image; None when it has none, or is of a kind that only runtimes read."""
     try:
         info = read_sif(sif)
-        with sif.open("rb") as stream:
+        with open_regular(sif) as stream:
             for layer in reversed(info.layers):
                 reader = SquashfsReader(stream, layer.offset)
                 if (entry := reader.lookup(path)) is not None:

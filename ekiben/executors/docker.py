@@ -4,6 +4,7 @@ what changed is read back."""
 from __future__ import annotations
 
 import contextlib
+import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import IO, Any
 
 from ekiben.core.environment import DEFAULT_PATH, platform
 from ekiben.core.errors import EngineError
+from ekiben.core.folder import Folder
 from ekiben.core.mounts import is_ambiguous
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process_name import has_ended, is_of_this_boot, process_name
@@ -35,6 +37,7 @@ __all__ = [
 ]
 PREFERENCE = 40
 LAYER_IMAGES = "ekiben/layer"
+_MOST_OUTPUT = 1 << 20  # bytes of messages
 
 
 @contextlib.contextmanager
@@ -201,14 +204,14 @@ def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[byt
     execution = api.exec_create(container.id, ["/bin/sh", "-c", script, "sh", *command])["Id"]
     api.exec_start(execution)
     code = _exit_code(execution)
-    errors = _read_or_empty(job.mount / "output.errors")
+    errors = _begin_of(job.mount, "output.errors")
     if code:
         _check_space(job.mount)
         raise EngineError(
             f"reading the changes failed with exit code {code}: {errors.decode('utf-8', 'replace')[-500:]}"
         )
     expected_size, size = (
-        _read_or_empty(job.mount / "output.size").strip(),
+        _begin_of(job.mount, "output.size").strip(),
         output_file.stat().st_size if output_file.exists() else -1,
     )
     if expected_size != str(size).encode():
@@ -217,7 +220,7 @@ def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[byt
             " of them arrived: the daemon does not share this machine's files, or the disk is full"
         )
     try:
-        with output_file.open("rb") as output:
+        with Folder.open(job.mount) as mount, mount.open_file("output", io.DEFAULT_BUFFER_SIZE) as output:
             yield output
     finally:
         for path in (output_file, job.mount / "output.errors", job.mount / "output.size"):
@@ -231,8 +234,10 @@ def _check_space(folder: Path) -> None:
         probe.flush()
 
 
-def _read_or_empty(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
+def _begin_of(mount: Path, name: str) -> bytes:
+    """Return the first bytes of a file that the container wrote; nothing where it is none: a process left there may
+    have put a link.
+    """
+    with contextlib.suppress(OSError), Folder.open(mount) as folder, folder.open_file(name) as stream:
+        return stream.read(_MOST_OUTPUT)
+    return b""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ekiben.core.checked import read_regular
 from ekiben.core.process import which
 
 ALL_GPUS = "nvidia.com/gpu=all"
@@ -31,8 +32,8 @@ def has_cdi_file() -> bool:
 
 def _names_gpus(path: Path) -> bool:
     try:
-        return ALL_GPUS.partition("=")[0] in path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return ALL_GPUS.partition("=")[0].encode() in read_regular(path, follow=True)
+    except (OSError, ValueError):
         return False
 
 

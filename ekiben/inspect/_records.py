@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ekiben.core.checked import Fields, parse_json
+from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import StoreError, UsageError, nearest
 from ekiben.formats.oci import LAYER_LABEL
@@ -99,7 +99,7 @@ def stored_image(name: str, store: Store, hint: str) -> StoredImage:
 def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:
     """Return the SIF beside a record of a published image, and its layers. Raises UsageError."""
     try:
-        record = Fields.of(parse_json(path.read_bytes()))
+        record = Fields.of(parse_json(read_regular(path, follow=True)))
         return path.absolute().parent / record.basename("file"), [
             StoredLayer.parse(item) for item in record.objects("layers")
         ]

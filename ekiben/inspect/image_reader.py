@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, VerifyError
-from ekiben.core.files import digest_of
+from ekiben.core.files import digest_of, open_regular
 from ekiben.formats.layer import Entry
 from ekiben.formats.sif import USERS, SifInfo, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
@@ -121,7 +121,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
                 f"which {command_name()} image NAME --format sif -o FILE.sif writes"
             ),
         ) from error
-    stream = stack.enter_context(path.open("rb"))
+    stream = stack.enter_context(open_regular(path))
     layers = []
     for number, item in enumerate(info.layers, 1):
         stream.seek(item.offset)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core import process
-from ekiben.core.checked import parse_json
+from ekiben.core.checked import parse_json, read_regular
 from ekiben.registry.reference import HUB
 
 _HUB_NAMES = ("https://index.docker.io/v1/", "index.docker.io", "registry-1.docker.io")
@@ -54,8 +54,8 @@ def _configs() -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _parsed("DOCKER_AUTH_CONFIG", text)
     for path in _files():
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
+            text = read_regular(path, follow=True).decode()
+        except (OSError, ValueError):
             continue
         yield from _parsed(str(path), text)
 

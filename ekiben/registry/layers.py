@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from ekiben.core.errors import FetchError
+from ekiben.core.files import open_regular
 from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 
@@ -18,7 +19,7 @@ def unpacked(path: Path) -> IO[bytes]:
 
     Raises OSError; reading it raises FetchError where it is damaged.
     """
-    stream = path.open("rb")
+    stream = open_regular(path)
     start = stream.read(4)
     stream.seek(0)
     return cast(IO[bytes], _Unpacked(path.name, stream, start))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError
+from ekiben.core.files import open_regular
 from ekiben.formats.sif import read_sif
 from ekiben.run.launch import is_private_folder
 from ekiben.run.schedulers import local_folders
@@ -73,7 +74,7 @@ def _copy_checked(source: Path, target: Path, size: int, log: Callable[[str], No
     log(f"copying {source} ({size / 1e9:.1f} GB) to {target}")
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     try:
-        with open(handle, "w+b") as copy, source.open("rb") as original:
+        with open(handle, "w+b") as copy, open_regular(source) as original:
             read = hashlib.sha256()
             while chunk := original.read(1 << 22):
                 read.update(chunk)

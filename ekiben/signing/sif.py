@@ -15,6 +15,7 @@ from typing import IO
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import StoreError
+from ekiben.core.files import open_regular
 from ekiben.formats.sif import (
     NO_GROUP,
     SIGNATURE,
@@ -72,7 +73,7 @@ def check_sif(path: Path, keys: Keys, on_bytes: Callable[[int], None] = lambda _
         raise SignatureError(f"{path}: no signature covers its object {loose[0]}, which is in no group", rank=5)
     signers = list[Key]()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digests = _Digests(file, on_bytes)
             for group in sorted({item.group for item in objects}):
                 of_group = [item for item in objects if item.group == group]
@@ -115,7 +116,7 @@ def _check_group(
     problems = []
     for item in signatures:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 file.seek(item.offset)
                 data = file.read(min(item.size, _MOST))
             if data.lstrip().startswith(b"{"):

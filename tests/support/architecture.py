@@ -262,3 +262,38 @@ def _names_path(call: ast.Call) -> bool:
     if module in _MODULES:
         return not _WITHOUT_PATHS.fullmatch(call.func.attr)
     return bool(_OF_PATHS.fullmatch(call.func.attr))
+
+
+_COPIERS = {"copy", "copy2", "copyfile", "copytree", "move"}  # of shutil
+
+
+def reading_calls(path: Path) -> set[str]:
+    """Return ``FUNCTION CALL`` of each call in a module that reads a file, or opens one to read, but by the one reader
+    or a Folder.
+    """
+    calls = set()
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            calls |= {
+                f"{function.name} {ast.unparse(call.func)}"
+                for call in ast.walk(function)
+                if isinstance(call, ast.Call) and _reads(call)
+            }
+    return calls
+
+
+def _reads(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    attribute = name.rpartition(".")[2]
+    if attribute in ("read_text", "read_bytes") or (name.startswith("shutil.") and attribute in _COPIERS):
+        return True
+    if name == "os.open":
+        return "O_CREAT" not in ast.unparse(call)
+    if attribute != "open" or name in ("Folder.open", "tarfile.open", "cls"):
+        return False
+    words = [
+        *call.args[name in ("open", "os.fdopen") :],
+        *(keyword.value for keyword in call.keywords if keyword.arg == "mode"),
+    ]
+    modes = [word.value for word in words[:1] if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    return not modes or not set(modes[0]) & set("wxa")

@@ -20,6 +20,7 @@ from support.architecture import (
     long_functions,
     package_graph,
     passed_faces,
+    reading_calls,
     task_modules,
 )
 
@@ -149,3 +150,116 @@ def test_each_call_of_the_kernel_in_an_open_folder_is_relative_to_it() -> None:
         "_mount_of open",
     }
     assert calls_by_path(ROOT / "ekiben/core/inner_path.py") == {"folder Folder.open"}
+
+
+# Files that are read by other means than the one reader, which refuses what is no regular file, or too large, and never
+# waits (core/checked.read_regular, core/files.open_regular, Folder.open_file): FILE FUNCTION CALL → why.
+READ_OTHERWISE = {
+    "api.py logs path.read_text": "of an instance that this process started, in the user's home",
+    "artifacts/partial.py _open open": "a new file in a private folder, by its descriptor",
+    "artifacts/partial.py _open os.open": "a new file in a private folder, by its descriptor",
+    "builder/_concurrency.py _available (proc / 'meminfo').read_text": "the kernel's",
+    "builder/_concurrency.py _cgroup_cores (folder / 'cpu.max').read_text": "the kernel's",
+    "builder/_concurrency.py _cgroup_memory stat.read_text": "the kernel's",
+    "builder/_concurrency.py _cgroups_of_process (proc / 'self/cgroup').read_text": "the kernel's",
+    "builder/_concurrency.py _number path.read_text": "the kernel's",
+    "builder/_concurrency.py oom_kills events.read_text": "the kernel's",
+    "builder/_stage.py import_result (staging / 'blob').open": "written by this process",
+    "builder/bases/debootstrap.py _bootstrapped source_file.open": "written by this process",
+    "builder/bases/docker.py entries (staging / f'{number}.squashfs').open": "written by this process",
+    "builder/layer.py _drift blob.open": "written by this process",
+    "builder/layer.py _files_tar file.open": "File.open is open_regular",
+    "builder/layer.py _make blob.open": "written by this process",
+    "bundle/_fetch.py _copy_locks file.open": "File.open is open_regular",
+    "bundle/_fetch.py index_debs (folder / 'Records').read_text": (
+        "written by apt in a container that this process started"
+    ),
+    "bundle/read.py import_compiled shutil.copyfile": "unpacked by this process",
+    "bundle/read.py unpack_snapshots shutil.copyfile": "unpacked by this process",
+    "bundle/read.py unpack_snapshots shutil.copytree": "unpacked by this process",
+    "cli/commands/submit.py _submit JOB_PROGRAM.read_text": "the program's own",
+    "cli/group.py _open_missing_streams open": "/dev/null, for a closed stream",
+    "cli/group.py _open_missing_streams os.open": "/dev/null, for a closed stream",
+    "cli/group.py _short_help path.open": "the program's own",
+    "core/checked.py read_regular open": "the one reader",
+    "core/checked.py read_regular os.open": "the one reader",
+    "core/emulation.py _read_entry entry.read_text": "the kernel's",
+    "core/files.py _open_locked os.open": "a new file",
+    "core/files.py _open_unblocked os.open": "the one reader, of large files",
+    "core/files.py _open_unfollowed os.open": "to lock, and not to read",
+    "core/files.py _remove_abandoned open": "to lock, and not to read",
+    "core/files.py open_regular open": "the one reader, of large files",
+    "core/files.py remove_tree Path('/proc/self/mountinfo').read_text": "the kernel's",
+    "core/folder.py _mount_of open": "the kernel's",
+    "core/folder.py change os.open": "to change its mode, and not to read",
+    "core/folder.py folder os.open": "a folder",
+    "core/folder.py open os.open": "a folder",
+    "core/folder.py open_file open": "the one reader, below an open folder",
+    "core/folder.py open_file os.open": "the one reader, below an open folder",
+    "core/process.py end_orphans (process / 'environ').read_bytes": "the kernel's",
+    "core/process.py end_orphans (process / 'mountinfo').read_bytes": "the kernel's",
+    "doctor/machine.py _kernel_reads_zstd path.read_bytes": "the kernel's, and /boot",
+    "doctor/machine.py _mount_of Path('/proc/self/mountinfo').read_text": "the kernel's",
+    "doctor/machine.py _subordinate Path(table).read_text": "/etc/subuid and /etc/subgid",
+    "doctor/machine.py read_flag Path(path).read_text": "the kernel's",
+    "executors/_user_namespace.py subordinate_ids table.read_text": "/etc/subuid and /etc/subgid",
+    "executors/apptainer.py _no_user_namespaces path.read_text": "the kernel's",
+    "executors/podman.py _may_raise Path('/proc/self/status').read_text": "the kernel's",
+    "formats/changeset.py _file_chunks file.open": "File.open is open_regular",
+    "formats/layer.py sha256 self.open": "File.open is open_regular",
+    "formats/layer.py text self.open": "File.open is open_regular",
+    "formats/upper.py folder_reader open": (
+        "a file that was regular when the folder was listed, after its container has ended"
+    ),
+    "formats/upper.py read open": "a file that was regular when the folder was listed, after its container has ended",
+    "gpu/devices.py _driver_of_kernel Path('/proc/driver/nvidia/version').read_text": "the kernel's",
+    "packages/apt.py mount_debs shutil.copyfile": "unpacked by this process",
+    "packages/host_config.py write_host_files shutil.copyfile": (
+        "the user's own settings and certificates, which were looked at before"
+    ),
+    "packages/lock.py _compile out.read_text": "written by uv, which this process started",
+    "packages/outdated.py _read_records archive.open": "an entry of an archive, read up to a limit",
+    "project/create.py create_recipe source.read_text": "the program's own templates",
+    "project/lock.py _compile out.read_text": "written by uv, which this process started",
+    "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
+    "resolve/render.py render file.open": "File.open is open_regular",
+    "run/jobs/runs.py _write_files shutil.copy": "the program's own",
+    "signing/gpg.py check out.read_bytes": "written by gpg, which this process started",
+    "signing/gpg.py sign out.read_bytes": "written by gpg, which this process started",
+}
+
+
+def test_files_of_others_are_read_by_the_one_reader() -> None:
+    """Another way to read a file has a reason in the table, and the table has no other entries."""
+    calls = {
+        f"{path.relative_to(ROOT / 'ekiben').as_posix()} {call}"
+        for path in MODULES["builder"].values()
+        for call in reading_calls(path)
+    }
+    assert calls == READ_OTHERWISE.keys()
+
+
+def test_each_way_to_read_a_file_is_found(tmp_path: Path) -> None:
+    bodies = (
+        "a.read_text()",
+        "a.read_bytes()",
+        "a.open()",
+        "a.open('rb')",
+        "a.open(mode='r')",
+        "open(a)",
+        "open(a, mode)",
+        "shutil.copyfile(a, b)",
+        "os.open(a, os.O_RDONLY)",
+        "io.open(a)",
+    )
+    others = (
+        "a.open('wb')",
+        "open(a, 'x')",
+        "open_regular(a)",
+        "os.open(a, os.O_CREAT)",
+        "tarfile.open(fileobj=a)",
+        "a.write_text('')",
+    )
+    for at, body in enumerate((*bodies, *others)):
+        (tmp_path / "m.py").write_text(f"def f():\n    {body}\n")
+        assert bool(reading_calls(tmp_path / "m.py")) == (at < len(bodies)), body

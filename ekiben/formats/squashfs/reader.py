@@ -14,6 +14,7 @@ import deflate
 import zstandard
 
 from ekiben.core.errors import StoreError
+from ekiben.core.files import open_regular
 from ekiben.formats.layer import Entry, LayerEntry, Xattrs, decode_name, sort_key
 from ekiben.formats.squashfs import format as sq
 from ekiben.formats.squashfs._stream import (
@@ -35,7 +36,7 @@ CACHED_LISTINGS = 64  # of folders: those on the way to a path, and some beside 
 
 def compression(path: Path, offset: int = 0) -> str | None:
     """Return the name of the method by which the squashfs at ``offset`` is compressed. Raises OSError."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         superblock = os.pread(file.fileno(), 22, offset)
     return sq.COMPRESSIONS.get(int.from_bytes(superblock[20:], "little"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
+from ekiben.core.files import digest_of
 from ekiben.run.jobs._resources import choose_resources, option_of
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.schedulers import load
@@ -126,8 +126,7 @@ def _check_runs(runs: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_of(path).removeprefix("sha256:")
 
 
 def _split(argv: Sequence[str]) -> list[list[str]]:
