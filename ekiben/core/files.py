@@ -331,16 +331,26 @@ def open_regular(path: AnyPath, buffering: int = -1) -> BinaryIO:
     """Open a file for reading: one that a user names, links followed, or one below a folder of other users, which is
     none.
 
-    Raises OSError, also for a pipe, which would block, and a device.
+    Raises OSError, also for a pipe, which would block, a device, and a file of the kernel, which may do so, too:
+    /proc/kmsg.
     """
     if not isinstance(path, Path):
         return path.open_file(buffering)
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(open(path, "rb", buffering, opener=_open_unblocked))
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode) or (status.st_size == 0 and _has_content(stream.fileno())):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         stack.pop_all()
         return stream
+
+
+def _has_content(handle: int) -> bool:
+    """Return whether a file of no size has bytes, now or later, as the kernel's have."""
+    try:
+        return os.pread(handle, 1, 0) != b""
+    except OSError:
+        return True
 
 
 def _open_unblocked(name: str, flags: int) -> int:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ekiben.core.environment import ca_bundle
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import run, which
 
@@ -73,11 +74,11 @@ def snapshot_sources(suite: str, moment: str, *, patience: float = 8.0) -> str:
     import urllib.request
 
     answers: list[bool] = []
+    bundle = ca_bundle()  # else OpenSSL opens SSL_CERT_FILE itself, and waits for a pipe
 
     def ask() -> None:
         with contextlib.suppress(OSError, ValueError):
-            bundle = os.environ.get("SSL_CERT_FILE")
-            context = ssl.create_default_context(cafile=bundle if bundle and Path(bundle).is_file() else None)
+            context = ssl.create_default_context(cafile=bundle)
             request = urllib.request.Request(f"{archive_url}/debian/{moment}/dists/{suite}/Release", method="HEAD")
             with urllib.request.urlopen(request, timeout=patience, context=context) as answer:
                 answers.append(answer.status == 200)

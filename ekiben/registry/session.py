@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from ekiben.core.checked import Fields, parse_json
+from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import FetchError, UsageError
 from ekiben.core.paths import expand_home
@@ -518,8 +518,9 @@ def _trusted(host: str, *, at_registry: bool) -> SSLContext:
 
     from ekiben.core.environment import ca_bundle
 
+    bundle = ca_bundle()  # before OpenSSL opens SSL_CERT_FILE itself, and waits for a pipe
     context = ssl.create_default_context()
-    if bundle := ca_bundle():
+    if bundle:
         context.load_verify_locations(bundle)
     log_decision(
         "CA bundle",
@@ -533,10 +534,13 @@ def _trusted(host: str, *, at_registry: bool) -> SSLContext:
         "~/.docker/certs.d",
     ):
         for certificate in sorted((expand_home(Path(folder), "certificates of registries") / host).glob("*.c*rt")):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 if certificate.suffix == ".crt":
-                    context.load_verify_locations(certificate)
-                elif at_registry and (key := certificate.with_suffix(".key")).exists():  # .cert and .key: who we are
+                    text = read_regular(certificate, follow=True).decode("ascii", "ignore")  # comments may have others
+                    context.load_verify_locations(cadata=text)
+                elif (
+                    at_registry and certificate.is_file() and (key := certificate.with_suffix(".key")).is_file()
+                ):  # .cert and .key: who we are
                     context.load_cert_chain(certificate, key)
     return context
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import unquote
 
+from ekiben.core.checked import read_regular
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, VerifyError
 from ekiben.core.process import run, which
@@ -159,7 +160,8 @@ def known_keys(signer: str | None) -> Iterator[Keys]:
     elif Path(signer).is_file():
         with tempfile.TemporaryDirectory(prefix="ekiben-gpg-") as folder:
             home = Path(folder)
-            _gpg("--no-autostart", "--import", signer, home=home)
+            (home / "keys").write_bytes(_read_keys(Path(signer)))  # gpg would wait for a file that has no end
+            _gpg("--no-autostart", "--import", home / "keys", home=home)
             keys = [key.fingerprint for key, _ in _listed("--list-keys", home=home)]
             if not keys:
                 raise UsageError(
@@ -178,6 +180,14 @@ def known_keys(signer: str | None) -> Iterator[Keys]:
                 f"--key {signer}: no such key in your keyring", hint="gpg --import its file, or --key FILE"
             )
         yield Keys(None, frozenset(key.fingerprint for key, _ in listed))
+
+
+def _read_keys(path: Path) -> bytes:
+    try:
+        return read_regular(path, follow=True)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--key {path}: cannot be read: {reason}") from error
 
 
 def check(signed: bytes, keys: Keys) -> tuple[bytes, Key]:

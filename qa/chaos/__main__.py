@@ -21,12 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from chaos import damage, engines, exchange, foreign, kills, network, races
+from chaos import damage, engines, exchange, foreign, kills, network, races, special
 from chaos.lab import Lab, load_commands
 from fuzz.parsers import CASES
 
 KILLING = {**kills.KINDS, **engines.KINDS}
-KINDS = {**KILLING, **races.KINDS, **network.KINDS, **damage.KINDS, **foreign.KINDS, **exchange.KINDS}
+_OTHERS = (races, network, damage, foreign, exchange, special)
+KINDS = {**KILLING, **{name: kind for module in _OTHERS for name, kind in module.KINDS.items()}}
 
 
 @dataclass

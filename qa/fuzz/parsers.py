@@ -971,6 +971,7 @@ _READERS = {
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
     "requirements": "packages/requirements.py:_of_project,read_requirements",
+    "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """
         packages/lock.py:_compile,_read,_resolve project/lock.py:_compile,_read resolve/capabilities.py:check_torch

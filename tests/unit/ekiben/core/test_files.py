@@ -19,6 +19,7 @@ from ekiben.core.files import (
     digest_of,
     format_size,
     new_file,
+    open_regular,
     parse_yaml,
     read_source,
     read_yaml,
@@ -225,3 +226,12 @@ def test_a_number_to_the_base_of_60_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"line 1: YAML reads .* as a number to the base of 60; put it in quotes"):
         parse_yaml(text.encode())
     assert parse_yaml(b'time: "2:00:00"') == {"time": "2:00:00"}
+
+
+def test_a_file_of_the_kernel_is_no_regular_file(tmp_path: Path) -> None:
+    """It has no size; some wait for more, and have no end."""
+    with pytest.raises(OSError, match="it is not a regular file"):
+        open_regular(Path("/proc/self/status"))
+    (tmp_path / "empty").touch()
+    with open_regular(tmp_path / "empty") as stream:
+        assert stream.read() == b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -325,3 +326,16 @@ def test_invalid_config_is_refused(config: bytes) -> None:
 
 def test_empty_config_is_accepted() -> None:
     assert ImageConfig.parse(b'{"config": {"Env": null, "Labels": null}}') == ImageConfig("", (), {}, {})
+
+
+def test_a_pipe_among_the_certificates_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenSSL opens SSL_CERT_FILE by itself."""
+    folder = tmp_path / ".docker/certs.d/registry.test"
+    folder.mkdir(parents=True)
+    for name in ("a.crt", "b.cert", "b.key", "ca.pem"):
+        os.mkfifo(folder / name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert session._trusted("registry.test", at_registry=True)
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "ca.pem"))
+    with pytest.raises(UsageError, match="is not a regular file"):
+        session._trusted("registry.test", at_registry=True)

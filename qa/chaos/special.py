@@ -1,0 +1,180 @@
+"""What is no file of its own in the place of a file: pipes, devices, folders, circles of links, 40 GB of nothing; and
+hostile folders of runs.
+
+Every command ends in 20 s and 3 GB, without a traceback, and prints nothing that a link leads to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from chaos.lab import Case, Lab
+from support.hostile_runs import COMMANDS, SECRET, SPECIAL, hostile_runs, make_special, put_run, record
+from support.programs import write_program
+
+SECONDS, BYTES = 20.0, 3_000_000 << 10
+NOWHERE = "127.0.0.1:1/x:1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file, and the commands that read it."""
+
+    path: Path
+    commands: Sequence[Sequence[str | Path]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_own: bool = False  # of the user alone: a link there is the user's, and what it leads to may be shown
+
+
+def special_file(lab: Lab) -> list[str]:
+    """A file of a shared folder, a recipe or a user's exchanged for what is none: each command ends with a result or a
+    sentence.
+    """
+    dice = lab.dice
+    with lab.case() as case:
+        place = dice.choice(places(case))
+        try_place(case, place, dice.choice(SPECIAL), [dice.choice(place.commands)])
+        return case.problems
+
+
+def try_place(case: Case, place: Place, kind: str, commands: Sequence[Sequence[str | Path]]) -> None:
+    """Exchange the file, and run ``commands``."""
+    secret = case.folder / "secret"
+    secret.write_text(SECRET)
+    if place.path.is_dir() and not place.path.is_symlink():
+        place.path.rename(case.folder / "former")
+    place.path.parent.mkdir(parents=True, exist_ok=True)
+    make_special(kind, place.path, secret)
+    shown = "" if place.is_own else SECRET
+    for argv in commands:
+        name = f"{kind} {place.path.relative_to(case.folder)}"
+        _try(case, [str(word) for word in argv], place.environment, name, secret=shown)
+    if secret.read_text() != SECRET:
+        case.problem(f"{kind} {place.path}: a file outside was changed")
+
+
+def places(case: Case) -> list[Place]:
+    """Return every place that is tried, with files of its own in the folder of the case."""
+    own = [*_shared_places(case), *_recipe_places(case), *_file_places(case)]
+    return sorted(own, key=lambda place: str(place.path.relative_to(case.folder)))
+
+
+def _shared_places(case: Case) -> list[Place]:
+    recipe, store, shared = case.lab.recipes[0].path, ("--store", case.store), case.shared
+    commands = (
+        (*store, "--shared", shared, "plan", recipe),
+        (*store, "--shared", shared, "list"),
+        (*store, "publish", recipe, "--to", shared, "--no-verify", "--modulefile"),
+        (*store, "prune", "--in", shared, "--dry-run"),
+        (*store, "catalog", shared, "-o", case.folder / "pages"),
+    )
+    return [Place(path, commands) for path in sorted(shared.rglob("*"))]
+
+
+def _recipe_places(case: Case) -> list[Place]:
+    recipe = case.lab.copy(case.lab.recipes[1].path, f"{case.folder.relative_to(case.lab.folder)}/own")
+    store = ("--store", case.store)
+    commands = (
+        (*store, "plan", recipe),
+        (*store, "image", recipe, "--format", "sif", "--no-verify", "-o", case.out),
+        (*store, "render", recipe, "--to", "compose", "-o", case.folder / "rendered"),
+        (*store, "list"),
+        ("inspect", recipe),
+        ("lock", recipe, "--advisories", case.folder / "none"),
+        ("submit", recipe, "greet", "--scheduler", "slurm", "--dry-run"),
+    )
+    return [Place(path, commands) for path in sorted(recipe.rglob("*")) if path.is_file()]
+
+
+def _file_places(case: Case) -> list[Place]:
+    recipe, folder = case.lab.recipes[0].path, case.folder / "files"
+    sif, bundle, advisories = folder / "x.sif", folder / "x.bundle", folder / "advisories.zip"
+    site, key, settings = folder / "site.yaml", folder / "key.asc", folder / "config/ekiben/config.yaml"
+    submit = ("submit", recipe, "greet", "--dry-run", "--scheduler", "slurm")
+    return [
+        Place(
+            sif,
+            (
+                ("inspect", sif),
+                ("verify", sif),
+                ("verify", recipe, "--sif", sif),
+                ("sbom", sif),
+                ("doctor", sif),
+                ("diff", sif, sif),
+                ("run", "--sif", sif, recipe, "greet"),
+                (*submit, "--sif", sif),
+                ("verify", sif, "--key", "A" * 40),
+            ),
+        ),
+        Place(bundle, (("--store", case.store, "image", recipe, "--bundle", bundle, "-o", case.out, "--no-verify"),)),
+        Place(advisories, (("lock", "cu130", "--advisories", advisories),)),
+        Place(site, ((*submit, "--site", site), ("doctor", "--site", site)), is_own=True),
+        Place(key, (("verify", case.shared / "images/own/current", "--key", key),)),
+        Place(settings, (("plan", recipe), ("list",)), {"XDG_CONFIG_HOME": str(folder / "config")}, is_own=True),
+        Place(folder / "record.json", (("sbom", folder / "record.json"), ("inspect", folder / "record.json"))),
+        Place(folder / "included", (("plan", recipe, "--include", folder / "included"),)),
+        Place(
+            folder / "results/run.json",
+            (("catalog", case.shared, "-o", case.folder / "pages", "--runs", folder / "results"),),
+        ),
+        Place(
+            folder / "auth.json",
+            (("pull", NOWHERE, "-o", case.out),),
+            {"REGISTRY_AUTH_FILE": str(folder / "auth.json")},
+        ),
+        Place(folder / "ca.pem", (("pull", NOWHERE, "-o", case.out),), {"SSL_CERT_FILE": str(folder / "ca.pem")}),
+    ]
+
+
+def run_folder(lab: Lab) -> list[str]:
+    """A folder of runs that somebody else wrote: status, logs, cancel and submit --again end, and the other run is
+    shown.
+    """
+    programs = lab.path("programs")
+    for program in ("squeue", "sacct", "scancel"):
+        write_program(programs / program, "#!/bin/sh\n")
+    recipe = lab.recipes[0].path
+    hostile = list(hostile_runs(recipe, lab.dice))
+    name, put = lab.dice.choice(hostile)
+    with lab.case() as case:
+        secret, runs = case.folder / "secret", case.out.parent / "ekiben-runs"
+        secret.write_text(SECRET)
+        put_run(runs / "sound", json.dumps(record(recipe)).encode())
+        (runs / "sound/1-hello.exit").write_text("0\n")
+        (runs / "sound/1-hello.job").write_text("12\n")
+        put(runs / "r", secret)
+        for argv in COMMANDS:
+            output = _try(case, argv, {"PATH": f"{programs}:{os.environ['PATH']}"}, name)
+            if argv[0] == "status" and "r" not in argv and '"run": "sound"' not in output:
+                case.problem(f"{name}: the other run is not shown: {output[-300:]}")
+        if secret.read_text() != SECRET:
+            case.problem(f"{name}: a file outside was changed")
+        return case.problems
+
+
+def _try(case: Case, argv: Sequence[str], environment: Mapping[str, str], name: str, secret: str = SECRET) -> str:
+    """Run a command within the limits, and return its output."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+        os.environ.update({"EKIBEN_STORE": str(case.store), **environment})
+
+    running = case.start(argv, limit)
+    code = running.wait(SECONDS)
+    output = running.output
+    faults = {
+        "it hangs": code == -99,
+        "a traceback": "Traceback" in output or code in (70, 134, -11),
+        "a file of the user's is shown": bool(secret) and secret in output,
+    }
+    for fault in (fault for fault, is_there in faults.items() if is_there):
+        case.problem(f"{name}: `{' '.join(map(str, argv))}`: {fault}: {output.strip()[-600:]!r}")
+    return output
+
+
+KINDS: dict[str, Callable[[Lab], list[str]]] = {"special file": special_file, "run folder": run_folder}
