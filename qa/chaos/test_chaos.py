@@ -11,16 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from chaos import engines, exchange, foreign
+from chaos import engines, exchange, foreign, special
 from chaos.__main__ import KILLING, KINDS
 from support.architecture import ROOT
 
 pytestmark = pytest.mark.covers(
-    "qa/chaos", "ekiben/store", "ekiben/publish", "ekiben/registry", "ekiben/bundle", "ekiben/executors", "ekiben/spec"
+    "qa/chaos",
+    "ekiben/store",
+    "ekiben/publish",
+    "ekiben/registry",
+    "ekiben/bundle",
+    "ekiben/executors",
+    "ekiben/spec",
+    "ekiben/run/jobs",
 )
 
 NAMESPACES = "race namespaces"
-APART = {NAMESPACES, *exchange.KINDS, *foreign.KINDS, *engines.KINDS}
+APART = {NAMESPACES, *exchange.KINDS, *foreign.KINDS, *engines.KINDS, *special.KINDS}
 CUT = {"kills": 200, "count": 12, "minutes": 8}
 
 
@@ -53,6 +60,11 @@ def test_nothing_of_the_users_is_touched_through_a_link_put_in_a_shared_folder(t
     counts = campaign([*exchange.KINDS], tmp_path, workers=1, kills=0, count=2, minutes=8)
     assert {tally["cases"] for tally in counts.values()} == {2}
     assert sum(tally["exchanges"] for tally in counts.values()) >= 1000
+
+
+def test_special_files_and_hostile_runs_end_with_a_sentence(tmp_path: Path) -> None:
+    counts = campaign([*special.KINDS], tmp_path, workers=2, kills=0, count=24, minutes=8)
+    assert {tally["cases"] for tally in counts.values()} == {24}
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,29 @@ def test_failed_program_raises_with_its_stderr(container: tuple[Job, Any]) -> No
 
 def test_truncated_output_is_an_error(container: tuple[Job, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     job, running = container
-    read = docker._read_or_empty
+    read = docker._begin_of
 
-    def cut(path: Path) -> bytes:
-        (job.mount / "output").write_bytes(b"1\n")
-        return read(path)
+    def cut(mount: Path, name: str) -> bytes:
+        (mount / "output").write_bytes(b"1\n")
+        return read(mount, name)
 
-    monkeypatch.setattr(docker, "_read_or_empty", cut)
+    monkeypatch.setattr(docker, "_begin_of", cut)
     with pytest.raises(EngineError, match="wrote 21 bytes, and 2 of them"), docker._output(job, running, ["seq", "10"]):
         pass
+
+
+def test_a_link_that_a_process_of_the_container_left_is_not_followed(
+    container: tuple[Job, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, running = container
+    (tmp_path / "secret").write_text("precious thesis of 21\n"[1:])
+    read = docker._begin_of
+
+    def exchange(mount: Path, name: str) -> bytes:
+        (mount / "output").unlink(missing_ok=True)
+        (mount / "output").symlink_to(tmp_path / "secret")
+        return read(mount, name)
+
+    monkeypatch.setattr(docker, "_begin_of", exchange)
+    with pytest.raises(OSError, match="it is a link"), docker._output(job, running, ["seq", "10"]) as output:
+        output.read()
