@@ -1,5 +1,4 @@
-"""What is no file of its own in the place of a file: pipes, devices, folders, circles of links, 40 GB of nothing; and
-hostile folders of runs.
+"""Pipes, devices, folders, circles of links and 40 GB of nothing in the place of a file; hostile folders of runs.
 
 Every command ends in 20 s and 3 GB, without a traceback, and prints nothing that a link leads to.
 """
@@ -22,49 +21,47 @@ NOWHERE = "127.0.0.1:1/x:1"
 
 
 @dataclass(frozen=True)
-class Place:
+class Target:
     """A file, and the commands that read it."""
 
     path: Path
     commands: Sequence[Sequence[str | Path]]
     environment: Mapping[str, str] = field(default_factory=dict)
-    is_own: bool = False  # of the user alone: a link there is the user's, and what it leads to may be shown
+    of_user: bool = False  # of the user alone: a link there is the user's, and what it leads to may be shown
 
 
 def special_file(lab: Lab) -> list[str]:
-    """A file of a shared folder, a recipe or a user's exchanged for what is none: each command ends with a result or a
-    sentence.
-    """
+    """A file of a shared folder, a recipe or a user's exchanged for what is none: a command ends with a sentence."""
     dice = lab.dice
     with lab.case() as case:
-        place = dice.choice(places(case))
-        try_place(case, place, dice.choice(SPECIAL), [dice.choice(place.commands)])
+        target = dice.choice(targets(case))
+        try_target(case, target, dice.choice(SPECIAL), [dice.choice(target.commands)])
         return case.problems
 
 
-def try_place(case: Case, place: Place, kind: str, commands: Sequence[Sequence[str | Path]]) -> None:
+def try_target(case: Case, target: Target, kind: str, commands: Sequence[Sequence[str | Path]]) -> None:
     """Exchange the file, and run ``commands``."""
     secret = case.folder / "secret"
     secret.write_text(SECRET)
-    if place.path.is_dir() and not place.path.is_symlink():
-        place.path.rename(case.folder / "former")
-    place.path.parent.mkdir(parents=True, exist_ok=True)
-    make_special(kind, place.path, secret)
-    shown = "" if place.is_own else SECRET
+    if target.path.is_dir() and not target.path.is_symlink():
+        target.path.rename(case.folder / "former")
+    target.path.parent.mkdir(parents=True, exist_ok=True)
+    make_special(kind, target.path, secret)
+    shown = "" if target.of_user else SECRET
     for argv in commands:
-        name = f"{kind} {place.path.relative_to(case.folder)}"
-        _try(case, [str(word) for word in argv], place.environment, name, secret=shown)
+        name = f"{kind} {target.path.relative_to(case.folder)}"
+        _try(case, [str(word) for word in argv], target.environment, name, secret=shown)
     if secret.read_text() != SECRET:
-        case.problem(f"{kind} {place.path}: a file outside was changed")
+        case.problem(f"{kind} {target.path}: a file outside was changed")
 
 
-def places(case: Case) -> list[Place]:
-    """Return every place that is tried, with files of its own in the folder of the case."""
-    own = [*_shared_places(case), *_recipe_places(case), *_file_places(case)]
-    return sorted(own, key=lambda place: str(place.path.relative_to(case.folder)))
+def targets(case: Case) -> list[Target]:
+    """Return every target that is tried, with files of its own in the folder of the case."""
+    every = [*_shared_targets(case), *_recipe_targets(case), *_file_targets(case)]
+    return sorted(every, key=lambda target: str(target.path.relative_to(case.folder)))
 
 
-def _shared_places(case: Case) -> list[Place]:
+def _shared_targets(case: Case) -> list[Target]:
     recipe, store, shared = case.lab.recipes[0].path, ("--store", case.store), case.shared
     commands = (
         (*store, "--shared", shared, "plan", recipe),
@@ -73,10 +70,10 @@ def _shared_places(case: Case) -> list[Place]:
         (*store, "prune", "--in", shared, "--dry-run"),
         (*store, "catalog", shared, "-o", case.folder / "pages"),
     )
-    return [Place(path, commands) for path in sorted(shared.rglob("*"))]
+    return [Target(path, commands) for path in sorted(shared.rglob("*"))]
 
 
-def _recipe_places(case: Case) -> list[Place]:
+def _recipe_targets(case: Case) -> list[Target]:
     recipe = case.lab.copy(case.lab.recipes[1].path, f"{case.folder.relative_to(case.lab.folder)}/own")
     store = ("--store", case.store)
     commands = (
@@ -88,16 +85,16 @@ def _recipe_places(case: Case) -> list[Place]:
         ("lock", recipe, "--advisories", case.folder / "none"),
         ("submit", recipe, "greet", "--scheduler", "slurm", "--dry-run"),
     )
-    return [Place(path, commands) for path in sorted(recipe.rglob("*")) if path.is_file()]
+    return [Target(path, commands) for path in sorted(recipe.rglob("*")) if path.is_file()]
 
 
-def _file_places(case: Case) -> list[Place]:
+def _file_targets(case: Case) -> list[Target]:
     recipe, folder = case.lab.recipes[0].path, case.folder / "files"
     sif, bundle, advisories = folder / "x.sif", folder / "x.bundle", folder / "advisories.zip"
     site, key, settings = folder / "site.yaml", folder / "key.asc", folder / "config/ekiben/config.yaml"
     submit = ("submit", recipe, "greet", "--dry-run", "--scheduler", "slurm")
     return [
-        Place(
+        Target(
             sif,
             (
                 ("inspect", sif),
@@ -111,30 +108,28 @@ def _file_places(case: Case) -> list[Place]:
                 ("verify", sif, "--key", "A" * 40),
             ),
         ),
-        Place(bundle, (("--store", case.store, "image", recipe, "--bundle", bundle, "-o", case.out, "--no-verify"),)),
-        Place(advisories, (("lock", "cu130", "--advisories", advisories),)),
-        Place(site, ((*submit, "--site", site), ("doctor", "--site", site)), is_own=True),
-        Place(key, (("verify", case.shared / "images/own/current", "--key", key),)),
-        Place(settings, (("plan", recipe), ("list",)), {"XDG_CONFIG_HOME": str(folder / "config")}, is_own=True),
-        Place(folder / "record.json", (("sbom", folder / "record.json"), ("inspect", folder / "record.json"))),
-        Place(folder / "included", (("plan", recipe, "--include", folder / "included"),)),
-        Place(
+        Target(bundle, (("--store", case.store, "image", recipe, "--bundle", bundle, "-o", case.out, "--no-verify"),)),
+        Target(advisories, (("lock", "cu130", "--advisories", advisories),)),
+        Target(site, ((*submit, "--site", site), ("doctor", "--site", site)), of_user=True),
+        Target(key, (("verify", case.shared / "images/own/current", "--key", key),)),
+        Target(settings, (("plan", recipe), ("list",)), {"XDG_CONFIG_HOME": str(folder / "config")}, of_user=True),
+        Target(folder / "record.json", (("sbom", folder / "record.json"), ("inspect", folder / "record.json"))),
+        Target(folder / "included", (("plan", recipe, "--include", folder / "included"),)),
+        Target(
             folder / "results/run.json",
             (("catalog", case.shared, "-o", case.folder / "pages", "--runs", folder / "results"),),
         ),
-        Place(
+        Target(
             folder / "auth.json",
             (("pull", NOWHERE, "-o", case.out),),
             {"REGISTRY_AUTH_FILE": str(folder / "auth.json")},
         ),
-        Place(folder / "ca.pem", (("pull", NOWHERE, "-o", case.out),), {"SSL_CERT_FILE": str(folder / "ca.pem")}),
+        Target(folder / "ca.pem", (("pull", NOWHERE, "-o", case.out),), {"SSL_CERT_FILE": str(folder / "ca.pem")}),
     ]
 
 
 def run_folder(lab: Lab) -> list[str]:
-    """A folder of runs that somebody else wrote: status, logs, cancel and submit --again end, and the other run is
-    shown.
-    """
+    """A folder of runs of somebody else: status, logs, cancel and submit --again end; the other run is shown."""
     programs = lab.path("programs")
     for program in ("squeue", "sacct", "scancel"):
         write_program(programs / program, "#!/bin/sh\n")
@@ -172,7 +167,7 @@ def _try(case: Case, argv: Sequence[str], environment: Mapping[str, str], name: 
         "a traceback": "Traceback" in output or code in (70, 134, -11),
         "a file of the user's is shown": bool(secret) and secret in output,
     }
-    for fault in (fault for fault, is_there in faults.items() if is_there):
+    for fault in (fault for fault, is_seen in faults.items() if is_seen):
         case.problem(f"{name}: `{' '.join(map(str, argv))}`: {fault}: {output.strip()[-600:]!r}")
     return output
 

@@ -1,5 +1,5 @@
-"""Folders of runs that somebody else wrote: each value of run.json and each file of a job exchanged, and commands that
-read them.
+"""Folders of runs of somebody else: each value of run.json and each file of a job exchanged; commands that read
+them.
 """
 
 from __future__ import annotations

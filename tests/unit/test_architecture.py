@@ -229,7 +229,7 @@ READ_OTHERWISE = {
 }
 
 
-def test_files_of_others_are_read_by_the_one_reader() -> None:
+def test_files_are_read_by_the_one_reader() -> None:
     """Another way to read a file has a reason in the table, and the table has no other entries."""
     calls = {
         f"{path.relative_to(ROOT / 'ekiben').as_posix()} {call}"
@@ -252,7 +252,7 @@ def test_each_way_to_read_a_file_is_found(tmp_path: Path) -> None:
         "os.open(a, os.O_RDONLY)",
         "io.open(a)",
     )
-    others = (
+    writers = (
         "a.open('wb')",
         "open(a, 'x')",
         "open_regular(a)",
@@ -260,6 +260,6 @@ def test_each_way_to_read_a_file_is_found(tmp_path: Path) -> None:
         "tarfile.open(fileobj=a)",
         "a.write_text('')",
     )
-    for at, body in enumerate((*bodies, *others)):
+    for at, body in enumerate((*bodies, *writers)):
         (tmp_path / "m.py").write_text(f"def f():\n    {body}\n")
         assert bool(reading_calls(tmp_path / "m.py")) == (at < len(bodies)), body

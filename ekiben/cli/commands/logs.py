@@ -1,7 +1,7 @@
 """Print the log of a submitted job.
 
-Default: the newest run, and the job that began last. Control characters are printed as \\x1b, but into a file as they
-are.
+Default: the newest run, and the job that began last. Control characters are
+shown as \\x1b, but into a file as they are.
 
 \b
 Examples:

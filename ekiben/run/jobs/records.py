@@ -210,17 +210,12 @@ class Run:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Job → its newest id; all jobs of an array have the array's until they go back into the queue by
-        themselves.
-        """
+        """Job → its newest id; jobs of an array have the array's until they go back into the queue by themselves."""
         with self.files() as files:
             return {job: files.id(job) for job in self.elements}
 
     def remove_environment(self) -> None:
-        """Remove the variables that its jobs got, tokens among them, and the key.
-
-        A job does so when it is the last to end.
-        """
+        """Remove the variables of its jobs, tokens among them, and the key. The job that ends last does so, too."""
         with contextlib.suppress(OSError), self.location.open_folder() as folder:
             for name in ("environment", "key"):
                 with contextlib.suppress(OSError):
@@ -310,8 +305,7 @@ class RunFiles:
 
 
 def find_runs(names: Sequence[str], runs: Path, log: Callable[[str], None] = lambda line: None) -> list[Run]:
-    """Return runs by folder, by name below ``runs``, or by a job's id; all of ``runs`` when none is named, the newest
-    last.
+    """Return runs by folder, by name below ``runs``, or by a job's id; all of ``runs``, the newest last, for no name.
 
     ``log`` gets a line for each that cannot be read and was not named. Raises UsageError when there is no such run.
     """
@@ -349,10 +343,7 @@ def _has_job(run: Run, id: str, log: Callable[[str], None]) -> bool:
 
 
 def _run_folders(runs: Path, log: Callable[[str], None]) -> dict[str, InnerPath]:
-    """Return the folders of ``runs`` that have a record, by name, in the order of the records' times.
-
-    Nothing where there is no folder.
-    """
+    """Return the folders of ``runs`` that have a record, by name, in the order of the records' times."""
     folders = InnerPath.below(runs, keep=False)
     times: dict[str, int] = {}
     with contextlib.suppress(OSError), folders.open_folder() as top:
