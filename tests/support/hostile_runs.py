@@ -1,6 +1,4 @@
-"""Folders of runs of somebody else: each value of run.json and each file of a job exchanged; commands that read
-them.
-"""
+"""Folders of runs of somebody else: each value of run.json and each file of a job exchanged; their readers."""
 
 from __future__ import annotations
 
