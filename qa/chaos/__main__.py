@@ -26,8 +26,8 @@ from chaos.lab import Lab, load_commands
 from fuzz.parsers import CASES
 
 KILLING = {**kills.KINDS, **engines.KINDS}
-_OTHERS = (races, network, damage, foreign, exchange, special)
-KINDS = {**KILLING, **{name: kind for module in _OTHERS for name, kind in module.KINDS.items()}}
+_MODULES = (races, network, damage, foreign, exchange, special)
+KINDS = {**KILLING, **{name: kind for module in _MODULES for name, kind in module.KINDS.items()}}
 
 
 @dataclass

@@ -42,8 +42,8 @@ def listed(kind: str, cli: Cli) -> list[str]:
 
 def sleepers() -> list[str]:
     """What the image's test runs."""
-    found = subprocess.run(["pgrep", "-f", f"sleep {SLEEP}"], capture_output=True, text=True, check=False)
-    return found.stdout.split()
+    done = subprocess.run(["pgrep", "-f", f"sleep {SLEEP}"], capture_output=True, text=True, check=False)
+    return done.stdout.split()
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:

@@ -181,6 +181,8 @@ READ_OTHERWISE = {
     "cli/group.py _open_missing_streams open": "/dev/null, for a closed stream",
     "cli/group.py _open_missing_streams os.open": "/dev/null, for a closed stream",
     "cli/group.py _short_help path.open": "the program's own",
+    "core/atomic.py _remove_abandoned os.open": "a folder, to lock, and not to read",
+    "core/atomic.py new_folder os.open": "a folder, to lock, and not to read",
     "core/checked.py read_regular open": "the one reader",
     "core/checked.py read_regular os.open": "the one reader",
     "core/emulation.py _read_entry entry.read_text": "the kernel's",
@@ -198,6 +200,8 @@ READ_OTHERWISE = {
     "core/folder.py open_file os.open": "the one reader, below an open folder",
     "core/process.py end_orphans (process / 'environ').read_bytes": "the kernel's",
     "core/process.py end_orphans (process / 'mountinfo').read_bytes": "the kernel's",
+    "core/process.py end_orphans Path('/proc/self/mountinfo').read_bytes": "the kernel's",
+    "core/process_name.py _read Path(path).read_bytes": "the kernel's, and the machine's id",
     "doctor/machine.py _kernel_reads_zstd path.read_bytes": "the kernel's, and /boot",
     "doctor/machine.py _mount_of Path('/proc/self/mountinfo').read_text": "the kernel's",
     "doctor/machine.py _subordinate Path(table).read_text": "/etc/subuid and /etc/subgid",
@@ -222,7 +226,7 @@ READ_OTHERWISE = {
     "project/create.py create_recipe source.read_text": "the program's own templates",
     "project/lock.py _compile out.read_text": "written by uv, which this process started",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
-    "resolve/render.py render file.open": "File.open is open_regular",
+    "resolve/render.py _write_files file.open": "File.open is open_regular",
     "run/jobs/runs.py _write_files shutil.copy": "the program's own",
     "signing/gpg.py check out.read_bytes": "written by gpg, which this process started",
     "signing/gpg.py sign out.read_bytes": "written by gpg, which this process started",
@@ -239,7 +243,7 @@ def test_files_are_read_by_the_one_reader() -> None:
     assert calls == READ_OTHERWISE.keys()
 
 
-def test_each_way_to_read_a_file_is_found(tmp_path: Path) -> None:
+def test_each_way_to_read_a_file_is_counted(tmp_path: Path) -> None:
     bodies = (
         "a.read_text()",
         "a.read_bytes()",
