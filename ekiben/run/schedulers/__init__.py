@@ -113,7 +113,7 @@ class Scheduler(Protocol):
     PREFIX: str  # begins a line of the script that holds an option
     VARIABLES: tuple[str, ...]  # environment variables that belong to a job: prefixes that end with _, and names
     LOCAL_FOLDER: str | None  # the variable that names the job's own folder on the node's disk
-    JOB_ID: str  # a regular expression: what the id of a job or of an array may be, with which `jobs` and `cancel` are called
+    JOB_ID: str  # a regular expression: what the id of a job or an array may be, for `jobs` and `cancel`
     GPU_OPTION: str | None  # how most ask for a GPU where each site names them itself, and `resource_args` cannot
 
     def unavailable(self) -> str | None:
