@@ -97,7 +97,7 @@ def refresh(
         sorted(stack.file.architectures) if arch is None else [arch]
     ):  # amd64, whose versions others keep, first
         bound = replace(stack, arch=architecture)
-        for line in _lock_python(bound, definitions, locked, keep=check or keep):
+        for line in _lock_python(bound, definitions, locked, _sources(stack.folder, included), keep=check or keep):
             changes += 1
             yield line
         try:
@@ -189,7 +189,12 @@ def _below(definitions: Mapping[str, Definition], layer: str) -> list[str]:
 
 
 def _lock_python(
-    stack: Stack, definitions: Mapping[str, Definition], locked: dict[Path, str], *, keep: bool
+    stack: Stack,
+    definitions: Mapping[str, Definition],
+    locked: dict[Path, str],
+    sources: SourceFolders,
+    *,
+    keep: bool,
 ) -> Iterator[str]:
     """Lock each .in file for the stack's architecture, into ``locked``; yields a line per change.
 
@@ -206,7 +211,7 @@ def _lock_python(
             kept = _blocks_beyond(kept, known := locked.get(shared, _read(shared))) + known
         under = [stack.folder / f"{layer}.lock" for layer in reversed(_below(definitions, source.stem))]
         below = "".join(texts[lock] for lock in under if lock in texts)
-        texts[shared] = locked[target] = _resolve(source, below, kept, stack)
+        texts[shared] = locked[target] = _resolve(source, below, kept, stack, sources)
         if target == shared or texts[shared] != known or target.exists():
             yield from (f"{short_path(target)}: {line}" for line in _differences(old, texts[shared]))
     _check_versions(stack, "".join(texts.values()))
@@ -222,9 +227,9 @@ def _blocks_beyond(text: str, known: str) -> str:
     )
 
 
-def _resolve(source: Path, below: str, old: str, stack: Stack) -> str:
+def _resolve(source: Path, below: str, old: str, stack: Stack, sources: SourceFolders) -> str:
     """``source``'s lock. A requirement with a local version, when no index here has it, is named as not locked."""
-    read_requirements(source)  # refuses what is no package of an index, before uv sees it
+    read_requirements(source, sources)  # refuses what is no package of an index, before uv sees it
     absent = [line.removeprefix(UNLOCKED) for line in below.splitlines() if line.startswith(UNLOCKED)]
     try:
         text = _compile(source, below, old, stack, absent)

@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 from packaging.requirements import InvalidRequirement, Requirement
 from uv import find_uv_bin
@@ -22,19 +23,43 @@ from uv import find_uv_bin
 from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
 from ekiben.core.process import Argv, run
+from ekiben.spec.source_folders import SourceFolders
 
-_INDEX_OPTION = re.compile(r"(-i|-f|--index-url|--extra-index-url|--find-links)[ =]+\S+|--pre|--prefer-binary")
+_INDEX_OPTION = re.compile(
+    r"(?:-i|-f|--index-url|--extra-index-url|--find-links)[ =]+(?P<index>\S+)|--pre|--prefer-binary"
+)
+_VARIABLE = re.compile(r"\$\{[^}]*\}")
+_LOCAL = re.compile(r"file:(?://(?:localhost)?)?(?P<url>/.*)|(?P<path>(?![A-Za-z][\w+.-]*:).*)", re.DOTALL)
 
 
-def read_requirements(source: Path) -> list[Requirement]:
+def read_requirements(source: Path, sources: SourceFolders) -> list[Requirement]:
     """Return the requirements in requirements.txt, pyproject.toml or an .in file.
 
     Raises:
-        DefinitionError: something in it is not a package of an index, or cannot be read.
+        DefinitionError: something in it is not a package of an index, or cannot be read; an index is a folder outside
+            ``sources``, or its URL has a variable of the user's in it.
     """
     text = read_source(source)
     lines = _of_project(source, text) if source.suffix == ".toml" else _of_list(text)
-    return [_requirement(source, number, line) for number, line in lines if line and not _INDEX_OPTION.fullmatch(line)]
+    requirements = []
+    for number, line in lines:
+        if option := _INDEX_OPTION.fullmatch(line):
+            _check_index(option["index"] or "", source, number, sources)
+        elif line:
+            requirements.append(_requirement(source, number, line))
+    return requirements
+
+
+def _check_index(index: str, source: Path, number: int, sources: SourceFolders) -> None:
+    """Raise DefinitionError for what a file from elsewhere must not name: uv puts variables into the URL it asks."""
+    where = f"{source}:{number}"
+    if variable := _VARIABLE.search(index):
+        raise DefinitionError(
+            f"{where}: {variable[0]} would be sent to the index",
+            hint="what an index asks for belongs in ~/.netrc, or in uv's own settings: UV_INDEX_NAME_PASSWORD",
+        )
+    if local := _LOCAL.fullmatch(index):
+        sources.check(source.parent / (unquote(local["url"]) if local["url"] else local["path"]), where)
 
 
 def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:

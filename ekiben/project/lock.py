@@ -125,7 +125,7 @@ def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
-    _check_compiled(source, read_requirements(source), below)
+    _check_compiled(source, read_requirements(source, recipe.sources), below)
     kept = old if keep else ""
     pins = _compile(source, below, kept if target == shared else locked.get(shared, _read(shared)), stack)
     if not pins:

@@ -55,6 +55,7 @@ from ekiben.signing.registry import _claim
 from ekiben.signing.sif import check_sif
 from ekiben.spec.definition import read_definition
 from ekiben.spec.recipe import find_recipe
+from ekiben.spec.source_folders import SourceFolders
 from ekiben.spec.stack import find_stack, read_pins
 from ekiben.store import Store, prune
 from ekiben.store.shared import open_shared
@@ -178,7 +179,7 @@ def requirements(world: World) -> Case:
         for name in ("requirements.txt", "pyproject.toml"):
             file = world.put(path.with_name(name), data)
             with suppress(EkibenError) if name == "requirements.txt" else nullcontext():
-                read_requirements(file)
+                read_requirements(file, SourceFolders(file.parent))
         return None
 
     plain = b"# a remark\n--pre\nhumanize>=4.9 ; python_version > '3.8'  # one\ntabulate[x] \\\n  ==0.9.0\n"

@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ekiben.spec.recipe import find_recipe
 from support.hostile import NO_RECORDS
+from support.programs import write_program
 
 SECRET = "precious thesis"
 COMMANDS = (
@@ -222,3 +226,17 @@ def hostile_runs(recipe: Path, dice: random.Random | None = None) -> Iterator[tu
     for name in ("1-hello.job", "1-hello.exit", "1-hello.times", "1-hello.processes", "1-hello.log"):
         for text in TEXTS:
             yield f"{name} {text!r:.20}", as_text(name, text)
+
+
+def make_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a run in order, and Slurm's programs, which note how they were called."""
+    for program in ("squeue", "sacct", "scancel"):
+        write_program(tmp_path / "bin" / program, f'#!/bin/sh\nprintf "%s\\n" {program} "$@" >>{tmp_path}/called\n')
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "called").touch()
+    put_run(tmp_path / "ekiben-runs/sound", json.dumps(record(find_recipe("hello").folder)).encode())
+    for name, text in {"1-hello.exit": "0\n", "1-hello.job": "12\n"}.items():
+        (tmp_path / "ekiben-runs/sound" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return tmp_path

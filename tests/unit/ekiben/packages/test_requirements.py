@@ -15,6 +15,7 @@ from ekiben.packages.lock import _resolve
 from ekiben.packages.outdated import find_newer
 from ekiben.packages.requirements import read_requirements
 from ekiben.project.lock import lock_recipe
+from ekiben.spec.source_folders import SourceFolders
 from ekiben.spec.stack import Stack, find_stack
 from support.own_recipes import recipe_in
 from support.sample_recipe import SampleRecipe
@@ -71,7 +72,7 @@ def test_an_in_file_of_a_stack_names_packages_of_an_index_alone(
     source = stack.folder / "top.in"
     source.write_text(f"{line.format(tmp_path / 'evil-1.0')}\n")
     with pytest.raises(DefinitionError, match=r"top\.in:1: .*only packages of an index can be locked"):
-        _resolve(source, "", "", stack)
+        _resolve(source, "", "", stack, SourceFolders(tmp_path))
     assert not ran.exists()
 
 
@@ -79,14 +80,14 @@ def test_a_source_distribution_is_refused_and_not_built(stack: Stack, ran: Path)
     source = stack.folder / "top.in"
     source.write_text("evil==1.0\n")
     with pytest.raises(FetchError, match=r"evil==1\.0 has no usable wheels"):
-        _resolve(source, "", "", stack)
+        _resolve(source, "", "", stack, SourceFolders(stack.folder))
     assert not ran.exists()
 
 
 def test_what_a_stage_compiles_is_locked_and_not_built(stack: Stack, ran: Path) -> None:
     source = stack.folder / "evil-source.in"
     source.write_text("evil==1.0\n")
-    assert _resolve(source, "", "", stack) == "evil==1.0\n"  # the hash comes from an index
+    assert _resolve(source, "", "", stack, SourceFolders(stack.folder)) == "evil==1.0\n"  # the hash comes from an index
     assert not ran.exists()
 
 
@@ -109,7 +110,7 @@ def test_settings_of_the_working_folder_start_no_interpreter(
         (cloned / setting).write_text(f'{table}\npython = "{python}"\n')
     monkeypatch.chdir(cloned)
     (stack.folder / "evil-source.in").write_text("evil==1.0\n")
-    assert _resolve(stack.folder / "evil-source.in", "", "", stack)
+    assert _resolve(stack.folder / "evil-source.in", "", "", stack, SourceFolders(tmp_path))
     assert find_newer({}) == {}
     assert not ran.exists()
 
@@ -128,4 +129,28 @@ def test_a_recipe_with_a_source_distribution_alone_is_refused(sample: SampleReci
 def test_a_project_without_a_list_of_dependencies_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(DefinitionError, match=r"pyproject\.toml: "):
-        read_requirements(tmp_path / "pyproject.toml")
+        read_requirements(tmp_path / "pyproject.toml", SourceFolders(tmp_path))
+
+
+@pytest.mark.parametrize("option", ["--find-links ", "-f ", "--index-url=", "--extra-index-url "])
+@pytest.mark.parametrize("index", ["{0}", "file://{0}", "file:{0}", "../elsewhere", "folder/../../elsewhere", "link"])
+def test_an_index_outside_the_folder_is_refused(option: str, index: str, tmp_path: Path) -> None:
+    """Its packages would get into the image."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "cloned"
+    elsewhere.mkdir()
+    (folder / "folder").mkdir(parents=True)
+    (folder / "link").symlink_to(elsewhere)
+    source = folder / "requirements.txt"
+    source.write_text(f"evil\n{option}{index.format(elsewhere)}\n")
+    with pytest.raises(DefinitionError, match=r"requirements.txt:2: .*outside the recipe's folder"):
+        read_requirements(source, SourceFolders(folder))
+    assert len(read_requirements(source, SourceFolders(folder, (elsewhere,)))) == 1
+    source.write_text(f"evil\n{option}{folder}/folder\n{option}https://index.example/simple\n")
+    assert len(read_requirements(source, SourceFolders(folder))) == 1
+
+
+def test_a_variable_is_not_sent_to_an_index(tmp_path: Path) -> None:
+    """uv puts it into the URL that it asks."""
+    (tmp_path / "requirements.txt").write_text("evil\n--index-url https://index.example/${HF_TOKEN}/simple\n")
+    with pytest.raises(DefinitionError, match=r"requirements.txt:2: \$\{HF_TOKEN\} would be sent to the index"):
+        read_requirements(tmp_path / "requirements.txt", SourceFolders(tmp_path))

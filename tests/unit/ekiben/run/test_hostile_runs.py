@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import resource
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,69 +14,14 @@ from ekiben.core.errors import UsageError
 from ekiben.run.jobs.records import find_runs
 from ekiben.run.jobs.request import MAX_JOBS, parse_seeds
 from ekiben.run.jobs.runs import log_content
-from ekiben.spec.recipe import find_recipe
-from support.hostile_runs import COMMANDS, JOB_FILES, SECRET, Put, hostile_runs, put_run, record
+from support.hostile_runs import JOB_FILES, make_lab, put_run, record
 from support.programs import write_program
 from support.sample_recipe import RunCli
-
-CASES = dict(hostile_runs(find_recipe("hello").folder))
-SECONDS, BYTES = 20, 1 << 30
 
 
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run in order, and Slurm's programs, which note how they were called."""
-    for program in ("squeue", "sacct", "scancel"):
-        write_program(tmp_path / "bin" / program, f'#!/bin/sh\nprintf "%s\\n" {program} "$@" >>{tmp_path}/called\n')
-    (tmp_path / "secret").write_text(SECRET)
-    (tmp_path / "called").touch()
-    put_run(tmp_path / "ekiben-runs/sound", json.dumps(record(find_recipe("hello").folder)).encode())
-    for name, text in {"1-hello.exit": "0\n", "1-hello.job": "12\n"}.items():
-        (tmp_path / "ekiben-runs/sound" / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    return tmp_path
-
-
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Fail when a command hangs, or takes too much memory."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    handler = signal.signal(signal.SIGALRM, _end)
-    resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, before[1]))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.signal(signal.SIGALRM, handler)
-
-
-def _end(number: int, frame: object) -> None:
-    raise AssertionError(f"the command took more than {SECONDS} s")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_hostile_run_gives_a_result_or_one_error(name: str, lab: Path) -> None:
-    put: Put = CASES[name]
-    put(lab / "ekiben-runs/r", lab / "secret")
-    for argv in COMMANDS:
-        with limited():
-            done = CliRunner().invoke(root, argv, env={"EKIBEN_STORE": "/nowhere/store"})
-        assert isinstance(done.exception, SystemExit | None), f"{argv}: {done.exception!r}"
-        assert not {"\x1b", "\0"} & set(done.output), argv
-        assert SECRET not in done.output, argv
-        if argv[0] == "status" and "r" not in argv:  # the others are shown
-            assert [job["state"] for job in json.loads(done.stdout) if job["run"] == "sound"] == ["done"]
-    assert (lab / "secret").read_text() == SECRET
-    called = set((lab / "called").read_text().splitlines())
-    assert not called & {"--user=builder", "-u builder", "1,2,3", "*", "a b", "$(id)", "-1", "--help", "gone"}, called
-
-
-def test_cases_are_many() -> None:
-    assert len(CASES) * len(COMMANDS) >= 2000
+    return make_lab(tmp_path, monkeypatch)
 
 
 def test_a_link_to_a_run_is_named_and_not_followed(lab: Path, run_cli: RunCli) -> None:
