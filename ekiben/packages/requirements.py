@@ -15,7 +15,6 @@ import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from urllib.parse import unquote
 
 from packaging.requirements import InvalidRequirement, Requirement
 from uv import find_uv_bin
@@ -23,13 +22,12 @@ from uv import find_uv_bin
 from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
 from ekiben.core.process import Argv, run
-from ekiben.spec.source_folders import SourceFolders
+from ekiben.spec.source_folders import SourceFolders, local_path
 
 _INDEX_OPTION = re.compile(
     r"(?:-i|-f|--index-url|--extra-index-url|--find-links)[ =]+(?P<index>\S+)|--pre|--prefer-binary"
 )
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
-_LOCAL = re.compile(r"file:(?://(?:localhost)?)?(?P<url>/.*)|(?P<path>(?![A-Za-z][\w+.-]*:).*)", re.DOTALL)
 
 
 def read_requirements(source: Path, sources: SourceFolders) -> list[Requirement]:
@@ -58,8 +56,8 @@ def _check_index(index: str, source: Path, number: int, sources: SourceFolders) 
             f"{where}: {variable[0]} would be sent to the index",
             hint="what an index asks for belongs in ~/.netrc, or in uv's own settings: UV_INDEX_NAME_PASSWORD",
         )
-    if local := _LOCAL.fullmatch(index):
-        sources.check(source.parent / (unquote(local["url"]) if local["url"] else local["path"]), where)
+    if index and (folder := local_path(index)):
+        sources.check(source.parent / folder, where)
 
 
 def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:

@@ -29,6 +29,7 @@ from ekiben.spec.definition import (
     read_definition,
 )
 from ekiben.spec.recipe import Recipe
+from ekiben.spec.source_folders import local_path
 from ekiben.spec.stack import Stack, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
@@ -156,7 +157,16 @@ class _Images:
             }
             arguments = {**self.stack.file.arguments, **self.parents.get(name, {}), **self.arguments, **own}
             self.read[name] = read_definition(path, root=root, arguments=arguments)
+            self._check_repositories(self.read[name])
         return self.read[name]
+
+    def _check_repositories(self, definition: Definition) -> None:
+        """Raise DefinitionError for a repository on this machine outside the recipe's folder that no user named."""
+        for stage in definition.stages:
+            for name, value in stage.arguments.items():
+                named = name.endswith("_repository") and value and name not in self.arguments
+                if named and (folder := local_path(value)):
+                    self.recipe.sources.check(folder, f"{definition.path}: {name}")
 
     def put_on(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
         """Put a layer on ``definitions``, bottom first; or in the place of the one whose packages it has, too, or below

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import DefinitionError, UsageError
@@ -21,6 +23,8 @@ from ekiben.core.files import format_size
 from ekiben.core.paths import PROJECT_ROOT
 
 _SHIPPED = (PROJECT_ROOT / "images", PROJECT_ROOT / "entrypoints")
+_FILE_URL = re.compile(r"file:(?://(?:localhost)?)?(/.*)", re.DOTALL)
+_ELSEWHERE = re.compile(r"[A-Za-z0-9][\w+.@-]*:")  # a URL, or ssh's HOST:PATH
 _MAX_FILE = 4 << 30  # bytes of one file that goes into an image
 
 
@@ -99,6 +103,13 @@ def follow(path: Path) -> Path:
         return Path(os.path.realpath(path))
     except (OSError, ValueError) as error:  # a NUL
         raise DefinitionError(f"{str(path)!r:.200} cannot be a path: {error}") from error
+
+
+def local_path(location: str) -> Path | None:
+    """Return the path that an index, or a repository, is at on this machine; None for one elsewhere."""
+    if match := _FILE_URL.fullmatch(location):
+        return Path(unquote(match[1]))
+    return None if _ELSEWHERE.match(location) else Path(location)
 
 
 def included_paths(paths: Iterable[Path]) -> tuple[Path, ...]:

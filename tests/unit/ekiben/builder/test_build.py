@@ -377,11 +377,11 @@ def test_seeded_layer_reads_like_a_built_one(files_only: SampleRecipe, tmp_path:
 
 def test_git_commit_that_cannot_be_had_is_named_before_anything_is_built(sample: SampleRecipe, tmp_path: Path) -> None:
     compiled(sample)
-    subprocess.run(["git", "init", "--quiet", "--bare", tmp_path / "mirror"], check=True)
-    source = f"    capabilities=8.0\n    tiny_repository={tmp_path}/mirror\n    tiny_commit={'1' * 40}"
+    subprocess.run(["git", "init", "--quiet", "--bare", sample.path / "mirror"], check=True)
+    source = f"    capabilities=8.0\n    tiny_repository={sample.path}/mirror\n    tiny_commit={'1' * 40}"
     sample.replace("images/roof.def", "    capabilities=8.0", source)
     sample.replace("images/roof.def", "echo compile", "echo {{ tiny_repository }} {{ tiny_commit }}")
     store = Store(tmp_path / "store")
-    with pytest.raises(FetchError, match=f"^{tmp_path}/mirror does not have the commit {'1' * 40}$"):
+    with pytest.raises(FetchError, match=f"^{sample.path}/mirror does not have the commit {'1' * 40}$"):
         built(sample, store)
     assert not [*store.root.glob("layers/*")]

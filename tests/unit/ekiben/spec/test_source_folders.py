@@ -12,7 +12,7 @@ import ekiben
 from ekiben.core.errors import DefinitionError, UsageError
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
-from ekiben.spec.source_folders import SourceFolders
+from ekiben.spec.source_folders import SourceFolders, local_path
 from ekiben.store import Store
 from support.hostile_recipes import LEAD_OUT, SECRET
 from support.sample_recipe import AS_SIF, RunCli, SampleRecipe
@@ -167,3 +167,22 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
         SourceFolders(tmp_path).check_file(tmp_path / "round")
     with pytest.raises(DefinitionError, match="cannot be read"):
         SourceFolders(tmp_path).check_file(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("location", ["{0}", "file://{0}", "file://localhost{0}"])
+def test_a_repository_outside_the_folder_is_refused(sample: SampleRecipe, tmp_path: Path, location: str) -> None:
+    """A stage's script gets its files."""
+    repository = location.format(tmp_path / "thesis.git")
+    (tmp_path / "thesis.git").mkdir()
+    arguments = f"    tiny_repository={repository}\n    tiny_commit={'1' * 40}\n"
+    sample.replace("images/walls.def", "%arguments\n", f"%arguments\n{arguments}")
+    sample.replace("images/walls.def", "echo {{ word }}", "echo {{ word }} {{ tiny_repository }} {{ tiny_commit }}")
+    with pytest.raises(DefinitionError, match=r"walls.def: tiny_repository: .*outside the recipe's folder"):
+        resolve(find_recipe(str(sample.path)))
+    resolve(find_recipe(str(sample.path), included=[tmp_path / "thesis.git"]))
+    resolve(find_recipe(str(sample.path)), arguments={"tiny_repository": repository})  # the user's own word
+
+
+@pytest.mark.parametrize("location", ["https://x/y", "git@host:lab/x.git", "ssh://x/y", "host:x.git", "git://x/y"])
+def test_what_lies_elsewhere_has_no_path_here(location: str) -> None:
+    assert local_path(location) is None
