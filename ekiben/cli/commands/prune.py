@@ -1,7 +1,8 @@
-"""Remove stored layers that no image needs, and containers that killed commands left in Docker, podman and buildah.
+"""Remove stored layers that no image needs.
 
-Images named here are removed first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned,
-tagged (`current` is a tag) or were used lately stay.
+Containers that killed commands left in Docker, podman and buildah are removed, too. Images named here are removed
+first. Compiled wheels stay. With --in, in a shared folder: versions that are pinned, tagged (`current` is a tag) or
+were used lately stay.
 
 \b
 Examples:
