@@ -193,11 +193,16 @@ def build(
     return Image(sif)
 
 
-def open(name: str | Path) -> Image:
+def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
     """Open the SIF file ``name``, or that of the recipe ``name`` in this folder.
+
+    Args:
+        name: a file whose name ends in .sif, or a recipe's name or folder.
+        include: files and folders outside the recipe's own that it may use.
 
     Raises:
         UsageError: there is no such recipe.
+        DefinitionError: recipe.yaml is wrong, or leads out of the recipe's folder.
         StoreError: the file is not there, or is no SIF.
     """
     from ekiben.formats.sif import read_sif
@@ -206,7 +211,7 @@ def open(name: str | Path) -> Image:
     if path.suffix != ".sif":
         from ekiben.spec.recipe import find_recipe
 
-        known_recipe = find_recipe(os.fspath(name))
+        known_recipe = find_recipe(os.fspath(name), map(Path, include))
         path = Path(f"{known_recipe.image_name()}.sif")
         if not path.is_file():
             raise StoreError(f"{path} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")

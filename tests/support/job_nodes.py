@@ -11,7 +11,7 @@ from typing import Any
 
 from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.request import JobRequest
-from ekiben.run.jobs.runs import _write
+from ekiben.run.jobs.runs import _new_run
 from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
 from support.programs import write_program
 
@@ -27,6 +27,12 @@ env -0 >"$NOTES/environment"
 """
 SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
 SCONTROL = '#!/bin/bash\n[ "$1 $2" = "show hostnames" ] && echo c1\n'
+
+
+def write_run(job: JobPlan) -> None:
+    """Write a run's folder and submit nothing."""
+    with _new_run(job):
+        pass
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Node:
 
     def write(self, job: JobPlan) -> JobPlan:
         shutil.rmtree(job.folder, ignore_errors=True)
-        _write(job)
+        write_run(job)
         return job
 
     def run(self, job: JobPlan, *, code: int = 0, **environment: str) -> str:

@@ -227,7 +227,7 @@ READ_OTHERWISE = {
     "project/lock.py _compile out.read_text": "written by uv, which this process started",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "resolve/render.py _write_files file.open": "File.open is open_regular",
-    "run/jobs/runs.py _write_files shutil.copy": "the program's own",
+    "run/jobs/runs.py _write_files path.read_text": "the program's own",
     "signing/gpg.py check out.read_bytes": "written by gpg, which this process started",
     "signing/gpg.py sign out.read_bytes": "written by gpg, which this process started",
 }

@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from typing import Any
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import EkibenError, EngineError, SchedulerError, StoreError, UsageError, nearest
-from ekiben.core.files import atomic_write
+from ekiben.core.folder import Folder
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.formats.sif import read_sif
 from ekiben.run.jobs.plan import JobPlan, JobStep
@@ -58,53 +57,73 @@ def submit(plan: JobPlan) -> dict[str, str]:
     scheduler = load(plan.scheduler)
     if reason := scheduler.unavailable():
         raise EngineError(f"{scheduler.TITLE} cannot be used here: {reason}")
-    _write(plan)
+    with _new_run(plan) as (runs, folder):
+        return _submit_steps(plan, scheduler, runs, folder)
+
+
+def _submit_steps(plan: JobPlan, scheduler: Scheduler, runs: Folder, folder: Folder) -> dict[str, str]:
     ids: dict[str, str] = {}
     after = None
     try:
         for step in plan.steps:
             after = ids[step.name] = scheduler.submit(plan.folder / f"{step.name}.sh", plan.command_args, after)
-            if step.seeds:
-                (plan.folder / f"{step.name}.array").write_text(after + "\n", encoding="utf-8")
-            for job in step.jobs:
-                (plan.folder / f"{job}.job").write_text(after + "\n", encoding="utf-8")
-    except SchedulerError:
+            for name in (*([f"{step.name}.array"] if step.seeds else []), *(f"{job}.job" for job in step.jobs)):
+                with contextlib.suppress(FileExistsError):  # the job has begun, and has a newer id
+                    _write_file(folder, name, after + "\n", 0o644)
+    except (SchedulerError, OSError) as error:
         if ids:
             scheduler.cancel(list(ids.values()))
-        shutil.rmtree(plan.folder)
+        runs.remove_tree(plan.folder.name)
+        if isinstance(error, OSError):
+            raise UsageError(f"{plan.folder} cannot be written: {error.strerror}") from error
         raise
     return ids
 
 
-def _write(plan: JobPlan) -> None:
+@contextlib.contextmanager
+def _new_run(plan: JobPlan) -> Iterator[tuple[Folder, Folder]]:
+    """Yield the folder of all runs, which other users may write, and in it the new one with all that its jobs need."""
     scripts = {step.name: script(plan, step) for step in plan.steps}
     environment = environment_text(os.environ, plan.request.env)
+    name = plan.folder.name
     plan.folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        plan.folder.mkdir()
-    except FileExistsError:
-        raise UsageError(f"{plan.folder} exists already; submit again in a second") from None
-    try:
-        _write_files(plan, scripts, environment)
-    except BaseException as error:
-        shutil.rmtree(plan.folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UsageError(f"{plan.folder} cannot be written: {error.strerror}") from error
-        raise
+    with contextlib.ExitStack() as stack:
+        runs = stack.enter_context(Folder.open(plan.folder.parent))
+        try:
+            runs.new_folder(name)
+        except FileExistsError:
+            raise UsageError(f"{plan.folder} exists already; submit again in a second") from None
+        try:
+            folder = stack.enter_context(runs.folder(name))
+            _write_files(plan, folder, scripts, environment)
+        except BaseException as error:
+            runs.remove_tree(name)
+            if isinstance(error, OSError):
+                raise UsageError(f"{plan.folder} cannot be written: {error.strerror}") from error
+            raise
+        yield runs, folder
 
 
-def _write_files(plan: JobPlan, scripts: Mapping[str, str], environment: str) -> None:
+def _write_files(plan: JobPlan, folder: Folder, scripts: Mapping[str, str], environment: str) -> None:
     for path in (*(PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER), JOB_PROGRAM):
-        shutil.copy(path, plan.folder)
+        _write_file(folder, path.name, path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777)
     for name, text in scripts.items():
-        (plan.folder / f"{name}.sh").write_text(text, encoding="utf-8")
-        os.chmod(plan.folder / f"{name}.sh", 0o755)
-    _write_private(plan.folder / "key", secrets.token_hex(16))
+        _write_file(folder, f"{name}.sh", text, 0o755)
+    _write_file(folder, "key", secrets.token_hex(16), 0o600)
     # Tokens may be among them.
-    _write_private(plan.folder / "environment", environment)
+    _write_file(folder, "environment", environment, 0o600)
     text = json.dumps(_record(plan), indent=1, ensure_ascii=False) + "\n"
-    # An argument may have bytes that are no UTF-8; JSON takes them as escapes.
-    atomic_write(plan.folder / "run.json", text.encode("utf-8", "backslashreplace"))
+    # The last, because a run is known by its record. An argument may have bytes that are no UTF-8: JSON takes escapes.
+    _write_file(folder, f".{RECORD}", text.encode("utf-8", "backslashreplace"), 0o644)
+    folder.move(f".{RECORD}", RECORD)
+
+
+def _write_file(folder: Folder, name: str, content: str | bytes, mode: int) -> None:
+    with folder.create(name) as stream:
+        os.fchmod(stream.fileno(), mode)
+        data = memoryview(content.encode() if isinstance(content, str) else content)
+        while data:
+            data = data[stream.write(data) :]
 
 
 def _record(plan: JobPlan) -> dict[str, Any]:
@@ -170,11 +189,6 @@ def check_same_image(run: Run, plan: JobPlan) -> None:
             f"{plan.sif} is not what it was when {run.folder.name} was submitted",
             hint="--force submits with the image that is there now",
         )
-
-
-def _write_private(path: Path, text: str) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-        stream.write(text)
 
 
 # ---------------------------------------------------------------------------------------- status, cancel, wait, logs

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
+from ekiben.run.jobs import runs
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.records import find_runs
 from ekiben.run.jobs.request import JobRequest
-from ekiben.run.jobs.runs import _write, cancel, request_again
+from ekiben.run.jobs.runs import cancel, request_again
 from ekiben.run.jobs.script import environment_text, script
 from ekiben.spec.recipe import find_recipe
-from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_node
+from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_node, write_run
 from support.programs import write_program
 from support.sample_recipe import RunCli
 
@@ -112,7 +113,7 @@ def test_requested_variables_and_folders_are_passed(node: Node, monkeypatch: pyt
     assert node.environment["APPTAINERENV_NCCL_DEBUG"] == "INFO"
     assert str(node.folder / "more") in node.binds
     with pytest.raises(UsageError, match="--env NOT_SET_HERE: is not set here"):
-        _write(node.plan("train", env=("NOT_SET_HERE",)))
+        write_run(node.plan("train", env=("NOT_SET_HERE",)))
 
 
 def test_srun_gets_the_cpus_of_the_job(node: Node) -> None:
@@ -370,7 +371,7 @@ def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -
     job = plan(
         find_recipe("hello"), argv, asked, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs"
     )
-    _write(job)
+    write_run(job)
     (run,) = find_runs([str(job.folder)], node.work)
     assert run.record.format == 2
     recipe, again, request = request_again(run)
@@ -390,11 +391,33 @@ def test_run_folder_that_cannot_be_written_is_removed(node: Node, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ekiben.run.jobs.runs._write_private", fail)
+    monkeypatch.setattr("ekiben.run.jobs.runs._write_file", fail)
     job = node.plan("train")
     with pytest.raises(UsageError, match="cannot be written: No space left on device"):
-        _write(job)
+        write_run(job)
     assert not job.folder.exists()
+
+
+def test_a_folder_that_is_exchanged_while_a_run_is_written_is_left_alone(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs in a folder that colleagues may write."""
+    victim = node.folder / "victim"
+    victim.mkdir()
+    (victim / "job.sh").write_text("precious")
+    job = node.plan("train")
+
+    def exchange(*arguments: Any) -> None:
+        monkeypatch.undo()
+        job.folder.rename(node.folder / "aside")
+        job.folder.symlink_to(victim)
+        runs._write_file(*arguments)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "_write_file", exchange)
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_run(job)
+    assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("job.sh", "precious")]
 
 
 def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:
@@ -407,7 +430,7 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
         sif=node.sif,
         runs=node.work / "ekiben-runs",
     )
-    _write(job)
+    write_run(job)
     node.sif.write_bytes(b"another image")
     refusal = run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
     assert f"{node.sif} is not what it was when {job.folder.name} was submitted" in refusal
@@ -425,7 +448,7 @@ def test_submit_again_takes_unrecorded_variables(node: Node, run_cli: RunCli, mo
         sif=node.sif,
         runs=node.work / "ekiben-runs",
     )
-    _write(job)
+    write_run(job)
     assert "secret" not in (job.folder / "run.json").read_text()
     (run,) = find_runs([str(job.folder)], node.work)
     with pytest.raises(UsageError, match="--env TOKEN: is not set here"):

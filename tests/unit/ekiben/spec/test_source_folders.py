@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ekiben
-from ekiben.core.errors import DefinitionError, UsageError
+from ekiben.core.errors import DefinitionError, StoreError, UsageError
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.spec.source_folders import SourceFolders, local_path
@@ -131,6 +131,14 @@ def test_plan_as_json_and_python_name_what_is_included(
         ekiben.plan(files_only.path, store=store)
     with pytest.raises(UsageError, match=r"--include .*none: no such file or folder"):
         ekiben.plan(files_only.path, store=store, include=[tmp_path / "none"])
+
+
+def test_open_takes_what_is_included(files_only: SampleRecipe) -> None:
+    outside = LEAD_OUT["recipe.yaml"](files_only)
+    with pytest.raises(DefinitionError, match="outside the recipe's folder"):
+        ekiben.open(files_only.path)
+    with pytest.raises(StoreError, match=r"own.sif is not here"):
+        ekiben.open(files_only.path, include=[outside])
 
 
 def test_a_build_lists_what_it_includes(
