@@ -184,7 +184,7 @@ def filesystem_of(path: Path) -> Filesystem:
         quota=quota,
         group=status.st_gid,
         setgid=bool(status.st_mode & stat.S_ISGID),
-        writable=os.access(existing, os.W_OK),
+        writable=os.access(existing, os.W_OK) and (existing.is_dir() or existing == path.expanduser().absolute()),
     )
 
 

@@ -110,7 +110,7 @@ def command(
         )
     if site:
         refuse_ignored("is about building on this machine, and --site checks others", "output")
-    if output and output.exists() and not output.is_dir():
+    if output and not output.is_dir():
         check_output_file(output, f"-o {output}")  # an image could not be written there
     site_file = find_site(site).file if site else None
     sections = consult(

@@ -84,13 +84,13 @@ def test_image_metadata_records_the_wheels_origin(tiny: SampleRecipe) -> None:
     ("repository", "message"),
     [
         ("https://example.org/tiny", "https://example.org/tiny"),
-        ("/home/me/tiny", ""),
+        ("{0}/tiny", ""),
         ("https://me:word@example.org/tiny", ""),
     ],
 )
 def test_credentials_are_not_in_the_recorded_repository(tiny: SampleRecipe, repository: str, message: str) -> None:
     commit = "1" * 40
-    tiny.stack(arguments={"tiny_repository": repository, "tiny_commit": commit})
+    tiny.stack(arguments={"tiny_repository": repository.format(tiny.path), "tiny_commit": commit})
     tiny.replace(
         "images/roof.def", "    capabilities=8.0\n", "    capabilities=8.0\n    tiny_repository=\n    tiny_commit=\n"
     )

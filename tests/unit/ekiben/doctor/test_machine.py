@@ -57,6 +57,12 @@ def test_the_scheduler_of_the_job(variables: dict[str, str], kind: str | None) -
         assert scheduler.resources["rt_HF"].request == ("-q rt_HF", "-l select={nodes}")
 
 
+def test_nothing_can_be_written_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert filesystem_of(tmp_path / "file").writable
+    assert not filesystem_of(tmp_path / "file/x").writable
+
+
 def test_filesystem_of_a_path_that_does_not_exist_yet(tmp_path: Path) -> None:
     filesystem = filesystem_of(tmp_path / "a/b/c")
     assert filesystem.path == tmp_path / "a/b/c"
