@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 from chaos import engines, exchange, foreign, special
 from chaos.__main__ import KILLING, KINDS
+from chaos.cut import campaign
 from support.architecture import ROOT
 
 pytestmark = pytest.mark.covers(
@@ -29,29 +29,6 @@ pytestmark = pytest.mark.covers(
 NAMESPACES = "race namespaces"
 APART = {NAMESPACES, *exchange.KINDS, *foreign.KINDS, *engines.KINDS, *special.KINDS}
 CUT = {"kills": 200, "count": 12, "minutes": 8}
-
-
-def campaign(kinds: list[str], folder: Path, **options: int) -> dict[str, dict[str, int]]:
-    """Run a cut of some minutes, in processes of its own, which may fork: no thread of another test is in them.
-
-    Return its counts.
-    """
-    argv = [sys.executable, "-m", "chaos", "--seed", "16", "--json", folder / "counts.json", *kinds]
-    argv += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(
-        argv,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'qa'}", "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    counts: dict[str, dict[str, int]] = json.loads((folder / "counts.json").read_text())["kinds"]
-    assert list(counts) == kinds
-    return counts
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the table of system calls is of x86-64")
@@ -87,13 +64,6 @@ def test_faults_lose_nothing_and_leave_nothing(kinds: list[str], tmp_path: Path)
 def test_what_comes_from_elsewhere_does_no_harm(kind: str, count: int, tmp_path: Path) -> None:
     """In the campaign each answer of a registry, and each shape of a bundle, has its turn."""
     assert campaign([kind], tmp_path, workers=1, kills=0, count=count, minutes=3)[kind]["cases"] == count
-
-
-@pytest.mark.parametrize("kind", engines.KINDS)
-def test_killed_engine_leaves_nothing_after_the_next_command(kind: str, tmp_path: Path) -> None:
-    if reason := engines.unavailable(kind):
-        pytest.skip(f"{reason} (tests/services.sh)")
-    assert campaign([kind], tmp_path, workers=1, kills=1, minutes=3)[kind]["kills"] >= 1
 
 
 def test_a_problem_is_counted_and_its_seed_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         selection.deselect(config, items)
 
 
-# Files of tests/integration that one process runs, in turn. The first: `prune --engines` removes the layers that
+# Files of tests/integration and qa that one process runs, in turn. The first: `prune --engines` removes the layers that
 # an engine keeps for other builds, and tests count an engine's containers. The second: Slurm's nodes are few.
 _SERIAL = (
     {
@@ -87,9 +87,11 @@ _SERIAL = (
         "test_build_stages",
         "test_busybox_base",
         "test_crash_recovery",
+        "test_engines",
         "test_executor_parity",
         "test_host_limits",
         "test_layer_content",
+        "test_left_containers",
         "test_podman",
         "test_random_layers",
         "test_render",

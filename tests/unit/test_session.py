@@ -85,7 +85,8 @@ def test_a_gpu_test_may_skip_in_ci_too(tmp_path: Path) -> None:
 
 def test_the_files_that_share_an_engine_exist() -> None:
     names = {name for files in session._SERIAL for name in files}
-    assert {path.stem for path in (ROOT / "tests" / "integration").glob("test_*.py")} >= names
+    files = [*(ROOT / "tests/integration").glob("test_*.py"), *(ROOT / "qa").rglob("test_*.py")]
+    assert {path.stem for path in files} >= names
 
 
 def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
