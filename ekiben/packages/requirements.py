@@ -77,8 +77,18 @@ def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:
 
 
 def _of_list(text: str) -> Iterator[tuple[int, str]]:
-    joined = re.sub(r"\\\n", " ", text)
-    yield from enumerate((re.sub(r"(^|\s)#.*", "", line).strip() for line in joined.splitlines()), 1)
+    """Yield the lines with their numbers, as uv has them: a remark ends at its line's end, also after a backslash."""
+    first, joined = 0, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        first = first if joined else number
+        bare = re.sub(r"(^|\s)#.*", "", line)
+        joined += bare
+        if bare == line and bare.endswith("\\"):
+            joined = joined[:-1] + " "
+            continue
+        yield first, joined.strip()
+        joined = ""
+    yield first, joined.strip()
 
 
 def _requirement(source: Path, number: int, line: str) -> Requirement:

@@ -154,3 +154,28 @@ def test_a_variable_is_not_sent_to_an_index(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("evil\n--index-url https://index.example/${HF_TOKEN}/simple\n")
     with pytest.raises(DefinitionError, match=r"requirements.txt:2: \$\{HF_TOKEN\} would be sent to the index"):
         read_requirements(tmp_path / "requirements.txt", SourceFolders(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "before", ["# x \\", "--pre # x \\", "humanize # x \\", "\\\n# x \\", "humanize \\\n# x \\", "#\\"]
+)
+@pytest.mark.parametrize(
+    "line", ["-e ./evil", "--index-url https://index.example/${HF_TOKEN}", "--find-links /elsewhere"]
+)
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_remark_hides_no_line(before: str, line: str, end: str, tmp_path: Path) -> None:
+    """uv reads the line after a remark that ends with a backslash."""
+    source = tmp_path / "requirements.txt"
+    source.write_bytes(f"{before}\n{line}\n".replace("\n", end).encode())
+    with pytest.raises(DefinitionError):
+        read_requirements(source, SourceFolders(tmp_path))
+
+
+def test_lines_are_joined_and_numbered(tmp_path: Path) -> None:
+    source = tmp_path / "requirements.txt"
+    source.write_text("# one \\\nhumanize \\\n  >= 4 \\\n  , < 5\ntabulate # two \\\n\n-e .\n")
+    with pytest.raises(DefinitionError, match=r"requirements.txt:7: -e \."):
+        read_requirements(source, SourceFolders(tmp_path))
+    source.write_text(source.read_text().replace("-e .", "rich \\"))
+    read = read_requirements(source, SourceFolders(tmp_path))
+    assert list(map(str, read)) == ["humanize<5,>=4", "tabulate", "rich"]
