@@ -67,6 +67,8 @@ def new_parents(path: Path, *, error: type[EkibenError] = UsageError) -> Iterato
 
     Raises ``error`` for an OSError, naming ``path``.
     """
+    if blocking := next((folder for folder in path.parents if folder.exists() and not folder.is_dir()), None):
+        raise error(f"{path} cannot be written: {blocking} is not a folder")
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

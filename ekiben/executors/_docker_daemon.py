@@ -18,7 +18,7 @@ from ekiben.formats import oci
 if TYPE_CHECKING:
     from docker import DockerClient
 
-_PATIENCE = 20  # seconds to connect to a daemon of another machine
+_PATIENCE = 30  # seconds for a first byte of the daemon, which its socket may have to start
 
 
 @cache
@@ -29,7 +29,7 @@ def client() -> DockerClient:
 
     where = os.environ.get("DOCKER_HOST", "/var/run/docker.sock")
     try:
-        _connect_once(where)
+        _ask_once(where)
         connected = docker.from_env(timeout=600)
         connected.ping()
     except (DockerException, OSError, ValueError) as error:
@@ -41,19 +41,25 @@ def client() -> DockerClient:
     return connected
 
 
-def _connect_once(where: str) -> None:
-    """Connect to a daemon's socket, and close.
+def _ask_once(where: str) -> None:
+    """Wait for a first byte of a daemon, and close.
 
-    Where that fails, the SDK would leave its own Unix socket open, or wait for minutes.
+    Where none comes, the SDK would leave its own Unix socket open, or wait for ten minutes: what takes a request and
+    answers nothing may be anything. One that speaks TLS answers this, too.
     """
-    path = where.removeprefix("unix://")
+    path, address = where.removeprefix("unix://"), urlsplit(where)
     if path.startswith("/"):
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(60)
+        probe = socket.socket(socket.AF_UNIX)
+        probe.settimeout(_PATIENCE)
+    elif address.scheme in ("tcp", "http", "https"):
+        probe = socket.create_connection((address.hostname or "localhost", address.port or 2375), _PATIENCE)
+    else:
+        return
+    with probe:
+        if path.startswith("/"):
             probe.connect(path)
-    elif where.startswith("tcp://"):
-        address = urlsplit(where)
-        socket.create_connection((address.hostname or "localhost", address.port or 2375), _PATIENCE).close()
+        probe.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+        probe.recv(1)
 
 
 def unavailable() -> str | None:

@@ -86,13 +86,15 @@ def _new_run(plan: JobPlan) -> Iterator[tuple[Folder, Folder]]:
     scripts = {step.name: script(plan, step) for step in plan.steps}
     environment = environment_text(os.environ, plan.request.env)
     name = plan.folder.name
-    plan.folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        runs = stack.enter_context(Folder.open(plan.folder.parent))
         try:
+            plan.folder.parent.mkdir(parents=True, exist_ok=True)
+            runs = stack.enter_context(Folder.open(plan.folder.parent))
             runs.new_folder(name)
         except FileExistsError:
             raise UsageError(f"{plan.folder} exists already; submit again in a second") from None
+        except OSError as error:
+            raise UsageError(f"{plan.folder} cannot be made: {error.strerror}", hint="--runs DIR") from error
         try:
             folder = stack.enter_context(runs.folder(name))
             _write_files(plan, folder, scripts, environment)

@@ -148,3 +148,12 @@ def test_parents_that_were_made_go_after_an_error(tmp_path: Path) -> None:
         assert (tmp_path / "a/b/c").is_dir()
         raise OSError(errno.EIO, "broken")
     assert tree(tmp_path) == {"a": None}
+
+
+def test_a_file_where_a_parent_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UsageError, match=rf"{tmp_path}/file/x cannot be written: {tmp_path}/file is not a folder"),
+        new_folder(tmp_path / "file/x"),
+    ):
+        pytest.fail("it was made")

@@ -32,3 +32,14 @@ def test_no_socket_is_left_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         assert _docker_daemon.unavailable() == f"no Docker daemon answers at unix://{path}"
         gc.collect()
     assert [str(warning.message) for warning in caught if warning.category is ResourceWarning] == []
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp", "https"])
+def test_a_silent_daemon_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    monkeypatch.setattr(_docker_daemon, "_PATIENCE", 0.2)
+    with socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET) as silent:
+        silent.bind(str(tmp_path / "docker.sock") if kind == "unix" else ("127.0.0.1", 0))
+        silent.listen()
+        where = f"unix://{tmp_path}/docker.sock" if kind == "unix" else f"{kind}://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("DOCKER_HOST", where)
+        assert _docker_daemon.unavailable() == f"no Docker daemon answers at {where}"

@@ -420,6 +420,20 @@ def test_a_folder_that_is_exchanged_while_a_run_is_written_is_left_alone(
     assert [(path.name, path.read_text()) for path in victim.iterdir()] == [("job.sh", "precious")]
 
 
+def test_a_folder_of_runs_that_cannot_be_made_is_named(node: Node) -> None:
+    job = plan(
+        find_recipe("hello"),
+        ["hello"],
+        JobRequest(),
+        scheduler="slurm",
+        site=None,
+        sif=node.sif,
+        runs=Path("/proc/none"),
+    )
+    with pytest.raises(UsageError, match=r"/proc/none/.* cannot be made: No such file or directory"):
+        write_run(job)
+
+
 def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:
     job = plan(
         find_recipe("hello"),
