@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from support.sample_recipe import GROUND, SampleRecipe, seeded
 # A shell that does what each script of it takes: some time.
 SHELL = "#include <time.h>\nint main(void) { struct timespec t = {0, 300000000}; nanosleep(&t, 0); return 0; }\n"
 WALLS = "Bootstrap: localimage\nFrom: ground.sif\n\n%post\n    sleep\n"
+_PATIENCE = 20  # seconds, in which another program's containers end and their mounts go
 KILLS = 4  # of one case: a container takes seconds
 OPTIONS = {
     "docker": [
@@ -78,6 +80,9 @@ def kill_engine(lab: Lab, engine: str) -> list[str]:
         if left := [*executors.load(engine).remove_abandoned(), *_containers(engine)]:
             case.problem(f"containers are left: {left}")
         case.check_quiet()
+        end = time.monotonic() + _PATIENCE
+        while _mounts() - mounts and time.monotonic() < end:
+            time.sleep(0.2)
         if more := _mounts() - mounts:
             case.problem(f"mounts are left: {sorted(more)}")
         case.check_tidy()

@@ -5,11 +5,13 @@ does.
 from __future__ import annotations
 
 import os
+import pwd
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -20,14 +22,15 @@ from workspaces import ME, USER, Cli, NewStore, RecipeFolder, Workspace, as_user
 pytestmark = pytest.mark.covers("ekiben/executors", "ekiben/builder/verify.py", "ekiben/core", "ekiben/store")
 
 SLEEP = "3791"  # seconds of `sleep`, by which its process is known
+Killed: TypeAlias = tuple[str, Cli, list[str], Path, str]
 WHERE = [("docker", ME), ("podman", ME), ("podman", USER), ("sif", ME), ("sif", USER)]
 
 
-def listed(kind: str, cli: Cli) -> list[str]:
-    """The engine's containers that Ekiben made, running or not."""
+def listed(kind: str, cli: Cli, owner: str) -> list[str]:
+    """The engine's containers that a process made, running or not. Other tests may have containers meanwhile."""
     if kind == "sif":
         return []
-    filters = ("--filter", f"label={OWNER}", "--format", "{{.Names}}")
+    filters = ("--filter", f"label={OWNER}={owner}", "--format", "{{.Names}}")
     program = ["docker", "ps", "--all"] if kind == "docker" else ["podman", "ps", "--all"]
     return subprocess.run(
         [*program, *filters],
@@ -38,6 +41,13 @@ def listed(kind: str, cli: Cli) -> list[str]:
         check=True,
         **as_user(cli.user),
     ).stdout.split()
+
+
+def name_of(process: subprocess.Popen[str], user: str) -> str:
+    """Return the process_name() of a process of ``user`` that runs."""
+    *here, _, _, _ = process_name().split(".")
+    start = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ".".join([*here, str(pwd.getpwnam(user).pw_uid), str(process.pid), start])
 
 
 def sleepers() -> list[str]:
@@ -56,7 +66,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 @pytest.fixture(params=WHERE, ids=lambda item: f"{item[0]}-{'root' if item[1] == ME else 'rootless'}")
 def killed(
     request: pytest.FixtureRequest, workspace: Workspace, recipe_folder: RecipeFolder, new_store: NewStore
-) -> Iterator[tuple[str, Cli, list[str], Path]]:
+) -> Iterator[Killed]:
     """The kind, who gave the command, and its arguments; it was killed while the image was tested, and would end well
     now.
     """
@@ -65,16 +75,17 @@ def killed(
     if kind == "docker" and (reason := docker.unavailable()):
         pytest.skip(reason)
     cli, store, out = Cli(workspace, user), new_store(user, "base", "python"), workspace.folder("out", user)
-    assert (listed(kind, cli), sleepers()) == ([], [])
+    assert sleepers() == []
     recipe_folder.top("python", test=f"sleep {SLEEP}")
     argv = ["--store", str(store), "image", str(recipe_folder.path), "--format", kind]
     with cli.start(*argv, cwd=out) as process:
         wait_for(lambda: sleepers() or process.poll() is not None, 120)
+        owner = name_of(process, user) if process.poll() is None else ""
         process.kill()
         _, stderr = process.communicate() if process.poll() is not None and not sleepers() else (None, "")
         assert not stderr, stderr
-    assert kind == "sif" or len(listed(kind, cli)) == 1
-    yield kind, cli, argv, out
+    assert kind == "sif" or len(listed(kind, cli, owner)) == 1
+    yield kind, cli, argv, out, owner
     for number in sleepers():
         os.kill(int(number), signal.SIGKILL)
 
@@ -86,26 +97,24 @@ def end_test(recipe: Path) -> None:
 
 
 @pytest.mark.guard
-def test_container_of_a_killed_test_goes_with_the_next_command(
-    killed: tuple[str, Cli, list[str], Path], recipe_folder: RecipeFolder
-) -> None:
-    kind, cli, argv, out = killed
+def test_container_of_a_killed_test_goes_with_the_next_command(killed: Killed, recipe_folder: RecipeFolder) -> None:
+    kind, cli, argv, out, owner = killed
     end_test(recipe_folder.path)
     cli.run(*argv, cwd=out)
-    assert listed(kind, cli) == []
+    assert listed(kind, cli, owner) == []
     wait_for(lambda: not sleepers(), 10)
 
 
-def test_prune_names_and_removes_it(killed: tuple[str, Cli, list[str], Path]) -> None:
-    kind, cli, argv, out = killed
-    left = listed(kind, cli)
+def test_prune_names_and_removes_it(killed: Killed) -> None:
+    kind, cli, argv, out, owner = killed
+    left = listed(kind, cli, owner)
     lines = [f"would remove container {name} of {kind}, which a killed command left" for name in left]
     lines_out = cli.run(*argv[:2], "prune", "--dry-run", cwd=out).stdout.splitlines()
     assert lines_out[1:] == lines
-    assert listed(kind, cli) == left
+    assert listed(kind, cli, owner) == left
     lines_out = cli.run(*argv[:2], "prune", cwd=out).stdout.splitlines()
     assert lines_out[1:] == [line.replace("would remove", "removed") for line in lines]
-    assert listed(kind, cli) == []
+    assert listed(kind, cli, owner) == []
     wait_for(lambda: not sleepers(), 10)
 
 
@@ -117,7 +126,6 @@ def test_foreign_containers_stay(kind: str, cli: Cli, workspace: Workspace, new_
     need(kind)
     if kind == "docker" and (reason := docker.unavailable()):
         pytest.skip(reason)
-    assert listed(kind, cli) == []
     machine, boot, namespace, user, _, _ = process_name().split(".")
     owners = {
         "running": process_name(),
@@ -139,10 +147,11 @@ def test_foreign_containers_stay(kind: str, cli: Cli, workspace: Workspace, new_
         )
     try:
         module = docker if kind == "docker" else podman
-        gone = {"ekiben-test-dead", "ekiben-test-rebooted"}
-        assert set(module.remove_abandoned(dry_run=True)) == gone
-        assert set(module.remove_abandoned()) == gone
-        assert set(listed(kind, cli)) == {f"ekiben-test-{name}" for name in owners} - gone
+        gone, names = {"dead", "rebooted"}, {f"ekiben-test-{name}": name for name in owners}
+        for dry_run in (True, False):
+            removed = module.remove_abandoned(dry_run=dry_run)
+            assert {names[name] for name in removed if name in names} == gone
+        assert {name for name, owner in owners.items() if listed(kind, cli, owner)} == owners.keys() - gone
     finally:
         for name in owners:
             subprocess.run([kind, "rm", "--force", f"ekiben-test-{name}"], cwd="/", capture_output=True, check=False)
