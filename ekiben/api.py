@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from ekiben.core.errors import EkibenError, StoreError, UsageError
 from ekiben.core.process import quoted
-from ekiben.gpu.devices import GPU_DEVICE
 from ekiben.run.containers import Inspection, Instance, Result, Runtime
+from ekiben.run.contract import gives_gpus
 
 if TYPE_CHECKING:
     from ekiben.resolve.graph import ResolvedRecipe
@@ -304,7 +304,7 @@ class Image:
             UsageError: ``name`` cannot be an instance's, or a folder of ``binds`` is not there.
             EngineError: it does not start, or cannot be stopped.
         """
-        runtime, gpu = Runtime(), _has_gpu() if gpu is None else gpu
+        runtime, gpu = Runtime(), gives_gpus(os.environ) if gpu is None else gpu
         started = runtime.start(self.path, name=name, gpu=gpu, binds=binds)
         try:
             yield RunningImage(runtime, started, gpu)
@@ -370,15 +370,11 @@ def _execute(
     on_line: Callable[[str], None] | None,
     check: bool,
 ) -> Result:
-    has_gpu = _has_gpu() if gpu is None else gpu
+    has_gpu = gives_gpus(os.environ) if gpu is None else gpu
     result = runtime.execute(target, argv, gpu=has_gpu, binds=binds, environment=environment, on_line=on_line)
     if check and result.exit_code:
         raise ExecutionError(argv, result)
     return result
-
-
-def _has_gpu() -> bool:
-    return Path(GPU_DEVICE).exists()
 
 
 def _resolve(

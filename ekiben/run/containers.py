@@ -27,7 +27,8 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import EngineError, UsageError
 from ekiben.core.mounts import bind_args, is_ambiguous
 from ekiben.core.process import ProcessError, run, stream, which
-from ekiben.run.launch import RunRequest, folders_to_bind, launch
+from ekiben.run.contract import folders_to_bind
+from ekiben.run.launch import RunRequest, launch
 
 _LOST_RACE = "exit status 146"  # 128 + SIGCONT, see ekiben/formats/runtime_files.py
 _STARTS = 16
@@ -131,7 +132,7 @@ class Runtime:
         if isinstance(target, Instance):  # has its folders since it was started
             options, folders = ["--cleanenv", "--pwd", str(Path.cwd())], []
         else:
-            options, folders = ["--cleanenv", "--pwd", str(Path.cwd())], folders_to_bind(request, os.environ)
+            options, folders = ["--cleanenv", "--pwd", str(Path.cwd())], folders_to_bind(argv, binds, os.environ)
         line = self.command(target, argv, gpu=gpu, binds=folders, options=options)
         if on_line:
             return Result(stream(line, on_line, env=settings), "", "")
@@ -166,7 +167,7 @@ class Runtime:
             allowed = "letters, digits, '.', '_' and '-', at most 128 and the first a letter, a digit or '_'"
             raise UsageError(f"{name!r} cannot be an instance's name: use {allowed}")
         request = RunRequest(argv=(), gpu=gpu, binds=binds)
-        folders = folders_to_bind(request, os.environ)
+        folders = folders_to_bind((), binds, os.environ)
         _check_binds(folders)
         instance = self._client.instance(str(sif), start=False, name=name, quiet=True)
         line = [

@@ -15,7 +15,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError
 from ekiben.core.files import open_regular
 from ekiben.formats.sif import read_sif
-from ekiben.run.launch import is_private_folder
+from ekiben.run.contract import is_private_folder
 from ekiben.run.schedulers import local_folders
 
 

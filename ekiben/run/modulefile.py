@@ -10,8 +10,8 @@ Both programs read one Tcl modulefile. It finds the image by its own place, so D
 elsewhere, and its version is a link to a file that lies beside the SIF and goes with it. Which version is the default
 is not written anywhere a second time: .modulerc looks at the image's links when it is read.
 
-The commands do as `ekiben run` (ekiben/run/launch.py): of the environment only what a job needs gets in, folders are
-seen at their own path. They start the SIF itself and not `current`, so that nothing changes under a job.
+What the commands give a container is what `ekiben run` gives it (ekiben/run/contract.py). They start the SIF itself
+and not `current`, so that nothing changes under a job.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from ekiben.core.errors import UsageError
-from ekiben.gpu.devices import GPU_DEVICE
-from ekiben.run.launch import CERTIFICATES, COMPILED_CODE, FOLDERS, IMAGE_FOLDERS, LEAKS, passes
+from ekiben.run.contract import CERTIFICATES, FOLDERS, IMAGE_FOLDERS, shell_functions
 from ekiben.run.schedulers import local_folders
 
 MODULES = "modulefiles"
@@ -57,13 +56,9 @@ def command_files(image: str, stem: str, tasks: Iterable[str]) -> dict[str, str]
         "tasks": " ".join(tasks),
         "image": image,
         "stem": stem,
-        "gpu": GPU_DEVICE,
-        "passes": passes(),
-        "leaks": " ".join(LEAKS),
+        "functions": shell_functions().rstrip(),
         "image_folders": " ".join(IMAGE_FOLDERS),
         "folders": _values([*FOLDERS, *local_folders()]),
-        "compiled": " ".join(COMPILED_CODE),
-        "local": _values(local_folders()),
         "files": _values(CERTIFICATES),
     }
     return {**scripts, runner: re.sub(r"<(\w+)>", lambda match: filled[match[1]], _RUNNER)}
@@ -73,11 +68,13 @@ def _values(names: tuple[str, ...] | list[str]) -> str:
     return " ".join(f'"${{{name}:-}}"' for name in names)
 
 
-# --cleanenv and what is let in: see ekiben/run/launch.py, whose tables these are. Values go by the runtime's
-# environment, which other users cannot read. A path with a newline is left out.
+# A path with a newline is left out.
 _RUNNER = r"""#!/bin/sh
 # Runs a command in the image <stem>; without one, says what there is. Written by Ekiben, needs none.
 fail() { echo "<runner>: $1" >&2; exit 127; }
+
+<functions>
+
 own=${0%/*}
 sif=${own%/*}/<stem>.sif
 newline='
@@ -110,52 +107,10 @@ case $tasks in
 esac
 
 [ -r "$sif" ] || fail "$sif is gone, or closed to you: load a version that is there (module avail ekiben/<image>)"
-runtime=$(command -v apptainer || command -v singularity) ||
+runtime=$(find_runtime) ||
     fail "neither apptainer nor singularity is on PATH of $(uname -n): load a module that has one of them"
-prefixes=APPTAINERENV_
-[ "${runtime##*/}" = apptainer ] || prefixes=APPTAINERENV_${newline}SINGULARITYENV_
-
-# Code that another user compiled would run as this one: caches of it are only in folders that nobody else can write.
-is_own() {
-    [ -n "$(find "$1" -prune -type d -user "$(id -u)" ! -perm -020 ! -perm -002 2>/dev/null)" ]
-}
-exists() { [ -e "$1" ] || [ -L "$1" ]; }
-scratch=/tmp
-shared=
-for folder in <local> /tmp /var/tmp /dev/shm; do
-    [ -n "$folder" ] || continue
-    [ "$scratch" != /tmp ] || [ ! -d "$folder" ] || scratch=$folder
-    folder=$folder/ekiben-$(id -u)
-    if exists "$folder" && ! is_own "$folder"; then shared=$folder; fi
-done
-mkdir -m 700 -- "${TMPDIR:-/tmp}/ekiben-$(id -u)" 2>/dev/null # before a task makes it, as its umask has it
-fresh=
-for name in <compiled>; do
-    eval "folder=\${$name:-}"
-    if [ -n "$folder" ]; then
-        if ! exists "$folder" || is_own "$folder"; then continue; fi
-    elif [ -z "$shared" ]; then
-        continue
-    fi
-    [ -n "$fresh" ] || fresh=$(mktemp -d "$scratch/ekiben-cache-XXXXXXXX") || fail "set TMPDIR to a folder of your own"
-    mkdir -- "$fresh/$name"
-    export "$name=$fresh/$name"
-done
-
-# Of the outside the task gets what a job needs; what is meant for programs of the host breaks those of the image.
-for name in <leaks>; do
-    for prefix in APPTAINERENV_ SINGULARITYENV_; do
-        eval "[ -n \"\${$prefix$name+set}\" ]" || continue
-        echo "$prefix$name is not passed on: the image has its own" >&2
-        unset "$prefix$name"
-    done
-done
-for name in $(awk 'BEGIN { for (name in ENVIRON) print name }' | LC_ALL=C grep -Ex '[A-Za-z_][A-Za-z0-9_]*' |
-    grep -Ex '<passes>'); do
-    for prefix in $prefixes; do
-        eval "[ -n \"\${$prefix$name+set}\" ] || export $prefix$name=\"\$$name\""
-    done
-done
+protect_caches || fail "set TMPDIR to a folder of your own"
+pass_variables "$runtime"
 
 here=$(pwd -P)
 binds=$newline
@@ -230,15 +185,13 @@ for folder in $binds; do
     for other in $binds; do
         case $folder in "$other"/*) continue 2 ;; esac
     done
-    case $folder in
-        *[:,\"\\]*) # ends a path of --bind; a field of --mount's CSV holds it
-            field=$(printf %s "$folder" | sed 's/"/""/g')
-            set -- --mount "type=bind,\"source=$field\",\"destination=$field\"" "$@"
-            ;;
-        *) set -- --bind "$folder" "$@" ;;
-    esac
+    if needs_mount "$folder"; then
+        set -- --mount "$(mount_value "$folder")" "$@"
+    else
+        set -- --bind "$folder" "$@"
+    fi
 done
-if [ -z "${EKIBEN_CPU:-}" ] && [ -e <gpu> ]; then set -- --nv "$@"; fi
+! has_gpus || set -- --nv "$@"
 exec "$runtime" run --cleanenv --pwd "$here" "$@"
 """
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ekiben.run import schedulers
-from ekiben.run.jobs.script import JOB_PROGRAM
 from ekiben.run.modulefile import command_files
 from support.job_plans import run_of_three_steps, scripts
 
@@ -35,7 +34,7 @@ def test_scripts_of_the_repository() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     paths = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
     scripts = [path for path in paths if is_shell_script(path)]
-    assert {ROOT / ".ci/run", ROOT / "tests/services.sh", ROOT / "ekiben/bootstrap.sh", JOB_PROGRAM} <= set(scripts)
+    assert {ROOT / ".ci/run", ROOT / "tests/services.sh", ROOT / "ekiben/bootstrap.sh"} <= set(scripts)
     shellcheck(*scripts)
 
 

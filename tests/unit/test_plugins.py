@@ -16,7 +16,7 @@ from ekiben import executors
 from ekiben.core import plugins
 from ekiben.core.errors import UsageError
 from ekiben.run import schedulers
-from ekiben.run.launch import passes
+from ekiben.run.contract import passes
 from ekiben.run.site import Scheduler as SiteScheduler
 from support.programs import write_program
 from support.sample_recipe import RunCli

@@ -20,6 +20,7 @@ from ekiben.core.errors import UsageError, nearest
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.run import launch
+from ekiben.run.contract import gives_gpus
 from ekiben.run.copy_local import copy_local
 from ekiben.run.live import VARIABLE, LiveFiles, live_files
 from ekiben.spec.recipe import Recipe
@@ -124,15 +125,17 @@ def start_image(
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     request = launch.RunRequest(
         argv=argv,
-        gpu=not start.cpu and has_gpu(),
+        gpu=not start.cpu and gives_gpus(context.environment),
         binds=start.binds,
         mounts=live.mounts,
         terminal=is_terminal,
         executes=executes,
         publish=publish,
     )
-    absent = "" if has_gpu() else f"{GPU_DEVICE} does not exist"
-    log_decision("GPUs", "all" if request.gpu else "none", "--cpu" if start.cpu else absent or f"{GPU_DEVICE} exists")
+    reason = f"{GPU_DEVICE} exists" if has_gpu() else f"{GPU_DEVICE} does not exist"
+    if has_gpu() and not request.gpu:
+        reason = "--cpu" if start.cpu else "EKIBEN_CPU is set"
+    log_decision("GPUs", "all" if request.gpu else "none", reason)
     if not start.dry_run and not start.force:
         from ekiben.cli.commands._findings import check_this_machine  # late: doctor's rules, for a job that starts
 

@@ -46,7 +46,7 @@ from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds, with_defaults
-from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, script
+from ekiben.run.jobs.script import environment_text, job_program, script
 from ekiben.run.schedulers import choose, load, seconds_of
 from ekiben.run.site import Site, find_site
 from ekiben.spec.recipe import find_recipe
@@ -322,7 +322,7 @@ def _submit(
         )
     if dry_run:
         scripts = {step.name: script(run, step) for step in run.steps}
-        context.print(SubmitPreview(run.folder, scripts, JOB_PROGRAM.read_text(encoding="utf-8")))
+        context.print(SubmitPreview(run.folder, scripts, job_program()))
         return
     profile = run.site
     if profile and run.sif.is_file() and not force:

@@ -1,63 +1,18 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154  # the step's script sets the parameters, and then sources this file
-# One job of a run. `bash SCRIPT` is the job, which starts `bash SCRIPT node …` on each of its nodes.
+# What lies above is ekiben/run/container.sh. One job of a run: `bash SCRIPT` is the job, which starts `bash SCRIPT node …` on each of its nodes.
 
 # ---- a node: the container, and in it the launcher of this node's processes
 
-# Where this user's files on the node's own disk go.
-local_folder() {
-    local variable
-    for variable in "${local_variables[@]}"; do
-        [ ! -d "${!variable:-}" ] || { echo "${!variable}" && return; }
-    done
-    echo /tmp
-}
-
-# Show a folder inside at its own path. --bind ends a path at ':' and ','; a field of --mount's CSV holds both.
+# Show a folder inside at its own path.
 bind_folder() {
-    case $1 in
-        *[:,\"\\]*) binds+=(--mount "type=bind,\"source=${1//\"/\"\"}\",\"destination=${1//\"/\"\"}\"") ;;
-        *) binds+=(--bind "$1") ;;
-    esac
-}
-
-# Whether nobody else can write into a folder, or put another in its place.
-is_private_folder() {
-    [ -d "$1" ] && [ ! -L "$1" ] && [ -O "$1" ] && [ -z "$(find "$1" -prune \( -perm -020 -o -perm -002 \))" ]
-}
-
-# Code that another user compiled would run as this one.
-protect_caches() {
-    local variable folder base fresh=
-    for base in "${local_variables[@]}"; do
-        [ -z "${!base:-}" ] || set -- "$@" "${!base}"
-    done
-    for base in "$@" /tmp /var/tmp /dev/shm; do
-        folder=$base/ekiben-$UID
-        if { [ -e "$folder" ] || [ -L "$folder" ]; } && ! is_private_folder "$folder"; then fresh=$folder; fi
-    done
-    mkdir -m 700 "${TMPDIR:-/tmp}/ekiben-$UID" 2>/dev/null # before a task makes it, as its umask has it
-    for variable in "${cache_variables[@]}"; do
-        folder=${!variable:-}
-        if [ -n "$folder" ]; then
-            if { [ ! -e "$folder" ] && [ ! -L "$folder" ]; } || is_private_folder "$folder"; then continue; fi
-        elif [ -n "$fresh" ]; then
-            folder=$fresh
-        else
-            continue
-        fi
-        echo "$folder can be written by others: compiled code goes to a temporary folder"
-        [ -n "$caches" ] || caches=$(mktemp -d "$(local_folder)/ekiben-cache-XXXXXXXX") || exit
-        export "$variable=$caches/$variable"
-        mkdir -p "$caches/$variable"
-    done
-    [ -z "$caches" ] || bind_folder "$caches"
+    if needs_mount "$1"; then binds+=(--mount "$(mount_value "$1")"); else binds+=(--bind "$1"); fi
 }
 
 # One copy on the node's own disk for all of this user's jobs there.
 copy_image() {
     local folder name copy
-    folder=$(local_folder)/ekiben-$UID
+    folder=$(scratch_folder)/ekiben-$UID
     name=${image##*/}
     copy=$folder/${name%.sif}-${image_sha256:0:16}.sif
     mkdir -m 700 "$folder" 2>/dev/null
@@ -85,30 +40,25 @@ same_image() {
 }
 
 run_node() {
-    local number nodes=$2 port=$3 name=$4 caches='' nv=() runtime container code folder variable
+    local number nodes=$2 port=$3 name=$4 caches='' nv=() runtime container code folder
     number=$(node_number "$1")
     cd "$work" || exit
     load_modules
     # shellcheck source=/dev/null
     . "$run/environment" || exit
-    runtime=$(command -v apptainer || command -v singularity) ||
+    runtime=$(find_runtime) ||
         { echo "error: $(hostname) has neither apptainer nor singularity on PATH" >&2; exit 127; }
-    protect_caches
-    # The task gets what a job needs of the environment; what is meant for programs of the host breaks those of the image.
-    while read -r variable; do
-        export "APPTAINERENV_$variable=${!variable}" "SINGULARITYENV_$variable=${!variable}"
-    done < <(compgen -e | grep -Ex "$variables_passed")
+    protect_caches || exit
+    [ -z "$caches" ] || bind_folder "$caches"
     # What a task that saves more slowly than that says to its user.
-    [ -z "$grace_period" ] || export {APPTAINERENV,SINGULARITYENV}_EKIBEN_GRACE_SECONDS="$grace_period"
-    for variable in "${local_variables[@]}"; do
-        folder=${!variable:-}
-        [ ! -d "$folder" ] || bind_folder "$folder"
-    done
+    [ -z "$grace_period" ] || export EKIBEN_GRACE_SECONDS="$grace_period"
+    pass_variables "$runtime"
+    while IFS= read -r folder; do bind_folder "$folder"; done < <(local_folders)
     [ -z "$copy_local" ] || copy_image
     # shellcheck disable=SC2034  # set_task reads it
     [ ${#seeds[@]} = 0 ] || seed=${seeds[${name##*.} - 1]}
     set_task
-    [ -z "$gpu_device" ] || [ ! -e "$gpu_device" ] || nv=(--nv)
+    [ -z "$uses_gpus" ] || ! has_gpus || nv=(--nv)
     "$runtime" exec --cleanenv "${nv[@]}" "${binds[@]}" --pwd "$PWD" "$image" \
         python3 "$run/launch_node.py" --node "$number" --nodes "$nodes" --processes "$(cat "$run/$name.processes")" \
         --port "$port" --key "$run/key" --notice "$run/$name.notice" --logs "$run/$name.ranks" -- "${task[@]}" &
@@ -164,7 +114,7 @@ count_gpus() {
         esac
     elif [ -n "${SLURM_GPUS_ON_NODE:-}" ]; then
         echo "$SLURM_GPUS_ON_NODE"
-    elif [ "$planned_gpus" -gt 0 ] || [ -n "${SLURM_JOB_ID:-}" ] || [ ! -e "$gpu_device" ]; then
+    elif [ "$planned_gpus" -gt 0 ] || [ -n "${SLURM_JOB_ID:-}" ] || [ -z "$uses_gpus" ] || [ ! -e "$gpu_device" ]; then
         echo "$planned_gpus"
     else
         nvidia-smi -L 2>/dev/null | grep -c '^GPU '

@@ -30,7 +30,7 @@ from ekiben.formats.sif import read_sif
 from ekiben.run.jobs.plan import JobPlan, JobStep
 from ekiben.run.jobs.records import RECORD, RECORD_FORMAT, Run, RunFiles
 from ekiben.run.jobs.request import JobRequest
-from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, script
+from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, job_program, script
 from ekiben.run.schedulers import Job, Scheduler, load
 from ekiben.spec.recipe import LAUNCHER
 
@@ -107,8 +107,9 @@ def _new_run(plan: JobPlan) -> Iterator[tuple[Folder, Folder]]:
 
 
 def _write_files(plan: JobPlan, folder: Folder, scripts: Mapping[str, str], environment: str) -> None:
-    for path in (*(PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER), JOB_PROGRAM):
+    for path in (PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER):
         _write_file(folder, path.name, path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777)
+    _write_file(folder, JOB_PROGRAM, job_program(), 0o644)
     for name, text in scripts.items():
         _write_file(folder, f"{name}.sh", text, 0o755)
     _write_file(folder, "key", secrets.token_hex(16), 0o600)

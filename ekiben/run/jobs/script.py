@@ -11,13 +11,17 @@ from pathlib import Path
 
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
-from ekiben.gpu.devices import GPU_DEVICE
+from ekiben.run.contract import folders_to_bind, passes, shell_functions
 from ekiben.run.jobs.plan import SEED, JobPlan, JobStep
-from ekiben.run.launch import COMPILED_CODE, RunRequest, folders_to_bind, passes
 from ekiben.run.schedulers import JobScriptHooks, Request, load, local_folders, variables
 from ekiben.run.site import Site
 
-JOB_PROGRAM = Path(__file__).with_name("job.sh")
+JOB_PROGRAM = "job.sh"
+
+
+def job_program() -> str:
+    """Return job.sh, which all scripts of a run source: what a container gets, and what a job does."""
+    return f"{shell_functions()}\n{Path(__file__).with_name(JOB_PROGRAM).read_text(encoding='utf-8')}"
 
 
 def script(plan: JobPlan, step: JobStep) -> str:
@@ -58,7 +62,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"work={quote(str(Path.cwd()))}",
         f"processes={step.processes or ''}",
         f"planned_gpus={step.gpus}",
-        f"gpu_device={GPU_DEVICE if step.uses_gpus else ''}",
+        f"uses_gpus={'yes' if step.uses_gpus else ''}",
         f"max_resubmits={plan.request.max_resubmits}",
         f"warn_after={warn_after}",
         f"grace_period={grace_period if request.seconds else ''}",
@@ -66,9 +70,6 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"steps_before=({quote_all(before)})",
         f"run_jobs=({quote_all(job for item in plan.steps for job in item.jobs)})",
         f"binds=({quote_all(word for folder in _folders(plan, step) for word in bind_args(folder))})",
-        f"variables_passed={quote(passes())}",
-        f"local_variables=({' '.join(local_folders())})",
-        f"cache_variables=({' '.join(COMPILED_CODE)})",
         f"seeds=({quote_all(step.seeds)})",
         # A function: $seed is known on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
@@ -138,8 +139,7 @@ def _hook_lines(hooks: JobScriptHooks) -> list[str]:
 def _folders(plan: JobPlan, step: JobStep) -> list[str]:
     """Return the folders on shared file systems to bind; a node's own folders are known only there."""
     shared = {name: value for name, value in os.environ.items() if name not in local_folders()}
-    request = RunRequest(argv=step.argv, gpu=step.uses_gpus, binds=plan.request.binds)
-    folders = folders_to_bind(request, shared)
+    folders = folders_to_bind(step.argv, plan.request.binds, shared)
     covered = any(plan.folder.is_relative_to(folder) for folder in folders)
     return folders if covered else [*folders, str(plan.folder)]
 
@@ -187,9 +187,9 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
         if not is_set and name not in environment:
             raise UsageError(f"--env {name}: is not set here; --env {name}=VALUE")
         value = value if is_set else environment[name]
-        # What is for the task alone must not change the runtime outside, as PATH or LD_LIBRARY_PATH would.
-        prefixes_inside = ("",) if re.fullmatch(passes(), name) else ("APPTAINERENV_", "SINGULARITYENV_")
-        kept |= {f"{prefix}{name}": value for prefix in prefixes_inside}
+        # For the task alone: it must not change the runtime outside, as PATH or LD_LIBRARY_PATH would. What a site's
+        # modules set for containers does not replace it.
+        kept |= {f"{prefix}{name}": value for prefix in ("APPTAINERENV_", "SINGULARITYENV_")}
     return "".join(f"export {name}={quote(value)}\n" for name, value in sorted(kept.items()))
 
 

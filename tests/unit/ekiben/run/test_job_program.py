@@ -43,6 +43,19 @@ def test_a_task_gets_the_grace_period_of_its_job(node: Node) -> None:
     assert "APPTAINERENV_EKIBEN_GRACE_SECONDS" not in node.environment
 
 
+def test_values_reach_a_task_as_they_are(node: Node) -> None:
+    value = "$(touch pwned) `touch pwned` $HOME \"'\\ line\nend\\"
+    node.run(node.plan("train", env=(f"WANDB_NAME={value}", f"MINE={value}")), APPTAINERENV_WANDB_NAME="a site's")
+    assert [node.environment[f"APPTAINERENV_{name}"] for name in ("WANDB_NAME", "MINE")] == [value, value]
+    assert node.environment["APPTAINER_NO_EVAL"] == node.environment["SINGULARITY_NO_EVAL"] == "1"
+
+
+def test_what_breaks_an_image_stays_outside(node: Node) -> None:
+    output = node.run(node.plan("train"), APPTAINERENV_PYTHONPATH="/site", SINGULARITYENV_LD_PRELOAD="/site.so")
+    assert "APPTAINERENV_PYTHONPATH is not passed on: the image has its own" in output
+    assert not {"APPTAINERENV_PYTHONPATH", "SINGULARITYENV_LD_PRELOAD"} & node.environment.keys()
+
+
 # ------------------------------------------------------------------------------------------------------ arguments
 
 WORD = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")) | st.text(
@@ -249,7 +262,7 @@ def test_gpus_are_those_of_the_job(
 ) -> None:
     device = node.folder / "nvidiactl"
     device.touch()
-    monkeypatch.setattr("ekiben.run.jobs.script.GPU_DEVICE", str(device))
+    monkeypatch.setattr("ekiben.run.contract.GPU_DEVICE", str(device))
     job = node.write(node.plan(task, **request_))
     node.run(job, **environment)
     assert (b"--nv" in node.argv) == nv

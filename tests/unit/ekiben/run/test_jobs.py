@@ -19,12 +19,12 @@ from ekiben.cli import root
 from ekiben.core.errors import SchedulerError, UsageError
 from ekiben.core.settings import JobDefaults
 from ekiben.run import schedulers
+from ekiben.run.contract import passes
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.records import find_runs, jobs_named
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
 from ekiben.run.jobs.runs import job_status, status
-from ekiben.run.jobs.script import JOB_PROGRAM
-from ekiben.run.launch import passes
+from ekiben.run.jobs.script import job_program
 from ekiben.run.schedulers import Job, clock, load, names, seconds_of, slurm
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import TaskFile, find_recipe
@@ -51,7 +51,7 @@ def directives(text: str) -> list[str]:
 
 
 def test_job_program_passes_bash_syntax_check() -> None:
-    subprocess.run(["bash", "-n", JOB_PROGRAM], check=True)
+    subprocess.run(["bash", "-n"], input=job_program(), text=True, check=True)
 
 
 @pytest.mark.parametrize("scheduler", schedulers.names())
@@ -79,7 +79,7 @@ def test_slurm_job_script() -> None:
         "--time=2:00:00",
         "--signal=B:USR1@600",
     ]
-    assert {"processes=", "planned_gpus=4", "gpu_device=/dev/nvidiactl"} <= set(text.splitlines())
+    assert {"processes=", "planned_gpus=4", "uses_gpus=yes"} <= set(text.splitlines())
 
 
 def test_abci_2_job_script() -> None:
@@ -141,7 +141,7 @@ def test_dependent_steps() -> None:
     assert "steps_before=()\n" in first
     assert "steps_before=(1-prepare)\n" in second
     assert "steps_before=(2-train)\n" in third
-    assert ["gpu_device=\n" in text for text in (first, second, third)] == [
+    assert ["uses_gpus=\n" in text for text in (first, second, third)] == [
         True,
         False,
         False,
@@ -161,8 +161,7 @@ def test_array_job_for_each_seed() -> None:
 
 
 def test_job_environment_equals_that_of_run() -> None:
-    (text,) = scripts(made("train"))
-    pattern = re.search(r"variables_passed='([^']*)'", text)
+    pattern = re.search(r"variables_passed='([^']*)'", job_program())
     assert pattern
     assert pattern[1] == passes()
     for name, gets_in in {

@@ -11,7 +11,8 @@ import pytest
 
 from ekiben.core.errors import EngineError, UsageError
 from ekiben.gpu import container_gpus
-from ekiben.run.launch import COMPILED_CODE, Launch, RunRequest, choose_runtime, folders_to_bind, launch, protect_caches
+from ekiben.run.contract import COMPILED_CODE, folders_to_bind, protect_caches
+from ekiben.run.launch import Launch, RunRequest, choose_runtime, launch
 
 SIF, TAG = Path("x.sif"), "ekiben/x:latest"
 
@@ -248,7 +249,7 @@ def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
         "--set=data=link.jsonl": 3,
         "other.jsonl": 1,
     }.items():
-        assert len(folders_to_bind(RunRequest(argv=("train", argument), gpu=False), {})) == count, argument
+        assert len(folders_to_bind(("train", argument), (), {})) == count, argument
     (here / "cache").symlink_to(tmp_path / "models")
     assert bound(launched("apptainer", {"HF_HOME": str(here / "cache")}, "train")) == [
         str(here),
@@ -259,15 +260,22 @@ def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:
     (here / "linked").mkdir()
     (here / "linked/talk.jsonl").symlink_to(tmp_path / "deep/talk.jsonl")
     for model, folders in (("../models", ["deep", "models"]), ("linked", ["deep"])):
-        request = RunRequest(argv=("train", "--set", f"model={model}"), gpu=False)
-        assert folders_to_bind(request, {}) == sorted([str(here), *(str(tmp_path / name) for name in folders)])
+        assert folders_to_bind(("train", "--set", f"model={model}"), (), {}) == sorted(
+            [str(here), *(str(tmp_path / name) for name in folders)]
+        )
     (here / "loop").symlink_to("loop")
     assert bound(launched("apptainer", {}, "train", "--data", "./loop")) == [str(here)]
 
 
+def test_values_are_not_evaluated_by_a_shell(here: Path) -> None:
+    ready = launched("apptainer", {"HF_TOKEN": "hf_$abc", "APPTAINER_NO_EVAL": "0"}, "train")
+    assert (ready.environment["APPTAINER_NO_EVAL"], ready.environment["SINGULARITY_NO_EVAL"]) == ("1", "1")
+    assert inside(ready)["HF_TOKEN"] == "hf_$abc"
+
+
 def test_argument_longer_than_a_path_is_not_bound(here: Path) -> None:
     for word in ("x" * 5000, f"/tmp/{'x' * 300} and/or", "a/" * 3000, "あ/" + "い" * 100):
-        assert folders_to_bind(RunRequest(argv=("chat", word), gpu=False), {}) == [str(here)]
+        assert folders_to_bind(("chat", word), (), {}) == [str(here)]
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, None])

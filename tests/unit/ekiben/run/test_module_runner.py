@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.run.launch import COMPILED_CODE
+from ekiben.run.contract import COMPILED_CODE
 from ekiben.run.modulefile import command_files
 from support.programs import write_program
 
