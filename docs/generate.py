@@ -74,6 +74,7 @@ JOB_DEFAULTS = {
     "env": "Variables for the job: `NAME`, with today's value, or `NAME=VALUE`",
     "bind": "Folders to show in the container",
     "scheduler_args": "Options of the scheduler's own",
+    "check": "What a job compares of its image: `state` (size, times, inode, header), or `digest` (every byte)",
 }
 # What a key means. tests/unit/test_docs.py finds keys that have no meaning here, and those that are no longer there.
 MEANINGS = {

@@ -194,10 +194,10 @@ def build(
 
 
 def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
-    """Open the SIF file ``name``, or that of the recipe ``name`` in this folder.
+    """Open the SIF file ``name``, that of the recipe ``name`` in this folder, or what was published as NAME[:VERSION].
 
     Args:
-        name: a file whose name ends in .sif, or a recipe's name or folder.
+        name: a file, a recipe's name or folder, or a published image; where both are there, the recipe's.
         include: files and folders outside the recipe's own that it may use.
 
     Raises:
@@ -205,18 +205,17 @@ def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
         DefinitionError: recipe.yaml is wrong, or leads out of the recipe's folder.
         StoreError: the file is not there, or is no SIF.
     """
+    from ekiben.core.settings import read_settings
     from ekiben.formats.sif import read_sif
+    from ekiben.images import ImageOptions, find_image
 
-    path = Path(name)
-    if path.suffix != ".sif":
-        from ekiben.spec.recipe import find_recipe
-
-        known_recipe = find_recipe(os.fspath(name), map(Path, include))
-        path = Path(f"{known_recipe.image_name()}.sif")
-        if not path.is_file():
-            raise StoreError(f"{path} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
-    read_sif(path)
-    return Image(path)
+    reference = f"{name}/" if isinstance(name, Path) and name.suffix != ".sif" else os.fspath(name)
+    options = ImageOptions(included=tuple(map(Path, include)), shared=lambda: read_settings(os.environ).shared)
+    image = find_image(reference, options)
+    if image.recipe and not image.sif.is_file():
+        raise StoreError(f"{image.sif} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
+    read_sif(image.sif)
+    return Image(image.sif)
 
 
 class Image:

@@ -125,7 +125,7 @@ def draw_packages() -> str:
         ("7", "start", ["build.py", "python -m ekiben"]),
         ("6", "commands", ["cli", "api"]),
         ("5", "hand over", ["artifacts", "bundle", "publish"]),
-        ("4", "make and check", ["builder", "inspect", "signing", "doctor"]),
+        ("4", "make and check", ["builder", "inspect", "signing", "doctor", "images"]),
         ("3", "resolve, store, run", ["resolve", "project", "store", "executors", "packages", "run"]),
         ("2", "formats and inputs", ["spec", "formats", "registry", "gpu"]),
         ("1", "foundation", ["core"]),

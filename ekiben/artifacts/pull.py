@@ -17,6 +17,7 @@ from ekiben.core.environment import host_arch, platform
 from ekiben.core.errors import FetchError, StoreError
 from ekiben.core.files import digest_of, free_bytes, open_regular
 from ekiben.core.output import check_output_file
+from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.formats.layer import write_entries
 from ekiben.formats.partition import Partition
@@ -29,7 +30,7 @@ from ekiben.registry.client import Registry
 from ekiben.registry.layers import unpacked
 from ekiben.registry.manifest import Descriptor, Manifest
 from ekiben.registry.reference import Reference
-from ekiben.signing.gpg import Key, Keys, SignatureError, unsigned
+from ekiben.signing.gpg import Keys, SignatureError, unsigned
 from ekiben.signing.registry import check_pushed
 from ekiben.signing.sif import check_sif
 from ekiben.store import Store

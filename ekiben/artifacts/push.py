@@ -25,6 +25,7 @@ from typing import Any
 from ekiben.core.checked import Fields
 from ekiben.core.errors import UsageError
 from ekiben.core.files import digest_of
+from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
 from ekiben.formats.oci import MEDIA_CONFIG, MEDIA_LAYER, MEDIA_MANIFEST
@@ -32,7 +33,6 @@ from ekiben.formats.partition import read_partition
 from ekiben.formats.sif import SifBytes, Signature
 from ekiben.registry.client import Blob, Registry
 from ekiben.registry.reference import Reference
-from ekiben.signing.gpg import Key
 from ekiben.signing.registry import sign_pushed
 from ekiben.signing.sif import sign_image
 from ekiben.store import Image, LayerHandle, Store, StoredLayer, keep_sif, known_sif

@@ -256,7 +256,7 @@ def verify_image(resolved: ResolvedRecipe, store: Store, sif: Path | None) -> tu
     sif = sif or Path(f"{image.name}.sif")
     from ekiben.executors import docker as daemon
 
-    in_daemon = daemon.unavailable() is None and daemon.has_image(image.tag, image.image_id)
+    in_daemon = daemon.unavailable() is None and daemon.image_id(image.tag) == image.image_id
     checks = verify(
         image, store, progress, sifs=[sif] if sif.is_file() else [], loaded=["docker"] if in_daemon else [], again=True
     )

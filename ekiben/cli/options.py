@@ -1,4 +1,4 @@
-"""What commands share: the types of their options, options of several commands, and names that options had before."""
+"""What commands share: the types of their options, and options of several commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
 
 if TYPE_CHECKING:
+    from ekiben.images import ImageOptions
     from ekiben.resolve.graph import ResolvedRecipe
+    from ekiben.run.image import NamedImage
     from ekiben.spec.recipe import Recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -241,47 +243,6 @@ class _KeyType(TextType):
         return "" if value == _DEFAULT_KEY else super().convert(value, param, ctx)
 
 
-# ---------------------------------------------------------------------------------------- names that options had before
-
-
-class _FormerName(click.Option):
-    """The name an option had before: hidden, understood for one more release, with a warning."""
-
-    def __init__(self, *args: Any, new: str, new_name: str, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "hidden": True, "expose_value": False, "is_eager": True})
-        self.new, self.new_name = new, new_name
-
-    def handle_parse_result(
-        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
-    ) -> tuple[Any, list[str]]:
-        """Hand what was given under the former name to the option; being eager, before that one is read."""
-        if self.name in opts:
-            if not ctx.resilient_parsing:
-                click.echo(f"warning: {self.opts[0]} is now {self.new}; the old name will be removed", err=True)
-            values = dict(opts)
-            value = values[self.name]
-            if self.multiple:
-                value = [*values.get(self.new_name, []), *value]
-            assert isinstance(opts, dict)  # click's parser makes it for this one call
-            opts[self.new_name] = value
-        return None, args
-
-
-def option(*names: str, former: str | None = None, **settings: Any) -> Callable[[Function], Function]:
-    """Declare an option as click does. ``former`` is the name it had before."""
-
-    def decorate(function: Function) -> Function:
-        if former:
-            new = next(name for name in names if name.startswith("--"))
-            new_name = next((name for name in names if name.isidentifier()), new.lstrip("-").replace("-", "_"))
-            kind = {name: settings[name] for name in ("multiple", "is_flag") if name in settings}
-            old_name = "former_" + former.lstrip("-").replace("-", "_")
-            function = click.option(former, old_name, cls=_FormerName, new=new, new_name=new_name, **kind)(function)
-        return click.option(*names, **settings)(function)
-
-    return decorate
-
-
 # ------------------------------------------------------------------------------------------ options of several commands
 
 
@@ -316,13 +277,40 @@ class RecipeOptions:
         return resolve(named, stack=self.stack, arguments=dict(self.arguments), gpu_arch=self.gpu_arch, arch=self.arch)
 
 
+def find_named(context: Context, reference: str, options: ImageOptions) -> NamedImage:
+    """Find the image that a command line names; a line says which, where two have the name.
+
+    Raises UsageError, DefinitionError, StoreError.
+    """
+    from ekiben.images import find_image
+
+    image = find_image(reference, replace(options, shared=lambda: context.settings.shared))
+    if image.note:
+        context.log(image.note)
+    return image
+
+
+def published_file(context: Context, reference: str) -> str:
+    """Return the SIF of a published NAME[:VERSION]; what names a recipe, a stored image or a path stays as it is.
+
+    Raises UsageError, StoreError.
+    """
+    from ekiben.images import published_sif
+    from ekiben.spec.recipe import recipe_folders
+
+    if "/" in reference or reference.endswith(".sif"):
+        return reference
+    if ":" not in reference and (reference in recipe_folders() or context.store.image(reference)):
+        return reference
+    sif = published_sif(reference, context.settings.shared)
+    return str(sif) if sif else reference
+
+
 def include_option(
-    purpose: str = "Let the recipe use this file or folder outside its own; may repeat.", former: str | None = None
+    purpose: str = "Let the recipe use this file or folder outside its own; may repeat.",
 ) -> Callable[[Function], Function]:
-    """Add --include; the command gets ``included``. ``former`` is the name that the option had before."""
-    return option(
-        "--include", "included", former=former, multiple=True, type=PathType(), metavar="FILE|DIR", help=purpose
-    )
+    """Add --include; the command gets ``included``."""
+    return click.option("--include", "included", multiple=True, type=PathType(), metavar="FILE|DIR", help=purpose)
 
 
 def image_options(function: Function) -> Function:
@@ -372,10 +360,9 @@ def arch_option(purpose: str) -> Callable[[Function], Function]:
 
 def definition_options(function: Callable[..., None]) -> Callable[..., None]:
     """Add --gpu-arch and --build-arg; the command gets ``gpu_arch`` and ``arguments``, for bind_arguments()."""
-    function = option(
+    function = click.option(
         "--build-arg",
         "arguments",
-        former="--arg",
         multiple=True,
         metavar="NAME=VALUE",
         help="Set an argument of the definition files; may repeat.",

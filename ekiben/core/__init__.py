@@ -15,6 +15,7 @@ __all__ = [
     "output",
     "owner",
     "paths",
+    "pgp_key",
     "plugins",
     "printable",
     "process",

@@ -24,7 +24,10 @@ from ekiben.core.paths import expand_home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDefaults:
-    """Options of `submit` that a user or a site sets once; None: not set. ``env``: NAME or NAME=VALUE."""
+    """Options of `submit` that a user or a site sets once; None: not set. ``env``: NAME or NAME=VALUE.
+
+    ``check``: what a job compares of its image: "state" (size, times, inode, header), or "digest" (every byte).
+    """
 
     account: str | None = None
     partition: str | None = None
@@ -37,6 +40,11 @@ class JobDefaults:
     env: tuple[str, ...] = ()
     bind: tuple[str, ...] = ()
     scheduler_args: tuple[str, ...] = ()
+    check: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.check not in (None, "state", "digest"):
+            raise ValueError(f"check: should be state or digest (found: '{self.check}')")
 
     def describe(self) -> str:
         """Return what is set, for messages; of lists only the name, because a variable may hold a secret."""

@@ -6,9 +6,9 @@ Each finding says what it rests on; a fact that nobody stated is reported as unk
 from __future__ import annotations
 
 import grp
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_
 from ekiben.doctor.machine import build_host, node_here, runtime_of, runtimes_here
 from ekiben.doctor.rules import building, device_code, nodes, runtimes
 from ekiben.gpu.device_code import DeviceCode
-from ekiben.run.launch import RunRequest, choose_runtime, launch
+from ekiben.run.image import NamedImage
+from ekiben.run.launch import RunRequest, Target, launch
 from ekiben.run.site import SiteFile
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import StackFile
@@ -78,18 +79,10 @@ def check_stack(site: SiteFile, stack: StackFile) -> list[Finding]:
     return check(STACK_RULES, site, CheckedImage(declared_requirements(stack, site.node.architecture, 1)))
 
 
-def ask_task(recipe: Recipe, stack: str | None, argv: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
-    """Return the GiB that ``task --dry-run ARGS`` expects, run in the image here without a GPU.
-
-    Raises EngineError when the image cannot be run here, UsageError when it has no such task.
-    """
+def ask_task(target: Target, argv: Sequence[str], environment: Mapping[str, str]) -> float | Finding:
+    """Return the GiB that ``task --dry-run ARGS`` expects, run in the image here without a GPU."""
     task, *arguments = argv
-    recipe.task(task)
-    name = recipe.image_name(stack)
-    sif = Path(f"{name}.sif")
-    program = choose_runtime(name, sif, build_args=recipe.cli_args(stack))
-    request = RunRequest(argv=[task, "--dry-run", *arguments], gpu=False)
-    ready = launch(program, sif, f"ekiben/{name}:latest", request, environment)
+    ready = launch(target, RunRequest(argv=[task, "--dry-run", *arguments], gpu=False), environment)
     done = run(ready.argv, env=ready.environment, check=False)
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
@@ -100,7 +93,7 @@ def ask_task(recipe: Recipe, stack: str | None, argv: Sequence[str], environment
 
 
 def check_here(
-    store: Store, program: str, sif: Path, name: str, *, gpu: bool, log: Callable[[str], None]
+    store: Store, program: str, image: NamedImage, *, gpu: bool, log: Callable[[str], None]
 ) -> list[Finding]:
     """Check whether ``program`` will run the image here; quick once its layers were read."""
     runtime = runtime_of(Path(program).name)
@@ -108,9 +101,9 @@ def check_here(
         return []  # its own message is the better one
     try:
         requirements = (
-            _requirements_in_store(name, store, log)
+            _requirements_in_store(image.name, store, log)
             if runtime.kind == "docker"
-            else requirements_of_sif(sif, store, log)
+            else requirements_of_sif(image.sif, store, log)
         )
     except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
         return [Finding("warning", "image", f"what is in it could not be read: {error}")]
@@ -130,35 +123,39 @@ def _foreign(arch: str) -> Finding:
     return Finding("warning", "machine", f"{message}: it is emulated, some ten times slower, and sees no GPU")
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked: an image, called ``title``.
+
+    ``resolve``: resolves its recipe; ``task``: whose memory is checked, too; ``ask``: returns what it expects.
+    """
+
+    image: NamedImage
+    title: str
+    resolve: Callable[[Recipe], ResolvedRecipe]
+    task: str = ""
+    ask: Callable[[], float | Finding] | None = None
+
+
 def consult(
-    store: Store,
-    image: str | None,
-    site: SiteFile | None,
-    output: Path,
-    *,
-    argv: Sequence[str],
-    stack: str | None,
-    find: Callable[[str], Recipe],
-    resolved: Callable[[str], ResolvedRecipe],
-    log: Callable[[str], None],
+    store: Store, subject: Subject | None, site: SiteFile | None, output: Path, log: Callable[[str], None]
 ) -> list[Section]:
     """Return all findings about an image, on a site's nodes or here, and about building here.
 
-    ``argv``: a task and its arguments, whose memory is checked too; ``find`` finds a recipe, ``resolved`` resolves it.
-    Raises UsageError, DefinitionError, StoreError.
+    Raises UsageError, DefinitionError, StoreError, EngineError.
     """
     where = site or SiteFile(name="this machine", description="", node=node_here(), runtimes=runtimes_here())
     sections = []
     needed = building.TORCH_BUILD
-    if image is not None:
-        requirements, missing = _requirements_of(image, store, resolved, log)
-        title = f"{image} on {described(where)}"
+    if subject is not None:
+        requirements, missing = _requirements_of(subject, store, log)
+        title = f"{subject.title} on {described(where)}"
         notes = [Finding("info", "image", f"not built yet: by what {requirements.name} declares")] if missing else []
         findings = [*notes, *check_image(where, requirements, known_stacks())]
-        if argv:
-            log(f"asking {argv[0]} --dry-run for the memory it expects")
-            asked = ask_task(find(image), stack, argv, os.environ)
-            findings += [asked] if isinstance(asked, Finding) else nodes.check_memory(where, argv[0], asked)
+        if subject.ask:
+            log(f"asking {subject.task} --dry-run for the memory it expects")
+            asked = subject.ask()
+            findings += [asked] if isinstance(asked, Finding) else nodes.check_memory(where, subject.task, asked)
         sections.append(Section("run", title, findings))
         needed = building.TORCH_BUILD if missing else requirements.size
     else:
@@ -189,16 +186,14 @@ _NOTHING = ImageRequirements(
 )
 
 
-def _requirements_of(
-    image: str, store: Store, resolved: Callable[[str], ResolvedRecipe], log: Callable[[str], None]
-) -> tuple[ImageRequirements, bool]:
+def _requirements_of(subject: Subject, store: Store, log: Callable[[str], None]) -> tuple[ImageRequirements, bool]:
     """Return an image's requirements, and whether they are only declared because it is not built."""
-    if image.endswith(".sif") or (Path(image).is_file() and Path(image).suffix != ".yaml"):
-        return requirements_of_sif(Path(image), store, log), False
-    recipe = resolved(image)
+    if subject.image.recipe is None:
+        return requirements_of_sif(subject.image.sif, store, log), False
+    recipe = subject.resolve(subject.image.recipe)
     stored = [layer for step in recipe.layers if (layer := store.layer(step.cache_key))]
     if len(stored) == len(recipe.layers):
-        return requirements_of_layers(image, stored, store, recipe.stack.arch, log), False
+        return requirements_of_layers(subject.title, stored, store, recipe.stack.arch, log), False
     # Only the layer of this name brings the stack's torch and CUDA.
     gpu = any(step.name == "pytorch" for step in recipe.layers)
     return declared_requirements(recipe.stack.file, recipe.stack.arch, len(recipe.layers), gpu=gpu), True

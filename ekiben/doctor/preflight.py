@@ -12,29 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ekiben.core.errors import StoreError, UsageError, nearest
-from ekiben.core.files import open_regular
+from ekiben.core.errors import UsageError, nearest
 from ekiben.core.process import run, which
-from ekiben.formats.sif import read_sif
-from ekiben.formats.squashfs.reader import SquashfsReader
-from ekiben.run.launch import RunRequest, launch
-from ekiben.spec.recipe import ShippedRecipe
+from ekiben.run.image import RECIPE_FOLDER, NamedImage, read_in_sif, shipped_recipe
+from ekiben.run.launch import RunRequest, Target, launch
 
-_RECIPE = "opt/ekiben/recipe"
 _CONCLUSIVE = (2, 3)  # of tasks: a wrong option or setting; it will not fit
 _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 
 
-def shipped_recipe(sif: Path) -> ShippedRecipe | None:
-    """Return the recipe in an image; None for one that is not of Ekiben.
-
-    Raises ValueError when recipe.yaml is broken.
-    """
-    text = _read(sif, f"{_RECIPE}/recipe.yaml")
-    return None if text is None else ShippedRecipe.parse(text)
-
-
-def check_image_of(sif: Path, recipe: str, tasks: Sequence[str]) -> Mapping[str, bytes]:
+def check_image_of(sif: Path, image: NamedImage, tasks: Sequence[str]) -> Mapping[str, bytes]:
     """Return the entrypoint of each task in the image; none for an image that is not of Ekiben.
 
     Raises UsageError when it is another recipe's, or lacks a task.
@@ -43,13 +30,14 @@ def check_image_of(sif: Path, recipe: str, tasks: Sequence[str]) -> Mapping[str,
         shipped = shipped_recipe(sif)
     except ValueError as error:
         raise UsageError(
-            f"{sif}: /{_RECIPE}/recipe.yaml {error}", hint="--force submits without looking into the image"
+            f"{sif}: /{RECIPE_FOLDER}/recipe.yaml {error}", hint="--force submits without looking into the image"
         ) from error
     if shipped is None:
         return {}
-    if shipped.name != recipe:
+    if image.recipe and shipped.name != image.recipe.file.name:
         raise UsageError(
-            f"{sif} is an image of the recipe '{shipped.name}', not of '{recipe}'", hint="--sif FILE, or --force"
+            f"{sif} is an image of the recipe '{shipped.name}', not of '{image.recipe.file.name}'",
+            hint="--sif FILE, or --force",
         )
     for task in tasks:
         if task not in shipped.tasks:
@@ -57,7 +45,9 @@ def check_image_of(sif: Path, recipe: str, tasks: Sequence[str]) -> Mapping[str,
                 f"{sif} has no task '{task}'." + nearest(task, shipped.tasks),
                 hint="build the image again: recipe.yaml has the task, and the image is older; or --force",
             )
-    scripts = {task: _read(sif, f"{_RECIPE}/entrypoints/{shipped.tasks[task].entrypoint}") for task in tasks}
+    scripts = {
+        task: read_in_sif(sif, f"{RECIPE_FOLDER}/entrypoints/{shipped.tasks[task].entrypoint}") for task in tasks
+    }
     return {task: script for task, script in scripts.items() if script is not None}
 
 
@@ -132,7 +122,7 @@ def try_arguments(
     shown = " ".join([task, "--dry-run", *options])
     log(f"trying {shown} with these arguments")
     request = RunRequest(argv=[task, "--dry-run", *options, *arguments], gpu=False)
-    ready = launch(program, sif, "", request, environment)
+    ready = launch(Target(program, str(sif)), request, environment)
     done = run(ready.argv, env=ready.environment, check=False)
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
     if done.returncode == _RUNTIME_FAILED:
@@ -150,17 +140,3 @@ def try_arguments(
             "\n".join([f"{shown} ended with exit code {done.returncode}:", *lines]),
             hint="--force submits without trying the arguments",
         )
-
-
-def _read(sif: Path, path: str) -> bytes | None:
-    """Return a file of the image; None when it has none, or is of a kind that only runtimes read."""
-    try:
-        info = read_sif(sif)
-        with open_regular(sif) as stream:
-            for layer in reversed(info.layers):
-                reader = SquashfsReader(stream, layer.offset)
-                if (entry := reader.lookup(path)) is not None:
-                    return reader.read_file(path) if entry.kind == "file" else None
-    except (StoreError, OSError):
-        return None
-    return None

@@ -2,7 +2,7 @@
 
 To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`,
 `unavailable`, `execute`, `try_run`, `remove_cached_images` and `remove_abandoned` (see `Executor`); with `load`,
-`has_image`, `try_image` and `run_argv` as well (see `Runtime`) it also keeps images for `ekiben image --format NAME`
+`image_id`, `try_image` and `run_argv` as well (see `Runtime`) it also keeps images for `ekiben image --format NAME`
 and runs tasks for `ekiben run --runtime NAME`. A distribution of your own can offer one, too: an entry point of the
 group `ekiben.executors` that names the module. tests/unit/test_plugins.py holds each against its Protocol;
 tests/integration/workspaces.py takes it into the tests with real engines. A module whose name begins with an underscore
@@ -131,8 +131,8 @@ class Runtime(Executor, Protocol):
         Raises EngineError, StoreError.
         """
 
-    def has_image(self, name: str, image_id: str) -> bool:
-        """Whether ``name`` is the image of this id."""
+    def image_id(self, name: str) -> str:
+        """Return the id of the image ``name``, "" where there is none. Raises EngineError."""
 
     def try_image(self, image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
         """Run a command in a container of the image that has no network and goes away; its exit code."""
@@ -145,7 +145,7 @@ class Runtime(Executor, Protocol):
 
 
 GROUP = "ekiben.executors"
-_RUNTIME = ("load", "has_image", "try_image", "run_argv")
+_RUNTIME = ("load", "image_id", "try_image", "run_argv")
 
 
 def names() -> list[str]:

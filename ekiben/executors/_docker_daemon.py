@@ -88,31 +88,31 @@ def known_layers() -> set[str]:
     return {",".join(diff_ids[:length]) for diff_ids in layer_lists for length in range(1, len(diff_ids) + 1)}
 
 
-def has_image(name: str, image_id: str) -> bool:
-    """Return whether ``name`` is the image of this id in the daemon."""
+def image_id(name: str) -> str:
+    """Return the id of the image ``name`` in the daemon, "" where there is none. Raises EngineError."""
     from docker.errors import APIError
 
     try:
-        return bool(client().api.inspect_image(name)["Id"] == image_id)
+        return str(client().api.inspect_image(name)["Id"])
     except APIError:
-        return False
+        return ""
 
 
 def load_image(config: bytes, layers: Sequence[oci.LayerSource], name: str) -> str:
     """Bring an image into the daemon under ``name``; layers it has are not sent. Returns the image id."""
-    image_id = oci.digest_of(config)
-    if has_image(name, image_id):
-        return image_id
-    if has_image(image_id, image_id):
+    expected = oci.digest_of(config)
+    if image_id(name) == expected:
+        return expected
+    if image_id(expected) == expected:
         repository, _, tag = name.rpartition(":")
-        client().api.tag(image_id, repository, tag)
-        return image_id
+        client().api.tag(expected, repository, tag)
+        return expected
     present = _present([layer.diff_id for layer in layers], name)
     for leave_out in ([present] if present else []) + [set[str]()]:
         message = _load(oci.archive(config, layers, name, leave_out=leave_out))
-        if has_image(name, image_id):
-            return image_id
-    raise EngineError(f"the Docker daemon did not take {name} as {image_id}: {message[-500:]}")
+        if image_id(name) == expected:
+            return expected
+    raise EngineError(f"the Docker daemon did not take {name} as {expected}: {message[-500:]}")
 
 
 def _present(diff_ids: list[str], name: str) -> set[str]:

@@ -185,7 +185,7 @@ def _layer_image(job: Job) -> str:
     """The layers below as an image in podman's storage. Layers it has already are not sent again."""
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     name = f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}"
-    if not has_image(name, oci.digest_of(config)):
+    if image_id(name) != oci.digest_of(config):
         below = {layer.diff_id for layer in job.lower[:-1]}
         _pull(config, job.lower, name, below, job.scratch)
     return name
@@ -199,10 +199,11 @@ def _marks(upper: Path) -> set[str]:
 # ---------------------------------------------------------------------------------------------------- images for people
 
 
-def has_image(name: str, image_id: str) -> bool:
-    """Return whether ``name`` is the image of this id."""
+def image_id(name: str) -> str:
+    """Return the id of the image ``name``, "" where there is none."""
     inspection = _podman("image", "inspect", "--format", "{{.Id}}", name, check=False)
-    return inspection.returncode == 0 and inspection.stdout.strip() == image_id.removeprefix("sha256:")
+    id = inspection.stdout.strip()
+    return f"sha256:{id}" if inspection.returncode == 0 and id else ""
 
 
 def load(config: bytes, layers: Sequence[oci.LayerSource], name: str, scratch: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from ekiben.core.errors import StoreError, UsageError, nearest
 from ekiben.core.inner_path import InnerPath
-from ekiben.publish._records import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
+from ekiben.images.published import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
 from ekiben.run.modulefile import MODULES
 from ekiben.store.shared import IMAGES, SharedStore, open_shared
 

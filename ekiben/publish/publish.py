@@ -5,7 +5,7 @@ from.
         what people run <name>-<version>-<digest12>.sif           the image: a plain file, read-only; digest12 begins
         its sha256 <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c` <name>-<version>-<digest12>.cdx.json
         its SBOM (ekiben/inspect/sbom.py) <name>-<version>-<digest12>.json          its record
-        (ekiben/publish/_records.py) <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+        (ekiben/images/published.py) <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
         <name>-<version>-<digest12>.runs/         records of runs with it, kept by ekiben/publish/catalog/runs.py
         <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (ekiben/run/modulefile.py)
         current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image,
@@ -39,10 +39,11 @@ from ekiben.core.checked import with_checksum
 from ekiben.core.errors import StoreError, UsageError, VerifyError
 from ekiben.core.files import digest_of
 from ekiben.core.inner_path import InnerPath
+from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition, copy_partition
 from ekiben.formats.sif import SifHeader, Signature, write_sif
-from ekiben.publish._records import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, read_records
+from ekiben.images.published import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, read_records
 from ekiben.run.modulefile import (
     check_shared_dir,
     command_files,
@@ -51,7 +52,6 @@ from ekiben.run.modulefile import (
     modulefile,
     rc_file,
 )
-from ekiben.signing.gpg import Key
 from ekiben.signing.sif import sign_image
 from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif, sif_sha256
 from ekiben.store.shared import IMAGES, SharedStore

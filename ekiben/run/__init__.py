@@ -1,3 +1,15 @@
 """Where tasks run: this machine, or a cluster's jobs."""
 
-__all__ = ["containers", "contract", "copy_local", "jobs", "launch", "live", "modulefile", "printed", "schedulers", "site"]
+__all__ = [
+    "containers",
+    "contract",
+    "copy_local",
+    "image",
+    "jobs",
+    "launch",
+    "live",
+    "modulefile",
+    "printed",
+    "schedulers",
+    "site",
+]

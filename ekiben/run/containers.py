@@ -28,7 +28,7 @@ from ekiben.core.errors import EngineError, UsageError
 from ekiben.core.mounts import bind_args, is_ambiguous
 from ekiben.core.process import ProcessError, run, stream, which
 from ekiben.run.contract import folders_to_bind
-from ekiben.run.launch import RunRequest, launch
+from ekiben.run.launch import RunRequest, Target, launch
 
 _LOST_RACE = "exit status 146"  # 128 + SIGCONT, see ekiben/formats/runtime_files.py
 _STARTS = 16
@@ -205,7 +205,7 @@ class Runtime:
             raise EngineError(str(error)) from error
 
     def _environment(self, request: RunRequest) -> dict[str, str]:
-        return launch(self.program, Path(), "", request, os.environ).environment
+        return launch(Target(self.program, ""), request, os.environ).environment
 
     def _inside(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; whoever is called singularity may be

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ekiben.core.checked import read_regular
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError
 from ekiben.core.files import open_regular
-from ekiben.formats.sif import read_sif
 from ekiben.run.contract import is_private_folder
+from ekiben.run.image import NamedImage, sif_state
 from ekiben.run.schedulers import local_folders
 
 
@@ -36,36 +37,47 @@ def local_folder(environment: Mapping[str, str]) -> Path:
     return folder
 
 
-def copy_local(sif: Path, environment: Mapping[str, str], log: Callable[[str], None]) -> Path:
-    """Return the copy of ``sif`` on the node's own disk, made where it is not there; ``sif`` itself when it is on that
-    disk.
+def copy_local(image: NamedImage, environment: Mapping[str, str], log: Callable[[str], None]) -> Path:
+    """Return the copy of an image's SIF on the node's own disk, made where it is not there; the SIF itself when it is
+    on that disk.
 
     Raises StoreError when there is no folder of this user's own, no space, or the copy differs.
     """
     # flock is dependable here: the folder is local.
-    folder, status = local_folder(environment), sif.stat()
+    folder, sif, status = local_folder(environment), image.sif, image.sif.stat()
     if status.st_dev == folder.stat().st_dev:
         log_decision("copy of the SIF", "none", f"{sif} is on the disk of {folder}")
         return sif
-    target = folder / _copy_name(sif)
+    target = folder / copy_name(sif)
     with (folder / f".{target.name}.lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log(f"another job copies {sif} to {folder}; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.is_symlink() or not target.is_file():
-            _copy_checked(sif, target, status.st_size, log)
-        else:
+        state = folder / f".{target.name}.state"
+        if _is_as_copied(target, state):
             log_decision("copy of the SIF", target, "copied before")
+        else:
+            target.unlink(missing_ok=True)
+            _copy_checked(sif, target, image.sha256, log)
+            state.write_text(f"{sif_state(target).stat}\n", encoding="utf-8")
     return target
 
 
-def _copy_checked(source: Path, target: Path, size: int, log: Callable[[str], None]) -> None:
-    """Copy under the lock; what a killed job left is removed first."""
+def _is_as_copied(copy: Path, state: Path) -> bool:
+    """Return whether a copy is there, and nobody wrote it since."""
+    try:
+        return not copy.is_symlink() and read_regular(state).decode().strip() == sif_state(copy).stat
+    except (OSError, ValueError):
+        return False
+
+
+def _copy_checked(source: Path, target: Path, sha256: str, log: Callable[[str], None]) -> None:
+    """Copy under the lock; what a killed job left is removed first. ``sha256``: expected, "" where nobody knows it."""
     for left in target.parent.glob(f".{target.name}.*.part"):
         left.unlink(missing_ok=True)
-    free = shutil.disk_usage(target.parent).free
+    size, free = source.stat().st_size, shutil.disk_usage(target.parent).free
     if free < size:
         raise StoreError(
             f"{target.parent} has {free / 1e9:.1f} GB free, and {source} has {size / 1e9:.1f} GB",
@@ -74,18 +86,16 @@ def _copy_checked(source: Path, target: Path, size: int, log: Callable[[str], No
     log(f"copying {source} ({size / 1e9:.1f} GB) to {target}")
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     try:
-        with open(handle, "w+b") as copy, open_regular(source) as original:
+        with open(handle, "wb") as copy, open_regular(source) as original:
             read = hashlib.sha256()
             while chunk := original.read(1 << 22):
                 read.update(chunk)
                 copy.write(chunk)
-            copy.flush()
-            copy.seek(0)
-            if hashlib.file_digest(copy, "sha256").digest() != read.digest():
-                raise StoreError(
-                    f"{target}: what was written is not what was read from {source}",
-                    hint="the node's disk is damaged; run it without --copy-local",
-                )
+        if Path(temporary).stat().st_size != size or (sha256 and read.hexdigest() != sha256):
+            raise StoreError(
+                f"{source} changed while it was copied, or is not what its record says",
+                hint="run it without --copy-local, or with an image that is whole",
+            )
         os.chmod(temporary, 0o500)
         os.rename(temporary, target)
     except OSError as error:
@@ -94,8 +104,9 @@ def _copy_checked(source: Path, target: Path, size: int, log: Callable[[str], No
         Path(temporary).unlink(missing_ok=True)
 
 
-def _copy_name(sif: Path) -> str:
-    """Return what a copy of this very file is called."""
-    info = sif.stat()
-    key = hashlib.sha256(f"{read_sif(sif).id} {info.st_size} {info.st_mtime_ns}".encode()).hexdigest()[:16]
+def copy_name(sif: Path) -> str:
+    """Return what a copy of this very file is called, for jobs and `run` alike. Raises OSError."""
+    state = sif_state(sif)
+    size, mtime, _, _ = state.stat.split()
+    key = hashlib.sha256(f"{state.header} {size} {mtime}".encode()).hexdigest()[:16]
     return f"{sif.stem}-{key}.sif"

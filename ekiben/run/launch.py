@@ -1,4 +1,4 @@
-"""Run a recipe's task: the SIF under Apptainer or SingularityCE when both are there, else the Docker image.
+"""Run an image's task: the SIF under Apptainer or SingularityCE when both are there, else the Docker image.
 
 What it gets of this machine: ekiben/run/contract.py.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
@@ -18,12 +17,40 @@ from ekiben.core.paths import expand_home
 from ekiben.core.process import which
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
+from ekiben.run.image import NamedImage
 
 OF_SIF = ("apptainer", "singularity")
-RUNTIMES = (*OF_SIF, "docker")  # others are executors that keep images
-# Program → the words that begin its command, given whether GPUs are wanted; the rest is as Docker has it.
-Containers = Mapping[str, Callable[[bool], Sequence[str]]]
-_NONE: Containers = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine that keeps images.
+
+    ``image_id``: tag → the id of the image here, "" where there is none; raises EngineError where the engine does not
+    answer. ``run_argv``: the words that begin its command, given whether GPUs are wanted; None: as Docker has them.
+    """
+
+    image_id: Callable[[str], str]
+    run_argv: Callable[[bool], Sequence[str]] | None = None
+
+
+Engines = Mapping[str, Callable[[], Engine]]  # by the name of the program, loaded when needed
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What runs an image: ``program`` is Apptainer, SingularityCE or an engine; ``image`` a SIF's path, or the id of an
+    image that the engine keeps: never a name, which an engine would ask a registry for.
+    """
+
+    program: str
+    image: str
+    engine: Engine | None = None
+
+    @property
+    def takes_sif(self) -> bool:
+        """Return whether the program runs a SIF."""
+        return self.engine is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,80 +84,78 @@ class RunRequest:
     publish: str | None = None
 
 
-def choose_runtime(
-    name: str, sif: Path, asked: str = "auto", containers: Containers = _NONE, build_args: str = ""
-) -> str:
-    """Return the program that runs it here: apptainer or singularity for a SIF that exists, else docker.
+def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> Target:
+    """Return what runs the image here: Apptainer or SingularityCE with its SIF, else Docker with an image of its own.
 
-    ``asked`` is one of these, or of ``containers``; ``build_args``: the arguments of a command that builds it (default:
-    its name). Raises UsageError when it is none of them, EngineError when nothing here can run it.
+    ``asked``: "auto", or the program. Raises UsageError when there is no such program, EngineError when nothing here
+    runs it.
     """
     if asked != "auto":
-        program = _asked_runtime(asked, name, sif, containers, build_args or name)
-        log_decision("runtime", program, "--runtime")
-        return program
-    runtime = which("apptainer", "singularity")
-    if runtime and sif.is_file():
-        log_decision("runtime", runtime, f"it runs SIF files, and {sif} is here")
-        return runtime
-    if docker := which("docker"):
-        missing = f"{sif} is not here" if runtime else "neither apptainer nor singularity is on PATH"
-        log_decision("runtime", docker, missing)
-        return docker
-    missing = f"{sif} is not there" if runtime else "neither apptainer nor singularity nor docker is on PATH"
-    raise EngineError(f"{name} cannot be run here: {missing}", hint=f"{command_name()} image {build_args or name}")
+        target = _asked_target(image, engines, asked)
+        log_decision("runtime", target.program, "--runtime")
+        return target
+    runtime, has_sif = which(*OF_SIF), image.sif.is_file()
+    if runtime and has_sif:
+        log_decision("runtime", runtime, f"it runs SIF files, and {image.sif} is here")
+        return Target(runtime, str(image.sif))
+    missing = [] if runtime else ["neither apptainer nor singularity is on PATH"]
+    missing += [] if has_sif else [f"{image.sif} is not there"]
+    if image.build_args and (docker := which("docker")):
+        engine = engines["docker"]()
+        try:
+            if image_id := engine.image_id(image.tag):
+                log_decision("runtime", docker, "; ".join(missing))
+                return Target(docker, image_id, engine)
+            missing.append(f"docker has no image {image.tag}")
+        except EngineError as error:
+            missing.append(str(error))
+    raise EngineError(f"{image.name} cannot be run here: {'; '.join(missing)}", hint=image.build_hint)
 
 
-def takes_sif(program: str) -> bool:
-    """Return whether ``program`` runs a SIF; what does not runs an image that it keeps itself."""
-    return Path(program).name in OF_SIF
-
-
-def _asked_runtime(asked: str, name: str, sif: Path, containers: Containers, build_args: str) -> str:
-    known = (*RUNTIMES, *containers)
+def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
+    known = (*OF_SIF, *engines)
     if asked not in known:
         raise UsageError(f"--runtime: no runtime '{asked}'." + nearest(asked, ["auto", *known]))
     program = which(asked)
     if program is None:
-        raise EngineError(f"{name} cannot be run here: {asked} is not on PATH")
-    if asked in OF_SIF and not sif.is_file():
-        raise EngineError(f"{name} cannot be run here: {sif} is not there", hint=f"{command_name()} image {build_args}")
-    return program
+        raise EngineError(f"{image.name} cannot be run here: {asked} is not on PATH")
+    if asked in OF_SIF:
+        if not image.sif.is_file():
+            raise EngineError(f"{image.name} cannot be run here: {image.sif} is not there", hint=image.build_hint)
+        return Target(program, str(image.sif))
+    if not image.build_args:
+        raise UsageError(f"--runtime {asked}: {image.sif} is a SIF file, which {asked} does not run")
+    engine = engines[asked]()
+    image_id = engine.image_id(image.tag)
+    if not image_id:
+        hint = f"{image.build_hint} --format {asked}"
+        raise EngineError(f"{image.name} cannot be run here: {asked} has no image {image.tag}", hint=hint)
+    return Target(program, image_id, engine)
 
 
-def launch(
-    program: str,
-    sif: Path,
-    tag: str,
-    request: RunRequest,
-    environment: Mapping[str, str],
-    containers: Containers = _NONE,
-) -> Launch:
+def launch(target: Target, request: RunRequest, environment: Mapping[str, str]) -> Launch:
     """Return the command that does ``request`` in the image. Makes the folders of caches.
 
     Raises UsageError when one cannot be made, or a folder to bind is not there.
     """
     environment = protect_caches(environment)
     folders = folders_to_bind(request.argv, request.binds, environment)
-    if Path(program).name == "docker":
-        return _container(_docker_argv(request, environment), tag, request, environment, folders)
-    if not takes_sif(program):
-        return _container(containers[Path(program).name](request.gpu), tag, request, environment, folders)
-    return _sif(program, sif, request, environment, folders)
+    if target.engine is None:
+        return _sif(target, request, environment, folders)
+    begin = target.engine.run_argv(request.gpu) if target.engine.run_argv else _docker_argv(request, environment)
+    return _container(begin, target.image, request, environment, folders)
 
 
-def _sif(
-    program: str, sif: Path, request: RunRequest, environment: Mapping[str, str], folders: Sequence[str]
-) -> Launch:
+def _sif(target: Target, request: RunRequest, environment: Mapping[str, str], folders: Sequence[str]) -> Launch:
     """Apptainer reads APPTAINERENV_*, SingularityCE SINGULARITYENV_*; whoever is called singularity may be either."""
-    prefixes = ["APPTAINERENV_"] if Path(program).name == "apptainer" else ["APPTAINERENV_", "SINGULARITYENV_"]
+    prefixes = ["APPTAINERENV_"] if Path(target.program).name == "apptainer" else ["APPTAINERENV_", "SINGULARITYENV_"]
     leaks = {f"{prefix}{name}" for prefix in ("APPTAINERENV_", "SINGULARITYENV_") for name in LEAKS}
     kept = {name: value for name, value in environment.items() if name not in leaks}
     inside = {f"{prefix}{name}": environment[name] for name in passed(environment) for prefix in prefixes}
     here = Path.cwd()
     action = "exec" if request.executes else "run"
     argv = [
-        program,
+        target.program,
         action,
         "--cleanenv",
         *(["--nv"] if request.gpu else []),
@@ -138,7 +163,7 @@ def _sif(
         str(here),
         *(word for folder in folders for word in bind_args(folder)),
         *(word for inside, path in request.mounts.items() for word in bind_args(path, inside, read_only=True)),
-        str(sif),
+        target.image,
         *request.argv,
     ]
     return Launch(argv, {**inside, **kept, **NO_EVALUATION}, tuple(sorted(leaks & environment.keys())))
@@ -148,11 +173,21 @@ def _docker_argv(request: RunRequest, environment: Mapping[str, str]) -> list[st
     limits = ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864"]  # what NCCL pins, and its threads
     gpus = [*container_gpus.docker_args(), *limits]
     port = ["--publish", f"{request.publish}:{request.publish.rpartition(':')[2]}"] if request.publish else []
-    return ["docker", "run", "--rm", "--init", *_identity(environment), *(gpus if request.gpu else []), *port]
+    return [
+        "docker",
+        "run",
+        "--rm",
+        "--init",
+        "--pull",
+        "never",
+        *_identity(environment),
+        *(gpus if request.gpu else []),
+        *port,
+    ]
 
 
 def _container(
-    argv: Sequence[str], tag: str, request: RunRequest, environment: Mapping[str, str], folders: Sequence[str]
+    argv: Sequence[str], image: str, request: RunRequest, environment: Mapping[str, str], folders: Sequence[str]
 ) -> Launch:
     """Return the command for a program with Docker's options; ``argv`` begins it, and asks for the GPUs."""
     settings = dict(environment)
@@ -177,7 +212,7 @@ def _container(
         *(word for folder in folders for word in volume_args(folder, folder)),
         *(word for inside, path in request.mounts.items() for word in volume_args(path, inside, read_only=True)),
         *(word for name in names for word in ("--env", name)),
-        tag,
+        image,
         *request.argv,
     ]
     return Launch([*argv], settings)

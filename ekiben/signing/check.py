@@ -7,11 +7,12 @@ from pathlib import Path
 
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
+from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
-from ekiben.signing.gpg import Key, unsigned
+from ekiben.signing.gpg import unsigned
 from ekiben.signing.registry import check_pushed
 from ekiben.signing.sif import check_sif
 

@@ -15,22 +15,12 @@ from urllib.parse import unquote
 from ekiben.core.checked import read_regular
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, VerifyError
+from ekiben.core.pgp_key import Key
 from ekiben.core.process import run, which
 
 _HASHES = {"8": "sha256", "9": "sha384", "10": "sha512"}  # RFC 4880, 9.4; the older ones count for nothing
 _FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
 _PASSPHRASE = re.compile(r"pinentry|passphrase|ioctl|cancel|timeout|PIN\b", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """``fingerprint`` is the primary key's, whichever subkey signs."""
-
-    fingerprint: str
-    user: str
-
-    def __str__(self) -> str:
-        return f"{self.user} {self.fingerprint}".strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ import json
 import time
 
 from ekiben.core.checked import Fields, parse_json
+from ekiben.core.pgp_key import Key
 from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
-from ekiben.signing.gpg import Key, Keys, SignatureError, worst
+from ekiben.signing.gpg import Keys, SignatureError, worst
 
 MEDIA_SIGNATURE = "application/vnd.ekiben.simple-signing.v1+pgp"
 _KIND = "atomic container signature"

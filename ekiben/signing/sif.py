@@ -16,6 +16,7 @@ from typing import IO
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import StoreError
 from ekiben.core.files import open_regular
+from ekiben.core.pgp_key import Key
 from ekiben.formats.sif import (
     NO_GROUP,
     SIGNATURE,
@@ -29,7 +30,7 @@ from ekiben.formats.sif import (
     signed_message,
 )
 from ekiben.signing import gpg
-from ekiben.signing.gpg import Key, Keys, SignatureError, unsigned, worst
+from ekiben.signing.gpg import Keys, SignatureError, unsigned, worst
 from ekiben.store import Image, Store
 
 _MOST = 1 << 20  # bytes of a signature

@@ -110,15 +110,17 @@ class ShippedRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ShippedTask:
-    """A task with the files it needs in the image."""
+    """A task with the files it needs in the image; ``launch`` as in TaskFile."""
 
     entrypoint: str
     help: str
+    launch: str
 
     @classmethod
     def parse(cls, fields: Fields) -> ShippedTask:
         """Parse the fields. Raises ValueError for what is wrong."""
-        return cls(fields.text("entrypoint"), fields.text("help", ""))
+        launch = fields.text("launch", "") or _FORMER_LAUNCH.get(fields.text("runs_on", ""), "single")
+        return cls(fields.text("entrypoint"), fields.text("help", ""), launch if launch in LAUNCH else "single")
 
 
 @dataclass(frozen=True)  # no slots: cached_property

@@ -9,6 +9,7 @@ LayerProvider, fetch_layer   where layers are looked up, in order
 Image, known_sif, keep_sif   a finished image, and the digests of its SIFs
 check_sif, note_sif          whether a SIF file is an image's, byte for byte
 sif_sha256                   its SHA-256, computed once while the file is unchanged
+known_sif_sha256             the same where it was computed before, else ""
 prune, damaged_records       remove what no image needs
 reachable                    what images need
 shared                       the store that many users read and some write
@@ -19,7 +20,7 @@ from ekiben.store._records import CompileStats, ImageRecord, StageOutput, Stored
 from ekiben.store.gc import damaged_records, prune, reachable
 from ekiben.store.image import Image, keep_sif, known_sif
 from ekiben.store.layers import LayerHandle, LayerProvider, bind_layers, fetch_layer
-from ekiben.store.sif_check import check_sif, note_sif, sif_sha256
+from ekiben.store.sif_check import check_sif, known_sif_sha256, note_sif, sif_sha256
 from ekiben.store.store import Store, default_root
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "fetch_layer",
     "keep_sif",
     "known_sif",
+    "known_sif_sha256",
     "note_sif",
     "prune",
     "reachable",

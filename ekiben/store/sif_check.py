@@ -55,6 +55,20 @@ def sif_sha256(header: SifHeader, path: AnyPath, store: Store) -> str:
     return sha256
 
 
+def known_sif_sha256(path: Path, store: Store) -> str:
+    """Return the SHA-256 of a SIF that was noted and has not changed since, "" where there is none.
+
+    Reads the file's header only.
+    """
+    try:
+        id = read_sif(path).id
+        known = _sums(store, id).get(_key(path))
+        is_unchanged = _remembered(store, id).get(_key(path)) == identity(path)
+    except (StoreError, OSError):
+        return ""
+    return known if isinstance(known, str) and is_unchanged else ""
+
+
 def note_sif(
     header: SifHeader, path: AnyPath, store: Store, squashed_digest: str | None = None, *, sha256: str | None = None
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from chaos import network
 from chaos.lab import Case, Lab, digest
 from ekiben.core.inner_path import InnerPath
-from ekiben.publish._records import read_records
+from ekiben.images.published import read_records
 from ekiben.store import Store, check_sif
 from support.sample_recipe import AS_SIF, full_sample, image_of, seeded, without_post
 

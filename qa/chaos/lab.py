@@ -28,7 +28,7 @@ from pathlib import Path
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.cli import commands, main
 from ekiben.core.inner_path import InnerPath
-from ekiben.publish._records import read_records
+from ekiben.images.published import read_records
 from ekiben.publish.publish import publish
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore

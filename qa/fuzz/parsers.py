@@ -36,11 +36,11 @@ from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.gpu.device_code import read_device_code
 from ekiben.gpu.elf import read_library
+from ekiben.images.published import read_records
 from ekiben.inspect._records import published_layers, stored_image
 from ekiben.inspect.sbom import sbom_of
 from ekiben.packages.outdated import find_advisories
 from ekiben.packages.requirements import read_requirements
-from ekiben.publish._records import read_records
 from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune as prune_published
@@ -764,26 +764,26 @@ def job_record(world: World) -> Case:
     """run.json of a submitted run, and the small files that its jobs write."""
     folder = world.path("case/jobs/own-greet-1/x").parent
     record = {
-        "format": 2,
-        "recipe": "greeter",
+        "format": 3,
+        "image": "greeter",
         "recipe_path": "/x",
         "scheduler": "slurm",
         "site": None,
         "site_path": None,
         "sif": "/x.sif",
         "sif_id": None,
-        "sif_sha256": "",
+        "sif_state": {"stat": "1 2.000000000 3.000000000 4", "header": "0" * 64, "sha256": ""},
         "work": "/",
         "submitted": "2026-11-01T00:00:00Z",
         "request": {
             "nodes": 1,
-            "gpus": None,
+            "gpus_per_node": None,
             "env": ["A"],
             "binds": ["/data"],
             "seeds": [],
-            "options": [],
+            "scheduler_args": [],
             "max_resubmits": 20,
-            "stage": False,
+            "copy_local": False,
         },
         "steps": [
             {
@@ -946,7 +946,7 @@ _READERS = {
     "bundle_index": "bundle/_index.py:parse",
     "bundle": "bundle/read.py:_unpack",
     "bundle_record": "bundle/read.py:import_compiled packages/git.py:mount_kept",
-    "version_record": "core/checked.py:parse_json inspect/_records.py:published_layers publish/_records.py:read_record",
+    "version_record": "core/checked.py:parse_json inspect/_records.py:published_layers images/published.py:read_record",
     "definition": "core/files.py:read_source spec/definition.py:read_definition",
     "recipe": "core/files.py:read_yaml spec/recipe.py:read_recipe",
     "config": "core/settings.py:read_settings",
@@ -990,7 +990,7 @@ _READERS = {
     "registry_referrers": "registry/manifest.py:parse_index",
     "registry_token": "registry/session.py:_token",
     "project": "resolve/resolve.py:check_arguments spec/sums.py:check_recipe_locks",
-    "job_record": "run/jobs/records.py:parse",
+    "job_record": "run/copy_local.py:_is_as_copied run/jobs/records.py:parse",
     "oar_answer": "run/schedulers/oar.py:_records",
     "pbs_answer": "run/schedulers/pbs.py:_records",
     "site": "run/site.py:find_site",

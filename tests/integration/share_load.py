@@ -25,7 +25,7 @@ from ekiben.builder.plan import Options
 from ekiben.core.files import open_regular
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.progress import Progress
-from ekiben.publish._records import read_records
+from ekiben.images.published import read_records
 from ekiben.publish.prune import prune
 from ekiben.publish.publish import publish
 from ekiben.resolve.resolve import resolve

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.errors import EngineError, UsageError
-from ekiben.signing.gpg import Key, Keys, SignatureError, check, find_key, known_keys, sign
+from ekiben.core.pgp_key import Key
+from ekiben.signing.gpg import Keys, SignatureError, check, find_key, known_keys, sign
 from support.keyrings import Keyring, keyring, used
 
 pytestmark = pytest.mark.covers("ekiben/signing")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ekiben.run.launch import RunRequest, launch
+from ekiben.run.launch import RunRequest, Target, launch
 from support.module_systems import NAMES, ModuleSystem, module_system
 from test_share import COLLEAGUE, LAB, login
 from workspaces import CA_BUNDLE, Cli, Workspace, give, home_of
@@ -177,7 +177,7 @@ def test_module_has_the_environment_of_run(case: str, lab: Path, here: Path, mon
     with monkeypatch.context() as patch:
         patch.chdir(here)
         patch.setattr(os, "getuid", lambda: here.stat().st_uid)  # caches of others are not used
-        ready = launch("/usr/bin/apptainer", sif, "", RunRequest(argv=argv, gpu=False), environment)
+        ready = launch(Target("/usr/bin/apptainer", str(sif)), RunRequest(argv=argv, gpu=False), environment)
     by_run = seen(ready.argv, here, ready.environment)
     assert by_module == by_run
     assert by_module["argv"] == argv[3:]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.inner_path import InnerPath
-from ekiben.publish._records import read_records
+from ekiben.images.published import read_records
 from support.sample_recipe import SampleRecipe
 
 pytestmark = pytest.mark.covers("ekiben/publish", "ekiben/core")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.inner_path import InnerPath
-from ekiben.publish._records import read_records
+from ekiben.images.published import read_records
 from workspaces import ME, ROOT, USER, Cli, Workspace, home_of
 
 pytestmark = pytest.mark.covers("ekiben/publish", "ekiben/store")

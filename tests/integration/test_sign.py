@@ -15,6 +15,7 @@ from ekiben.artifacts.pull import pull
 from ekiben.artifacts.push import push
 from ekiben.core.errors import UsageError
 from ekiben.core.inner_path import InnerPath
+from ekiben.core.pgp_key import Key
 from ekiben.formats.sif import (
     DESCRIPTOR,
     DESCRIPTORS_AT,
@@ -27,14 +28,14 @@ from ekiben.formats.sif import (
     signed_message,
     write_sif,
 )
+from ekiben.images.published import read_records, tags
 from ekiben.inspect.describe import describe
-from ekiben.publish._records import read_records, tags
 from ekiben.publish.publish import Published, publish
 from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
 from ekiben.signing.check import check_image
-from ekiben.signing.gpg import Key, Keys, SignatureError
+from ekiben.signing.gpg import Keys, SignatureError
 from ekiben.signing.registry import MEDIA_SIGNATURE, sign_pushed
 from ekiben.signing.sif import check_sif
 from ekiben.store import Store

@@ -14,9 +14,10 @@ import pytest
 from ekiben.artifacts.pull import pull
 from ekiben.artifacts.push import push
 from ekiben.builder.build import Options, build
+from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
-from ekiben.signing.gpg import Key, Keys, SignatureError
+from ekiben.signing.gpg import Keys, SignatureError
 from ekiben.signing.sif import check_sif
 from support.keyrings import Keyring, keyring, used
 from support.registries import real_registry

@@ -82,22 +82,22 @@ def record(recipe: Path) -> dict[str, Any]:
     """Return what `submit` records of one job."""
     request = {
         "nodes": 1,
-        "gpus": None,
-        "cpus": 1,
+        "gpus_per_node": None,
+        "cpus_per_node": 1,
         "memory_mib": 900,
-        "processes": None,
-        "resource": None,
-        "group": "g",
+        "processes_per_node": None,
+        "partition": None,
+        "account": "g",
         "qos": None,
         "exclusive": None,
         "env": [],
         "binds": ["/tmp"],
-        "seconds": 60,
-        "notice": 300,
+        "time_seconds": 60,
+        "grace_seconds": 300,
         "max_resubmits": 20,
         "seeds": [],
-        "options": [],
-        "stage": False,
+        "scheduler_args": [],
+        "copy_local": False,
     }
     step = {
         "name": "1-hello",
@@ -109,7 +109,7 @@ def record(recipe: Path) -> dict[str, Any]:
         "seeds": [],
     }
     return {
-        "format": 2,
+        "format": 3,
         "recipe": "hello",
         "recipe_path": str(recipe),
         "request": request,

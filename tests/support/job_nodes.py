@@ -13,6 +13,7 @@ from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.runs import _new_run
 from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
+from support.job_plans import image_of_recipe
 from support.programs import write_program
 
 TASKS = {
@@ -45,12 +46,11 @@ class Node:
 
     def plan(self, *args: str, **request: Any) -> JobPlan:
         return plan(
-            RECIPE,
+            image_of_recipe(RECIPE, self.sif),
             args,
             JobRequest(**request),
             scheduler="slurm",
             site=None,
-            sif=self.sif,
             runs=self.work / "ekiben-runs",
         )
 
@@ -114,7 +114,7 @@ def make_node(folder: Path) -> Node:
 
 def assert_local_folder_is_unused(node: Node, folder: Path) -> None:
     """Run a job that would copy its image to ``folder``."""
-    job = node.write(node.plan("train", stage=True))
+    job = node.write(node.plan("train", copy_local=True))
     output = node.run(job)
     assert "the image is read from" in output
     assert str(node.sif).encode() in node.argv

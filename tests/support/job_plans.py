@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ekiben.run.image import NamedImage
 from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.script import script
@@ -19,14 +20,18 @@ TASKS = {
 RECIPE = Recipe(Path(), RecipeFile(name="mine", description="", stack="cu130", layer="x", tasks=TASKS))
 
 
+def image_of_recipe(recipe: Recipe, sif: Path) -> NamedImage:
+    tasks = {task: file.launch for task, file in recipe.file.tasks.items()}
+    return NamedImage(name=recipe.name, sif=sif, tasks=tasks, recipe=recipe, build_args=recipe.name)
+
+
 def made(*args: str, scheduler: str = "slurm", site: str | None = None, **wanted: Any) -> JobPlan:
     return plan(
-        RECIPE,
+        image_of_recipe(RECIPE, Path("/images/mine.sif")),
         args,
         JobRequest(**wanted),
         scheduler=scheduler,
         site=find_site(site) if site else None,
-        sif=Path("/images/mine.sif"),
         runs=Path("/shared/runs"),
     )
 
@@ -36,13 +41,13 @@ def scripts(run: JobPlan) -> list[str]:
 
 
 SITES = {
-    "slurm": ("slurm-a100", {"nodes": 2, "group": "lab"}),
-    "sge": ("abci-2.0", {"nodes": 2, "group": "gaa", "resource": "rt_F"}),
-    "pbs": ("abci-3.0", {"nodes": 2, "group": "gaa", "resource": "rt_HF"}),
+    "slurm": ("slurm-a100", {"nodes": 2, "account": "lab"}),
+    "sge": ("abci-2.0", {"nodes": 2, "account": "gaa", "partition": "rt_F"}),
+    "pbs": ("abci-3.0", {"nodes": 2, "account": "gaa", "partition": "rt_HF"}),
 }
 
 
 def run_of_three_steps(scheduler: str) -> JobPlan:
     site, asked = SITES.get(scheduler, (None, {"nodes": 2}))
     argv = ["prepare", "--input", "it's a file", "+", "train", "--output", "out-{seed}", "+", "merge"]
-    return made(*argv, scheduler=scheduler, site=site, seconds=7200, seeds=("1", "2"), stage=True, **asked)
+    return made(*argv, scheduler=scheduler, site=site, time_seconds=7200, seeds=("1", "2"), copy_local=True, **asked)

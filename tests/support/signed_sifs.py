@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ekiben.core.pgp_key import Key
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, Signature, signed_message, write_sif
 from ekiben.signing import gpg
-from ekiben.signing.gpg import Key
 from support.small_sifs import DEFFILE, ID, squashfs
 
 ALICE, BOB = "Alice <alice@example.org>", "Bob <bob@example.org>"

@@ -190,8 +190,6 @@ ALLOWED = {  # (file, identifier or one-word string): why it stays
     ("ekiben/bundle/read.py", "member"): "a member of a tar, as tarfile names it",
     ("ekiben/bundle/read.py", "_unpack_member"): "a member of a tar, as tarfile names it",
     ("ekiben/store/image.py", "flat"): "hashed into the ids of squashed SIFs; the keyword belongs with it",
-    ("ekiben/run/jobs/records.py", "notice"): "a key of run.json, which earlier versions wrote",
-    ("tests/support/hostile_runs.py", "notice"): "a key of run.json, which earlier versions wrote",
     ("ekiben/publish/catalog/runs.py", "rows"): "a key of run.json, which the tasks write",
     ("ekiben/publish/catalog/_types.py", "rows"): "a key of run.json, which the tasks write; rows of a plot",
     ("entrypoints/ekiben_tasks/distributed/saved_state.py", "fp32_flat_groups"): "a key of DeepSpeed's checkpoints",

@@ -80,14 +80,11 @@ def problem_of(argv: list[str]) -> str | None:
     while True:
         parser = command.make_parser(ctx)
         try:
-            _, rest, order = parser.parse_args(list(parser_words))
+            _, rest, _ = parser.parse_args(list(parser_words))
         except click.NoSuchOption as error:
             return error.format_message()
         except click.UsageError:  # a value or an argument is left out, as in the name of an option
             return None
-        hidden = [param.opts[0] for param in order if isinstance(param, click.Option) and param.hidden]
-        if hidden:
-            return f"{hidden[0]} is a former name"
         if not isinstance(command, click.Group) or not rest:
             return None
         name, parser_words = rest[0], rest[1:]
@@ -129,7 +126,6 @@ def test_readers_find_commands() -> None:
     readme = ROOT / "README.md"
     assert len(commands(readme, "ekiben")) >= 10
     assert {"image recipe=hello", "run recipe=hello task=hello"} <= set(commands(readme, "make"))
-    assert problem_of(["image", "hello", "--flat"]) == "--flat is a former name"
     assert "no-such" in (problem_of(["image", "hello", "--no-such"]) or "")
     assert problem_of(["wheels", "lend"]) == "no command lend"
     assert problem_of(["--store", "x", "image", "hello", "--format", "sif"]) is None

@@ -31,7 +31,7 @@ def remove_abandoned(*, dry_run=False): return []
 """
 RUNTIME = """\
 def load(config, layers, name, scratch): raise NotImplementedError
-def has_image(name, image_id): return False
+def image_id(name): return ""
 def try_image(image_id, command, log): return 0
 def run_argv(gpu): return ["tester", "run"]
 """
@@ -219,7 +219,7 @@ def test_names_are_found_without_an_import() -> None:
 def test_run_accepts_the_runtimes_of_the_folder(run_cli: RunCli, tmp_path: Path) -> None:
     stderr = run_cli("run", "hello", "--runtime", "podmen", code=2).stderr
     assert "--runtime: no runtime 'podmen'. Did you mean 'podman'?" in stderr
-    program = write_program(tmp_path / "bin" / "podman", "#!/bin/sh\n")
+    program = write_program(tmp_path / "bin" / "podman", "#!/bin/sh\necho an-id\n")
     shown = run_cli(
         "run",
         "hello",
@@ -232,7 +232,7 @@ def test_run_accepts_the_runtimes_of_the_folder(run_cli: RunCli, tmp_path: Path)
     ).stdout
     assert shown.startswith("+ podman --log-level error ")
     assert " run --rm " in shown
-    assert shown.endswith("ekiben/hello:latest hello\n")
+    assert shown.endswith(" sha256:an-id hello\n")
 
 
 class Fits(Protocol):

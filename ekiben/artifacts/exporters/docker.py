@@ -44,7 +44,7 @@ def run_commands(artifact: Artifact, task: str) -> list[str]:
 
 def load_docker(image: Image, store: Store) -> Artifact:
     """Load the image into the daemon, where its id is the digest of its config. Layers the daemon has are not sent."""
-    if daemon.has_image(image.tag, image.image_id):
+    if daemon.image_id(image.tag) == image.image_id:
         return Artifact("docker", image.tag, image.size, False)
     daemon.load_image(image.config, bind_layers(store, image.layers), image.tag)
     return Artifact("docker", image.tag, image.size, True)

@@ -28,7 +28,7 @@ def unavailable() -> str | None:
 
 def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
     """Load the image into podman's storage, where its id is the digest of its config."""
-    if podman.has_image(image.tag, image.image_id):
+    if podman.image_id(image.tag) == image.image_id:
         return Artifact("podman", image.tag, image.size, False)
     with progress.step(f"load {image.tag}"):
         store.open_for_writing()

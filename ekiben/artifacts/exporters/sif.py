@@ -75,9 +75,9 @@ def make_sif(
         known = known_sif(store, header.id)
         file_hash = hashlib.sha256() if with_sha256 and not squash and not known else None
         write_sif(out, partitions, header, on_bytes=on_bytes, file_hash=file_hash)
-        note_sif(header, out, store, partitions[0].digest if squash else None)
-    if file_hash:
-        known = keep_sif(store, header.id, file_hash)
+        if file_hash:
+            known = keep_sif(store, header.id, file_hash)
+        note_sif(header, out, store, partitions[0].digest if squash else None, sha256=None if squash else known)
     return Artifact("sif", str(out), out.stat().st_size, True, known)
 
 

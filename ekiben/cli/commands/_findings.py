@@ -14,17 +14,18 @@ from ekiben.core.printable import printable
 from ekiben.doctor.consult import check_here, check_image, known_stacks
 from ekiben.doctor.findings import Finding, refuse
 from ekiben.doctor.image_requirements import requirements_of_sif
+from ekiben.run.image import NamedImage
 from ekiben.run.site import SiteFile
 from ekiben.store import Store
 
 
-def check_this_machine(context: Context, program: str, sif: Path, name: str, *, gpu: bool) -> None:
+def check_this_machine(context: Context, program: str, image: NamedImage, *, gpu: bool) -> None:
     """Check that ``program`` can run the image here. Raises IncompatibleHostError when it cannot."""
     try:
         store = context.store
     except StoreError:  # running needs none: what the image requires is read again each time
         store = Store(Path(os.devnull))
-    _report(check_here(store, program, sif, name, gpu=gpu, log=context.log))
+    _report(check_here(store, program, image, gpu=gpu, log=context.log))
 
 
 def check_compute_nodes(context: Context, site: SiteFile, sif: Path, *, gpu: bool) -> None:

@@ -14,14 +14,16 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import PathType, TextType, image_options, include_option, option, refuse_ignored
+from ekiben.cli.options import PathType, TextType, find_named, image_options, include_option, refuse_ignored
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError, nearest
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
+from ekiben.images import ImageOptions
 from ekiben.run import launch
 from ekiben.run.contract import gives_gpus
 from ekiben.run.copy_local import copy_local
+from ekiben.run.image import NamedImage
 from ekiben.run.live import VARIABLE, LiveFiles, live_files
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import find_stack
@@ -83,9 +85,8 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
             " anyway."
         ),
     ),
-    option(
+    click.option(
         "--copy-local",
-        former="--stage",
         is_flag=True,
         help="Copy the SIF to the node's own disk first, once for all jobs there.",
     ),
@@ -97,9 +98,32 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
 )
 
 
+def named_image(context: Context, reference: str, start: StartOptions, added_layer: str | None = None) -> NamedImage:
+    """Find the image that a command line names, and check the options that name it.
+
+    Raises UsageError, DefinitionError, StoreError.
+    """
+    for path in start.binds:
+        if not path.is_dir() and not path.is_file():
+            raise UsageError(
+                f"--bind {path}: {'is neither a folder nor a file' if path.exists() else 'no such folder'}"
+            )
+    if start.sif is not None:
+        if not start.sif.is_file():
+            raise UsageError(f"--sif: {start.sif} is {'not a file' if start.sif.exists() else 'not there'}")
+        refuse_ignored("names another image than the file of --sif", "stack", "layers")
+    options = ImageOptions(
+        stack=start.stack, layers=start.layers, included=start.included, sif=start.sif, added_layer=added_layer
+    )
+    image = find_named(context, reference, options)
+    if image.recipe:
+        _check_names(image.recipe, start)
+    return image
+
+
 def start_image(
     context: Context,
-    recipe: Recipe,
+    image: NamedImage,
     argv: Sequence[str],
     start: StartOptions,
     *,
@@ -113,15 +137,8 @@ def start_image(
         EngineError: nothing here runs the image.
         IncompatibleHostError: the image will not work here.
     """
-    _check_names(recipe, start)
-    layered = replace(recipe, layers=start.layers)
-    name = layered.image_name(start.stack)
-    sif = start.sif or Path(f"{name}.sif")
-    containers: launch.Containers = {}
-    if start.runtime not in ("auto", *launch.RUNTIMES):
-        containers = {executor: runtime.run_argv for executor, runtime in runtimes().items()}
-    program = _choose_program(name, sif, start, containers, layered.cli_args(start.stack))
-    live = live_files(recipe) if start.live else LiveFiles({}, "")
+    target = _choose_target(image, start)
+    live = _live_files(image) if start.live else LiveFiles({}, "")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     request = launch.RunRequest(
         argv=argv,
@@ -133,20 +150,20 @@ def start_image(
         publish=publish,
     )
     reason = f"{GPU_DEVICE} exists" if has_gpu() else f"{GPU_DEVICE} does not exist"
-    if has_gpu() and not request.gpu:
+    if start.cpu or (has_gpu() and not request.gpu):
         reason = "--cpu" if start.cpu else "EKIBEN_CPU is set"
     log_decision("GPUs", "all" if request.gpu else "none", reason)
     if not start.dry_run and not start.force:
         from ekiben.cli.commands._findings import check_this_machine  # late: doctor's rules, for a job that starts
 
-        check_this_machine(context, program, sif, name, gpu=request.gpu)
+        check_this_machine(context, target.program, image, gpu=request.gpu)
     if not start.dry_run and start.copy_local:
-        sif = copy_local(sif, context.environment, context.log)
+        target = replace(target, image=str(copy_local(image, context.environment, context.log)))
     # One of an outer run is not this run's.
     environment = {key: value for key, value in context.environment.items() if key != VARIABLE}
     if live.origin:
         environment[VARIABLE] = live.origin
-    ready = launch.launch(program, sif, f"ekiben/{name}:latest", request, environment, containers)
+    ready = launch.launch(target, request, environment)
     click.echo(f"+ {shlex.join(ready.argv)}", err=not start.dry_run)
     for variable in ready.kept_out:
         context.log(f"{variable} is not passed on: the image has its own")
@@ -155,40 +172,55 @@ def start_image(
         os.execvpe(ready.argv[0], ready.argv, ready.environment)
 
 
+def engines(asked: str = "auto") -> launch.Engines:
+    """Return the engines that keep images; those that ``asked`` cannot mean are not loaded."""
+    known: dict[str, Callable[[], launch.Engine]] = {
+        "docker": lambda: launch.Engine(docker_image_id),
+    }
+    if asked not in ("auto", "docker", *launch.OF_SIF):
+        known |= {
+            name: functools.partial(launch.Engine, runtime.image_id, runtime.run_argv)
+            for name, runtime in runtimes().items()
+        }
+    return known
+
+
+def docker_image_id(name: str) -> str:
+    """Return the id of an image in the Docker daemon, "" where there is none. Raises EngineError."""
+    from ekiben.executors import docker  # late: its client
+
+    return docker.image_id(name)
+
+
+def _live_files(image: NamedImage) -> LiveFiles:
+    if image.recipe is None:
+        raise UsageError(f"--live shows a recipe's scripts as they are here, and {image.name} has no recipe here")
+    return live_files(image.recipe)
+
+
 def _check_names(recipe: Recipe, start: StartOptions) -> None:
-    """Raise UsageError for a stack, a layer or a folder that is not there: the image's name is made of the first
-    two.
-    """
+    """Raise UsageError for a stack or a layer that is not there: the image's name is made of them."""
     if start.stack:
         find_stack(start.stack, recipe.image_folders, asked_by="--stack")
     layers = {path.stem for folder in recipe.image_folders for path in folder.glob("*.def")}
     for layer in start.layers:
         if layer not in layers:
             raise UsageError(f"--layer {layer}: no such layer." + nearest(layer, layers))
-    for path in start.binds:
-        if not path.is_dir() and not path.is_file():
-            raise UsageError(
-                f"--bind {path}: {'is neither a folder nor a file' if path.exists() else 'no such folder'}"
-            )
 
 
-def _choose_program(name: str, sif: Path, start: StartOptions, containers: launch.Containers, build_args: str) -> str:
-    """Return the runtime's program, once the options are seen to go together with it."""
-    if start.sif is not None:
-        if not sif.is_file():
-            raise UsageError(f"--sif: {sif} is {'not a file' if sif.exists() else 'not there'}")
-        refuse_ignored("names another image than the file of --sif", "stack", "layers")
-    if start.runtime in (*launch.RUNTIMES, *containers):  # whether or not it is installed
+def _choose_target(image: NamedImage, start: StartOptions) -> launch.Target:
+    """Return what runs the image, once the options are seen to go together with it."""
+    known = engines(start.runtime)
+    if start.runtime in known:  # whether or not it is installed
         _refuse_options_of_sif(start, start.runtime)
-    program = launch.choose_runtime(name, sif, start.runtime, containers, build_args)
-    _refuse_options_of_sif(start, program)
-    return program
+    target = launch.choose_target(image, known, start.runtime)
+    if not target.takes_sif:
+        _refuse_options_of_sif(start, Path(target.program).name)
+    return target
 
 
 def _refuse_options_of_sif(start: StartOptions, program: str) -> None:
-    if launch.takes_sif(program):
-        return
     if start.sif is not None:
-        raise UsageError(f"--sif: {Path(program).name} runs no SIF; leave the option out, or choose another --runtime")
+        raise UsageError(f"--sif: {program} runs no SIF; leave the option out, or choose another --runtime")
     if start.copy_local:
-        raise UsageError(f"--copy-local copies a SIF, and {Path(program).name} runs none; leave the option out")
+        raise UsageError(f"--copy-local copies a SIF, and {program} runs none; leave the option out")

@@ -65,7 +65,7 @@ class BundleResult:
 @engine_option("What fetches the packages.")
 @recipe_options_with(
     include_option(
-        "Add a model or data set, a file or a folder; the recipe may use it, too. May repeat.", former="--with"
+        "Add a model or data set, a file or a folder; the recipe may use it, too. May repeat.",
     )
 )
 @json_option

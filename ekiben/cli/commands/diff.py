@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType, json_option
+from ekiben.cli.options import Command, RecipeType, json_option, published_file
 from ekiben.inspect.diff import ImageDiff, compare
 from ekiben.inspect.image_reader import open_image
 from ekiben.inspect.text import format_diff
@@ -39,12 +39,13 @@ class DiffResult:
 
 
 @click.command("diff", cls=Command, help=__doc__)
-@click.argument("before", metavar="IMAGE|FILE.sif", type=RecipeType())
-@click.argument("after", metavar="IMAGE|FILE.sif", type=RecipeType())
+@click.argument("before", metavar="IMAGE", type=RecipeType())
+@click.argument("after", metavar="IMAGE", type=RecipeType())
 @json_option
 @click.pass_obj
 def command(context: Context, /, before: str, after: str) -> None:
     """Open both, and compare them."""
-    with open_image(before, context.store) as one, open_image(after, context.store) as other:
+    names = [published_file(context, name) for name in (before, after)]
+    with open_image(names[0], context.store) as one, open_image(names[1], context.store) as other:
         differences = compare(one, other)
     context.print(DiffResult(differences))

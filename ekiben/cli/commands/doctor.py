@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 
+from ekiben.cli.commands._start import engines
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
@@ -31,6 +32,7 @@ from ekiben.cli.options import (
     PathType,
     RecipeOptions,
     RecipeType,
+    find_named,
     json_option,
     recipe_options,
     refuse_ignored,
@@ -39,9 +41,11 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import IncompatibleHostError, UsageError
 from ekiben.core.files import atomic_write
 from ekiben.core.output import check_output_file
-from ekiben.doctor.consult import consult
+from ekiben.doctor.consult import Subject, ask_task, consult
 from ekiben.doctor.findings import Section, report, text, worst
 from ekiben.doctor.record import profile_text, record_site
+from ekiben.images import ImageOptions
+from ekiben.run.launch import choose_target
 from ekiben.run.site import find_site
 
 
@@ -66,7 +70,7 @@ class DoctorResult:
 
 
 @click.command("doctor", cls=Command, help=__doc__)
-@click.argument("image", required=False, metavar="[RECIPE|FILE.sif]", type=RecipeType())
+@click.argument("image", required=False, metavar="[IMAGE]", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
 @click.option(
     "--site",
@@ -104,26 +108,30 @@ def command(
         )
         record_machine(context, output)
         return
+    of_recipe = "is for a recipe's image; name the recipe"
     if image is None or image.endswith(".sif"):
-        refuse_ignored(
-            "is for a recipe's image; name the recipe", "stack", "layers", "gpu_arch", "arguments", "included"
-        )
+        refuse_ignored(of_recipe, "stack", "layers", "gpu_arch", "arguments", "included")
+    options = ImageOptions(stack=recipe_options.stack, layers=recipe_options.layers, included=recipe_options.included)
+    named = find_named(context, image, options) if image else None
+    if named and named.recipe is None:
+        refuse_ignored(of_recipe, "gpu_arch", "arguments")
     if site:
         refuse_ignored("is about building on this machine, and --site checks others", "output")
     if output and not output.is_dir():
         check_output_file(output, f"-o {output}")  # an image could not be written there
     site_file = find_site(site).file if site else None
-    sections = consult(
-        context.store,
-        image,
-        site_file,
-        output or Path(),
-        argv=argv,
-        stack=recipe_options.stack,
-        find=recipe_options.find,
-        resolved=recipe_options.resolve,
-        log=context.log,
-    )
+    subject = None
+    if image and named:
+        if argv:
+            named.launch_of(argv[0])
+        subject = Subject(
+            named,
+            image,
+            recipe_options.resolve,
+            task=argv[0] if argv else "",
+            ask=(lambda: ask_task(choose_target(named, engines()), argv, context.environment)) if argv else None,
+        )
+    sections = consult(context.store, subject, site_file, output or Path(), context.log)
     result = DoctorResult(sections)
     context.print(result)
     if result.will_fail:

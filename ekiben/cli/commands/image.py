@@ -39,7 +39,6 @@ from ekiben.cli.options import (
     RecipeType,
     engine_option,
     json_option,
-    option,
     recipe_options,
     refuse_ignored,
 )
@@ -133,9 +132,7 @@ class ImageResult:
 )
 @engine_option("What runs the %post scripts.")
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write the file here (default: ./RECIPE.sif).")
-@option(
-    "--squash", former="--flat", is_flag=True, help="Make a SIF of one partition, for tools that read only the first."
-)
+@click.option("--squash", is_flag=True, help="Make a SIF of one partition, for tools that read only the first.")
 @click.option("--locked", is_flag=True, help="Refuse packages that are not available exactly as locked.")
 @click.option("--offline", is_flag=True, help="Use no network: what is not stored comes from --bundle.")
 @click.option("--bundle", type=PathType(), metavar="FILE", help="Build from this bundle. Implies --offline.")

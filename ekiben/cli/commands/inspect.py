@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType, json_option
+from ekiben.cli.options import Command, RecipeType, json_option, published_file
 from ekiben.inspect.describe import ImageDescription, SifDescription, describe
 from ekiben.inspect.text import format_description
 
@@ -36,9 +36,9 @@ class InspectResult:
 
 
 @click.command("inspect", cls=Command, help=__doc__)
-@click.argument("image", metavar="RECIPE|FILE.sif", type=RecipeType())
+@click.argument("image", metavar="IMAGE", type=RecipeType())
 @json_option
 @click.pass_obj
 def command(context: Context, /, image: str) -> None:
     """Describe it."""
-    context.print(InspectResult(describe(image, context.store)))
+    context.print(InspectResult(describe(published_file(context, image), context.store)))

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import replace
-from pathlib import Path
 
 import click
 
-from ekiben.cli.commands._start import StartOptions, start_image, start_options
+from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
@@ -32,10 +30,11 @@ from ekiben.cli.options import (
     definition_options,
     refuse_ignored,
 )
+from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.process import which
 from ekiben.run.launch import OF_SIF
-from ekiben.spec.recipe import Recipe, find_recipe
+from ekiben.spec.recipe import Recipe
 
 LAYER = "notebook"
 _PORTS = range(8888, 8988)
@@ -78,7 +77,12 @@ def command(
             "is for starting the image, which --no-start leaves out",
             *("port", "ip", "cpu", "binds", "copy_local", "live", "force", "dry_run"),
         )
-    layered = replace(find_recipe(recipe, start.included), added_layer=LAYER, layers=start.layers)
+    image = named_image(context, recipe, start, LAYER)
+    if image.recipe is None:
+        raise UsageError(
+            f"{recipe} is no recipe, and JupyterLab is a layer on a recipe's",
+            hint=f"{command_name()} shell {recipe}, where the image has a notebook of its own",
+        )
     kind = _export_format(start)
     if start.sif is not None:
         refuse_ignored(
@@ -88,19 +92,19 @@ def command(
         _build(
             context,
             RecipeOptions(start.stack, gpu_arch, bind_arguments(arguments)),
-            layered,
+            image.recipe,
             kind,
             verify=not no_verify,
         )
-    elif kind == "sif" and not (sif := Path(f"{layered.image_name(start.stack)}.sif")).is_file():
-        raise UsageError(f"--dry-run: {sif} is not built yet, and would be first", hint="--no-start builds it")
+    elif kind == "sif" and not image.sif.is_file():
+        raise UsageError(f"--dry-run: {image.sif} is not built yet, and would be first", hint="--no-start builds it")
     if no_start:
         return
     port = _choose_port(ip, port)
     publish = f"{ip}:{port}" if kind == "docker" else None
     address = socket.gethostname() if ip == _ANY else ip
     argv = ["ekiben-notebook", f"--port={port}", f"--ip={_ANY if publish else ip}", f"--address={address}"]
-    start_image(context, layered, argv, start, executes=True, publish=publish)
+    start_image(context, image, argv, start, executes=True, publish=publish)
 
 
 def _export_format(start: StartOptions) -> str:

@@ -24,9 +24,10 @@ from ekiben.artifacts.exporters import Artifact
 from ekiben.artifacts.pull import pull
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import Command, OutputFile, TextType, json_option, signature_options
-from ekiben.doctor.preflight import shipped_recipe
+from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
-from ekiben.signing.gpg import Key, known_keys
+from ekiben.run.image import shipped_recipe
+from ekiben.signing.gpg import known_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,9 @@ from ekiben.cli.options import (
     sign_option,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
-from ekiben.signing.gpg import Key, find_key
+from ekiben.signing.gpg import find_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Run a task of a recipe's image.
+"""Run a task of an image.
 
-With Apptainer or SingularityCE and the SIF, else with Docker. Of your environment the image gets what a job needs: its
+IMAGE is a recipe (its name or folder), FILE.sif, or what colleagues published: NAME or NAME:VERSION. It runs with
+Apptainer or SingularityCE and the SIF, else with Docker. Of your environment the image gets what a job needs: its
 scheduler's variables, NCCL's, proxies, HF_TOKEN; not LD_LIBRARY_PATH or PYTHONPATH.
 
 \b
@@ -10,26 +11,27 @@ Examples:
   ekiben run lora-opencalm train --live -- --smoke     (edited scripts, no new image)
   ekiben run hello --cpu
   ekiben run hello --runtime podman
+  ekiben run other.sif train -- --smoke
+  ekiben --shared /groups/lab/ekiben run lora-opencalm:2026.11.27 train -- --smoke
 """
 
 from __future__ import annotations
 
 import click
 
-from ekiben.cli.commands._start import StartOptions, start_image, start_options
+from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, RecipeType
-from ekiben.spec.recipe import find_recipe
 
 
 @click.command("run", cls=Command, help=__doc__, context_settings={"ignore_unknown_options": True})
-@click.argument("recipe", type=RecipeType())
+@click.argument("image", metavar="IMAGE", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
 @start_options
 @click.pass_obj
-def command(context: Context, /, recipe: str, argv: tuple[str, ...], start: StartOptions) -> None:
+def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:
     """Check the machine, then become the container runtime."""
-    recipe_spec = find_recipe(recipe, start.included)
+    named = named_image(context, image, start)
     if argv:
-        recipe_spec.task(argv[0])
-    start_image(context, recipe_spec, argv, start, executes=False)
+        named.launch_of(argv[0])
+    start_image(context, named, argv, start, executes=False)

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, OutputFile, RecipeType
+from ekiben.cli.options import Command, OutputFile, RecipeType, published_file
 from ekiben.core.files import atomic_write
 from ekiben.inspect.sbom import sbom_of
 
@@ -25,12 +25,12 @@ _KINDS = {"Debian's": "pkg:deb/", "Python's": "pkg:pypi/", "of a repository": "p
 
 
 @click.command("sbom", cls=Command, help=__doc__)
-@click.argument("image", metavar="RECIPE|FILE.sif|RECORD.json", type=RecipeType())
+@click.argument("image", metavar="IMAGE|RECORD.json", type=RecipeType())
 @click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="Write it here (default: it is printed).")
 @click.pass_obj
 def command(context: Context, /, image: str, output: Path | None) -> None:
     """Write the SBOM to a file, or print it."""
-    document = sbom_of(image, context.store, context.progress)
+    document = sbom_of(published_file(context, image), context.store, context.progress)
     if output is None:
         click.echo(document, nl=False)
         return

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import click
 
-from ekiben.cli.commands._start import StartOptions, start_image, start_options
+from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import Command, RecipeType
-from ekiben.spec.recipe import find_recipe
 
 # Not every base has bash.
 _SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec sh -i")
 
 
 @click.command("shell", cls=Command, help=__doc__, context_settings={"ignore_unknown_options": True})
-@click.argument("recipe", type=RecipeType())
+@click.argument("image", metavar="IMAGE", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[-- PROGRAM…]", type=click.UNPROCESSED)
 @start_options
 @click.pass_obj
-def command(context: Context, /, recipe: str, argv: tuple[str, ...], start: StartOptions) -> None:
+def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:
     """Check the machine, then become the container runtime with a shell."""
-    start_image(context, find_recipe(recipe, start.included), argv or _SHELL, start, executes=True)
+    start_image(context, named_image(context, image, start), argv or _SHELL, start, executes=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,17 @@ from ekiben.cli.options import (
     PluginType,
     RecipeType,
     TextType,
+    find_named,
     include_option,
     json_option,
-    option,
     refuse_ignored,
 )
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import StoreError, UsageError
 from ekiben.formats.sif import is_sif
+from ekiben.images import ImageOptions, find_image
+from ekiben.run.image import NamedImage
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
@@ -49,7 +51,7 @@ from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds, with
 from ekiben.run.jobs.script import environment_text, job_program, script
 from ekiben.run.schedulers import choose, load, seconds_of
 from ekiben.run.site import Site, find_site
-from ekiben.spec.recipe import find_recipe
+from ekiben.store import known_sif_sha256
 
 _SCHEDULER = PluginType("ekiben.run.schedulers", "ekiben.schedulers", option="--scheduler", kind="scheduler")
 _COUNT = click.IntRange(1)
@@ -94,7 +96,7 @@ class SubmitPreview:
 
 
 @click.command("submit", cls=Command, help=__doc__)
-@click.argument("recipe", required=False, type=RecipeType())
+@click.argument("image", metavar="IMAGE", required=False, type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="TASK [-- ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
 @click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one that is here.")
 @click.option(
@@ -103,25 +105,22 @@ class SubmitPreview:
     metavar="NAME|FILE",
     help="A profile of sites/ or of your own: the cluster's nodes, and how they are requested.",
 )
-@option(
+@click.option(
     "--partition",
-    "resource",
-    former="--resource",
     type=TextType(),
     metavar="NAME",
     help="One of the site's kinds of nodes (default: the smallest that does), or the scheduler's partition or queue.",
 )
-@option("--account", "group", former="--group", type=TextType(), metavar="NAME", help="The group or account that pays.")
+@click.option("--account", type=TextType(), metavar="NAME", help="The group or account that pays.")
 @click.option("--qos", type=TextType(), metavar="NAME", help="The quality of service, where the scheduler has such.")
 @click.option("--nodes", type=_COUNT, metavar="N", default=1, show_default=True, help="For tasks that run on several.")
 @click.option(
     "--gpus-per-node",
-    "gpus",
     type=_COUNT_OR_NONE,
     metavar="N",
     help="Default: what the site's kind of node has, else 0.",
 )
-@click.option("--cpus-per-node", "cpus", type=_COUNT, metavar="N", help="Default: in proportion to the GPUs.")
+@click.option("--cpus-per-node", type=_COUNT, metavar="N", help="Default: in proportion to the GPUs.")
 @click.option("--memory", type=TextType(), metavar="64G", help="Memory per node. Default: in proportion to the GPUs.")
 @click.option("--exclusive", is_flag=True, default=None, help="Request nodes that no other job uses.")
 @click.option(
@@ -139,14 +138,12 @@ class SubmitPreview:
     metavar="DIR",
     help="Show this folder inside, at its own path; may repeat.",
 )
-@click.option("--processes-per-node", "processes", type=_COUNT, metavar="N", help="Default: one for each GPU.")
+@click.option("--processes-per-node", type=_COUNT, metavar="N", help="Default: one for each GPU.")
 @click.option(
     "--time", "walltime", type=TextType(), metavar="H:MM:SS", help="Walltime of one job; also 90m, 2h, 1-12:00:00."
 )
-@option(
+@click.option(
     "--grace-period",
-    "notice",
-    former="--notice",
     type=TextType(),
     metavar="TIME",
     default="5m",
@@ -162,10 +159,9 @@ class SubmitPreview:
     help="How often a job that saved goes back into the queue.",
 )
 @click.option("--seeds", type=TextType(), metavar="1,2,3", help="Submit a job for each; {seed} in ARGS is replaced.")
-@option(
+@click.option(
     "--scheduler-arg",
-    "options",
-    former="--option",
+    "scheduler_args",
     multiple=True,
     type=TextType(),
     metavar="WORDS",
@@ -173,10 +169,8 @@ class SubmitPreview:
 )
 @click.option("--sif", type=PathType(), metavar="FILE", help="The file to run (default: ./RECIPE.sif).")
 @include_option()
-@option(
+@click.option(
     "--copy-local",
-    "stage",
-    former="--stage",
     is_flag=True,
     help="Copy the SIF to each node's own disk first, once for all jobs there.",
 )
@@ -197,7 +191,7 @@ class SubmitPreview:
 def command(
     ctx: click.Context,
     /,
-    recipe: str | None,
+    image: str | None,
     argv: tuple[str, ...],
     scheduler: str | None,
     site: str | None,
@@ -205,7 +199,7 @@ def command(
     sif: Path | None,
     included: tuple[Path, ...],
     walltime: str | None,
-    notice: str,
+    grace_period: str,
     memory: str | None,
     seeds: str | None,
     again: str | None,
@@ -227,20 +221,21 @@ def command(
                 before,
                 runs,
                 [*(word for known in reversed(context.settings.jobs) for word in known.env), *ctx.params["env"]],
-                included,
+                ImageOptions(included=included),
             )
             if not force:
                 jobs.check_same_image(before, run)
             _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
         return
-    if not recipe or not argv:
+    if not image or not argv:
         raise UsageError(
-            "Missing argument 'RECIPE TASK'", hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or --again RUN"
+            "Missing argument 'IMAGE TASK'", hint=f"{command_name()} submit IMAGE TASK -- ARGS…, or --again RUN"
         )
-    recipe_spec, profile = find_recipe(recipe, included), find_site(site) if site else None
+    named = _with_sha256(context, find_named(context, image, ImageOptions(included=included, sif=sif)))
+    profile = find_site(site) if site else None
     request = JobRequest(
-        seconds=seconds_of(walltime) if walltime else None,
-        notice=seconds_of(notice),
+        time_seconds=seconds_of(walltime) if walltime else None,
+        grace_seconds=seconds_of(grace_period),
         memory_mib=memory_mib_of(memory) if memory else None,
         seeds=parse_seeds(seeds) if seeds is not None else (),
         **resource_options,
@@ -255,18 +250,17 @@ def command(
     if scheduler:
         log_decision("scheduler", scheduler, "--scheduler")
     run = planning.plan(
-        recipe_spec,
+        named,
         argv,
         request,
         scheduler=scheduler or choose_scheduler(profile),
         site=profile,
-        sif=sif or Path(f"{recipe_spec.image_name()}.sif"),
         runs=runs,
     )
     _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
 
 
-_ARGUMENTS = {"recipe": "recipe", "argv": "task"}
+_ARGUMENTS = {"image": "image", "argv": "task"}
 _WITH_AGAIN = {"again", "included", "env", "runs", "force", "wait", "dry_run", "json", "as_json"}
 
 
@@ -288,22 +282,33 @@ def _check_only_again(ctx: click.Context) -> None:
         raise UsageError(f"--again takes recipe, tasks, arguments and request from the run's record: leave out {shown}")
 
 
-def _plan_again(before: records.Run, runs: Path, env: Sequence[str], included: Sequence[Path]) -> planning.JobPlan:
+def _with_sha256(context: Context, image: NamedImage) -> NamedImage:
+    """Return an image with the checksum of its SIF, where whoever wrote the file left it."""
+    if image.sha256 or not image.sif.is_file():
+        return image
+    with contextlib.suppress(StoreError):  # a store that cannot be read knows nothing of it
+        return replace(image, sha256=known_sif_sha256(image.sif, context.store))
+    return image
+
+
+def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: ImageOptions) -> planning.JobPlan:
     """Plan a run once more. Raises UsageError when its record has too little in it."""
     profile = find_site(str(before.record.site_path)) if before.record.site_path else None
     defaults = profile.file.scheduler.defaults.env if profile and profile.file.scheduler else ()
     names = set(before.record.request.env) if before.record.request else set[str]()
     known = [word for word in (*defaults, *env) if word.partition("=")[0] in names]
-    recipe, argv, request = jobs.request_again(before, known)
-    if not (recipe / "recipe.yaml").is_file():
+    argv, request = jobs.request_again(before, known)
+    recipe, sif = before.record.recipe_path, before.record.sif
+    if recipe and not (recipe / "recipe.yaml").is_file():
         raise UsageError(f"{before.folder.name}: its recipe is no longer in {recipe}")
+    image = find_image(f"{recipe}/", replace(options, sif=sif)) if recipe else find_image(str(sif), options)
+    state = before.record.sif_state
     return planning.plan(
-        find_recipe(str(recipe), included),
+        replace(image, sha256=state.sha256 if state else ""),
         argv,
         request,
         scheduler=before.record.scheduler,
         site=profile,
-        sif=before.record.sif or Path(f"{recipe.name}.sif"),
         runs=runs,
     )
 
@@ -349,7 +354,7 @@ def _preflight(context: Context, run: planning.JobPlan) -> None:
         untried_reason,
     )
 
-    scripts = check_image_of(run.sif, run.recipe, [step.argv[0] for step in run.steps])
+    scripts = check_image_of(run.sif, run.image, [step.argv[0] for step in run.steps])
     environment = {**context.environment, **dict(word.split("=", 1) for word in run.request.env if "=" in word)}
     earlier: list[list[str]] = []
     for step in run.steps:

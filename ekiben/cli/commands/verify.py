@@ -32,15 +32,16 @@ from ekiben.cli.options import (
     RecipeType,
     engine_option,
     json_option,
+    published_file,
     recipe_options,
     refuse_ignored,
     signature_options,
 )
+from ekiben.core.pgp_key import Key
 from ekiben.core.printable import printable
 from ekiben.inspect.describe import drift_of
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.signing.check import check_image, is_image
-from ekiben.signing.gpg import Key
 from ekiben.store import Image
 
 
@@ -112,7 +113,7 @@ class RebuildResult:
 
 
 @click.command("verify", cls=Command, help=__doc__)
-@click.argument("recipe", metavar="RECIPE|FILE.sif|REF", type=RecipeType())
+@click.argument("recipe", metavar="IMAGE|REF", type=RecipeType())
 @click.option("--sif", type=PathType(), metavar="FILE", help="Test this file (default: ./RECIPE.sif when it exists).")
 @click.option("--rebuild", "again", is_flag=True, help="Build it in an empty store instead, and compare every byte.")
 @engine_option("With --rebuild: what runs the scripts.")
@@ -132,6 +133,7 @@ def command(
     recipe_options: RecipeOptions,
 ) -> None:
     """Check the signature, rebuild, or run the tests."""
+    recipe = published_file(context, recipe)
     if is_image(recipe):
         refuse_ignored(
             "is for a recipe's image; of a file or a reference, integrity and signature are checked",

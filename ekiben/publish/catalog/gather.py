@@ -17,9 +17,9 @@ from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_
 from ekiben.doctor.rules.device_code import FLOORS, TOOLKIT_DRIVERS
 from ekiben.formats.compare import layer_differences
 from ekiben.formats.squashfs.reader import SquashfsReader
+from ekiben.images.published import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
 from ekiben.inspect.diff import changes, compare_layers
 from ekiben.packages.installed import DPKG_STATUS, installed_packages
-from ekiben.publish._records import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
 from ekiben.publish.catalog._types import (
     Catalog,
     CatalogImage,

@@ -28,7 +28,7 @@ from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.formats.squashfs.reader import SquashfsReader
-from ekiben.publish._records import image_folders, read_records
+from ekiben.images.published import image_folders, read_records
 from ekiben.publish.catalog._types import CatalogRun, ReducedRun
 from ekiben.store.shared import SharedStore
 

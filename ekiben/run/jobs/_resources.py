@@ -64,23 +64,23 @@ def choose_resources(
     exclusive = [option_of(scheduler, "exclusive")] if request.exclusive else []
     if site and site.file.scheduler and site.file.scheduler.resources:
         return _of_site(request, scheduler, site, nodes, gpus, exclusive)
-    partition = [option_of(scheduler, "partition", request.resource)] if request.resource else []
+    partition = [option_of(scheduler, "partition", request.partition)] if request.partition else []
     return _of_scheduler(request, scheduler, nodes, gpus or 0, [*partition, *exclusive])
 
 
 def _of_scheduler(request: JobRequest, scheduler: Scheduler, nodes: int, gpus: int, further: list[str]) -> Resources:
     """Request CPUs and memory in proportion to the GPUs, where the scheduler tells what its nodes have."""
-    named = [*further, *request.options]
+    named = [*further, *request.scheduler_args]
     known_gpus = gpus or scheduler.requested_gpus(named)
     limits = _UNKNOWN if scheduler.unavailable() else scheduler.limits(named)
     exclusive = bool(request.exclusive)
-    cpus, memory = request.cpus, request.memory_mib
+    cpus, memory = request.cpus_per_node, request.memory_mib
     if known_gpus and limits.gpus:
         if cpus is None and limits.cpus and (exclusive or not _are_named(named, _CPUS)):
             cpus = limits.cpus if exclusive else max(1, limits.cpus * min(known_gpus, limits.gpus) // limits.gpus)
         if memory is None and limits.memory_mib and not exclusive and not _are_named(named, _MEMORY):
             memory = limits.memory_mib * min(known_gpus, limits.gpus) // limits.gpus
-    if scheduler.GPU_OPTION and request.options:  # the site's own names say it all
+    if scheduler.GPU_OPTION and request.scheduler_args:  # the site's own names say it all
         args: list[str] = []
     else:
         args = [*scheduler.resource_args(nodes, gpus, cpus, memory)]
@@ -103,8 +103,8 @@ def _check_limits(limits: Limits, nodes: int, gpus: int, request: JobRequest) ->
         problems.append(f"--gpus-per-node {gpus}: {limits.where} has nodes with at most {limits.gpus}")
     if limits.nodes is not None and nodes > limits.nodes:
         problems.append(f"--nodes {nodes}: {limits.where} has {limits.nodes}")
-    if limits.seconds is not None and request.seconds is not None and request.seconds > limits.seconds:
-        problems.append(f"--time {clock(request.seconds)}: {limits.where} allows {clock(limits.seconds)}")
+    if limits.seconds is not None and request.time_seconds is not None and request.time_seconds > limits.seconds:
+        problems.append(f"--time {clock(request.time_seconds)}: {limits.where} allows {clock(limits.seconds)}")
     if problems:
         raise UsageError("\n".join(problems))
 
@@ -127,19 +127,19 @@ def _of_site(
     amounts = {
         "nodes": nodes,
         "gpus": gpus,
-        "cores": request.cpus or cores or 1,
+        "cores": request.cpus_per_node or cores or 1,
         "memory_gib": -(-request.memory_mib // 1024) if request.memory_mib else memory_gib or 1,
     }
     args = [word.format(**amounts) for word in resource.request]
     if not gpus and resource.gpus:  # a node with GPUs for a task without: the scheduler's own defaults
         cores = memory_gib = None
     memory_mib = memory_gib * 1024 if memory_gib else None
-    args += _amount(resource, name, scheduler, "cpus", "{cores}", request.cpus, cores)
+    args += _amount(resource, name, scheduler, "cpus", "{cores}", request.cpus_per_node, cores)
     args += _amount(
         resource, name, scheduler, "memory", "{memory_gib}", request.memory_mib, 0 if is_exclusive else memory_mib
     )
-    known_gpus = gpus or (scheduler.requested_gpus([*args, *request.options]) if resource.gpus else 0)
-    return Resources(gpus=gpus, args=(*args, *exclusive), known_gpus=known_gpus, cpus=request.cpus or cores)
+    known_gpus = gpus or (scheduler.requested_gpus([*args, *request.scheduler_args]) if resource.gpus else 0)
+    return Resources(gpus=gpus, args=(*args, *exclusive), known_gpus=known_gpus, cpus=request.cpus_per_node or cores)
 
 
 def _amount(
@@ -164,13 +164,13 @@ def _resource(site: Site, request: JobRequest, nodes: int, gpus: int | None) -> 
     """Return the smallest of the site's resources that is enough, and its name. Raises UsageError when none is."""
     assert site.file.scheduler is not None
     known = site.file.scheduler.resources
-    if request.resource is not None:
-        if request.resource not in known:
+    if request.partition is not None:
+        if request.partition not in known:
             raise UsageError(
-                f"--partition: {site.name} has no '{request.resource}'." + nearest(request.resource, known)
+                f"--partition: {site.name} has no '{request.partition}'." + nearest(request.partition, known)
             )
         # A step without GPUs takes a resource that has none, where the site has such.
-        candidates = {request.resource: known[request.resource]}
+        candidates = {request.partition: known[request.partition]}
         if gpus == 0 and (without := {name: resource for name, resource in known.items() if not resource.gpus}):
             candidates = without
     else:
@@ -185,7 +185,7 @@ def _resource(site: Site, request: JobRequest, nodes: int, gpus: int | None) -> 
         )
     chosen = min(enough.items(), key=lambda one: (one[1].gpus, one[1].cores or 0))
     alternatives = [f"{name}: {problem or 'not smaller'}" for name, problem in problems.items() if name != chosen[0]]
-    reason = "requested" if request.resource == chosen[0] else "the smallest that is enough"
+    reason = "requested" if request.partition == chosen[0] else "the smallest that is enough"
     log_decision(f"partition of {site.name}", chosen[0], "; ".join([reason, *alternatives]))
     return chosen
 
@@ -197,10 +197,10 @@ def _too_much(name: str, resource: Resource, request: JobRequest, nodes: int, gp
     if resource.max_nodes is not None and nodes > resource.max_nodes:
         return f"--nodes {nodes}: {name} allows {resource.max_nodes}"
     hours = resource.max_hours
-    if hours is not None and request.seconds is not None and request.seconds > hours * 3600:
-        return f"--time {clock(request.seconds)}: {name} allows {clock(hours * 3600)}"
-    if resource.cores is not None and request.cpus is not None and request.cpus > resource.cores:
-        return f"--cpus-per-node {request.cpus}: a node of {name} has {resource.cores}"
+    if hours is not None and request.time_seconds is not None and request.time_seconds > hours * 3600:
+        return f"--time {clock(request.time_seconds)}: {name} allows {clock(hours * 3600)}"
+    if resource.cores is not None and request.cpus_per_node is not None and request.cpus_per_node > resource.cores:
+        return f"--cpus-per-node {request.cpus_per_node}: a node of {name} has {resource.cores}"
     if resource.memory_gib is not None and (request.memory_mib or 0) > resource.memory_gib * 1024:
         return f"--memory {request.memory_mib}M: a node of {name} has {resource.memory_gib} GiB"
     return None

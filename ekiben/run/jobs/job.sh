@@ -9,34 +9,51 @@ bind_folder() {
     if needs_mount "$1"; then binds+=(--mount "$(mount_value "$1")"); else binds+=(--bind "$1"); fi
 }
 
-# One copy on the node's own disk for all of this user's jobs there.
+# One copy on the node's own disk for all of this user's jobs and `run`s there.
 copy_image() {
-    local folder name copy
+    local folder copy state part sum
     folder=$(scratch_folder)/ekiben-$UID
-    name=${image##*/}
-    copy=$folder/${name%.sif}-${image_sha256:0:16}.sif
+    copy=$folder/$image_copy
+    state=$folder/.$image_copy.state
     mkdir -m 700 "$folder" 2>/dev/null
     if ! is_private_folder "$folder" || ! chmod 700 "$folder"; then
         echo "$folder is not a folder of $(id -un) alone: the image is read from $image"
         return
     fi
     if (
+        set -o pipefail
         flock 9
-        same_image "$copy" && exit
-        rm -f "$copy" "$copy.part"
-        cp "$image" "$copy.part" && same_image "$copy.part" && mv "$copy.part" "$copy"
-    ) 9>"$copy.lock"; then
+        [ -f "$copy" ] && [ ! -L "$copy" ] && [ "$(stat_of "$copy")" = "$(cat "$state" 2>/dev/null)" ] && exit
+        rm -f "$copy" "$folder/.$image_copy".*.part
+        part=$(mktemp "$folder/.$image_copy.XXXXXXXX.part") || exit
+        sum=$(tee -- "$part" <"$image" | sha256sum) && same_copy "$part" "$sum" && chmod 500 "$part" &&
+            mv "$part" "$copy" && stat_of "$copy" >"$state" && exit
+        rm -f "$part"
+        exit 1
+    ) 9>"$folder/.$image_copy.lock"; then
         image=$copy
     else
-        rm -f "$copy.part"
         echo "the image could not be copied to $folder: it is read from $image"
     fi
 }
 
-# Whether a file is the image that was there when the job was submitted.
+# Whether a file with the checksum $2 is a whole copy of the image.
+same_copy() {
+    [ "$(stat -c %s -- "$1")" = "${image_stat%% *}" ] && [ "$(header_of "$1")" = "$image_header" ] || return
+    [ -z "$image_sha256" ] || [ "$2" = "$image_sha256  -" ]
+}
+
+stat_of() { stat -c '%s %.9Y %.9Z %i' -- "$1"; }
+header_of() { head -c 32768 -- "$1" | sha256sum | cut -d ' ' -f 1; }
+
+# Whether a file is the image that was there when the job was submitted: by its size, times, inode, header and table of
+# partitions. All of it is read where these differ and its checksum is known, or where the site asks for it.
 same_image() {
     [ -f "$1" ] && [ ! -L "$1" ] && [ -r "$1" ] || return
-    [ -z "$image_sha256" ] || [ "$(sha256sum <"$1")" = "$image_sha256  -" ]
+    [ -n "$image_stat" ] || return 0
+    if [ -z "$check_digest" ] && [ "$(stat_of "$1")" = "$image_stat" ] &&
+        [ "$(header_of "$1")" = "$image_header" ]; then return 0; fi
+    [ -n "$image_sha256" ] && [ "$(sha256sum <"$1")" = "$image_sha256  -" ]
 }
 
 run_node() {

@@ -12,11 +12,11 @@ from pathlib import Path
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.files import digest_of
+from ekiben.run.image import NamedImage, SifState, sif_state
 from ekiben.run.jobs._resources import choose_resources, option_of
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.schedulers import load
 from ekiben.run.site import Site
-from ekiben.spec.recipe import Recipe
 
 SEED = "{seed}"
 
@@ -50,19 +50,18 @@ class JobStep:
 class JobPlan:
     """Everything a run will be.
 
-    ``sif`` is the file itself, never a link to it; ``sif_sha256`` "" when it is not there yet.
+    ``sif`` is the file itself, never a link to it; ``sif_state`` None when it is not there yet.
 
     ``command_args``: options that a site wants on the scheduler's command line; ``directives``: further ones of every
     job.
     """
 
     folder: Path
-    recipe: str
-    recipe_folder: Path
+    image: NamedImage
+    sif: Path
+    sif_state: SifState | None
     scheduler: str
     site: Site | None
-    sif: Path
-    sif_sha256: str
     request: JobRequest
     steps: tuple[JobStep, ...]
     command_args: tuple[str, ...]
@@ -70,13 +69,12 @@ class JobPlan:
 
 
 def plan(
-    recipe: Recipe,
+    image: NamedImage,
     argv: Sequence[str],
     request: JobRequest,
     *,
     scheduler: str,
     site: Site | None,
-    sif: Path,
     runs: Path,
 ) -> JobPlan:
     """Return the run that ``argv`` (TASK ARGS…, and after a lone ``+`` the next task) and ``request`` describe.
@@ -86,36 +84,42 @@ def plan(
     if site and site.file.scheduler and site.file.scheduler.kind != scheduler:
         raise UsageError(f"--scheduler {scheduler}: {site.name} has {site.file.scheduler.kind}")
     tasks = _split(argv)
-    for task in tasks:
-        recipe.task(task[0])
+    launches = {image.launch_of(task[0]) for task in tasks}
     tasks = _insert_seeds(tasks, request.seeds)
-    single = not any(recipe.task(task[0]).launch == "per-gpu" for task in tasks)
-    if single and (request.nodes > 1 or (request.processes or 1) > 1):
+    if "per-gpu" not in launches and (request.nodes > 1 or (request.processes_per_node or 1) > 1):
         raise UsageError(
             f"'{tasks[0][0]}' runs as one process on one node, whatever --nodes and --processes-per-node say",
             hint="a task that can run on several has `launch: per-gpu` in recipe.yaml",
         )
-    steps = tuple(_step(recipe, number, task, request, scheduler, site) for number, task in enumerate(tasks, start=1))
+    steps = tuple(_step(image, number, task, request, scheduler, site) for number, task in enumerate(tasks, start=1))
     on_command, in_script = _account_args(request, scheduler, site)
-    name = f"{recipe.name}-{tasks[0][0]}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{image.name}-{tasks[0][0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     folders = (runs.absolute() / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
     site_options = site.file.scheduler.options if site and site.file.scheduler else ()
     _check_runs(runs)
     # A link such as `current` may point elsewhere by the time the job starts.
-    image = Path(os.path.realpath(sif))
+    sif = Path(os.path.realpath(image.sif))
     return JobPlan(
         folder=next(folder for folder in folders if not folder.exists()),
-        recipe=recipe.name,
-        recipe_folder=recipe.folder.absolute(),
+        image=image,
+        sif=sif,
+        sif_state=_state_of(sif, image.sha256, request) if sif.is_file() else None,
         scheduler=scheduler,
         site=site,
-        sif=image,
-        sif_sha256=_sha256(image) if image.is_file() else "",
         request=request,
         steps=steps,
         command_args=on_command,
-        directives=(*in_script, *site_options, *request.options),
+        directives=(*in_script, *site_options, *request.scheduler_args),
     )
+
+
+def _state_of(sif: Path, sha256: str, request: JobRequest) -> SifState:
+    try:
+        if request.check_digest and not sha256:
+            sha256 = digest_of(sif).removeprefix("sha256:")
+        return sif_state(sif, sha256)
+    except OSError as error:
+        raise UsageError(f"{sif} cannot be read: {error.strerror}") from error
 
 
 def _check_runs(runs: Path) -> None:
@@ -123,10 +127,6 @@ def _check_runs(runs: Path) -> None:
     folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if os.path.lexists(path))
     if not folder.is_dir():
         raise UsageError(f"--runs {runs}: {folder} is not a folder", hint="name a folder, or one to be made")
-
-
-def _sha256(path: Path) -> str:
-    return digest_of(path).removeprefix("sha256:")
 
 
 def _split(argv: Sequence[str]) -> list[list[str]]:
@@ -139,7 +139,7 @@ def _split(argv: Sequence[str]) -> list[list[str]]:
     if not all(tasks):
         raise UsageError(
             "a task is missing" + (" beside '+'" if len(tasks) > 1 else ""),
-            hint=f"{command_name()} submit RECIPE TASK -- ARGS…, or TASK ARGS… + TASK ARGS… for one after the other",
+            hint=f"{command_name()} submit IMAGE TASK -- ARGS…, or TASK ARGS… + TASK ARGS… for one after the other",
         )
     return tasks
 
@@ -164,17 +164,17 @@ def _insert_seeds(tasks: list[list[str]], seeds: Sequence[str]) -> list[list[str
 
 
 def _step(
-    recipe: Recipe, number: int, task: list[str], request: JobRequest, scheduler: str, site: Site | None
+    image: NamedImage, number: int, task: list[str], request: JobRequest, scheduler: str, site: Site | None
 ) -> JobStep:
-    launch = recipe.task(task[0]).launch
+    launch = image.launch_of(task[0])
     nodes = request.nodes if launch == "per-gpu" else 1
-    resources = choose_resources(request, scheduler, site, nodes, gpus=0 if launch == "cpu" else request.gpus)
+    resources = choose_resources(request, scheduler, site, nodes, gpus=0 if launch == "cpu" else request.gpus_per_node)
     return JobStep(
         name=f"{number}-{task[0]}",
         argv=tuple(task),
         nodes=nodes,
         gpus=resources.gpus,
-        processes=request.processes if launch == "per-gpu" else 1,
+        processes=request.processes_per_node if launch == "per-gpu" else 1,
         uses_gpus=launch != "cpu",
         resource_args=resources.args,
         seeds=tuple(request.seeds) if any(SEED in word for word in task) else (),
@@ -190,14 +190,14 @@ def _account_args(request: JobRequest, scheduler: str, site: Site | None) -> tup
     profile = site.file.scheduler if site else None
     known = load(scheduler)
     in_script = () if request.qos is None else (option_of(known, "qos", request.qos),)
-    if request.group is None:
+    if request.account is None:
         if site and profile and profile.group_required:
             raise UsageError(
                 f"{site.name} requires the account that pays: --account NAME ({profile.group_option} there)"
             )
         return (), in_script
     if profile is None or profile.group_option is None:
-        return (), (option_of(known, "account", request.group), *in_script)
+        return (), (option_of(known, "account", request.account), *in_script)
     option = profile.group_option
-    word = f"{option}{request.group}" if option.endswith("=") else f"{option} {request.group}"
+    word = f"{option}{request.account}" if option.endswith("=") else f"{option} {request.account}"
     return ((), (word, *in_script)) if profile.group_in_script else ((word,), in_script)

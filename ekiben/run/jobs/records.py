@@ -20,12 +20,13 @@ from ekiben.core.checked import Fields, parse_json, shorten
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.folder import Folder
 from ekiben.core.inner_path import InnerPath
+from ekiben.run.image import SifState
 from ekiben.run.jobs.request import MAX_JOBS, JobRequest
 from ekiben.run.schedulers import job_id_pattern, load
 from ekiben.run.schedulers import names as scheduler_names
 
 RECORD = "run.json"
-RECORD_FORMAT = 2  # of run.json; in 1, which has no key of its own, argv was `words`, resource_args `asks`
+RECORD_FORMAT = 3  # of run.json; one of before is shown, and cannot be submitted again
 _MAX_SMALL = 4096  # bytes of a file that holds an id or a number
 _MAX_COUNT = 2**31 - 1
 _STEP = re.compile(r"[1-9][0-9]{0,5}-[A-Za-z0-9][\w.-]{0,200}", re.ASCII)
@@ -33,12 +34,12 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
 _MINIMUM = {
     "nodes": 1,
-    "cpus": 1,
+    "cpus_per_node": 1,
     "memory_mib": 1,
-    "processes": 1,
-    "seconds": 1,
-    "gpus": 0,
-    "notice": 0,
+    "processes_per_node": 1,
+    "time_seconds": 1,
+    "gpus_per_node": 0,
+    "grace_seconds": 0,
     "max_resubmits": 0,
 }
 
@@ -80,7 +81,7 @@ class RunRecord:
     recipe_path: Path | None
     site_path: Path | None
     sif: Path | None
-    sif_sha256: str
+    sif_state: SifState | None
     work: Path | None
     request: JobRequest | None
     steps: tuple[StepRecord, ...]
@@ -112,9 +113,15 @@ class RunRecord:
             site_path=_path(record, "site_path"),
             sif=_path(record, "sif"),
             work=_path(record, "work"),
-            sif_sha256=record.hex_digest("sif_sha256") if record.data.get("sif_sha256") else "",
+            sif_state=_parse_state(record.object("sif_state")) if "sif_state" in record else None,
             request=_parse_request(record.object("request")) if "request" in record else None,
         )
+
+
+def _parse_state(record: Fields) -> SifState:
+    """Raises ValueError."""
+    sha256 = record.hex_digest("sha256") if record.data.get("sha256") else ""
+    return SifState(record.text("stat"), record.hex_digest("header"), sha256)
 
 
 def _parse_request(record: Fields) -> JobRequest:

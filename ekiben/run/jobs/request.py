@@ -22,28 +22,28 @@ _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
 class JobRequest:
     """What the command line asks for.
 
-    ``gpus``, ``cpus``, ``memory_mib`` and ``processes`` are per node; None: not given.
-
-    ``resource`` is a site's kind of node, or a partition; ``group`` the account that pays. ``env``: NAME or NAME=VALUE.
+    None: not given. ``memory_mib`` is per node; ``partition`` is a site's kind of node, or the scheduler's partition or
+    queue; ``env``: NAME or NAME=VALUE; ``check_digest``: a job reads all of its image, whatever its times say.
     """
 
     nodes: int = 1
-    gpus: int | None = None
-    cpus: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
     memory_mib: int | None = None
-    processes: int | None = None
-    resource: str | None = None
-    group: str | None = None
+    processes_per_node: int | None = None
+    partition: str | None = None
+    account: str | None = None
     qos: str | None = None
     exclusive: bool | None = None
     env: tuple[str, ...] = ()
     binds: tuple[Path, ...] = ()
-    seconds: int | None = None
-    notice: int = 300
+    time_seconds: int | None = None
+    grace_seconds: int = 300
     max_resubmits: int = 20
     seeds: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    stage: bool = False
+    scheduler_args: tuple[str, ...] = ()
+    copy_local: bool = False
+    check_digest: bool = False
 
 
 def memory_mib_of(text: str) -> int:
@@ -76,13 +76,13 @@ def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRe
     """
     for layer in defaults:
         known: dict[str, Any] = {
-            "group": layer.account,
-            "resource": layer.partition,
+            "account": layer.account,
+            "partition": layer.partition,
             "qos": layer.qos,
-            "gpus": layer.gpus_per_node,
-            "cpus": layer.cpus_per_node,
+            "gpus_per_node": layer.gpus_per_node,
+            "cpus_per_node": layer.cpus_per_node,
             "exclusive": layer.exclusive,
-            "seconds": seconds_of(layer.time) if layer.time else None,
+            "time_seconds": seconds_of(layer.time) if layer.time else None,
             "memory_mib": memory_mib_of(layer.memory) if layer.memory else None,
         }
         missing = {name: value for name, value in known.items() if getattr(request, name) is None}
@@ -90,7 +90,8 @@ def with_defaults(request: JobRequest, defaults: Iterable[JobDefaults]) -> JobRe
             request,
             **missing,
             env=(*layer.env, *request.env),
-            options=(*layer.scheduler_args, *request.options),
+            scheduler_args=(*layer.scheduler_args, *request.scheduler_args),
+            check_digest=request.check_digest or layer.check == "digest",
             binds=(*(expand_home(Path(folder), "jobs: bind") for folder in layer.bind), *request.binds),
         )
     return request

@@ -15,14 +15,12 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ekiben.core.command_name import command_name
 from ekiben.core.errors import EkibenError, EngineError, SchedulerError, StoreError, UsageError, nearest
 from ekiben.core.folder import Folder
 from ekiben.core.paths import PROJECT_ROOT
@@ -50,10 +48,7 @@ def submit(plan: JobPlan) -> dict[str, str]:
     Raises SchedulerError when the scheduler refuses one; then nothing is left in the queue.
     """
     if not plan.sif.is_file():
-        raise UsageError(
-            f"{plan.sif} is not there",
-            hint=f"{command_name()} image {shlex.quote(str(plan.recipe_folder))}, or --sif PATH",
-        )
+        raise UsageError(f"{plan.sif} is not there", hint=f"{plan.image.build_hint}, or --sif PATH")
     scheduler = load(plan.scheduler)
     if reason := scheduler.unavailable():
         raise EngineError(f"{scheduler.TITLE} cannot be used here: {reason}")
@@ -136,15 +131,15 @@ def _record(plan: JobPlan) -> dict[str, Any]:
         sif_id = read_sif(plan.sif).id
     return {
         "format": RECORD_FORMAT,
-        "recipe": plan.recipe,
-        "recipe_path": str(plan.recipe_folder),
+        "image": plan.image.name,
+        "recipe_path": str(plan.image.recipe.folder.absolute()) if plan.image.recipe else None,
         "request": _request_record(plan.request),
         "scheduler": plan.scheduler,
         "site": plan.site.name if plan.site else None,
         "site_path": str(plan.site.path.absolute()) if plan.site else None,
         "sif": str(plan.sif),
         "sif_id": sif_id,
-        "sif_sha256": plan.sif_sha256,
+        "sif_state": asdict(plan.sif_state) if plan.sif_state else None,
         "work": str(Path.cwd()),
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": [_step_record(step) for step in plan.steps],
@@ -169,8 +164,8 @@ def _request_record(request: JobRequest) -> dict[str, Any]:
     return {**asdict(request), "env": env, "binds": [str(folder) for folder in request.binds]}
 
 
-def request_again(run: Run, env: Sequence[str] = ()) -> tuple[Path, list[str], JobRequest]:
-    """Return the recipe's folder, the tasks with their arguments, and the request of a run, to submit it again.
+def request_again(run: Run, env: Sequence[str] = ()) -> tuple[list[str], JobRequest]:
+    """Return the tasks with their arguments, and the request of a run, to submit it again.
 
     ``env``: NAME=VALUE for variables whose values are not recorded. Raises UsageError for a record that has too little
     in it.
@@ -178,16 +173,16 @@ def request_again(run: Run, env: Sequence[str] = ()) -> tuple[Path, list[str], J
     record, arguments = run.record, [step.argv for step in run.record.steps]
     if record.format < RECORD_FORMAT:
         raise UsageError(f"{run.folder} was submitted by an earlier version, which did not record what it requested")
-    if not record.recipe_path or not record.request or not record.sif or not all(arguments):
+    if not record.request or not record.sif or not all(arguments):
         raise UsageError(f"{run.folder / RECORD}: has too little in it to be submitted again")
     argv = [word for step in arguments for word in ("+", *(step or ()))][1:]
     values = {word.partition("=")[0]: word for word in (*record.request.env, *env)}
-    return record.recipe_path, argv, replace(record.request, env=tuple(values.values()))
+    return argv, replace(record.request, env=tuple(values.values()))
 
 
 def check_same_image(run: Run, plan: JobPlan) -> None:
     """Raise UsageError when the image of ``run`` is another file now."""
-    if plan.sif_sha256 and plan.sif_sha256 != run.record.sif_sha256:
+    if plan.sif_state and run.record.sif_state and not run.record.sif_state.is_same(plan.sif):
         raise UsageError(
             f"{plan.sif} is not what it was when {run.folder.name} was submitted",
             hint="--force submits with the image that is there now",

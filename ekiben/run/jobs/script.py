@@ -12,6 +12,8 @@ from pathlib import Path
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
 from ekiben.run.contract import folders_to_bind, passes, shell_functions
+from ekiben.run.copy_local import copy_name
+from ekiben.run.image import SifState
 from ekiben.run.jobs.plan import SEED, JobPlan, JobStep
 from ekiben.run.schedulers import JobScriptHooks, Request, load, local_folders, variables
 from ekiben.run.site import Site
@@ -27,13 +29,13 @@ def job_program() -> str:
 def script(plan: JobPlan, step: JobStep) -> str:
     """Return the job script of ``step``. Raises UsageError when an option of the scheduler has a line break."""
     scheduler = load(plan.scheduler)
-    seconds = plan.request.seconds or _default_seconds(plan.site)
+    seconds = plan.request.time_seconds or _default_seconds(plan.site)
     request = Request(
-        name=f"{plan.recipe}-{step.name.partition('-')[2]}",
+        name=f"{plan.image.name}-{step.name.partition('-')[2]}",
         nodes=step.nodes,
         args=[*step.resource_args, *plan.directives],
         seconds=seconds,
-        notice=min(plan.request.notice, (seconds or 0) // 2),
+        notice=min(plan.request.grace_seconds, (seconds or 0) // 2),
         jobs=len(step.seeds),
         log=plan.folder / f"{step.name}.log",
     )
@@ -58,7 +60,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"step={quote(step.name)}",
         "script=$run/$step.sh",
         f"image={quote(str(plan.sif))}",
-        f"image_sha256={plan.sif_sha256}",
+        *_state_lines(plan),
         f"work={quote(str(Path.cwd()))}",
         f"processes={step.processes or ''}",
         f"planned_gpus={step.gpus}",
@@ -66,7 +68,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"max_resubmits={plan.request.max_resubmits}",
         f"warn_after={warn_after}",
         f"grace_period={grace_period if request.seconds else ''}",
-        f"copy_local={'yes' if plan.request.stage else ''}",
+        f"copy_local={'yes' if plan.request.copy_local else ''}",
         f"steps_before=({quote_all(before)})",
         f"run_jobs=({quote_all(job for item in plan.steps for job in item.jobs)})",
         f"binds=({quote_all(word for folder in _folders(plan, step) for word in bind_args(folder))})",
@@ -81,6 +83,18 @@ def script(plan: JobPlan, step: JobStep) -> str:
         '. "$run/job.sh" || exit',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _state_lines(plan: JobPlan) -> list[str]:
+    """Return the parameters by which a job knows the image that it was submitted with; empty ones take any."""
+    state = plan.sif_state or SifState()
+    return [
+        f"image_stat={quote(state.stat)}",
+        f"image_header={state.header}",
+        f"image_sha256={state.sha256}",
+        f"check_digest={'yes' if plan.request.check_digest else ''}",
+        f"image_copy={quote(copy_name(plan.sif)) if plan.sif_state else ''}",
+    ]
 
 
 def quote(word: str) -> str:

@@ -1,4 +1,4 @@
-"""Options of several commands: former names, empty values, files to write, options without effect."""
+"""Options of several commands: empty values, files to write, options without effect."""
 
 from __future__ import annotations
 
@@ -73,53 +73,6 @@ def test_empty_arguments_are_refused(run_cli: RunCli, argv: list[str], option: s
 
 def test_an_empty_build_arg_is_refused(run_cli: RunCli) -> None:
     assert "--build-arg : expected NAME=VALUE" in run_cli("plan", "hello", "--build-arg", "", code=2).stderr
-
-
-# ------------------------------------------------------------------------------------------------------- former names
-
-
-def test_a_former_name_still_works_with_a_warning(run_cli: RunCli, sample: SampleRecipe, tmp_path: Path) -> None:
-    at = ("--store", tmp_path / "store", "plan", sample.path, "--json")
-    new, old = run_cli(*at, "--build-arg", "word=x"), run_cli(*at, "--arg", "word=x")
-    assert new.stdout == old.stdout != run_cli(*at).stdout
-    assert new.stderr == ""
-    assert old.stderr == "warning: --arg is now --build-arg; the old name will be removed\n"
-
-
-def test_former_and_new_option_names_accumulate(run_cli: RunCli, sample: SampleRecipe) -> None:
-    message = run_cli("plan", sample.path, "--arg", "one=1", "--build-arg", "two=2", "--arg", "three=3", code=3).stderr
-    assert all(f"'{name}'" in message for name in ("one", "two", "three"))
-
-
-@pytest.mark.parametrize(
-    ("command", "former", "new"),
-    [
-        ("plan", "--arg", "--build-arg"),
-        ("image", "--arg", "--build-arg"),
-        ("bundle", "--with", "--include"),
-        ("image", "--flat", "--squash"),
-        ("submit", "--notice", "--grace-period"),
-        ("submit", "--group", "--account"),
-        ("submit", "--resource", "--partition"),
-        ("submit", "--option", "--scheduler-arg"),
-        ("submit", "--stage", "--copy-local"),
-        ("run", "--stage", "--copy-local"),
-    ],
-)
-def test_help_shows_the_new_name_only(command: str, former: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = root.get_command(CTX, command)
-    assert found is not None
-    shown = found.get_help(click.Context(found)).split()
-    assert new in shown
-    assert former not in shown
-    (option,) = (param for param in found.params if new in param.opts)
-    is_flag = isinstance(option, click.Option) and option.is_flag
-    argv = {"submit": ["hello", "hello"]}.get(command, ["hello"])
-    value = [] if is_flag else ["30s"]
-    values = [found.make_context(command, [*argv, name, *value]).params[option.name or ""] for name in (former, new)]
-    assert values[0] == values[1]
-    assert values[0] != found.make_context(command, argv).params[option.name or ""]
-    assert capsys.readouterr().err.count(f"{former} is now {new}") == 1
 
 
 # ----------------------------------------------------------------------------------------------------- files to write

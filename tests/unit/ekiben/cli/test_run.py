@@ -13,16 +13,41 @@ def test_run_names_the_nearest_task(run_cli: RunCli) -> None:
     assert "recipe 'hello' has no task 'helo'. Did you mean 'hello'?" in message
 
 
+IMAGE_ID = "0123456789abcdef" * 4
+PODMAN = f"""\
+#!/bin/sh
+echo "$@" >>asked
+case "$*" in *"image inspect"*"ekiben/hello:latest"*) echo {IMAGE_ID} ;; *"image inspect"*) exit 125 ;; esac
+"""
+
+
+def test_an_engine_gets_the_id_of_an_image_that_is_here(run_cli: RunCli, tmp_path: Path) -> None:
+    """A name is what a registry would be asked for."""
+    write_program(tmp_path / "bin/podman", PODMAN)
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    argv = ["run", "--runtime", "podman", "--cpu", "--dry-run"]
+    shown = run_cli(*argv, "hello", "hello", "--", "--json", env=env).stdout
+    assert shown.endswith(f" sha256:{IMAGE_ID} hello --json\n")
+    assert " --pull never " in shown
+    for name, options in (("hello-cu124", ("--stack", "cu124")), ("lora-opencalm", ())):
+        recipe = name.removesuffix("-cu124")
+        done = run_cli(*argv, *options, recipe, env=env, code=4)
+        assert f"{name} cannot be run here: podman has no image ekiben/{name}:latest" in done.stderr
+        assert f"image {recipe}" in done.stderr.splitlines()[-1]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line for line in asked if "pull" in line.split() or " run " in line] == []
+
+
 def test_run_prints_its_command_or_an_error(run_cli: RunCli, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     env = {"PATH": str(tools), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
-    write_program(tools / "docker", "#!/bin/sh\nexit 1\n")
-    shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--", "--json", env=env).stdout
-    assert shown.startswith("+ docker run --rm ")
-    assert shown.endswith("ekiben/hello:latest hello --json\n")
-    other = run_cli("run", "hello", "--cpu", "--dry-run", "--stack", "cu124", "hello", env=env).stdout
-    assert other.endswith("ekiben/hello-cu124:latest hello\n")
+    write_program(tools / "docker", "#!/bin/sh\ntouch asked\n")
+    env["DOCKER_HOST"] = f"unix://{tmp_path}/none.sock"
+    refused = run_cli("run", "hello", "hello", "--cpu", env=env, code=4).stderr
+    assert "hello cannot be run here: neither apptainer nor singularity is on PATH; hello.sif is not there; " in refused
+    assert "none.sock" in refused
+    assert not (tmp_path / "asked").exists()
     (tmp_path / "x.sif").touch()
     write_program(tools / "apptainer", "#!/bin/sh\n")
     shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--sif", "x.sif", env=env).stdout

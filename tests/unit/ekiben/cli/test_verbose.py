@@ -83,8 +83,9 @@ def test_engines_and_runtimes_are_named_with_the_reason(run_cli: RunCli, tmp_pat
     for name in ("docker", "apptainer"):
         write_program(tmp_path / "bin" / name, "#!/bin/sh\n")
     env = {"PATH": str(tmp_path / "bin")}
+    (tmp_path / "hello.sif").touch()
     lines = decisions(run_cli("-v", "run", "hello", "hello", "--dry-run", env=env).stderr)
-    assert lines["runtime"] == f"{tmp_path}/bin/docker (hello.sif is not here)"
+    assert lines["runtime"] == f"{tmp_path}/bin/apptainer (it runs SIF files, and hello.sif is here)"
     lines = decisions(
         run_cli("-v", "run", "hello", "hello", "--dry-run", "--cpu", "--runtime", "docker", env=env).stderr
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,12 @@ from ekiben.formats.layer import write_entries
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.run.image import NamedImage
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import find_recipe
+from support.job_plans import RECIPE, image_of_recipe
 from support.sample_recipe import RunCli
 
 TRAIN = """\
@@ -65,15 +68,19 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def _of(recipe: str) -> NamedImage:
+    return image_of_recipe(replace(RECIPE, file=replace(RECIPE.file, name=recipe)), Path("x.sif"))
+
+
 def test_an_image_of_another_recipe_or_without_the_task_is_refused(tmp_path: Path) -> None:
     sif = image(tmp_path)
-    assert check_image_of(sif, "mine", ["train"]) == {"train": TRAIN.encode()}
+    assert check_image_of(sif, _of("mine"), ["train"]) == {"train": TRAIN.encode()}
     with pytest.raises(UsageError, match="is an image of the recipe 'mine', not of 'other'"):
-        check_image_of(sif, "other", ["train"])
+        check_image_of(sif, _of("other"), ["train"])
     with pytest.raises(UsageError, match="has no task 'merge'"):
-        check_image_of(sif, "mine", ["train", "merge"])
+        check_image_of(sif, _of("mine"), ["train", "merge"])
     (tmp_path / "foreign.sif").write_bytes(b"an image of another make")
-    assert check_image_of(tmp_path / "foreign.sif", "mine", ["train"]) == {}
+    assert check_image_of(tmp_path / "foreign.sif", _of("mine"), ["train"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -124,16 +131,15 @@ def test_dry_run_plans_for_gpus_of_job(tmp_path: Path, runtime: Path) -> None:
 def test_planned_gpus_come_from_site_profile() -> None:
     recipe = find_recipe("lora-opencalm")
     for site, gpus, nodes, known in (("abci-3.0", 8, 2, (16, "NVIDIA H200")), ("slurm-l4", None, 1, (1, "NVIDIA L4"))):
-        request = JobRequest(nodes=nodes, gpus=gpus, group="lab", seconds=3600)
+        request = JobRequest(nodes=nodes, gpus_per_node=gpus, account="lab", time_seconds=3600)
         profile = find_site(site)
         assert profile.file.scheduler
         job = plan(
-            recipe,
+            image_of_recipe(recipe, Path("/x.sif")),
             ["train"],
             request,
             scheduler=profile.file.scheduler.kind,
             site=profile,
-            sif=Path("/x.sif"),
             runs=Path("/runs"),
         )
         assert _gpus_of(job, job.steps[0]) == known
@@ -201,12 +207,11 @@ def test_submit_tries_each_task_whose_inputs_exist(
     profile = find_site("slurm-l4")
     assert profile.file.scheduler
     job = plan(
-        find_recipe("finetune"),
+        image_of_recipe(find_recipe("finetune"), sif),
         argv,
-        JobRequest(nodes=1, gpus=None, group="lab", seconds=3600),
+        JobRequest(nodes=1, gpus_per_node=None, account="lab", time_seconds=3600),
         scheduler=profile.file.scheduler.kind,
         site=None,
-        sif=sif,
         runs=tmp_path,
     )
     messages: list[str] = []
@@ -237,5 +242,5 @@ def test_submit_refuses_before_the_queue(tmp_path: Path, run_cli: RunCli) -> Non
 def test_invalid_published_recipe_is_an_error(tmp_path: Path, recipe: str) -> None:
     sif = image(tmp_path, recipe=recipe)
     with pytest.raises(UsageError, match=r"recipe/recipe\.yaml") as caught:
-        check_image_of(sif, "mine", ["train"])
+        check_image_of(sif, _of("mine"), ["train"])
     assert str(sif) in str(caught.value)

@@ -20,8 +20,8 @@ from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import InnerPath
 from ekiben.doctor.image_requirements import LayerRequirements, _keep
 from ekiben.gpu.device_code import DeviceCode
+from ekiben.images.published import VersionRecord
 from ekiben.publish import catalog as module
-from ekiben.publish._records import VersionRecord
 from ekiben.publish.catalog import runs
 from ekiben.publish.catalog.gather import LayerInspector
 from ekiben.publish.catalog.pages import HERE, _environment, plots

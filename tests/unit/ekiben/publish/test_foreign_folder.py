@@ -15,7 +15,7 @@ import pytest
 
 from ekiben.core.errors import StoreError
 from ekiben.core.inner_path import InnerPath
-from ekiben.publish._records import read_records
+from ekiben.images.published import read_records
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune, published
 from ekiben.store import Store

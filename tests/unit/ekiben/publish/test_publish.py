@@ -20,8 +20,8 @@ from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import InnerPath
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import read_sif
-from ekiben.publish import _records
-from ekiben.publish._records import read_records, tags
+from ekiben.images import published as _records
+from ekiben.images.published import read_records, tags
 from ekiben.publish.prune import prune, published
 from ekiben.publish.publish import publish
 from ekiben.store import Store, StoredLayer, known_sif

@@ -16,6 +16,7 @@ from ekiben.core.errors import StoreError
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.run.copy_local import copy_local, local_folder
+from ekiben.run.image import NamedImage
 
 
 @pytest.fixture
@@ -41,8 +42,12 @@ def sif(tmp_path: Path) -> Path:
     return path
 
 
+def _image(sif: Path, sha256: str = "") -> NamedImage:
+    return NamedImage(name="mine", sif=sif, tasks=None, sha256=sha256)
+
+
 def _copy(sif: Path, folder: Path, message: multiprocessing.Queue[str]) -> None:
-    target = copy_local(sif, {"TMPDIR": str(folder)}, message.put)
+    target = copy_local(_image(sif), {"TMPDIR": str(folder)}, message.put)
     message.put(f"done {target}")
 
 
@@ -60,33 +65,60 @@ def test_two_jobs_at_once_copy_once(sif: Path, other_disk: Path) -> None:
     [target] = {line.removeprefix("done ") for line in lines if line.startswith("done")}
     assert Path(target).read_bytes() == sif.read_bytes()
     assert os.access(target, os.X_OK)
-    assert [path.name for path in local_folder({"TMPDIR": str(other_disk)}).iterdir() if path.suffix != ".lock"] == [
+    assert [path.name for path in local_folder({"TMPDIR": str(other_disk)}).iterdir() if path.suffix == ".sif"] == [
         Path(target).name
     ]
 
 
 def test_leftovers_of_killed_jobs_are_removed_and_images_kept_apart(sif: Path, other_disk: Path) -> None:
     environment, messages = {"TMPDIR": str(other_disk)}, list[str]()
-    first = copy_local(sif, environment, messages.append)
+    first = copy_local(_image(sif), environment, messages.append)
     first.unlink()
     left = first.with_name(f".{first.name}.abc.part")
     left.write_bytes(b"half")
-    assert copy_local(sif, environment, messages.append) == first
+    assert copy_local(_image(sif), environment, messages.append) == first
     assert not left.exists()
     os.utime(sif, (time.time() + 5, time.time() + 5))
-    assert copy_local(sif, environment, messages.append) != first
+    assert copy_local(_image(sif), environment, messages.append) != first
     assert len(messages) == 3
 
 
+def test_copy_is_compared_with_the_checksum_of_its_record(sif: Path, other_disk: Path) -> None:
+    environment = {"TMPDIR": str(other_disk)}
+    with pytest.raises(StoreError, match="changed while it was copied, or is not what its record says"):
+        copy_local(_image(sif, 64 * "0"), environment, lambda _: None)
+    assert [path for path in local_folder(environment).iterdir() if path.suffix != ".lock"] == []
+    sha256 = hashlib.sha256(sif.read_bytes()).hexdigest()
+    assert copy_local(_image(sif, sha256), environment, lambda _: None).read_bytes() == sif.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["bytes", "link", "no state"])
+def test_copy_that_was_written_since_is_made_again(sif: Path, other_disk: Path, damage: str) -> None:
+    environment = {"TMPDIR": str(other_disk)}
+    copy = copy_local(_image(sif), environment, lambda _: None)
+    state = copy.with_name(f".{copy.name}.state")
+    if damage == "bytes":
+        copy.chmod(0o700)
+        copy.write_bytes(b"x" + copy.read_bytes()[1:])
+    elif damage == "link":
+        copy.unlink()
+        copy.symlink_to("/bin/true")
+    else:
+        state.unlink()
+    assert copy_local(_image(sif), environment, lambda _: None) == copy
+    assert copy.read_bytes() == sif.read_bytes()
+    assert not copy.is_symlink()
+
+
 def test_a_sif_on_the_same_disk_is_used_where_it_is(sif: Path, tmp_path: Path) -> None:
-    assert copy_local(sif, {"TMPDIR": str(tmp_path)}, lambda _: None) == sif
+    assert copy_local(_image(sif), {"TMPDIR": str(tmp_path)}, lambda _: None) == sif
 
 
 def test_full_local_disk_falls_back_to_the_original(sif: Path, other_disk: Path) -> None:
     with sif.open("ab") as file:
         file.truncate(1 << 43)
     with pytest.raises(StoreError, match=r"GB free, and .*mine\.sif has") as caught:
-        copy_local(sif, {"TMPDIR": str(other_disk)}, lambda _: None)
+        copy_local(_image(sif), {"TMPDIR": str(other_disk)}, lambda _: None)
     assert caught.value.hint == "free some space there, or run it without --copy-local"
 
 

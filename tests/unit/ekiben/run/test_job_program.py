@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -16,13 +17,14 @@ from hypothesis import strategies as st
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
 from ekiben.run.jobs import runs
-from ekiben.run.jobs.plan import plan
+from ekiben.run.jobs.plan import JobPlan, plan
 from ekiben.run.jobs.records import find_runs
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.jobs.runs import cancel, request_again
 from ekiben.run.jobs.script import environment_text, script
 from ekiben.spec.recipe import find_recipe
 from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_node, write_run
+from support.job_plans import image_of_recipe
 from support.programs import write_program
 from support.sample_recipe import RunCli
 
@@ -37,7 +39,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 def test_a_task_gets_the_grace_period_of_its_job(node: Node) -> None:
-    node.run(node.plan("train", seconds=3600))
+    node.run(node.plan("train", time_seconds=3600))
     assert node.environment["APPTAINERENV_EKIBEN_GRACE_SECONDS"] == "300"
     node.run(node.plan("train"))
     assert "APPTAINERENV_EKIBEN_GRACE_SECONDS" not in node.environment
@@ -99,7 +101,7 @@ def test_seeds_and_arguments_are_quoted(node: Node) -> None:
 
 
 def test_an_option_of_the_scheduler_with_a_line_break_is_refused(node: Node) -> None:
-    job = node.plan("train", options=("--comment=x\n#SBATCH --time=1",))
+    job = node.plan("train", scheduler_args=("--comment=x\n#SBATCH --time=1",))
     with pytest.raises(UsageError, match="an option of slurm has a line break in it"):
         script(job, job.steps[0])
 
@@ -140,7 +142,9 @@ def test_a_working_folder_of_any_name(node: Node, name: str, monkeypatch: pytest
     work.mkdir()
     monkeypatch.chdir(work)
     job = node.write(
-        plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=node.sif, runs=work / "runs")
+        plan(
+            image_of_recipe(RECIPE, node.sif), ["train"], JobRequest(), scheduler="slurm", site=None, runs=work / "runs"
+        )
     )
     node.run(job)
     assert node.argv[node.argv.index(b"--pwd") + 1].decode() == str(work)
@@ -155,7 +159,14 @@ def test_the_image_is_the_file_that_a_link_named_at_submission(node: Node) -> No
     current = node.folder / "current"
     current.symlink_to(node.sif.name)
     job = node.write(
-        plan(RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=current, runs=node.work / "runs")
+        plan(
+            image_of_recipe(RECIPE, current),
+            ["train"],
+            JobRequest(),
+            scheduler="slurm",
+            site=None,
+            runs=node.work / "runs",
+        )
     )
     (node.folder / "newer.sif").write_bytes(b"another image")
     current.unlink()
@@ -164,7 +175,7 @@ def test_the_image_is_the_file_that_a_link_named_at_submission(node: Node) -> No
     assert str(node.sif).encode() in node.argv
     record = json.loads((job.folder / "run.json").read_text())
     assert record["sif"] == str(node.sif)
-    assert record["sif_sha256"] == subprocess.check_output(["sha256sum", node.sif], text=True).split()[0]
+    assert record["sif_state"]["stat"] == _stat(node.sif)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +192,55 @@ def test_a_job_whose_image_changed_ends_with_one_sentence(node: Node, content: b
     assert not (node.folder / "argv").exists()
 
 
+def _stat(path: Path) -> str:
+    return subprocess.check_output(["stat", "--format", "%s %.9Y %.9Z %i", path], text=True).strip()
+
+
+def _reading(node: Node, job: JobPlan, code: int = 0) -> str:
+    """Run the job with a sha256sum that notes how much it reads."""
+    write_program(
+        node.folder / "bin/sha256sum",
+        '#!/bin/sh\nread=$(mktemp)\ncat >"$read"\nwc -c <"$read" >>"$NOTES/hashed"\nexec /usr/bin/sha256sum <"$read"\n',
+    )
+    (node.folder / "hashed").unlink(missing_ok=True)
+    node.run(job, code=code)
+    return (node.folder / "hashed").read_text()
+
+
+def test_the_start_of_a_job_reads_the_header_of_its_image(node: Node) -> None:
+    with node.sif.open("ab") as file:
+        file.truncate(1 << 20)
+    assert _reading(node, node.write(node.plan("train"))) == "32768\n"
+
+
+def test_an_image_with_other_times_is_read_where_its_checksum_is_known(node: Node) -> None:
+    image = node.sif.read_bytes()
+    sha256 = hashlib.sha256(image).hexdigest()
+    known = replace(image_of_recipe(RECIPE, node.sif), sha256=sha256)
+    job = node.write(plan(known, ["train"], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs"))
+    os.utime(node.sif, (0, 0))
+    assert str(len(image)) in _reading(node, job).split()
+    node.sif.write_bytes(bytes([image[0] ^ 1]) + image[1:])
+    node.run(node.write(job), code=1)
+    unknown = node.write(node.plan("train"))
+    os.utime(node.sif, (0, 0))
+    assert "is not what it was when the job was submitted" in node.run(unknown, code=1)
+
+
+def test_a_site_may_have_every_byte_compared(node: Node) -> None:
+    with node.sif.open("ab") as file:
+        file.truncate(1 << 20)
+    job = node.write(node.plan("train", check_digest=True))
+    assert (1 << 20) in map(int, _reading(node, job).split())
+
+
 def staged(node: Node) -> list[Path]:
     folder = node.folder / f"local/ekiben-{os.getuid()}"
     return [path for path in folder.iterdir() if path.suffix == ".sif"]
 
 
 def test_a_copy_on_the_local_disk_is_private_and_made_once(node: Node) -> None:
-    job = node.write(node.plan("train", stage=True))
+    job = node.write(node.plan("train", copy_local=True))
     node.run(job)
     [copy] = staged(node)
     assert os.fsencode(copy) in node.argv
@@ -199,7 +252,7 @@ def test_a_copy_on_the_local_disk_is_private_and_made_once(node: Node) -> None:
 
 
 def test_replaced_local_copy_is_not_run(node: Node) -> None:
-    job = node.write(node.plan("train", stage=True))
+    job = node.write(node.plan("train", copy_local=True))
     node.run(job)
     [copy] = staged(node)
     copy.write_bytes(b"another image of the same name")
@@ -243,10 +296,10 @@ def test_cache_writable_by_others_is_replaced_a_private_one_kept(node: Node, mon
 @pytest.mark.parametrize(
     ("task", "request_", "environment", "nv", "processes"),
     [
-        ("train", {"options": ("--gres=gpu:2",)}, {"CUDA_VISIBLE_DEVICES": "4,5"}, True, b"2"),
-        ("train", {"options": ("--gpus=3",)}, {"SLURM_GPUS_ON_NODE": "3"}, True, b"3"),
-        ("train", {"gpus": 4}, {}, True, b"4"),
-        ("train", {"gpus": 4, "processes": 1}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, True, b"1"),
+        ("train", {"scheduler_args": ("--gres=gpu:2",)}, {"CUDA_VISIBLE_DEVICES": "4,5"}, True, b"2"),
+        ("train", {"scheduler_args": ("--gpus=3",)}, {"SLURM_GPUS_ON_NODE": "3"}, True, b"3"),
+        ("train", {"gpus_per_node": 4}, {}, True, b"4"),
+        ("train", {"gpus_per_node": 4, "processes_per_node": 1}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, True, b"1"),
         ("train", {}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, True, b"1"),
         ("prepare", {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, False, b"1"),
     ],
@@ -378,23 +431,28 @@ def test_variables_are_removed_by_cancel(node: Node, monkeypatch: pytest.MonkeyP
 
 def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -> None:
     asked = JobRequest(
-        gpus=2, cpus=3, memory_mib=900, seconds=3600, seeds=("5", "7"), options=("--comment=x y",), binds=(node.folder,)
+        gpus_per_node=2,
+        cpus_per_node=3,
+        memory_mib=900,
+        time_seconds=3600,
+        seeds=("5", "7"),
+        scheduler_args=("--comment=x y",),
+        binds=(node.folder,),
     )
     argv = ["hello", "--name={seed}", "+", "hello", HOSTILE]
-    job = plan(
-        find_recipe("hello"), argv, asked, scheduler="slurm", site=None, sif=node.sif, runs=node.work / "ekiben-runs"
-    )
+    image = image_of_recipe(find_recipe("hello"), node.sif)
+    job = plan(image, argv, asked, scheduler="slurm", site=None, runs=node.work / "ekiben-runs")
     write_run(job)
     (run,) = find_runs([str(job.folder)], node.work)
-    assert run.record.format == 2
-    recipe, again, request = request_again(run)
-    assert (find_recipe(str(recipe)).name, again, request) == ("hello", argv, asked)
+    assert run.record.format == 3
+    assert run.record.recipe_path == find_recipe("hello").folder
+    assert request_again(run) == (argv, asked)
     printed = run_cli("submit", "--again", job.folder, "--dry-run").stdout
     for step in job.steps:
         lines = [line for line in script(job, step).splitlines() if str(job.folder) not in line]
         assert [line for line in lines if line not in printed.splitlines()] == []
     for extra, named in {
-        ("hello", "hello"): "the recipe, the task",
+        ("hello", "hello"): "the image, the task",
         ("--nodes", "2", "--time", "1h"): "--nodes, --time",
     }.items():
         assert f"leave out {named}" in run_cli("submit", *extra, "--again", job.folder, code=2).stderr
@@ -435,12 +493,11 @@ def test_a_folder_that_is_exchanged_while_a_run_is_written_is_left_alone(
 
 def test_a_folder_of_runs_that_cannot_be_made_is_named(node: Node) -> None:
     job = plan(
-        find_recipe("hello"),
+        image_of_recipe(find_recipe("hello"), node.sif),
         ["hello"],
         JobRequest(),
         scheduler="slurm",
         site=None,
-        sif=node.sif,
         runs=Path("/proc/none"),
     )
     with pytest.raises(UsageError, match=r"/proc/none/.* cannot be made: No such file or directory"):
@@ -449,12 +506,11 @@ def test_a_folder_of_runs_that_cannot_be_made_is_named(node: Node) -> None:
 
 def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:
     job = plan(
-        find_recipe("hello"),
+        image_of_recipe(find_recipe("hello"), node.sif),
         ["hello"],
         JobRequest(),
         scheduler="slurm",
         site=None,
-        sif=node.sif,
         runs=node.work / "ekiben-runs",
     )
     write_run(job)
@@ -467,20 +523,19 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
 def test_submit_again_takes_unrecorded_variables(node: Node, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     request = JobRequest(env=("TOKEN=secret", "WANDB_MODE=offline"))
     job = plan(
-        find_recipe("hello"),
+        image_of_recipe(find_recipe("hello"), node.sif),
         ["hello"],
         request,
         scheduler="slurm",
         site=None,
-        sif=node.sif,
         runs=node.work / "ekiben-runs",
     )
     write_run(job)
     assert "secret" not in (job.folder / "run.json").read_text()
     (run,) = find_runs([str(job.folder)], node.work)
     with pytest.raises(UsageError, match="--env TOKEN: is not set here"):
-        environment_text({}, request_again(run, ["WANDB_MODE=online"])[2].env)
-    kept = environment_text({}, request_again(run, ["WANDB_MODE=online", "TOKEN=other"])[2].env)
+        environment_text({}, request_again(run, ["WANDB_MODE=online"])[1].env)
+    kept = environment_text({}, request_again(run, ["WANDB_MODE=online", "TOKEN=other"])[1].env)
     assert "TOKEN=other" in kept
     assert "WANDB_MODE=online" in kept
 
@@ -492,6 +547,6 @@ def test_a_record_of_an_earlier_version_is_read_but_not_submitted_again(node: No
     assert run.jobs == ["1-train"]
     with pytest.raises(UsageError, match="by an earlier version"):
         request_again(run)
-    (node.work / "run.json").write_text(json.dumps({"format": 3, "steps": steps}))
+    (node.work / "run.json").write_text(json.dumps({"format": 4, "steps": steps}))
     with pytest.raises(UsageError, match="by a later version"):
         find_runs([str(node.work)], node.work)

@@ -28,7 +28,7 @@ from ekiben.run.jobs.script import job_program
 from ekiben.run.schedulers import Job, clock, load, names, seconds_of, slurm
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import TaskFile, find_recipe
-from support.job_plans import RECIPE, made, run_of_three_steps, scripts
+from support.job_plans import RECIPE, image_of_recipe, made, run_of_three_steps, scripts
 from support.programs import write_program
 from support.sample_recipe import RunCli
 
@@ -68,7 +68,9 @@ def test_job_scripts_pass_bash_syntax_check(scheduler: str, tmp_path: Path) -> N
 
 
 def test_slurm_job_script() -> None:
-    (text,) = scripts(made("train", nodes=2, gpus=4, cpus=8, memory_mib=4096, seconds=7200, notice=600))
+    (text,) = scripts(
+        made("train", nodes=2, gpus_per_node=4, cpus_per_node=8, memory_mib=4096, time_seconds=7200, grace_seconds=600)
+    )
     assert directives(text)[:8] == [
         "--job-name=mine-train",
         "--nodes=2",
@@ -83,7 +85,9 @@ def test_slurm_job_script() -> None:
 
 
 def test_abci_2_job_script() -> None:
-    run = made("train", scheduler="sge", site="abci-2.0", nodes=2, group="gaa50000", resource="rt_F", seconds=3600)
+    run = made(
+        "train", scheduler="sge", site="abci-2.0", nodes=2, account="gaa50000", partition="rt_F", time_seconds=3600
+    )
     assert run.command_args == ("-g gaa50000",)  # the guide: not in the script
     (text,) = scripts(run)
     assert "-l rt_F=2" in directives(text)
@@ -96,14 +100,16 @@ def test_abci_2_job_script() -> None:
 
 def test_abci_2_a100_job_script() -> None:
     def requested(**wanted: Any) -> str:
-        return made("train", scheduler="sge", site="abci-2.0-a", group="gaa50000", **wanted).steps[0].resource_args[0]
+        return made("train", scheduler="sge", site="abci-2.0-a", account="gaa50000", **wanted).steps[0].resource_args[0]
 
     assert requested() == "-l rt_AG.small=1"
-    assert requested(nodes=2, gpus=8) == "-l rt_AF=2"
+    assert requested(nodes=2, gpus_per_node=8) == "-l rt_AF=2"
 
 
 def test_abci_3_job_script() -> None:
-    run = made("train", scheduler="pbs", site="abci-3.0", nodes=2, group="gaa50000", resource="rt_HF", seconds=3600)
+    run = made(
+        "train", scheduler="pbs", site="abci-3.0", nodes=2, account="gaa50000", partition="rt_HF", time_seconds=3600
+    )
     (text,) = scripts(run)
     assert {"-P gaa50000", "-q rt_HF", "-l select=2", "-l walltime=1:00:00"} <= set(directives(text))
     assert run.command_args == ()
@@ -114,24 +120,28 @@ def test_abci_3_job_script() -> None:
 
 def test_smallest_sufficient_resource_is_chosen() -> None:
     def asked(*args: str, **wanted: Any) -> list[str]:
-        run = made(*args, scheduler="pbs", site="abci-3.0", group="g", **wanted)
+        run = made(*args, scheduler="pbs", site="abci-3.0", account="g", **wanted)
         return [next(line for line in directives(text) if line.startswith("-q")) for text in scripts(run)]
 
     assert asked("train") == ["-q rt_HG"]
     assert asked("prepare") == ["-q rt_HC"]
-    assert asked("train", gpus=1) == ["-q rt_HG"]
-    assert asked("train", gpus=8) == ["-q rt_HF"]
-    assert asked("train", nodes=4, gpus=1) == ["-q rt_HF"]
-    assert asked("prepare", "+", "train", "+", "merge", gpus=8, nodes=2) == ["-q rt_HC", "-q rt_HF", "-q rt_HF"]
+    assert asked("train", gpus_per_node=1) == ["-q rt_HG"]
+    assert asked("train", gpus_per_node=8) == ["-q rt_HF"]
+    assert asked("train", nodes=4, gpus_per_node=1) == ["-q rt_HF"]
+    assert asked("prepare", "+", "train", "+", "merge", gpus_per_node=8, nodes=2) == [
+        "-q rt_HC",
+        "-q rt_HF",
+        "-q rt_HF",
+    ]
 
 
 def test_site_default_walltime_is_left_to_the_scheduler() -> None:
-    (text,) = scripts(made("train", scheduler="pbs", site="abci-3.0", group="g", gpus=1))
+    (text,) = scripts(made("train", scheduler="pbs", site="abci-3.0", account="g", gpus_per_node=1))
     assert "-l walltime=1:00:00" in directives(text)
 
 
 def test_dependent_steps() -> None:
-    run = made("prepare", "+", "train", "--epochs", "2", "+", "merge", nodes=2, gpus=2)
+    run = made("prepare", "+", "train", "--epochs", "2", "+", "merge", nodes=2, gpus_per_node=2)
     assert [(step.name, step.nodes, step.gpus, step.processes) for step in run.steps] == [
         ("1-prepare", 1, 0, 1),
         ("2-train", 2, 2, None),
@@ -192,15 +202,24 @@ scheduler:
     def args(**wanted: Any) -> tuple[str, ...]:
         return made("train", site=str(tmp_path / "lab.yaml"), **wanted).steps[0].resource_args
 
-    assert args(gpus=2) == ("--gpus-per-node=2", "--cpus-per-task=24", "--mem=204800")
-    assert args(gpus=2, cpus=7, memory_mib=1000) == ("--gpus-per-node=2", "--cpus-per-task=7", "--mem=1000")
-    assert args(gpus=2, exclusive=True) == ("--gpus-per-node=2", "--cpus-per-task=96", "--mem=0", "--exclusive")
+    assert args(gpus_per_node=2) == ("--gpus-per-node=2", "--cpus-per-task=24", "--mem=204800")
+    assert args(gpus_per_node=2, cpus_per_node=7, memory_mib=1000) == (
+        "--gpus-per-node=2",
+        "--cpus-per-task=7",
+        "--mem=1000",
+    )
+    assert args(gpus_per_node=2, exclusive=True) == (
+        "--gpus-per-node=2",
+        "--cpus-per-task=96",
+        "--mem=0",
+        "--exclusive",
+    )
     profile = find_site(str(tmp_path / "lab.yaml")).file.scheduler
     assert profile
     request = with_defaults(
         JobRequest(env=("NAME=own",), qos="high"), [JobDefaults(account="mine", qos="low"), profile.defaults]
     )
-    assert (request.group, request.qos, request.memory_mib) == ("mine", "high", 10240)
+    assert (request.account, request.qos, request.memory_mib) == ("mine", "high", 10240)
     assert request.env == ("NAME=site", "NAME=own")
 
 
@@ -208,16 +227,16 @@ scheduler:
     ("scheduler", "wanted", "message"),
     [
         ("slurm", {}, "'train' uses GPUs, and its job requests none"),
-        ("slurm", {"options": ("--gres=gpu:h200:2",), "cpus": 4}, None),
-        ("slurm", {"options": ("--gres=gpu:2",), "cpus": 1}, "'train' gets one CPU for 2 GPUs"),
-        ("slurm", {"options": ("-G 2",), "cpus": 2}, None),
-        ("slurm", {"options": ("--exclusive",)}, None),
+        ("slurm", {"scheduler_args": ("--gres=gpu:h200:2",), "cpus_per_node": 4}, None),
+        ("slurm", {"scheduler_args": ("--gres=gpu:2",), "cpus_per_node": 1}, "'train' gets one CPU for 2 GPUs"),
+        ("slurm", {"scheduler_args": ("-G 2",), "cpus_per_node": 2}, None),
+        ("slurm", {"scheduler_args": ("--exclusive",)}, None),
         ("pbs", {}, "'train' uses GPUs, and its job requests none"),
-        ("pbs", {"options": ("-l select=1:ncpus=4:ngpus=2",)}, None),
-        ("pbs", {"options": ("-q gpu",)}, None),
+        ("pbs", {"scheduler_args": ("-l select=1:ncpus=4:ngpus=2",)}, None),
+        ("pbs", {"scheduler_args": ("-q gpu",)}, None),
         ("sge", {}, "'train' uses GPUs, and its job requests none"),
-        ("sge", {"options": ("-l rt_F=1",)}, None),
-        ("oar", {"options": ("-l host=1/gpu=1",)}, None),
+        ("sge", {"scheduler_args": ("-l rt_F=1",)}, None),
+        ("oar", {"scheduler_args": ("-l host=1/gpu=1",)}, None),
     ],
 )
 def test_a_gpu_task_without_gpus_is_a_warning(scheduler: str, wanted: dict[str, Any], message: str | None) -> None:
@@ -228,9 +247,9 @@ def test_a_gpu_task_without_gpus_is_a_warning(scheduler: str, wanted: dict[str, 
 
 
 def test_partition_account_and_qos_without_a_profile() -> None:
-    run = made("train", gpus=1, cpus=1, memory_mib=1000, group="lab", qos="high")
+    run = made("train", gpus_per_node=1, cpus_per_node=1, memory_mib=1000, account="lab", qos="high")
     assert run.directives == ("--account=lab", "--qos=high")
-    assert made("train", scheduler="pbs", resource="long", group="lab").steps[0].resource_args[-1] == "-q long"
+    assert made("train", scheduler="pbs", partition="long", account="lab").steps[0].resource_args[-1] == "-q long"
 
 
 @pytest.mark.parametrize("text", ["64", "0G", "many", "G"])
@@ -249,19 +268,19 @@ def test_invalid_memory_is_refused(text: str) -> None:
         (["trian"], {}, "recipe 'mine' has no task 'trian'. Did you mean 'train'?"),
         (["train", "+", "+", "merge"], {}, "a task is missing beside '+'"),
         (["merge"], {"nodes": 2}, "'merge' runs as one process on one node"),
-        (["merge"], {"processes": 2}, "'merge' runs as one process on one node"),
+        (["merge"], {"processes_per_node": 2}, "'merge' runs as one process on one node"),
         (["train", "{seed}"], {}, "{seed} stands in the arguments, and there is no --seeds"),
         (["train", "--output", "x"], {"seeds": ("1", "2")}, "2 jobs would write into the same --output"),
         (["train", "+", "merge"], {"seeds": ("1", "2")}, "put {seed} into the arguments where the seed goes"),
         (["train"], {"scheduler": "pbs", "qos": "high"}, "--qos high: PBS has no option for it that all sites share"),
         (
             ["train"],
-            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "gpus": 8, "cpus": 4},
+            {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "gpus_per_node": 8, "cpus_per_node": 4},
             "--cpus-per-node 4: rt_HF has a fixed amount for each node",
         ),
         (
             ["train"],
-            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "memory_mib": 2000 * 1024},
+            {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "memory_mib": 2000 * 1024},
             "a node of rt_HG has 149 GiB",
         ),
         (
@@ -272,27 +291,27 @@ def test_invalid_memory_is_refused(text: str) -> None:
         (["train"], {"site": "abci-3.0"}, "--scheduler slurm: abci-3.0 has pbs"),
         (
             ["train"],
-            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "gpus": 9},
+            {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "gpus_per_node": 9},
             "--gpus-per-node 9: a node of rt_HF has 8",
         ),
         (
             ["train"],
-            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "nodes": 129, "gpus": 8},
+            {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "nodes": 129, "gpus_per_node": 8},
             "--nodes 129: rt_HF allows 128",
         ),
         (
             ["train"],
-            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "seconds": 169 * 3600},
+            {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "time_seconds": 169 * 3600},
             "--time 169:00:00: rt_HF allows 168:00:00",
         ),
         (
             ["train"],
-            {"site": "abci-3.0", "scheduler": "pbs", "group": "g", "resource": "rt_HE"},
+            {"site": "abci-3.0", "scheduler": "pbs", "account": "g", "partition": "rt_HE"},
             "abci-3.0 has no 'rt_HE'. Did you mean",
         ),
         (
             ["train"],
-            {"scheduler": "sge", "gpus": 1},
+            {"scheduler": "sge", "gpus_per_node": 1},
             "how a Grid Engine names nodes, GPUs and cores is each site's own affair",
         ),
     ],
@@ -304,7 +323,7 @@ def test_invalid_requests_fail_before_the_queue(argv: list[str], wanted: Mapping
 
 
 def test_grid_engine_with_scheduler_args() -> None:
-    run = made("train", scheduler="sge", gpus=1, options=("-l gpu=1", "-pe mpi 2"))
+    run = made("train", scheduler="sge", gpus_per_node=1, scheduler_args=("-l gpu=1", "-pe mpi 2"))
     assert {"-l gpu=1", "-pe mpi 2"} <= set(directives(scripts(run)[0]))
 
 
@@ -485,14 +504,11 @@ def test_unknown_run_is_an_error(run_cli: RunCli) -> None:
 
 
 def test_runs_of_one_second_get_different_names(tmp_path: Path) -> None:
-    first = plan(
-        RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=tmp_path / "x.sif", runs=tmp_path
-    ).folder
+    image = image_of_recipe(RECIPE, tmp_path / "x.sif")
+    first = plan(image, ["train"], JobRequest(), scheduler="slurm", site=None, runs=tmp_path).folder
     for number in range(3):
         (tmp_path / (first.name if number == 0 else f"{first.name}-{number + 1}")).mkdir()
-    again = plan(
-        RECIPE, ["train"], JobRequest(), scheduler="slurm", site=None, sif=tmp_path / "x.sif", runs=tmp_path
-    ).folder
+    again = plan(image, ["train"], JobRequest(), scheduler="slurm", site=None, runs=tmp_path).folder
     assert not again.exists()
     assert again.name.startswith("mine-train-")
 

@@ -12,9 +12,13 @@ import pytest
 from ekiben.core.errors import EngineError, UsageError
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import COMPILED_CODE, folders_to_bind, protect_caches
-from ekiben.run.launch import Launch, RunRequest, choose_runtime, launch
+from ekiben.run.image import NamedImage
+from ekiben.run.launch import Engine, Launch, RunRequest, Target, choose_target, launch
 
-SIF, TAG = Path("x.sif"), "ekiben/x:latest"
+SIF, ID = Path("x.sif"), "sha256:" + 64 * "0"
+IMAGE = NamedImage(name="x", sif=SIF, tasks={"train": "single"}, build_args="x")
+NO_ENGINE = Engine(lambda tag: "")
+DOCKER = Engine(lambda tag: ID)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,8 @@ def launched(
     binds: tuple[Path, ...] = (),
     terminal: bool = False,
 ) -> Launch:
-    return launch(program, SIF, TAG, RunRequest(argv=args, gpu=gpu, binds=binds, terminal=terminal), environment)
+    target = Target(program, ID, DOCKER) if program.endswith("docker") else Target(program, str(SIF))
+    return launch(target, RunRequest(argv=args, gpu=gpu, binds=binds, terminal=terminal), environment)
 
 
 def bound(ready: Launch) -> list[str]:
@@ -141,6 +146,13 @@ def test_docker_gets_gpus_by_a_cdi_file_where_the_toolkit_is_missing(
     assert expected in " ".join(launched("docker", {}, "train", gpu=True).argv)
 
 
+def test_docker_publishes_the_port_of_a_server() -> None:
+    request = RunRequest(argv=["server"], gpu=False, publish="127.0.0.1:8888")
+    argv = launch(Target("docker", ID, DOCKER), request, {}).argv
+    assert argv[argv.index("--publish") + 1] == "127.0.0.1:8888:8888"
+    assert argv[argv.index("--pull") + 1] == "never"
+
+
 def test_docker_options_for_shared_memory_user_and_terminal() -> None:
     argv = launched("docker", {}, "chat").argv
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
@@ -216,20 +228,38 @@ def test_cache_folder_that_cannot_be_created_is_skipped(tmp_path: Path) -> None:
         launched("apptainer", {"HF_HOME": str(tmp_path / "file/x")}, "train")
 
 
-def test_choose_runtime_order(tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_target_order(tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        EngineError, match="x cannot be run here: neither apptainer nor singularity nor docker is on PATH"
-    ):
-        choose_runtime("x", SIF)
+    with pytest.raises(EngineError, match="x cannot be run here: neither apptainer nor singularity is on PATH"):
+        choose_target(IMAGE, {"docker": lambda: DOCKER})
     for name in ("docker", "singularity"):
         (tmp_path / name).touch(mode=0o755)
-    assert choose_runtime("x", SIF) == str(tmp_path / "docker")
-    (tmp_path / "docker").unlink()
-    with pytest.raises(EngineError, match=r"x\.sif is not there"):
-        choose_runtime("x", SIF)
+    assert choose_target(IMAGE, {"docker": lambda: DOCKER}) == Target(str(tmp_path / "docker"), ID, DOCKER)
     (here / SIF).touch()
-    assert choose_runtime("x", SIF) == str(tmp_path / "singularity")
+    assert choose_target(IMAGE, {"docker": lambda: DOCKER}) == Target(str(tmp_path / "singularity"), str(SIF))
+
+
+def test_engine_without_the_image_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ask a registry for the name, and run what lies there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "docker").touch(mode=0o755)
+    for asked, message in (
+        ("auto", r"x\.sif is not there; docker has no image ekiben/x"),
+        ("docker", "no image ekiben/x"),
+    ):
+        with pytest.raises(EngineError, match=message) as raised:
+            choose_target(IMAGE, {"docker": lambda: NO_ENGINE}, asked)
+        assert "image x" in str(raised.value.hint)
+
+
+def test_sif_file_is_no_image_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "docker").touch(mode=0o755)
+    file = NamedImage(name="x", sif=SIF, tasks=None)
+    with pytest.raises(UsageError, match=r"--runtime docker: x\.sif is a SIF file"):
+        choose_target(file, {"docker": lambda: DOCKER}, "docker")
+    with pytest.raises(EngineError, match="neither apptainer nor singularity"):
+        choose_target(file, {"docker": lambda: DOCKER})
 
 
 def test_targets_of_links_are_bind_mounted(tmp_path: Path, here: Path) -> None:

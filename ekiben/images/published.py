@@ -32,8 +32,8 @@ from typing import Any
 
 from ekiben.core.checked import Fields, is_basename, parse_json, without_checksum
 from ekiben.core.inner_path import InnerPath
+from ekiben.core.pgp_key import Key
 from ekiben.formats import oci
-from ekiben.signing.gpg import Key
 from ekiben.store import StoredLayer
 from ekiben.store.shared import IMAGES
 

@@ -1,0 +1,188 @@
+"""Find the image that a user names.
+
+What has a slash or ends in .sif is a path: of a recipe's folder, or of a SIF file. NAME is a recipe, else what was
+published under this name; NAME:VERSION is a published version, or a tag's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ekiben.core.checked import NAME
+from ekiben.core.decisions import log_decision
+from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.inner_path import InnerPath
+from ekiben.images.published import VersionRecord, image_folders, read_records, tags
+from ekiben.run.image import RECIPE_FOLDER, NamedImage, shipped_recipe
+from ekiben.spec.recipe import Recipe, find_recipe
+from ekiben.store.shared import IMAGES, open_shared
+
+CURRENT = "current"
+_SCHEMES = ("oras://", "docker://", "library://", "shub://", "https://", "http://")
+_SHOWN = 20  # versions that a message names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOptions:
+    """What else a user says of the image.
+
+    ``stack`` and ``layers`` name another image of a recipe; ``included``: what it may use elsewhere; ``sif``: its file
+    (default: the image's name, in this folder); ``added_layer``: see Recipe; ``shared``: returns the folder where
+    colleagues publish, None where there is none.
+    """
+
+    stack: str | None = None
+    layers: tuple[str, ...] = ()
+    included: tuple[Path, ...] = ()
+    sif: Path | None = None
+    added_layer: str | None = None
+    shared: Callable[[], Path | None] = lambda: None
+
+
+def find_image(reference: str, options: ImageOptions) -> NamedImage:
+    """Find the image of a recipe (its name or folder), a SIF file, or a published NAME[:VERSION].
+
+    Raises UsageError when there is none, DefinitionError for a recipe that is wrong, StoreError for a shared folder
+    that cannot be read.
+    """
+    if _is_path(reference):
+        return _at_path(reference, options)
+    name, colon, version = reference.partition(":")
+    if colon:
+        return _published_image(name, version, options)
+    try:
+        recipe = find_recipe(reference, options.included)
+    except UsageError as error:
+        if _is_published(name, options.shared()):
+            return _published_image(name, "", options)
+        shared = options.shared()
+        looked = f"; nothing is published as {name} in {shared}" if shared else ""
+        raise UsageError(f"{str(error).removesuffix('.')}{looked}", hint=error.hint) from error
+    return replace(_of_recipe(recipe, options), note=_note_of_both(name, options.shared()))
+
+
+def published_sif(reference: str, shared: Path | None) -> Path | None:
+    """Return the SIF of a published NAME[:VERSION], None where ``reference`` can be none.
+
+    Raises UsageError when the version is not there, StoreError when the folder cannot be read.
+    """
+    name, colon, version = reference.partition(":")
+    if _is_path(reference) or not (colon or _is_published(name, shared)):
+        return None
+    return _published_image(name, version, ImageOptions(shared=lambda: shared)).sif
+
+
+def _is_path(reference: str) -> bool:
+    return "/" in reference or reference.endswith(".sif") or reference in (".", "..")
+
+
+def _at_path(reference: str, options: ImageOptions) -> NamedImage:
+    if reference.startswith(_SCHEMES):
+        raise UsageError(
+            f"{reference} is in a registry, and images are run from files", hint=f"ekiben pull {reference} -o NAME.sif"
+        )
+    path = Path(reference)
+    if path.name == "recipe.yaml" or (path / "recipe.yaml").is_file():
+        return _of_recipe(find_recipe(reference, options.included), options)
+    if path.is_file():
+        return _of_file(path, options)
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{reference} is no regular file")
+    if reference.endswith(".sif"):
+        raise UsageError(f"{reference} is not there")
+    raise UsageError(f"{reference}: no recipe.yaml there, and it is no SIF file")
+
+
+def _of_recipe(recipe: Recipe, options: ImageOptions) -> NamedImage:
+    layered = replace(recipe, layers=options.layers, added_layer=options.added_layer)
+    name = layered.image_name(options.stack)
+    return NamedImage(
+        name=name,
+        sif=options.sif or Path(f"{name}.sif"),
+        tasks={task: file.launch for task, file in recipe.file.tasks.items()},
+        recipe=layered,
+        build_args=layered.cli_args(options.stack),
+    )
+
+
+def _of_file(sif: Path, options: ImageOptions) -> NamedImage:
+    _refuse_options(options, f"{sif} is a file")
+    return _named_file("", sif)
+
+
+def _refuse_options(options: ImageOptions, reason: str) -> None:
+    for option, value in (
+        ("--stack", options.stack),
+        ("--layer", options.layers),
+        ("--include", options.included),
+        ("--sif", options.sif),
+    ):
+        if value:
+            raise UsageError(f"{option} is for a recipe's image, and {reason}")
+
+
+def _named_file(name: str, sif: Path, sha256: str = "") -> NamedImage:
+    try:
+        shipped = shipped_recipe(sif)
+    except ValueError as error:
+        raise UsageError(f"{sif}: /{RECIPE_FOLDER}/recipe.yaml {error}") from error
+    tasks = {task: file.launch for task, file in shipped.tasks.items()} if shipped else None
+    return NamedImage(name=name or (shipped.name if shipped else sif.stem), sif=sif, tasks=tasks, sha256=sha256)
+
+
+# ------------------------------------------------------------------------------------------------- published
+
+
+def _is_published(name: str, shared: Path | None) -> bool:
+    """Return whether the shared folder has a version of this name."""
+    if shared is None or not NAME.fullmatch(name):
+        return False
+    return bool(read_records(open_shared(shared).folder / IMAGES / name)[0])
+
+
+def _note_of_both(name: str, shared: Path | None) -> str:
+    """Return the line that says which image was taken where a published one has the recipe's name."""
+    with contextlib.suppress(OSError):
+        if shared and (InnerPath.below(shared) / IMAGES / name / CURRENT).lexists():
+            return f"{name} is this recipe's image; {name}:{CURRENT} is the one in {shared}"
+    return ""
+
+
+def _published_image(name: str, version: str, options: ImageOptions) -> NamedImage:
+    shared = options.shared()
+    _refuse_options(options, f"{name} is published")
+    if shared is None:
+        raise UsageError(
+            f"{name}:{version} is a published image, and no shared folder is known",
+            hint="--shared DIR, or shared: in config.yaml",
+        )
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{name}: an image's name is lower-case letters, digits, '.', '_' and '-'")
+    folder = open_shared(shared).folder
+    records, skipped = read_records(folder / IMAGES / name)
+    if not records:
+        if skipped:
+            raise StoreError(f"{name} in {shared}: {skipped[0][0]}: {skipped[0][1]}")
+        known = [item.name for item in image_folders(folder)]
+        raise UsageError(f"nothing is published as {name} in {shared}." + nearest(name, known))
+    record = _version_of(name, version or CURRENT, records, tags(folder / IMAGES / name))
+    sif = (folder / IMAGES / name / record.file).path
+    log_decision(f"image {name}", sif, f"published {record.published} in {shared}")
+    return _named_file(name, sif, record.sha256)
+
+
+def _version_of(name: str, version: str, records: list[VersionRecord], links: dict[str, str]) -> VersionRecord:
+    """Return the record of a version, its newest one, or of a tag. ``records`` are oldest first."""
+    by_file = {record.file: record for record in records}
+    if version in links:
+        if record := by_file.get(Path(links[version]).name):
+            return record
+        raise UsageError(f"{name}:{version} is a link to {links[version]}, which is no published version")
+    for record in reversed(records):
+        if version in (record.version, record.stem.removeprefix(f"{name}-")):
+            return record
+    known = [*dict.fromkeys(record.version for record in reversed(records)), *sorted(links)]
+    raise UsageError(f"{name} has no version '{version}'." + nearest(version, known[:_SHOWN]))

@@ -1,0 +1,110 @@
+"""An image that may be run, as a command line named it (ekiben/images finds it), and what its SIF says of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.files import digest_of, open_regular
+from ekiben.formats.sif import read_sif
+from ekiben.spec.recipe import Recipe, ShippedRecipe
+
+RECIPE_FOLDER = "opt/ekiben/recipe"  # in an image
+_HEADER = 1 << 15  # bytes, in which a SIF has its header and its table of partitions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedImage:
+    """An image that may be run.
+
+    ``name``: in engines, jobs and messages; ``sif``: its file, which may not be there; ``tasks``: task → how it is
+    launched, None where the image does not say (of another builder); ``recipe``: of which it is built, None where the
+    image came without; ``build_args``: the arguments of `ekiben image` that make it; ``sha256``: of ``sif`` where a
+    record has it, else ""; ``note``: a line for the user.
+    """
+
+    name: str
+    sif: Path
+    tasks: Mapping[str, str] | None
+    recipe: Recipe | None = None
+    build_args: str = ""
+    sha256: str = ""
+    note: str = ""
+
+    @property
+    def tag(self) -> str:
+        """Return the name that engines keep it under."""
+        return f"ekiben/{self.name}:latest"
+
+    @property
+    def build_hint(self) -> str | None:
+        """Return the command that builds it, None where nothing here does."""
+        return f"{command_name()} image {self.build_args}" if self.build_args else None
+
+    def launch_of(self, task: str) -> str:
+        """Return how a task is launched: per-gpu, single or cpu. Raises UsageError when the image has no such task."""
+        if self.tasks is None:
+            return "single"
+        if task not in self.tasks:
+            owner = f"recipe '{self.recipe.name}'" if self.recipe else str(self.sif)
+            raise UsageError(f"{owner} has no task '{task}'." + nearest(task, self.tasks))
+        return self.tasks[task]
+
+
+# ------------------------------------------------------------------------------------------------------- of a file
+
+
+@dataclass(frozen=True, slots=True)
+class SifState:
+    """What tells whether a SIF is still the same file, without reading it all.
+
+    ``stat``: size, mtime, ctime and inode, as `stat --format '%s %.9Y %.9Z %i'` prints them; ``header``: SHA-256 of its
+    first 32 KiB; ``sha256``: of all of it, "" where nobody knows it: a file whose other values differ is then another.
+    """
+
+    stat: str = ""
+    header: str = ""
+    sha256: str = ""
+
+    def is_same(self, path: Path) -> bool:
+        """Return whether ``path`` is that file; reads all of it only where times or inode differ. Raises OSError."""
+        now = sif_state(path)
+        if (now.stat, now.header) == (self.stat, self.header):
+            return True
+        return bool(self.sha256) and digest_of(path) == f"sha256:{self.sha256}"
+
+
+def sif_state(path: Path, sha256: str = "") -> SifState:
+    """Return the state of a SIF. Raises OSError."""
+    with open_regular(path) as stream:
+        status = os.fstat(stream.fileno())
+        header = hashlib.sha256(stream.read(_HEADER)).hexdigest()
+    times = (f"{ns // 10**9}.{ns % 10**9:09d}" for ns in (status.st_mtime_ns, status.st_ctime_ns))
+    return SifState(" ".join([str(status.st_size), *times, str(status.st_ino)]), header, sha256)
+
+
+def shipped_recipe(sif: Path) -> ShippedRecipe | None:
+    """Return the recipe in an image, None for one of another builder. Raises ValueError when recipe.yaml is broken."""
+    text = read_in_sif(sif, f"{RECIPE_FOLDER}/recipe.yaml")
+    return None if text is None else ShippedRecipe.parse(text)
+
+
+def read_in_sif(sif: Path, path: str) -> bytes | None:
+    """Return a file of an image; None when it has none, or is of a kind that only runtimes read."""
+    from ekiben.formats.squashfs import SquashfsReader  # late: its compressors
+
+    try:
+        layers = read_sif(sif).layers
+        with open_regular(sif) as stream:
+            for layer in reversed(layers):
+                reader = SquashfsReader(stream, layer.offset)
+                if (entry := reader.lookup(path)) is not None:
+                    return reader.read_file(path) if entry.kind == "file" else None
+    except (StoreError, OSError):
+        return None
+    return None
