@@ -160,10 +160,8 @@ def build(
         VerifyError: a test failed.
         LockMismatchError: ``locked``, and something is not as locked.
     """
-    from ekiben.artifacts.export import build_and_export
-    from ekiben.artifacts.exporters import ExportOptions
+    from ekiben.artifacts.make import BuildRequest, make_image
     from ekiben.builder.plan import Options
-    from ekiben.builder.verify import verify as run_tests
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
@@ -178,19 +176,9 @@ def build(
         mirror=(arguments or {}).get("mirror"),
         registry=read_settings(os.environ).registry,
     )
-    image, artifacts = build_and_export(
-        resolved,
-        layer_store,
-        options,
-        progress,
-        formats=("sif",),
-        output=Path(output) if output else None,
-        export_options=ExportOptions(with_sha256=verify),
-    )
-    sif = Path(artifacts[0].ref)
-    if verify:
-        run_tests(image, layer_store, progress, sifs=[sif])
-    return Image(sif)
+    request = BuildRequest(formats=("sif",), output=Path(output) if output else None, verify=verify)
+    result = make_image(resolved, layer_store, request, options, progress)
+    return Image(Path(result.artifacts[0].ref))
 
 
 def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:

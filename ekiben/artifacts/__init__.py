@@ -1,10 +1,11 @@
 """What people take out of a stored image.
 
 export      build an image and export it in the formats asked for, with one repair of damaged blobs
+make        the same with its tests: what `image`, `notebook` and the Python interface do
 exporters   the formats, one module each: sif, docker, oci
 push, pull  an image in a registry
 partial     a download that a later process resumes (for pull)
 reproduce   build an image again, and compare every byte
 """
 
-__all__ = ["export", "exporters", "partial", "pull", "push", "reproduce"]
+__all__ = ["export", "exporters", "make", "partial", "pull", "push", "reproduce"]

@@ -248,7 +248,9 @@ def new_file(
     exception.
 
     Readers of ``path`` see the old file or the new one, never a part. ``temporary``: its path until then, on the same
-    file system; by default a name beside ``path``. Raises OSError, also when ``path`` is there and is no regular file.
+    file system, which the file has for its name; by default one beside ``path``.
+
+    Raises OSError, also when ``path`` is there and is no regular file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -262,7 +264,9 @@ def new_file(
         lock = os.dup(
             handle
         )  # keeps the lock when the file is closed: until it has its name, others may take it for abandoned
-        with open(handle, "w+b", buffering) as stream:
+        with open(
+            temporary, "w+b", buffering, opener=lambda *_: handle
+        ) as stream:  # so that it has the path for its name
             if temporary.name.endswith(_UNFINISHED):
                 with contextlib.suppress(OSError):  # a file system without locks: nobody removes it
                     fcntl.flock(stream, fcntl.LOCK_EX)

@@ -146,11 +146,28 @@ def write_sif(
     file_hash: hashlib._Hash | None = None,
     signature: Signature | None = None,
 ) -> None:
-    """Write a SIF to ``out`` atomically. ``on_bytes`` is called with the number of bytes that each step copied.
+    """Write a SIF to ``out`` atomically: see new_sif()."""
+    with new_sif(out, partitions, header, on_bytes=on_bytes, file_hash=file_hash, signature=signature):
+        pass
 
-    ``file_hash`` takes all bytes of the file, in order, as they are read back while the rest is copied. ``signature``
-    is that of signed_message() with the same arguments. Raises StoreError when a partition's bytes are not its
-    digest's, and when ``out`` cannot be written.
+
+@contextlib.contextmanager
+def new_sif(
+    out: AnyPath,
+    partitions: Sequence[Partition],
+    header: SifHeader,
+    *,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    file_hash: hashlib._Hash | None = None,
+    signature: Signature | None = None,
+) -> Iterator[Path]:
+    """Write a SIF, yield its path, and let it take the place of ``out`` when the block ends without an exception.
+
+    Of an InnerPath the path is that of ``out``: nothing opens the file by it.
+
+    ``on_bytes`` is called with the number of bytes that each step copied. ``file_hash`` takes all bytes of the file, in
+    order, as they are read back while the rest is copied. ``signature`` is that of signed_message() with the same
+    arguments. Raises StoreError when a partition's bytes are not its digest's, and when ``out`` cannot be written.
     """
     most = DESCRIPTOR_COUNT - len(header.objects) - bool(signature)
     if not 0 < len(partitions) <= most:
@@ -175,6 +192,7 @@ def write_sif(
                 file.write(signature.data)
                 if all_of_it:
                     all_of_it.take(end, size)
+        yield Path(str(out) if isinstance(out, InnerPath) else file.name)
 
 
 def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:

@@ -7,7 +7,7 @@ below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -35,10 +35,15 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """``squash``: one partition instead of one per layer; ``with_sha256``: a file's digest is needed afterwards."""
+    """How an image is exported.
+
+    ``squash``: one partition instead of one per layer; ``with_sha256``: a file's digest is needed afterwards;
+    ``check``: tests a new file, at the path given, before it takes the place of the one that is there.
+    """
 
     squash: bool = False
     with_sha256: bool = False
+    check: Callable[[Image, Path], None] | None = None
 
 
 class Exporter(Protocol):

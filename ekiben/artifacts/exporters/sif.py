@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
@@ -13,7 +13,7 @@ from ekiben.core.errors import StoreError, VerifyError
 from ekiben.core.files import digest_of
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition
-from ekiben.formats.sif import read_sif, write_sif
+from ekiben.formats.sif import new_sif, read_sif
 from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif
 
 PREFERENCE = 10
@@ -31,11 +31,17 @@ def unavailable() -> None:
 
 
 def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
-    """Write the image's SIF at ``target``."""
-    with progress.step(f"write {target}", total=image.size):
-        return make_sif(
-            image, store, target, squash=options.squash, with_sha256=options.with_sha256, on_bytes=progress.count
-        )
+    """Write the image's SIF at ``target``; what is there stays until the new one has passed ``options.check``."""
+    with contextlib.ExitStack() as stack:
+        with progress.step(f"write {target}", total=image.size):
+            artifact, path = stack.enter_context(making_sif(image, store, target, options, progress.count))
+        if options.check and artifact.created:
+            try:
+                options.check(image, path)
+            except VerifyError:
+                progress.log(f"{target} {'is left as it was' if target.exists() else 'is not written'}")
+                raise
+    return artifact
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
@@ -54,15 +60,32 @@ def make_sif(
     with_sha256: bool = False,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Artifact:
-    """Write a SIF of the image's layers at ``out``, which is replaced only when the new one is complete.
+    """Write a SIF of the image's layers at ``out``: see making_sif()."""
+    options = ExportOptions(squash=squash, with_sha256=with_sha256)
+    with making_sif(image, store, out, options, on_bytes) as (artifact, _):
+        return artifact
 
-    ``with_sha256`` computes the SHA-256 on the way and stores it for publish and push. It depends on the layers alone,
-    so one value holds for every SIF of them; but not for a squashed one, which is compressed anew.
+
+@contextlib.contextmanager
+def making_sif(
+    image: Image, store: Store, out: Path, options: ExportOptions, on_bytes: Callable[[int], None]
+) -> Iterator[tuple[Artifact, Path]]:
+    """Write a SIF of the image's layers, yield it with its path, and let it take the place of ``out`` when the block
+    ends without an exception. A file that is there and has the image stays.
+
+    The SHA-256, where ``options`` ask for it, is computed on the way and stored for publish, push and submit. It
+    depends on the layers alone, so one value holds for every SIF of them; but not for a squashed one, which is
+    compressed anew.
     """
+    squash, unchanged = options.squash, None
     header = image.squashed_header() if squash else image.sif_header(store)
     with contextlib.suppress(OSError, StoreError, VerifyError):  # then it is made again
         if read_sif(out).id == header.id and check_sif(image, out, store):
-            return Artifact("sif", str(out), out.stat().st_size, False, known_sif(store, header.id))
+            known = known_sif(store, header.id)
+            unchanged = Artifact("sif", str(out), out.stat().st_size, False, known)
+    if unchanged:
+        yield unchanged, out
+        return
     if not out.parent.is_dir():
         raise StoreError(f"{out}: there is no folder {out.parent}")
     for layer in image.layers:
@@ -73,12 +96,14 @@ def make_sif(
             store.open_for_writing()
             partitions = [_squashed(image, store, stack.enter_context(store.staging()) / "squashed.squashfs")]
         known = known_sif(store, header.id)
-        file_hash = hashlib.sha256() if with_sha256 and not squash and not known else None
-        write_sif(out, partitions, header, on_bytes=on_bytes, file_hash=file_hash)
-        if file_hash:
-            known = keep_sif(store, header.id, file_hash)
-        note_sif(header, out, store, partitions[0].digest if squash else None, sha256=None if squash else known)
-    return Artifact("sif", str(out), out.stat().st_size, True, known)
+        file_hash = hashlib.sha256() if options.with_sha256 and not squash and not known else None
+        digest = partitions[0].digest if squash else None
+        with new_sif(out, partitions, header, on_bytes=on_bytes, file_hash=file_hash) as path:
+            if file_hash:
+                known = keep_sif(store, header.id, file_hash)
+            note_sif(header, path, store, digest)
+            yield Artifact("sif", str(out), path.stat().st_size, True, known), path
+        note_sif(header, out, store, digest, sha256=None if squash else known)
 
 
 def _squashed(image: Image, store: Store, path: Path) -> Partition:

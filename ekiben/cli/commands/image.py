@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from typing import Any
 import click
 
 from ekiben.artifacts import exporters
-from ekiben.artifacts.export import build_and_export
-from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.artifacts.exporters import Artifact
+from ekiben.artifacts.make import BuildRequest, make_image
 from ekiben.builder.plan import Action, Options, plan
-from ekiben.builder.verify import Check, verify
+from ekiben.builder.verify import Check
 from ekiben.builder.wheels import format_savings
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
@@ -52,16 +52,13 @@ from ekiben.store import Image, Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRequest:
-    """What to do with each recipe. ``output``: the file of the one export that writes one."""
+    """What to do with each recipe: what to make, what builds it, and from what."""
 
-    formats: Sequence[str]
-    output: Path | None
-    export: ExportOptions
-    verify: bool
-    engine: str
-    locked: bool
-    offline: bool
-    bundle: Path | None
+    make: BuildRequest
+    engine: str = "auto"
+    locked: bool = False
+    offline: bool = False
+    bundle: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +158,7 @@ def command(
     if bundle and recipe_options.mirror:
         raise UsageError("--build-arg mirror: --bundle has the packages; leave one of them out")
     request = ImageRequest(
-        formats=formats,
-        output=output,
-        export=ExportOptions(squash=squash, with_sha256=not no_verify),
-        verify=not no_verify,
+        make=BuildRequest(formats=formats, output=output, squash=squash, verify=not no_verify),
         engine=engine,
         locked=locked,
         offline=offline or bundle is not None,
@@ -172,7 +166,7 @@ def command(
     )
     # A mistake in the last recipe is reported before the first one is built.
     all_resolved = [recipe_options.resolve(recipe) for recipe in recipes]
-    results = [make_image(context, recipe_options, resolved, request) for resolved in all_resolved]
+    results = [build_recipe(context, recipe_options, resolved, request) for resolved in all_resolved]
     if context.json and len(results) > 1:
         click.echo(json.dumps([result.to_json() for result in results], indent=1))
         return
@@ -189,7 +183,7 @@ def check_output(recipes: Sequence[str], formats: Sequence[str]) -> None:
         refuse_ignored("names one file; build one recipe in one format, or leave -o out", "output")
 
 
-def make_image(
+def build_recipe(
     context: Context, recipe_options: RecipeOptions, resolved: ResolvedRecipe, request: ImageRequest
 ) -> ImageResult:
     """Plan, build, export, verify."""
@@ -206,28 +200,17 @@ def make_image(
             f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)"
         )
     with build_inputs(context, recipe_options, resolved, request) as (options, data):
-        image, artifacts = build_and_export(
-            resolved,
-            store,
-            options,
-            progress,
-            actions,
-            formats=request.formats,
-            output=request.output,
-            export_options=request.export,
-        )
-    checks = verify_artifacts(image, artifacts, store, progress) if request.verify else []
+        result = make_image(resolved, store, request.make, options, progress, actions)
     task = next(iter(resolved.recipe.file.tasks), "")
-    run = [line for item in artifacts for line in exporters.run_commands(item, task)]
     return ImageResult(
         recipe=resolved.cli_args,
-        image=image,
+        image=result.image,
         built=missing,
-        artifacts=artifacts,
-        checks=checks,
+        artifacts=result.artifacts,
+        checks=result.checks,
         data=data,
-        run=run,
-        is_verified=request.verify,
+        run=[line for item in result.artifacts for line in exporters.run_commands(item, task)],
+        is_verified=request.make.verify,
     )
 
 
@@ -261,13 +244,5 @@ def build_inputs(
         check_bundle(bundle, resolved)
         import_compiled(bundle, context.store)
         options = Options(engine=request.engine, locked=request.locked, sources=bundle_sources(bundle, resolved))
-        folder = request.output.parent if request.output else Path()
+        folder = request.make.output.parent if request.make.output else Path()
         yield options, unpack_snapshots(bundle, folder / f"{resolved.recipe.name}-data")
-
-
-def verify_artifacts(image: Image, artifacts: Iterable[Artifact], store: Store, progress: Progress) -> list[Check]:
-    """Run the %test scripts in every export that a runtime here can run."""
-    sifs = [Path(item.ref) for item in artifacts if item.kind == "sif"]
-    return verify(
-        image, store, progress, sifs=sifs, loaded=[item.kind for item in artifacts if item.kind in ("docker", "podman")]
-    )

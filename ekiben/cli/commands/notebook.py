@@ -118,20 +118,11 @@ def _export_format(start: StartOptions) -> str:
 
 def _build(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool) -> None:
     """Build the image where a layer is missing, and write its file or load it where that is not the present one."""
-    from ekiben.artifacts.exporters import ExportOptions
-    from ekiben.cli.commands.image import ImageRequest, make_image
+    from ekiben.artifacts.make import BuildRequest
+    from ekiben.cli.commands.image import ImageRequest, build_recipe
 
-    request = ImageRequest(
-        formats=[kind],
-        output=None,
-        export=ExportOptions(with_sha256=verify),
-        verify=verify,
-        engine="auto",
-        locked=False,
-        offline=False,
-        bundle=None,
-    )
-    result = make_image(context, options, options.resolve(recipe), request)
+    request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify))
+    result = build_recipe(context, options, options.resolve(recipe), request)
     for line in result.to_lines():
         if not line.startswith("run "):  # of the recipe's tasks
             context.log(line)

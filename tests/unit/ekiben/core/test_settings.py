@@ -48,4 +48,9 @@ def test_user_config_replaces_single_keys_of_site_config(tmp_path: Path, monkeyp
     both = read_settings({"XDG_CONFIG_HOME": str(tmp_path)})
     assert (both.shared, both.registry, both.recipes) == (Path("/lab"), "host/mine", (tmp_path / "lab",))
     request = with_defaults(JobRequest(env=("C",)), both.jobs)
-    assert (request.group, request.resource, request.seconds, request.env) == ("me", "gpu", 5400, ("A=1", "B", "C"))
+    assert (request.account, request.partition, request.time_seconds, request.env) == (
+        "me",
+        "gpu",
+        5400,
+        ("A=1", "B", "C"),
+    )
