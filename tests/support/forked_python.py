@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -65,6 +66,25 @@ def receive(connection: socket.socket) -> int | None:
     return int.from_bytes(data, "big")
 
 
+def note_signals() -> socket.socket:
+    """Return a socket that can be read once this process has got a signal."""
+    noted, notes = socket.socketpair()
+    notes.setblocking(False)
+    signal.set_wakeup_fd(notes.detach(), warn_on_full_buffer=False)
+    return noted
+
+
+def wait_for_data(connection: socket.socket, noted: socket.socket) -> None:
+    """Wait until ``connection`` can be read, and run the handlers of signals meanwhile.
+
+    A handler runs between two instructions of Python. After a signal just before a call that blocks, it would run when
+    the call returns: at the end of the script.
+    """
+    while connection not in (ready := select.select([connection, noted], [], [])[0]):
+        if noted in ready:
+            noted.recv(64)
+
+
 def has_other_files() -> bool:
     """Return whether this process has inherited more than its three streams, which the server would not pass on."""
     # The listing's own descriptor is gone by the time of the check.
@@ -100,6 +120,7 @@ def main() -> None:
             os.kill(child, number)
 
     if connection is not None:
+        noted = note_signals()
         before = [(number, signal.signal(number, forward)) for number in FORWARDED]
         child = send_request(connection, sys.argv[1:], os.environ, os.getcwd(), (0, 1, 2))  # noqa: PTH109
         if child is None:
@@ -111,6 +132,7 @@ def main() -> None:
         forward(number, None)
     for stream in (0, 1, 2):  # a pipe to the script ends with the script
         os.close(stream)
+    wait_for_data(connection, noted)
     status = receive(connection)
     end_as(status if status is not None else signal.SIGKILL)
 

@@ -152,6 +152,26 @@ def test_signals_are_passed_on(sleeper: tuple[subprocess.Popen[str], list[int]])
     assert process.wait(timeout=30) == 5
 
 
+# The calls between the signal and the wait are of C alone: Python runs no handler there, as after a signal that comes
+# just before a system call.
+LATE_SIGNAL = """
+import ctypes, functools, operator, select, signal, socket
+from support import forked_python
+connection, server = socket.socketpair()
+noted = forked_python.note_signals()
+signal.signal(signal.SIGTERM, lambda *_: server.sendall(bytes([0, 0, 0, 7])))
+kill, wait = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGTERM), select.select
+select.select = lambda *lists: list(map(operator.call, (kill, functools.partial(wait, *lists))))[1]
+forked_python.wait_for_data(connection, noted)
+print(forked_python.receive(connection))
+"""
+
+
+def test_a_signal_just_before_the_stand_in_waits_is_handled() -> None:
+    folder = str(Path(forkserver.__file__).parents[1])
+    assert end_of(sys.executable, "-c", LATE_SIGNAL, PYTHONPATH=folder) == (0, "7\n", "")
+
+
 def test_script_and_its_processes_die_with_the_stand_in(sleeper: tuple[subprocess.Popen[str], list[int]]) -> None:
     process, pids = sleeper
     assert all(is_alive(pid) for pid in pids) and process.pid not in pids
