@@ -32,7 +32,7 @@ from ekiben.core.files import read_source
 from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
-from ekiben.packages.requirements import read_requirements, run_uv
+from ekiben.packages.requirements import RequirementsFile, read_requirements, run_uv
 from ekiben.spec.definition import Definition, Stage, read_definition
 from ekiben.spec.source_folders import SourceFolders, included_paths
 from ekiben.spec.stack import (
@@ -229,21 +229,25 @@ def _blocks_beyond(text: str, known: str) -> str:
 
 def _resolve(source: Path, below: str, old: str, stack: Stack, sources: SourceFolders) -> str:
     """``source``'s lock. A requirement with a local version, when no index here has it, is named as not locked."""
-    read_requirements(source, sources)  # refuses what is no package of an index, before uv sees it
+    checked = read_requirements(source, sources)
     absent = [line.removeprefix(UNLOCKED) for line in below.splitlines() if line.startswith(UNLOCKED)]
     try:
-        text = _compile(source, below, old, stack, absent)
+        text = _compile(source, checked, below, old, stack, absent)
     except FetchError:
         here = [match[0] for match in _LOCAL.finditer(read_source(source))]
         if not here:
             raise
-        text = "".join(f"{UNLOCKED}{line}\n" for line in here) + _compile(source, below, old, stack, [*absent, *here])
+        text = "".join(f"{UNLOCKED}{line}\n" for line in here) + _compile(
+            source, checked, below, old, stack, [*absent, *here]
+        )
     return text
 
 
-def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[str]) -> str:
+def _compile(source: Path, checked: RequirementsFile, below: str, old: str, stack: Stack, absent: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
-        constraints, overrides, out = (Path(folder) / name for name in ("below.txt", "absent.txt", "out.lock"))
+        names = ("requirements.txt", "below.txt", "absent.txt", "out.lock")
+        requirements, constraints, overrides, out = (Path(folder) / name for name in names)
+        requirements.write_text(checked.text, encoding="utf-8")
         constraints.write_text(below, encoding="utf-8")
         overrides.write_text(
             "".join(f"{line} ; python_version < '3'\n" for line in absent), encoding="utf-8"
@@ -273,7 +277,7 @@ def _compile(source: Path, below: str, old: str, stack: Stack, absent: Sequence[
                     overrides,
                     "--constraints",
                     constraints,
-                    source,
+                    requirements,
                     "--output-file",
                     out,
                 ],

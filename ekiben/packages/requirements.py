@@ -1,9 +1,10 @@
 """Requirements of Python packages: read, and given to uv so that none of their code is run on this machine.
 
 uv runs the build script of a folder, an archive or a repository to know what it depends on; of an editable one even
-where building is off. So a file may name packages of an index alone. And uv would take settings, and the interpreter
-that it starts, from ``uv.toml`` and ``.venv`` in the working folder, which may be a recipe from elsewhere: it gets an
-empty project and this interpreter instead.
+where building is off. So a file may name packages of an index alone, and uv gets what was read and checked, in a file
+of ours: it would read some lines of the user's file differently. And uv would take settings, and the interpreter that
+it starts, from ``uv.toml`` and ``.venv`` in the working folder, which may be a recipe from elsewhere: it gets an empty
+project and this interpreter instead.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 from uv import find_uv_bin
 
 from ekiben.core.errors import DefinitionError
@@ -24,40 +27,69 @@ from ekiben.core.files import read_source
 from ekiben.core.process import Argv, run
 from ekiben.spec.source_folders import SourceFolders, local_path
 
-_INDEX_OPTION = re.compile(
-    r"(?:-i|-f|--index-url|--extra-index-url|--find-links)[ =]+(?P<index>\S+)|--pre|--prefer-binary"
+_OPTION = re.compile(
+    r"(?P<name>-i|-f|--index-url|--extra-index-url|--find-links)(?:=|\s+)(?P<index>\S+)|--pre|--prefer-binary"
 )
+_LONG_OPTION = {"-i": "--index-url", "-f": "--find-links"}
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
+_WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
 
-def read_requirements(source: Path, sources: SourceFolders) -> list[Requirement]:
-    """Return the requirements in requirements.txt, pyproject.toml or an .in file.
+@dataclass(frozen=True, slots=True)
+class RequirementsFile:
+    """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them."""
+
+    options: tuple[str, ...]
+    requirements: tuple[Requirement, ...]
+
+    @property
+    def text(self) -> str:
+        """Return the file for uv. A name is in its canonical form: uv would take ``x-1.tar.gz`` for an archive."""
+        return "".join(f"{line}\n" for line in (*self.options, *map(_format_requirement, self.requirements)))
+
+
+def read_requirements(source: Path, sources: SourceFolders) -> RequirementsFile:
+    """Read requirements.txt, pyproject.toml or an .in file.
 
     Raises:
         DefinitionError: something in it is not a package of an index, or cannot be read; an index is a folder outside
             ``sources``, or its URL has a variable of the user's in it.
     """
     text = read_source(source)
-    lines = _of_project(source, text) if source.suffix == ".toml" else _of_list(text)
-    requirements = []
-    for number, line in lines:
-        if option := _INDEX_OPTION.fullmatch(line):
-            _check_index(option["index"] or "", source, number, sources)
+    is_project = source.suffix == ".toml"
+    options, requirements = list[str](), list[Requirement]()
+    for number, line in _of_project(source, text) if is_project else _of_list(text):
+        if not is_project and (option := _OPTION.fullmatch(line)):
+            options.append(_check_option(option, source, number, sources))
         elif line:
             requirements.append(_requirement(source, number, line))
-    return requirements
+    return RequirementsFile(tuple(options), tuple(requirements))
 
 
-def _check_index(index: str, source: Path, number: int, sources: SourceFolders) -> None:
-    """Raise DefinitionError for what a file from elsewhere must not name: uv puts variables into the URL it asks."""
+def _check_option(option: re.Match[str], source: Path, number: int, sources: SourceFolders) -> str:
+    """Return an option for uv, with a folder as a URL. Raises DefinitionError for what a file from elsewhere must not
+    name: uv puts variables into the URL it asks.
+    """
+    if not option["name"]:
+        return option[0]
     where = f"{source}:{number}"
+    name, index = _LONG_OPTION.get(option["name"], option["name"]), option["index"].strip("\"'")
     if variable := _VARIABLE.search(index):
         raise DefinitionError(
             f"{where}: {variable[0]} would be sent to the index",
             hint="what an index asks for belongs in ~/.netrc, or in uv's own settings: UV_INDEX_NAME_PASSWORD",
         )
-    if index and (folder := local_path(index)):
-        sources.check(source.parent / folder, where)
+    if _WEB_URL.match(index):
+        return f"{name} {index}"
+    if (folder := local_path(index)) is None:
+        raise DefinitionError(f"{where}: {index:.200} is neither a folder nor a URL of http or https")
+    return f"{name} {sources.check(source.parent / folder, where).as_uri()}"
+
+
+def _format_requirement(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    marker = f" ; {requirement.marker}" if requirement.marker else ""
+    return f"{canonicalize_name(requirement.name)}{extras}{requirement.specifier}{marker}"
 
 
 def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:
@@ -96,7 +128,7 @@ def _requirement(source: Path, number: int, line: str) -> Requirement:
         requirement = Requirement(line)
     except InvalidRequirement:
         requirement = None
-    if requirement is None or requirement.url:
+    if requirement is None or requirement.url or len(line.splitlines()) > 1:
         raise DefinitionError(
             f"{source}:{number}: {line:.200}: only packages of an index can be locked, with a version and hashes",
             hint="write one NAME, or NAME==VERSION, a line; options other than of indexes, files and URLs are refused",

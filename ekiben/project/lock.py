@@ -22,7 +22,7 @@ from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, U
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
 from ekiben.packages.lock import PYTHON_PLATFORMS
-from ekiben.packages.requirements import read_requirements, run_uv
+from ekiben.packages.requirements import RequirementsFile, read_requirements, run_uv
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
@@ -125,9 +125,10 @@ def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
-    _check_compiled(source, read_requirements(source, recipe.sources), below)
+    checked = read_requirements(source, recipe.sources)
+    _check_compiled(source, checked.requirements, below)
     kept = old if keep else ""
-    pins = _compile(source, below, kept if target == shared else locked.get(shared, _read(shared)), stack)
+    pins = _compile(source, checked, below, kept if target == shared else locked.get(shared, _read(shared)), stack)
     if not pins:
         raise UsageError(
             f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
@@ -226,11 +227,13 @@ def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Be
             raise DefinitionError(f"{source}: asks for {asked}, and a layer below has {asked.name} {has}")
 
 
-def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
+def _compile(source: Path, checked: RequirementsFile, below: Below, old: str, stack: Stack) -> str:
     """Resolve ``source`` and return the blocks of a lock file for what the layers below do not have."""
     nowhere = [*below.absent, *below.compiled]
     with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
-        constraints, overrides, out = (Path(folder) / name for name in ("below.txt", "absent.txt", "out.lock"))
+        names = ("requirements.txt", "below.txt", "absent.txt", "out.lock")
+        requirements, constraints, overrides, out = (Path(folder) / name for name in names)
+        requirements.write_text(checked.text, encoding="utf-8")
         constraints.write_text(below.pins, encoding="utf-8")
         overrides.write_text("".join(f"{line} ; python_version < '3'\n" for line in nowhere), encoding="utf-8")
         if old:
@@ -251,13 +254,12 @@ def _compile(source: Path, below: Below, old: str, stack: Stack) -> str:
                     PYTHON_PLATFORMS[stack.arch],
                     "--only-binary",
                     ":all:",
-                    "--no-sources",
                     *(["--exclude-newer", date[1]] if date else []),
                     "--override",
                     overrides,
                     "--constraints",
                     constraints,
-                    source,
+                    requirements,
                     "--output-file",
                     out,
                 ],

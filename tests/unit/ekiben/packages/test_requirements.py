@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,26 @@ def test_an_in_file_of_a_stack_names_packages_of_an_index_alone(
     assert not ran.exists()
 
 
+@pytest.mark.parametrize("name", ["evil-1.0.tar.gz", "evil.zip"])
+def test_a_name_is_never_an_archive_of_the_working_folder(
+    stack: Stack, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """uv takes a name that ends as an archive for one, and builds it; it is also the name of a package."""
+    cloned = tmp_path / "cloned"
+    cloned.mkdir()
+    with tarfile.open(cloned / "evil-1.0.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "evil-1.0", "evil-1.0")
+    with zipfile.ZipFile(cloned / "evil.zip", "w") as zipped:
+        for path in (tmp_path / "evil-1.0").iterdir():
+            zipped.write(path, f"evil-1.0/{path.name}")
+    monkeypatch.chdir(cloned)
+    source = stack.folder / "evil-source.in"
+    source.write_text(f"{name}\n")
+    with pytest.raises(FetchError, match=r"evil-1-0-tar-gz|evil-zip"):
+        _resolve(source, "", "", stack, SourceFolders(tmp_path))
+    assert not ran.exists()
+
+
 def test_a_source_distribution_is_refused_and_not_built(stack: Stack, ran: Path) -> None:
     source = stack.folder / "top.in"
     source.write_text("evil==1.0\n")
@@ -132,6 +153,69 @@ def test_a_project_without_a_list_of_dependencies_is_an_error(tmp_path: Path, te
         read_requirements(tmp_path / "pyproject.toml", SourceFolders(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        "'{0}'",
+        '"{0}"',
+        '"../elsewhere"',
+        "../elsewhere#/../../cloned",
+        "%2e%2e/elsewhere",
+        "FILE://{0}",
+        "file:.{0}",
+        "../elsewhere?/../../cloned",
+    ],
+)
+def test_uv_reads_no_folder_but_the_one_that_was_checked(
+    index: str, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv removes quotes and what follows a #, and decodes %2e."""
+    folder, elsewhere = tmp_path / "cloned/images/stacks/tiny", tmp_path / "cloned/images/stacks/elsewhere"
+    folder.mkdir(parents=True)
+    elsewhere.mkdir()
+    metadata = {
+        "METADATA": "Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(elsewhere / "evil-1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in metadata.items():
+            wheel.writestr(f"evil-1.0.dist-info/{name}", text)
+    source = folder / "top.in"
+    source.write_text(f"evil\n--find-links {index.format(elsewhere)}\n")
+    monkeypatch.setenv("UV_NO_INDEX", "1")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    with pytest.raises((DefinitionError, FetchError)):
+        _resolve(source, "", "", stack, SourceFolders(folder))
+    source.write_text("evil[Extra]==1.* ; python_version > '3' # a remark \\\n-f=../elsewhere\n")
+    with pytest.raises(DefinitionError, match="outside the recipe's folder"):
+        _resolve(source, "", "", stack, SourceFolders(folder))
+    assert "evil==1.0" in _resolve(source, "", "", stack, SourceFolders(folder, (elsewhere,)))
+
+
+@pytest.mark.parametrize("text", ["--pre", "--index-url https://index.example", "a ; python_version < '3\\n-e .\\n'"])
+def test_a_dependency_of_a_project_is_a_requirement_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["{text}"]\n')
+    with pytest.raises(DefinitionError, match="only packages of an index can be locked"):
+        read_requirements(tmp_path / "pyproject.toml", SourceFolders(tmp_path))
+
+
+def test_uv_gets_what_was_checked(tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    source = tmp_path / "requirements.txt"
+    source.write_text(
+        "# exclude-newer: 2026-01-01\n-f links\nB.c_d[Y,x] >= 1, != 1.5 \\\n  ; python_version < '4' # why\n--pre\n"
+        "a\n-i 'https://index.example/simple'\n"
+    )
+    assert read_requirements(source, SourceFolders(tmp_path)).text.splitlines() == [
+        f"--find-links {(tmp_path / 'links').as_uri()}",
+        "--pre",
+        "--index-url https://index.example/simple",
+        'b-c-d[Y,x]!=1.5,>=1 ; python_version < "4"',
+        "a",
+    ]
+
+
 @pytest.mark.parametrize("option", ["--find-links ", "-f ", "--index-url=", "--extra-index-url "])
 @pytest.mark.parametrize("index", ["{0}", "file://{0}", "file:{0}", "../elsewhere", "folder/../../elsewhere", "link"])
 def test_an_index_outside_the_folder_is_refused(option: str, index: str, tmp_path: Path) -> None:
@@ -144,9 +228,9 @@ def test_an_index_outside_the_folder_is_refused(option: str, index: str, tmp_pat
     source.write_text(f"evil\n{option}{index.format(elsewhere)}\n")
     with pytest.raises(DefinitionError, match=r"requirements.txt:2: .*outside the recipe's folder"):
         read_requirements(source, SourceFolders(folder))
-    assert len(read_requirements(source, SourceFolders(folder, (elsewhere,)))) == 1
+    assert len(read_requirements(source, SourceFolders(folder, (elsewhere,))).requirements) == 1
     source.write_text(f"evil\n{option}{folder}/folder\n{option}https://index.example/simple\n")
-    assert len(read_requirements(source, SourceFolders(folder))) == 1
+    assert len(read_requirements(source, SourceFolders(folder)).requirements) == 1
 
 
 def test_a_variable_is_not_sent_to_an_index(tmp_path: Path) -> None:
@@ -178,4 +262,4 @@ def test_lines_are_joined_and_numbered(tmp_path: Path) -> None:
         read_requirements(source, SourceFolders(tmp_path))
     source.write_text(source.read_text().replace("-e .", "rich \\"))
     read = read_requirements(source, SourceFolders(tmp_path))
-    assert list(map(str, read)) == ["humanize<5,>=4", "tabulate", "rich"]
+    assert list(map(str, read.requirements)) == ["humanize<5,>=4", "tabulate", "rich"]
