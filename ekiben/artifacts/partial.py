@@ -8,6 +8,7 @@ process. Nothing is reached through a name that somebody else could know, and al
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -82,11 +83,15 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
     try:
         with Folder.open(out.absolute().parent) as parent, contextlib.ExitStack() as stack:
             partial, may_record = _resume(parent, store, record, digest, stack)
-            if partial is None:
+            if partial is None and may_record:
                 # Recorded before it is made, so that the next process finds what a kill leaves at any moment.
-                folder_name, file_name = f".{out.name[:200]}.{secrets.token_hex(8)}", secrets.token_hex(16)
-                may_record = may_record and _record(store, record, folder_name, file_name, digest)
-                partial = stack.enter_context(_begin(parent, folder_name, file_name))
+                names = _new_names(out)
+                if may_record := _record(store, record, *names, digest):
+                    with contextlib.suppress(FileNotFoundError):  # another process has found it, and has it now
+                        partial = stack.enter_context(_begin(parent, *names))
+                    may_record = partial is not None
+            if partial is None:
+                partial = stack.enter_context(_begin(parent, *_new_names(out)))
             try:
                 yield partial
             finally:
@@ -100,14 +105,23 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
         ) from error
 
 
+def _new_names(out: Path) -> tuple[str, str]:
+    """Return random names of a folder and of a file in it."""
+    return f".{out.name[:200]}.{secrets.token_hex(8)}", secrets.token_hex(16)
+
+
 @contextlib.contextmanager
 def _begin(parent: Folder, folder_name: str, file_name: str) -> Iterator[Partial]:
+    """Make the folder and the file, and lock it. Raises FileNotFoundError when another process, which read the names
+    in the record, removed the folder or locked the file before this one did.
+    """
     os.mkdir(folder_name, 0o700, dir_fd=parent.handle)
     with parent.folder(folder_name) as folder:
         if not _is_private(folder):
             raise StoreError(f"{folder.path} was exchanged while it was made", hint="choose another path with -o")
         with _open(folder, file_name, os.O_CREAT | os.O_EXCL) as stream:
-            _lock(stream)
+            if not _lock(stream) or not folder.lexists(file_name):
+                raise FileNotFoundError(errno.ENOENT, "another process has it", str(folder.path / file_name))
             yield Partial(stream, parent, folder, file_name)
 
 

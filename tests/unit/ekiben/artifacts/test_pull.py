@@ -4,6 +4,7 @@ registry.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import random
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,6 +195,39 @@ def test_parallel_pulls_of_one_file(folder: Path, store: Store) -> None:
     with bad_registry(registry_of()) as (host, _), ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: get(host, store, folder / "x.sif"), range(8)))
     assert (folder / "x.sif").read_bytes() == SIF
+    assert hidden(folder) == []
+
+
+@pytest.mark.parametrize("before", ["open", "_lock"])
+@pytest.mark.parametrize("still_runs", [True, False])
+def test_a_pull_that_takes_the_file_of_a_beginning_one(
+    before: str, still_runs: bool, folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the names in the record before the first one has made the file, or locked it."""
+    out = folder / "x.sif"
+    name = "_lock" if before == "_lock" else "_open"
+    call = getattr(partial, name)
+    with contextlib.ExitStack() as stack:
+
+        def other_pull(*args: Any) -> Any:
+            monkeypatch.setattr(partial, name, call)
+            other = stack.enter_context(partial_file(out, DIGEST, store))
+            other.stream.write(b"other")
+            if not still_runs:
+                other.finish("x.sif", 0o644)
+                stack.close()
+            return call(*args)
+
+        monkeypatch.setattr(partial, name, other_pull)
+        with partial_file(out, DIGEST, store) as first:
+            assert first.had == 0
+            first.stream.write(b"first")
+            first.finish("x.sif", 0o644)
+        assert out.read_bytes() == b"first"
+    assert len(hidden(folder)) == still_runs  # it broke off, and is resumed
+    with partial_file(out, DIGEST, store) as again:
+        assert again.had == 5 * still_runs
+        again.discard()
     assert hidden(folder) == []
 
 
