@@ -35,6 +35,16 @@ def modules_below(folder: Path, prefix: str) -> dict[str, Path]:
     return found
 
 
+def parse_module(path: Path) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return _parse_module(path, path.stat().st_mtime_ns)
+
+
+@functools.cache
+def _parse_module(path: Path, modified: int) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(name: str, path: Path) -> Sequence[Import]:
     """Return every import of one module, those inside functions too."""
     return _imports_of(name, path, path.stat().st_mtime_ns)
@@ -46,7 +56,7 @@ def _imports_of(name: str, path: Path, modified: int) -> Sequence[Import]:
 
 
 def _read_imports(name: str, path: Path) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parse_module(path)
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -165,7 +175,7 @@ def long_functions(paths: Iterable[Path], limit: int) -> list[str]:
     """Return functions of more than ``limit`` lines."""
     found = []
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse_module(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > limit:
@@ -243,7 +253,7 @@ def calls_by_path(path: Path) -> set[str]:
     descriptor.
     """
     calls = set()
-    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for function in ast.walk(parse_module(path)):
         if not isinstance(function, ast.FunctionDef):
             continue
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -272,7 +282,7 @@ def reading_calls(path: Path) -> set[str]:
     or a Folder.
     """
     calls = set()
-    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for function in ast.walk(parse_module(path)):
         if isinstance(function, ast.FunctionDef):
             calls |= {
                 f"{function.name} {ast.unparse(call.func)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import json
 from collections.abc import Callable, Sequence
@@ -77,6 +78,16 @@ def with_login(answer: Reply) -> Reply:
     return reply
 
 
+@functools.cache
+def packed_zeros() -> bytes:
+    return gzip.compress(bytes(64 * MB))
+
+
+@functools.cache
+def long_json() -> bytes:
+    return b"[" + b"{}," * 1_300_000 + b"{}]"
+
+
 def modes(other: str) -> dict[str, tuple[Reply, str]]:
     """Return each mode: what it answers, and what the error says. ``other``: a host that must not learn a secret."""
     zeros = bytes(16 * MB)
@@ -99,11 +110,11 @@ def modes(other: str) -> dict[str, tuple[Reply, str]]:
         ),
         "deep": (always(200, b"[" * 100_000), "nested more than 32 levels deep"),
         "packed zeros": (
-            always(200, gzip.compress(bytes(64 * MB)), Content_Encoding="gzip"),
+            always(200, packed_zeros(), Content_Encoding="gzip"),
             "sends more than the 4194304 bytes",
         ),
         "packed rubbish": (always(200, b"\x1f\x8bxx", Content_Encoding="gzip"), "broke off: .*gzip"),
-        "long JSON": (always(200, b"[" + b"{}," * 1_300_000 + b"{}]"), "it is not an object"),
+        "long JSON": (always(200, long_json()), "it is not an object"),
         "token with control characters": (
             token_server(always(200, b'{"token": "\\u001b[31mred"}')),
             "gives no token: 200",

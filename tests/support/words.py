@@ -173,6 +173,7 @@ REASONS = {  # each term that is still counted → the meaning in which it stays
     "words": "words of a command line or of a shell",
 }
 _IN_TEXT = {*PRIVATE} - {*IN_TEXTS}
+_IN_NAMES = {*PRIVATE, *ORDINARY}
 LIBRARY = {  # names of Python's library, which stay
     "FileNotFoundError",
     "ModuleNotFoundError",
@@ -215,9 +216,10 @@ class Use:
     text: str
 
 
-def terms_in(text: str) -> set[str]:
+@cache
+def terms_in(text: str) -> frozenset[str]:
     """Return the lower-case words of an identifier or a text."""
-    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text)}
+    return frozenset(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", text))
 
 
 def names_of(node: ast.AST) -> Iterator[str]:
@@ -245,11 +247,11 @@ def uses_in_python(path: str, source: str) -> Iterator[Use]:
     for node in ast.walk(ast.parse(source)):
         line = getattr(node, "lineno", 0)
         for name in names_of(node):
-            terms = terms_in(name) & {*PRIVATE, *ORDINARY} if name not in LIBRARY else set[str]()
+            terms = terms_in(name) & _IN_NAMES if name not in LIBRARY else frozenset[str]()
             yield from (Use(path, line, "name", term, name) for term in terms)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if re.fullmatch(r"\w+", node.value):
-                terms = terms_in(node.value) & {*PRIVATE, *ORDINARY}
+                terms = terms_in(node.value) & _IN_NAMES
                 yield from (Use(path, line, "key", term, node.value) for term in terms)
             else:
                 yield from (Use(path, line, "text", term, node.value) for term in terms_in(node.value) & _IN_TEXT)

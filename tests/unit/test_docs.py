@@ -294,11 +294,14 @@ def test_schemas_accept_the_shipped_files_and_refuse_an_unknown_key(name: str, p
     jsonschema = pytest.importorskip("jsonschema")
     files = sorted(ROOT.glob(pattern))
     assert files
+    kind = jsonschema.validators.validator_for(schema(name))
+    kind.check_schema(schema(name))
+    validator = kind(schema(name))
     for path in files:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        jsonschema.validate(content, schema(name))
+        validator.validate(content)
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**content, "no_such_key": 1}, schema(name))
+            validator.validate({**content, "no_such_key": 1})
 
 
 def test_schema_of_config() -> None:

@@ -53,7 +53,8 @@ def inner(tmp_path: Path, *args: str, ci: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", *args],
         cwd=tmp_path,
-        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT)},
+        # Without the plugins of this environment, which take a second to import.
+        env={**os.environ, "CI": ci, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -92,7 +93,7 @@ def test_the_files_that_share_an_engine_exist() -> None:
 def test_files_that_share_an_engine_run_in_one_process(tmp_path: Path) -> None:
     for name in ("test_podman", "test_render", "test_crash_recovery"):
         (tmp_path / f"{name}.py").write_text("import os\n\ndef test_process():\n    print(f'process {os.getpid()}')\n")
-    _, output = inner(tmp_path, "-rP", "-n", "2", "--dist", "loadfile", ci="")
+    _, output = inner(tmp_path, "-rP", "-p", "xdist", "-n", "2", "--dist", "loadfile", ci="")
     processes = [line for line in output.splitlines() if line.startswith("process ")]
     assert len(processes) == 3
     assert len(set(processes)) == 1

@@ -28,7 +28,7 @@ from ekiben.formats.sif import read_sif
 from ekiben.registry import session
 from ekiben.registry.reference import Reference
 from ekiben.store import Store
-from support.registries import MB, Answer, Script, bad_registry
+from support.registries import MB, Answer, Script, bad_registry, trust_one_certificate
 from support.sample_recipe import quiet
 
 SIF = random.Random(5).randbytes(3 * MB)
@@ -40,6 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(session, "PAUSES", (0.001,))
     monkeypatch.setattr(pulls, "read_sif", lambda path: None)  # these bytes are none
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    trust_one_certificate(monkeypatch, tmp_path)
 
 
 @pytest.fixture

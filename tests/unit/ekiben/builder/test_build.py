@@ -27,6 +27,7 @@ from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, LayerHandle, Store, prune
 from support.compiled import compiled
+from support.forked_cli import server
 from support.sample_recipe import AS_SIF, SampleRecipe, becomes_empty, chain_of, seed, seeded
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -225,7 +226,6 @@ def test_another_stack_is_another_image(files_only: SampleRecipe, tmp_path: Path
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests"]
 from ekiben.store import Store
 from ekiben.builder.plan import Options
 from ekiben.builder.build import build
@@ -235,26 +235,30 @@ from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 
 # Dies at the given system call of the store's: just before a file gets its name.
-left = int(sys.argv[4])
+left = int(sys.argv[3])
 def watch(event, arguments):
     global left
     # below an open folder, or by its path
-    if event == "os.rename" and (arguments[3] >= 0 or sys.argv[3] in str(arguments[1])):
+    if event == "os.rename" and (arguments[3] >= 0 or sys.argv[2] in str(arguments[1])):
         left -= 1
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(watch)
-build(resolve(find_recipe(sys.argv[2])), Store(Path(sys.argv[3])), Options(), Progress(quiet=True))
+build(resolve(find_recipe(sys.argv[1])), Store(Path(sys.argv[2])), Options(), Progress(quiet=True))
 """
 
 
 def test_build_killed_at_any_moment_is_resumed(files_only: SampleRecipe, tmp_path: Path) -> None:
     expected = built(files_only, seeded(files_only, tmp_path / "whole", "ground")).image_id
+    script = tmp_path / "crash.py"
+    script.write_text(CRASH)
     kills = 0
     for moment in range(40):
         store = seeded(files_only, tmp_path / str(moment), "ground")
-        argv = [sys.executable, "-c", CRASH, str(ROOT), str(files_only.path), str(store.root), str(moment)]
-        if subprocess.run(argv, check=False).returncode == 0:
+        argv = [str(script), str(files_only.path), str(store.root), str(moment)]
+        done = server().run(argv, os.environ, tmp_path, timeout=120)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        if done.returncode == 0:
             break
         kills += 1
         image = store.image("own")

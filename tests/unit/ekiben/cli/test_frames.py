@@ -11,21 +11,23 @@ from pathlib import Path
 import pytest
 
 from support.cli_audit import ROOT
+from support.forked_cli import server
 
 START = "Traceback (most recent call last):\n"
 
 
 def run_here(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Start build.py in ``folder``; the fixture run_cli refuses frames."""
+    """Run build.py in ``folder``; the fixture run_cli refuses frames."""
     env = {**os.environ, "EKIBEN_STORE": str(folder / "none"), **environment}
-    return subprocess.run(
-        [sys.executable, str(ROOT / "build.py"), *args],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return server().run([str(ROOT / "build.py"), *args], env, folder, timeout=120)
+
+
+def test_frames_of_a_real_process(tmp_path: Path) -> None:
+    argv = [sys.executable, str(ROOT / "build.py"), "--traceback", "plan", "helo"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    forked = run_here(tmp_path, *argv[2:])
+    assert (done.returncode, done.stdout) == (forked.returncode, forked.stdout)
+    assert done.stderr.startswith(START) and done.stderr.splitlines()[-2:] == forked.stderr.splitlines()[-2:]
 
 
 @pytest.mark.parametrize(

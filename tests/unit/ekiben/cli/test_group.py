@@ -19,7 +19,7 @@ import ekiben
 from ekiben.cli import commands, root
 from ekiben.cli.group import ALIASES, SECTIONS
 from ekiben.core.errors import EkibenError
-from support.cli_audit import ROOT, audit
+from support.cli_audit import ROOT, audit, audit_forked
 from support.sample_recipe import RunCli, SampleRecipe, seeded
 
 CTX = click.Context(root)
@@ -98,7 +98,7 @@ def test_plan_touches_nothing_and_imports_one_command(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_unknown_command_exits_with_2_and_touches_nothing(tmp_path: Path, argv: list[str]) -> None:
-    found = audit(tmp_path, *argv)
+    found = audit_forked(tmp_path, *argv)
     assert (found.code, found.effects) == (2, [])
 
 

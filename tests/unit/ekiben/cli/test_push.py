@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from ekiben.store import Store
-from support.registries import Answer, Script, bad_registry
+from support.registries import Answer, Script, bad_registry, trust_one_certificate
 from support.sample_recipe import RunCli, SampleRecipe
+
+
+@pytest.fixture(autouse=True)
+def few_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trust_one_certificate(monkeypatch, tmp_path)
 
 
 def always(code: int, **headers: str) -> Script:

@@ -20,7 +20,19 @@ from ekiben.registry import client, session
 from ekiben.registry.client import Registry
 from ekiben.registry.manifest import ImageConfig, Manifest
 from ekiben.registry.reference import Reference
-from support.registries import MB, PASSWORD, USER, Answer, Script, at, bad_registry, blob, login, nothing
+from support.registries import (
+    MB,
+    PASSWORD,
+    USER,
+    Answer,
+    Script,
+    at,
+    bad_registry,
+    blob,
+    login,
+    nothing,
+    trust_one_certificate,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(session, "PAUSES", (0.01, 0.02, 0.03))
     monkeypatch.setattr(client, "PIECE", MB)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    trust_one_certificate(monkeypatch, tmp_path)
 
 
 # ----------------------------------------------------------------------------------------------------------- references

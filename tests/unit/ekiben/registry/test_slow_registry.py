@@ -18,7 +18,7 @@ from ekiben.registry import _pace, client, session
 from ekiben.registry._pace import Pace
 from ekiben.registry.client import Blob, Registry
 from ekiben.registry.reference import Reference
-from support.registries import Answer, at, bad_registry, nothing
+from support.registries import Answer, at, bad_registry, nothing, trust_one_certificate
 
 DIGEST = "sha256:" + "0" * 64
 Talk = Callable[[socket.socket], None]
@@ -31,7 +31,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_pace, "WINDOW", WINDOW)
     monkeypatch.setattr(_pace, "LONGEST_WAIT", WINDOW / 3)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    trust_one_certificate(monkeypatch, tmp_path)
 
 
 @contextlib.contextmanager
