@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.cli_audit import ROOT
+from support.forked_cli import server
 from support.sample_recipe import RunCli
 
 
@@ -26,6 +27,12 @@ def test_completion_prints_the_script_of_a_shell(run_cli: RunCli, shell: str, ma
     script = run_cli("completion", shell).stdout
     assert marker in script
     assert "_EKIBEN_COMPLETE=" in script
+
+
+@pytest.fixture(scope="module")
+def bash_script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    argv = [str(ROOT / "build.py"), "completion", "bash"]
+    return server().run(argv, os.environ, tmp_path_factory.mktemp("bash"), timeout=120).stdout
 
 
 def test_completion_of_an_unknown_shell(run_cli: RunCli) -> None:
@@ -44,8 +51,8 @@ def test_completion_of_an_unknown_shell(run_cli: RunCli) -> None:
         ("build.py plan hello --layer flash", ["flash-attn", "flash-attn-4"]),
     ],
 )
-def test_bash_completes(run_cli: RunCli, tmp_path: Path, typed: str, offered: list[str]) -> None:
-    (tmp_path / "complete.sh").write_text(run_cli("completion", "bash").stdout)
+def test_bash_completes(bash_script: str, tmp_path: Path, typed: str, offered: list[str]) -> None:
+    (tmp_path / "complete.sh").write_text(bash_script)
     argv = typed.split()
     script = f"""source {tmp_path}/complete.sh
 COMP_WORDS=({" ".join(argv)}); COMP_CWORD={len(argv) - 1}

@@ -30,13 +30,19 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     (folder / "original").mkdir(parents=True)
     for number in range(5):
-        (folder / f"model-{number}.safetensors").write_bytes(os.urandom(1000 + 9_000_000 * number))
+        (folder / f"model-{number}.safetensors").write_bytes(os.urandom(1000 + 9_000 * number))
     for name in ("config.json", "tokenizer.json", "pytorch_model.bin", ".lock", "original/params.json"):
         (folder / name).write_text(name)
     return folder
 
 
+def enlarge(model: Path) -> None:
+    """Give a model more bytes than are read at once."""
+    (model / "model-4.safetensors").write_bytes(os.urandom(36_001_000))
+
+
 def test_checksums_are_those_of_sha256sum(model: Path) -> None:
+    enlarge(model)
     record = ModelChecksum(model).record(wait=True)
     names = ["config.json", *(f"model-{number}.safetensors" for number in range(5)), "tokenizer.json"]
     assert list(record["files"]) == names  # neither weights in another format, nor hidden files
@@ -106,6 +112,7 @@ def test_large_model_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(checksums, "_DIGESTS", {})
     monkeypatch.setattr(checksums, "_PRINTED", 1)
+    (model / "model-3.safetensors").write_bytes(bytes(60_000_000))
     ModelChecksum(model).record(wait=True)
     assert "checksum    SHA-256 of the model's 7 files, 0.1 GiB, beside the run, in " in capsys.readouterr().out
 
