@@ -35,16 +35,6 @@ def modules_below(folder: Path, prefix: str) -> dict[str, Path]:
     return found
 
 
-def parse_module(path: Path) -> ast.Module:
-    """Return the syntax tree of a module."""
-    return _parse_module(path, path.stat().st_mtime_ns)
-
-
-@functools.cache
-def _parse_module(path: Path, modified: int) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def imports_of(name: str, path: Path) -> Sequence[Import]:
     """Return every import of one module, those inside functions too."""
     return _imports_of(name, path, path.stat().st_mtime_ns)
@@ -56,7 +46,7 @@ def _imports_of(name: str, path: Path, modified: int) -> Sequence[Import]:
 
 
 def _read_imports(name: str, path: Path) -> Iterator[Import]:
-    tree = parse_module(path)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -175,7 +165,7 @@ def long_functions(paths: Iterable[Path], limit: int) -> list[str]:
     """Return functions of more than ``limit`` lines."""
     found = []
     for path in paths:
-        for node in ast.walk(parse_module(path)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > limit:
@@ -253,7 +243,7 @@ def calls_by_path(path: Path) -> set[str]:
     descriptor.
     """
     calls = set()
-    for function in ast.walk(parse_module(path)):
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(function, ast.FunctionDef):
             continue
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -282,7 +272,7 @@ def reading_calls(path: Path) -> set[str]:
     or a Folder.
     """
     calls = set()
-    for function in ast.walk(parse_module(path)):
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(function, ast.FunctionDef):
             calls |= {
                 f"{function.name} {ast.unparse(call.func)}"
