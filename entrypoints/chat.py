@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ekiben_tasks.generation.settings import ChatSettings
-from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import caches, command, input_files
 from ekiben_tasks.task import settings as options
-from ekiben_tasks.task.errors import SettingError, TaskError
+from ekiben_tasks.task.errors import SettingError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,12 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read_context(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig").strip()
-    except UnicodeDecodeError:
-        raise TaskError(f"{file}: is not UTF-8 text; save it as UTF-8") from None
-    except OSError as error:
-        raise TaskError(f"{file}: cannot be read: {error.strerror}; is it bound into the container?") from None
+    advice = "--context takes a text in UTF-8, which is bound into the container"
+    return input_files.read_text(file, advice, pipe=True).strip()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ekiben_tasks.data.sources import InvalidExample, format_invalid, is_hub
-from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import caches, command, input_files
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
@@ -28,6 +28,7 @@ from ekiben_tasks.task.settings import option
 Items = Iterator[tuple[str, tuple[Any, ...]]]  # (where, (title, context, question, answer, its offset))
 SPLITS = {"train": "jsquad-train", "valid": "jsquad-valid", "dev": "jsquad-valid", "test": "jsquad-test"}
 _SEPARATOR = "[SEP]"
+_FORMAT = 'wanted is {"data": [{"title", "paragraphs": [{"context", "qas": [{"question", "answers": [...]}]}]}]}'
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _make_row(item: tuple[Any, ...]) -> dict[str, Any] | str:
 def _read_squad(file: Path) -> Items:
     """Yield the questions of a file. Raises TaskError for another format."""
     try:
-        articles = json.loads(file.read_text(encoding="utf-8-sig"))["data"]
+        articles = input_files.read_json(file, _FORMAT, max_size=input_files.MAX_JSON)["data"]
         for number, article in enumerate(articles, 1):
             for paragraph in article["paragraphs"]:
                 for question in paragraph["qas"]:
@@ -154,13 +155,8 @@ def _read_squad(file: Path) -> Items:
                             first.get("answer_start"),
                         ),
                     )
-    except OSError as error:
-        raise TaskError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise TaskError(
-            f'{file}: is not in SQuAD\'s format ({type(error).__name__}: {error}); wanted is {{"data": [{{"title": ...,'
-            ' "paragraphs": [{"context": ..., "qas": [{"question": ..., "answers": [...]}]}]}]}'
-        ) from None
+        raise TaskError(f"{file}: is not in SQuAD's format ({type(error).__name__}: {error}); {_FORMAT}") from None
 
 
 def _read_hub(name: str) -> dict[str, Items]:

@@ -45,6 +45,7 @@ print(json.dumps({"environment": dict(os.environ), "cwd": os.getcwd(), "data": d
                   "uid": os.getuid(), "argv": sys.argv[1:], "bundle": bundle}))
 """
 SECRET = "hf_" + "s3cr3t" * 5
+LITERAL = "$(touch /tmp/evaluated) `id` $HOME \\ \" '"
 ENVIRONMENT = {
     "HF_TOKEN": SECRET,
     "NCCL_DEBUG": "INFO",
@@ -57,6 +58,7 @@ ENVIRONMENT = {
     "SINGULARITYENV_LD_LIBRARY_PATH": "/apps/hpcx/lib",
     "APPTAINERENV_PYTHONPATH": "/apps/more",
     "MY_OWN": "1",
+    "WANDB_NAME": LITERAL,
     "SSL_CERT_FILE": str(CA_BUNDLE),
 }
 
@@ -153,7 +155,7 @@ def test_environment_and_folders_inside_the_container(
     assert SECRET not in err
     seen = json.loads(out)
     inside = seen["environment"]
-    for name in ("HF_TOKEN", "NCCL_DEBUG", "SLURM_PROCID", "https_proxy", "MASTER_ADDR"):
+    for name in ("HF_TOKEN", "NCCL_DEBUG", "SLURM_PROCID", "https_proxy", "MASTER_ADDR", "WANDB_NAME"):
         assert inside[name] == ENVIRONMENT[name]
     assert inside["HF_HOME"] == f"{home}/models/hf"
     assert "/apps" not in " ".join(inside.values())

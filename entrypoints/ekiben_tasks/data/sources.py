@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ekiben_tasks.data.schema import INSTRUCTION, DatasetFormat, RawExample, check_format, parse_example
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError, nearest
 from ekiben_tasks.task.hub import format_hub_error
 from ekiben_tasks.task.settings import warn_renamed
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_ADVICE = "save the examples as JSONL in UTF-8, one object per line, or as Parquet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +158,14 @@ def _read_source(
         items = ((f"{source.location} row {number}", item) for number, item in enumerate(table, 1))
     else:
         files = _list_files(Path(source.location).expanduser())
-        versions = {str(file): _sha256(file) for file in files}
         items = (pair for file in files for pair in _read_file(file))
     good, bad = _check(items, form, asked)
     if bad and not skip_bad and not of_hub:  # a hub data set is not the user's to correct
         raise TaskError(format_invalid(bad))
     if not good:
         raise TaskError(f"{source.location}: holds no valid example" + (f"; {format_invalid(bad)}" if bad else ""))
+    if not of_hub:  # after they were read: of what is no data, nobody waits for a checksum
+        versions = {str(file): _sha256(file) for file in files}
     return good, bad, versions
 
 
@@ -189,11 +192,12 @@ def is_hub(location: str) -> bool:
 
 
 def _list_files(path: Path) -> list[Path]:
-    if path.is_file():
+    if not path.is_dir():
+        input_files.check_regular(path, _ADVICE)
         return [path]
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         raise TaskError(f"{path}: is a saved Arrow data set; write it as Parquet: dataset.to_parquet('rows.parquet')")
-    files = sorted(file for suffix in _SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
+    files = sorted(file for suffix in _SUFFIXES for file in path.rglob(f"*{suffix}") if not file.is_dir())
     files = [file for file in files if not any(name.startswith(".") for name in file.relative_to(path).parts)]
     if not files:
         raise TaskError(f"{path}: holds no {', '.join(_SUFFIXES)} file")
@@ -215,30 +219,16 @@ def _read_file(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if text.strip():
-                yield f"{file} line {number}", _parse(text)
-
-
-def _parse(text: bytes) -> Any:
-    try:
-        return json.loads(text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return ValueError(f"is not UTF-8 (byte {error.start}); save the file as UTF-8")
-    except json.JSONDecodeError as error:
-        return ValueError(f"is not JSON: {error.msg} at column {error.colno}")
+    for number, line in input_files.read_lines(file, _ADVICE):
+        if line.strip(b"\xef\xbb\xbf \t\r\n"):
+            try:
+                yield f"{file} line {number}", input_files.parse_json(input_files.decode(line))
+            except ValueError as error:
+                yield f"{file} line {number}", error
 
 
 def _read_json(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        parsed = json.loads(file.read_bytes().decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{file}: is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        hint = "; one object per line is JSONL: name the file .jsonl" if error.msg == "Extra data" else ""
-        raise TaskError(f"{file}: is not JSON: {error.msg} at line {error.lineno} column {error.colno}{hint}") from None
+    parsed = input_files.read_json(file, _ADVICE, max_size=input_files.MAX_JSON)
     if not isinstance(parsed, list):
         raise TaskError(f"{file}: must be a list of objects, one per example")
     for number, item in enumerate(parsed, 1):
@@ -249,6 +239,7 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow  # only here: half a second of import that most runs do not need
     import pyarrow.parquet
 
+    input_files.check_regular(file, _ADVICE)
     try:
         table = pyarrow.parquet.read_table(file)
     except pyarrow.ArrowInvalid as error:

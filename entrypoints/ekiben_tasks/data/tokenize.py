@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ekiben_tasks.data.schema import Conversation, DatasetFormat, Instruction, Message, PromptCompletion, RawExample
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
 _ALONE = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
@@ -102,12 +103,8 @@ def apply_format(tokenizer: Any, form: DatasetFormat) -> str:
         return "<|prompter|> ... <|assistant|> ..." + (
             " (the tokenizer has no chat template)" if form.chat == "auto" else ""
         )
-    try:
-        tokenizer.chat_template = Path(form.chat).read_text(encoding="utf-8")
-    except OSError as error:
-        raise TaskError(
-            f"setting form.chat: {form.chat}: {error.strerror}; write auto, prompter, or a Jinja file"
-        ) from None
+    advice = "--set form.chat= takes auto, prompter, or a Jinja file"
+    tokenizer.chat_template = input_files.read_text(Path(form.chat), advice)
     return f"the chat template {form.chat}"
 
 

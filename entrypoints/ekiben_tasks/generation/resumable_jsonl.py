@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
 
@@ -21,7 +22,7 @@ class ResumableJsonlWriter:
         """Read the parts of an earlier start, or remove them when ``fresh``.
 
         Raises:
-            TaskError: the output is finished, or was begun by another run.
+            TaskError: the output is finished, was begun by another run, or is damaged.
         """
         self.output, self.fingerprint = output, fingerprint
         self.part = output.with_name(f".{output.name}.part-{rank}")
@@ -34,7 +35,7 @@ class ResumableJsonlWriter:
             raise TaskError(f"{output}: exists already; give another --output, or overwrite it with --overwrite")
         for part in self._parts():
             header, *lines = _complete_lines(part) or [{"run": fingerprint}]
-            if header["run"] != fingerprint:
+            if header.get("run") != fingerprint:
                 raise TaskError(
                     f"{output}: was begun with other settings or data; give another --output, or start again with"
                     " --overwrite"
@@ -88,6 +89,17 @@ def _encode(line: dict[str, Any]) -> bytes:
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
 
 
-def _complete_lines(part: Path) -> list[dict[str, Any]]:
-    *lines, _ = part.read_bytes().split(b"\n")
-    return [json.loads(line) for line in lines]
+def _complete_lines(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines. Raises TaskError if it cannot be read, or a complete line is damaged."""
+    advice = "start again with --overwrite"
+    lines: list[dict[str, Any]] = []
+    for number, content in input_files.read_lines(file, advice):
+        if content.endswith(b"\n"):  # a killed run may have left half a line
+            try:
+                line = input_files.as_object(input_files.parse_json(input_files.decode(content)))
+                if lines and not isinstance(line.get("index"), int):
+                    raise ValueError("has no index")
+            except ValueError as error:
+                raise TaskError(f"{file}: line {number} {error}; {advice}") from None
+            lines.append(line)
+    return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from safetensors import SafetensorError
 
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, load_tokenizer
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import make_readable, replace_folder
 from ekiben_tasks.task.hub import split_revision
@@ -61,6 +61,7 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
         hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
         raise TaskError(f"{folder.absolute()}: holds no adapter_config.json, so it is no adapter{hint}")
     name = base or read_base(file)
+    input_files.check_model_folder(folder)
     model = load_base(name, device, bits=bits)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
@@ -71,9 +72,15 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
 
 
 def read_base(file: Path) -> str:
-    """Return the base model that an adapter_config.json names; a relative path may start here or at the adapter."""
-    config = json.loads(file.read_text(encoding="utf-8"))
-    name, revision = str(config["base_model_name_or_path"]), config.get("revision")
+    """Return the base model that an adapter_config.json names; a relative path may start here or at the adapter.
+
+    Raises:
+        TaskError: the file cannot be read, or names none.
+    """
+    config = input_files.read_object(file, "copy or train the adapter again")
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if not isinstance(name, str) or not name:
+        raise TaskError(f"{file}: names no base model (base_model_name_or_path); give it with --base")
     beside = file.parent / name
     if not Path(name).is_dir() and beside.is_dir():
         return str(beside)

@@ -7,6 +7,7 @@ __all__ = [
     "errors",
     "files",
     "hub",
+    "input_files",
     "output_lock",
     "plot",
     "run_metadata",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.input_files import check_model_folder
 
 _TOKEN = "set HF_TOKEN (singularity: export HF_TOKEN=..., docker: -e HF_TOKEN)"
 _TOKEN_PAGE = "https://huggingface.co/settings/tokens"
@@ -110,7 +111,7 @@ def is_hub_model(name: str) -> bool:
     """Return whether ``name`` is on the hub.
 
     Raises:
-        TaskError: it is a folder that does not exist or holds no model, or a folder with a revision.
+        TaskError: it is a folder that does not exist, holds no model or no regular file, or has a revision.
     """
     name, revision = split_revision(name)
     path = Path(name).expanduser()
@@ -120,6 +121,7 @@ def is_hub_model(name: str) -> bool:
         if not (path / "config.json").is_file():
             adapter = " (it is an adapter: chat and merge take it)" if (path / "adapter_config.json").is_file() else ""
             raise TaskError(f"model {path}: this folder holds no config.json, so it is no model{adapter}")
+        check_model_folder(path)
         return False
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or path.exists():
         raise TaskError(f"model {path.absolute()}: no such folder; is it bound into the container?")

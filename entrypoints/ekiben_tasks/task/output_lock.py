@@ -37,7 +37,7 @@ def lock_output(output: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 file.seek(0)
-                holder = file.read().decode(errors="replace").strip() or "unknown process"
+                holder = file.read(1000).decode(errors="replace").strip() or "unknown process"
                 raise TaskError(
                     f"{output.absolute()}: another run writes there ({holder}); wait for it, end it, or give another"
                     " --output"

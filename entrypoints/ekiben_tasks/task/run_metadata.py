@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ekiben_tasks.task import hub
+from ekiben_tasks.task import hub, input_files
 from ekiben_tasks.task.checksums import ModelChecksum
+from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import replace_text
 
 
@@ -53,9 +54,9 @@ def start_checksum(name: str, record: Path, key: str = "model") -> ModelChecksum
     if not folder.is_dir():
         return ModelChecksum(None)
     try:
-        known = json.loads(record.read_text(encoding="utf-8"))[key]["files"]
+        known = input_files.read_object(record, "it is not used")[key]["files"]
         return ModelChecksum(folder, {name: dict(entry) for name, entry in known.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (TaskError, ValueError, KeyError, TypeError, AttributeError):
         return ModelChecksum(folder)
 
 
@@ -74,11 +75,11 @@ def image() -> Any:
     Where `ekiben run --live` put files of the host over the image's, ``live`` names them instead.
     """
     try:
-        metadata = json.loads(Path("/opt/ekiben/image.json").read_text(encoding="utf-8"))
+        metadata = input_files.read_object(Path("/opt/ekiben/image.json"), "build the image again")
         if origin := os.environ.get("EKIBEN_LIVE"):
             return {**metadata, "live": origin}
         return {**metadata, "recipe_sha256": checksum(Path("/opt/ekiben/recipe"))}
-    except (OSError, ValueError):
+    except (OSError, TaskError):
         return None
 
 
@@ -114,6 +115,11 @@ class Metrics:
     """Write metrics.jsonl, one line per event. A resumed run first drops the lines after its checkpoint."""
 
     def __init__(self, file: Path, resume_step: int) -> None:
+        """Read the lines of an earlier start.
+
+        Raises:
+            TaskError: the file cannot be read, or a line other than the last one is damaged.
+        """
         self.file = file
         self.lines = [line for line in _read_lines(file) if line["step"] <= resume_step] if resume_step else []
         replace_text(file, "".join(json.dumps(line) + "\n" for line in self.lines))
@@ -129,15 +135,25 @@ class Metrics:
         return [(line["step"], line[key]) for line in self.lines if key in line]
 
 
-# Keys before this release: a run that is resumed goes on in the file that it has.
+# Keys before this release: a run that is resumed continues the file that it has.
 _FORMER_KEYS = {"test_loss": "eval_loss", "learnt": "num_target_tokens"}
+_METRICS_ADVICE = "remove it, and training resumes without the metrics before its checkpoint"
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+    if not os.path.lexists(file):
+        return []
+    lines: list[dict[str, Any]] = []
+    problem = ""
+    for number, content in input_files.read_lines(file, _METRICS_ADVICE):
+        if problem:  # a crash damages the last line alone
+            raise TaskError(f"{file}: {problem}; {_METRICS_ADVICE}")
         try:
-            lines.append({_FORMER_KEYS.get(key, key): value for key, value in json.loads(line).items()})
-        except ValueError:
-            break  # a line cut short by a crash is the last one
+            line = input_files.as_object(input_files.parse_json(input_files.decode(content)))
+            if not isinstance(line.get("step"), int):
+                raise ValueError("has no step")
+        except ValueError as error:
+            problem = f"line {number} {error}"
+        else:
+            lines.append({_FORMER_KEYS.get(key, key): value for key, value in line.items()})
     return lines

@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from ekiben_tasks.task.errors import SettingError, nearest
+from ekiben_tasks.task import input_files
+from ekiben_tasks.task.errors import SettingError, TaskError, nearest
 
 T = TypeVar("T")
 
+_MAX_CONFIG = 1 << 20  # bytes of a YAML file
+_MAX_VALUES = 100_000  # in it, those that aliases repeat included
 
 _WARNED: set[str] = set()
 
@@ -85,20 +88,28 @@ def help_table(settings: Any) -> str:
 def _read(file: Path) -> dict[str, Any]:
     file = _find_config(file)
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SettingError(f"{file}: no such file; --config takes a YAML file of settings") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"{file}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise SettingError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise SettingError(f"{file}: is nested too deep") from None
+        tree = _parse_yaml(input_files.read_text(file, "--config takes a YAML file of settings", max_size=_MAX_CONFIG))
+    except TaskError as error:
+        raise SettingError(str(error)) from None
+    except ValueError as error:
+        raise SettingError(f"{file}: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise SettingError(f"{file}: must be a list of 'name: value' lines, not {_kind(tree)}")
     return tree
+
+
+def _parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Raises ValueError with the reason if it is not YAML, or above the limits."""
+    try:
+        value = yaml.safe_load(text)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or an integer that Python does not take
+        raise ValueError(f"is not valid YAML: {' '.join(str(error).split())}") from None
+    input_files.check_limits(value, _MAX_VALUES)
+    return value
 
 
 def _find_config(file: Path) -> Path:
@@ -163,8 +174,8 @@ def _assign(settings: Any, tree: dict[str, Any], assignment: str, problems: list
             branch = branch.setdefault(name, {})
         kind = known[name]
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
+        value = _parse_yaml(text)
+    except ValueError:
         value = text
     # For a setting that is text, {question} is text: a template has its columns in braces.
     branch[names[-1]] = text if kind is str and isinstance(value, dict) else value

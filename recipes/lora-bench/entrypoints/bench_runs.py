@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import dolly
 from bench_settings import REFERENCE, Settings
-from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import caches, command, input_files
 from ekiben_tasks.task.command import DryRun, print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import write_json
@@ -87,18 +86,19 @@ def read_target(output: Path, model: str, data: str) -> float:
         TaskError: there is no reference run, or it was of another model or other data.
     """
     file = run_folder(output, REFERENCE) / RESULT
-    try:
-        reference = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         raise TaskError(
             "setting target_loss=auto: no reference run has set the target yet; train --reference does, "
             "or give one with --set target_loss=1.9"
-        ) from None
-    if (reference["model"], reference["data"]) != (model, data):
+        )
+    reference = input_files.read_object(file, "run train --reference again")
+    if (reference.get("model"), reference.get("data")) != (model, data):
         raise TaskError(
-            f"{file}: the reference run was of another model or other data ({reference['model']}); take another"
+            f"{file}: the reference run used another model or other data ({reference.get('model')}); give another"
             " --output"
         )
+    if not isinstance(reference.get("sets_target"), (int, float)):
+        raise TaskError(f"{file}: has no sets_target; run train --reference again")
     return float(reference["sets_target"])
 
 
@@ -153,7 +153,7 @@ def summarise(output: Path, run_count: int) -> dict[str, Any]:
         TaskError: no run is finished, or runs have different targets.
     """
     files = [run_folder(output, number) / RESULT for number in range(1, run_count + 1)]
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    results = [input_files.read_object(file, "repeat this run") for file in files if file.exists()]
     if not results:
         raise TaskError(f"{output.absolute()}: no finished run there")
     seconds = [result["seconds"] if result["reached"] else math.inf for result in results]

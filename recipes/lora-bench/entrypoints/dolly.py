@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
 NAME = "databricks/databricks-dolly-15k"
@@ -29,21 +30,16 @@ def read(path: Path) -> list[Row]:
         TaskError: there is no such file, it is empty, or a line is not JSON or lacks a column.
     """
     file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        raise TaskError(f"data {file.absolute()}: no such file; download writes one, --input names another")
     rows = []
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise TaskError(f"{file} line {number}: is not JSON: {error}") from None
-            missing = [name for name in COLUMNS if not isinstance(row, dict) or name not in row]
-            if missing:
-                raise TaskError(
-                    f"{file} line {number}: {', '.join(missing)} is missing; a row has {', '.join(COLUMNS)}"
-                )
-            rows.append({name: row[name] or "" for name in COLUMNS})
+    for number, line in input_files.read_lines(file, "download writes one, --input names another"):
+        try:
+            row = input_files.parse_json(input_files.decode(line))
+        except ValueError as error:
+            raise TaskError(f"{file} line {number}: {error}") from None
+        missing = [name for name in COLUMNS if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise TaskError(f"{file} line {number}: {', '.join(missing)} is missing; a row has {', '.join(COLUMNS)}")
+        rows.append({name: row[name] or "" for name in COLUMNS})
     if not rows:
         raise TaskError(f"{file}: is empty")
     return rows
@@ -101,10 +97,9 @@ def read_split(folder: Path, name: str) -> list[tuple[list[int], list[int]]]:
     import pyarrow
     import pyarrow.parquet
 
+    input_files.check_regular(folder.absolute() / f"{name}.parquet", "preprocess writes one")
     try:
         table = pyarrow.parquet.read_table(folder / f"{name}.parquet", columns=["input_ids", "labels"])
-    except FileNotFoundError:
-        raise TaskError(f"data {folder.absolute()}: no {name}.parquet there; preprocess writes one") from None
     except pyarrow.ArrowInvalid as error:
         raise TaskError(f"data {folder / name}.parquet: cannot be read: {error}") from None
     return list(zip(table["input_ids"].to_pylist(), table["labels"].to_pylist(), strict=True))
@@ -114,13 +109,9 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Return the record that preprocess wrote into ``folder``.
 
     Raises:
-        TaskError: there is none, or it is not JSON.
+        TaskError: it cannot be read.
     """
-    try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise TaskError(f"data {folder.absolute()}: no {RECORD} there; preprocess writes such a folder") from None
-    return record
+    return input_files.read_object(folder.absolute() / RECORD, "preprocess writes such a folder")
 
 
 def digest(rows: Sequence[Row]) -> str:

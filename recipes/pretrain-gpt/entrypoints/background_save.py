@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -15,7 +14,7 @@ import torch
 
 from ekiben_tasks.distributed.context import DistributedContext, check_grace_period
 from ekiben_tasks.models.shards import SHARDS, write_shards
-from ekiben_tasks.task import files
+from ekiben_tasks.task import files, input_files
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.checkpoint import current_names
 from sharded_state import Pieces
@@ -170,18 +169,10 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         TaskError: the file cannot be read, or lacks what every release wrote.
     """
     file = checkpoint / METADATA_FILE
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-        metadata = current_names(content)
-        if damaged := [name for name, kind in _METADATA.items() if not isinstance(metadata.get(name), kind)]:
-            raise ValueError(f"it has no valid {', '.join(damaged)}")
-    except (OSError, ValueError, RecursionError) as error:
-        raise TaskError(
-            f"{file}: cannot be read: {error}; remove {checkpoint}, and training goes on from the checkpoint before it,"
-            " or start again with --overwrite"
-        ) from error
+    advice = f"remove {checkpoint}, and training resumes from the checkpoint before it, or start again with --overwrite"
+    metadata = current_names(input_files.read_object(file, advice))
+    if damaged := [name for name, kind in _METADATA.items() if not isinstance(metadata.get(name), kind)]:
+        raise TaskError(f"{file}: has no valid {', '.join(damaged)}; {advice}")
     return metadata
 
 

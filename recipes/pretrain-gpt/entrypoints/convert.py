@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ekiben_tasks.task import caches, command, files
+from ekiben_tasks.task import caches, command, files, input_files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.settings import option
@@ -257,16 +256,16 @@ def _read_record(file: Path) -> tuple[Shape, str]:
     """
     import model_configs
 
+    content = input_files.read_object(file, "take another checkpoint: --step N")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         sizes = model_configs.Shape(**content["shape"])
         dtype = str(content["fingerprint"]["dtype"]).removeprefix("torch.")
         if any(type(size) is not int or size < 1 for size in asdict(sizes).values()):
             raise ValueError(f"its sizes are no numbers above 0: {asdict(sizes)}")
         if dtype not in _DTYPES:
             raise ValueError(f"its dtype is '{dtype}', not {', '.join(_DTYPES)}")
-    except (OSError, ValueError, RecursionError) as error:
-        raise TaskError(f"{file}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise TaskError(f"{file}: {error}; take another checkpoint: --step N") from error
     except (KeyError, TypeError) as error:
         raise TaskError(f"{file}: has no sizes or dtype that pretrain writes: {error}") from error
     return sizes, dtype

@@ -10,6 +10,7 @@ from typing import Any
 
 import sentencepiece
 
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError
 
 MODEL = "tokenizer.model"
@@ -62,8 +63,7 @@ def load(folder: Path) -> Any:
         TaskError: there is no such file, it is no SentencePiece model, or it has no piece that ends a document.
     """
     file = folder / MODEL if folder.is_dir() else folder
-    if not file.is_file():
-        raise TaskError(f"tokenizer {file.absolute()}: no such file; train-tokenizer writes one")
+    input_files.check_regular(file, "train-tokenizer writes one", max_size=input_files.MAX_MODEL_JSON)
     try:
         processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:

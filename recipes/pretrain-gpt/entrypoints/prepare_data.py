@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ekiben_tasks.task import command
+from ekiben_tasks.task import command, input_files
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.errors import TaskError
@@ -27,6 +27,7 @@ from ekiben_tasks.task.settings import option
 
 PREFIX = "text_document"  # text_document.bin and .idx, as Megatron's own tool names them
 RECORD = "prepared.json"
+_FIELDS = {"vocab_size": int, "end_of_document": int, "documents": int, "tokens": int, "tokenizer": str, "data": str}
 _CHUNK = 256  # texts a worker takes at a time
 
 
@@ -101,6 +102,19 @@ def prepare(
     print(
         f"done        {output}: {counted:,} documents, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s", flush=True
     )
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record that prepare() wrote into ``folder``.
+
+    Raises:
+        TaskError: it cannot be read, or lacks a field.
+    """
+    file, advice = folder.absolute() / RECORD, "prepare-data writes such a folder"
+    record = input_files.read_object(file, advice)
+    if damaged := [name for name, kind in _FIELDS.items() if not isinstance(record.get(name), kind)]:
+        raise TaskError(f"{file}: has no valid {', '.join(damaged)}; {advice}")
+    return record
 
 
 def _write(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import model_configs
+import prepare_data
 from ekiben_tasks.task import files, output_lock
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import DryRun
@@ -105,7 +105,7 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
     """
     # ---- what can be wrong is found before seconds of imports
     _check(settings)
-    data = _read_record(Path(settings.data))
+    data = prepare_data.read_record(Path(settings.data))
     if not dry:
         files.ensure_output_dir(output)
 
@@ -346,18 +346,6 @@ def _check(settings: Settings) -> None:
         problems.append("setting sequence_parallel: needs tensor_parallel above 1")
     if problems:
         raise SettingError("\n".join(problems))
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TaskError(
-            f"data {folder.absolute()}: no prepared.json there; prepare-data writes such a folder"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise TaskError(f"data {folder / 'prepared.json'}: cannot be read: {error}") from None
-    return record
 
 
 @contextlib.contextmanager

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError, nearest
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 SAMPLE = "sample"
+_ADVICE = "save the texts as .txt or .jsonl in UTF-8, or as .parquet"
 
 
 def find_files(sources: Sequence[str], recipe: Path) -> list[Path]:
@@ -24,11 +25,11 @@ def find_files(sources: Sequence[str], recipe: Path) -> list[Path]:
     for source in sources:
         path = recipe / "data" / "sample.jsonl" if source == SAMPLE else Path(source).expanduser()
         if path.is_dir():
-            inside = sorted(file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if file.is_file())
+            inside = sorted(file for suffix in SUFFIXES for file in path.rglob(f"*{suffix}") if not file.is_dir())
             if not inside:
                 raise TaskError(f"data {path}: holds no {', '.join(SUFFIXES)} file")
             files += inside
-        elif not path.is_file():
+        elif not path.exists():
             beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             close = nearest(path.name, beside)
             hint = close if "Did you mean" in close else ""
@@ -37,6 +38,8 @@ def find_files(sources: Sequence[str], recipe: Path) -> list[Path]:
             raise TaskError(f"data {path}: what kind of file is it? name it {', '.join(SUFFIXES)}")
         else:
             files.append(path)
+    for file in files:
+        input_files.check_regular(file, _ADVICE)
     return files
 
 
@@ -73,25 +76,22 @@ def _read(file: Path, column: str) -> Iterator[tuple[str, Any]]:
     """(where, the text or what stood there in its place)."""
     try:
         if file.suffix == ".txt":
-            yield str(file), file.read_text(encoding="utf-8-sig")
+            yield str(file), input_files.read_text(file, _ADVICE, max_size=input_files.MAX_JSON)
         elif file.suffix == ".parquet":
             yield from _read_parquet(file, column)
         else:
-            with file.open(encoding="utf-8-sig") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield f"{file} line {number}", _parse(line, column)
-    except UnicodeDecodeError as error:
-        raise TaskError(f"{file}: is not UTF-8 ({error.reason}); save the file as UTF-8") from None
+            for number, line in input_files.read_lines(file, _ADVICE):
+                if line.strip(b"\xef\xbb\xbf \t\r\n"):
+                    yield f"{file} line {number}", _parse(line, column)
     except OSError as error:
         raise TaskError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
-def _parse(line: str, column: str) -> Any:
+def _parse(line: bytes, column: str) -> Any:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        return ValueError(f"is not JSON: {error.msg} at column {error.colno}")
+        row = input_files.parse_json(input_files.decode(line))
+    except ValueError as error:
+        return error
     return row.get(column, row) if isinstance(row, dict) else row
 
 
@@ -99,6 +99,7 @@ def _read_parquet(file: Path, column: str) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    input_files.check_regular(file, _ADVICE)
     try:
         source = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:

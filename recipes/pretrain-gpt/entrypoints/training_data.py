@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
+import prepare_data
 from ekiben_tasks.task.errors import TaskError
 
 
@@ -83,7 +83,7 @@ def open_data(request: Request, sizes: list[int], count: int) -> tuple[Sequences
 
 def _build(request: Request, size: int, seed: int) -> tuple[Any, Any]:
     """Megatron's data sets for learning and for testing: shuffled sequences over all documents, by the seed."""
-    prepared = json.loads((request.folder / "prepared.json").read_text(encoding="utf-8"))
+    prepared = prepare_data.read_record(request.folder)
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=request.positions,

@@ -328,7 +328,7 @@ def test_data_of_another_model_is_refused(ready: bench_settings.Settings, tmp_pa
     other = replace(ready, train=replace(ready.train, model="EleutherAI/gpt-neo-1.3B"))
     with pytest.raises(TaskError, match=r"was made for .*, not EleutherAI/gpt-neo-1\.3B; preprocess again"):
         bench_runs.run_once(other, 1, tmp_path, config=None)
-    with pytest.raises(TaskError, match=r"no processed\.json there; preprocess writes such a folder"):
+    with pytest.raises(TaskError, match=r"processed\.json: no such file; preprocess writes such a folder"):
         bench_runs.run_once(
             replace(ready, train=replace(ready.train, data=str(tmp_path))), 1, tmp_path / "out", config=None
         )

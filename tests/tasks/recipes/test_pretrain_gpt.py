@@ -489,11 +489,11 @@ def test_resumed_run_has_bitwise_equal_losses(data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"step": 3', "cannot be read: Expecting"),
-        (b"[]", "it is no JSON object"),
-        (b"{}", "it has no valid step, fingerprint"),
-        (b'{"step": "3", "fingerprint": {}, "meter": {}, "wall": 1.0}', "it has no valid step;"),
-        (b"\xff", "cannot be read"),
+        (b'{"step": 3', "is not JSON: Expecting"),
+        (b"[]", "is not a JSON object"),
+        (b"{}", "has no valid step, fingerprint"),
+        (b'{"step": "3", "fingerprint": {}, "meter": {}, "wall": 1.0}', "has no valid step;"),
+        (b"\xff", "is not UTF-8"),
     ],
     ids=["cut", "list", "empty", "text", "no text"],
 )
@@ -567,7 +567,7 @@ RECORD = """{"shape": {"layers": 4, "width": 64, "heads": 4, "positions": 128, "
         ('"layers": 4', '"layers": -1', "its sizes are no numbers above 0"),
         ('"width": 64', '"width": "64"', "its sizes are no numbers above 0"),
         ('"heads": 4', '"heads": 4, "hands": 2', "has no sizes or dtype that pretrain writes"),
-        (RECORD, "[" * 100_000, "cannot be read"),
+        (RECORD, "[" * 100_000, "is nested too deep"),
     ],
 )
 def test_damaged_record_of_a_checkpoint_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:

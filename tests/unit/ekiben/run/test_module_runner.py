@@ -37,6 +37,7 @@ def call(tmp_path: Path) -> Call:
             check=True,
         )
         argv, _, variables = done.stdout.partition("---\n")
+        assert {"APPTAINER_NO_EVAL=1", "SINGULARITY_NO_EVAL=1"} <= {*variables.splitlines()}
         lines = argv.splitlines()
         pairs = [line.split("=", 1) for line in variables.splitlines() if line.startswith("APPTAINERENV_")]
         binds = [lines[at + 1] for at, word in enumerate(lines) if word == "--bind"]
