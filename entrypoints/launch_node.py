@@ -103,12 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.command,
         port=args.port,
         key=args.key.read_text().strip() if args.key else "",
-        notice=args.notice,
-        logs=args.logs,
         patience=args.patience,
         start_patience=args.start_patience,
     )
-    return asyncio.run(launcher.run())
+    return asyncio.run(launcher.run(notice=args.notice, logs=args.logs))
 
 
 class Launcher:
@@ -121,14 +119,12 @@ class Launcher:
         *,
         port: int,
         key: str,
-        notice: Path | None = None,
-        logs: Path | None = None,
         patience: float,
         start_patience: float,
     ) -> None:
         self.node_rank, self.command, self.port, self.key = node_rank, command, port, key
-        self.notice, self.patience, self.start_patience = notice, patience, start_patience
-        self.logs = logs if node_rank.size > 1 else None
+        self.patience, self.start_patience = patience, start_patience
+        self.logs: Path | None = None  # where each process has its log beside the job's
         self.copies: list[threading.Thread] = []  # from a process to its log and the job's
         self.workers: list[asyncio.subprocess.Process] = []
         self.stopping, self.stopped = False, REQUEUE  # stopped: the exit code after a signal to a launcher
@@ -141,15 +137,20 @@ class Launcher:
         self.abandoned = False  # whether processes that ignore the signal are killed
         self.scratch: Path | None = None  # for NCCL's log; it stays when it has something to tell
 
-    async def run(self) -> int:
-        """Run until the outcome of the job is decided, end what is left, and return the exit code."""
+    async def run(self, *, notice: Path | None = None, logs: Path | None = None) -> int:
+        """Run until the outcome of the job is decided, end what is left, and return the exit code.
+
+        notice: the file on whose appearance the first node's launcher stops the job. logs: the folder of each process's
+        log.
+        """
+        self.logs = logs if self.node_rank.size > 1 else None
         loop = asyncio.get_running_loop()
         self.decided: asyncio.Future[Outcome] = loop.create_future()
         for number in ENDINGS:
             loop.add_signal_handler(number, self._stop, number, self.node_rank.node)
         beginning = loop.create_task(self._begin())
-        if self.notice and self.node_rank.node == 0:
-            self._keep(self._watch_notice(self.notice))
+        if notice and self.node_rank.node == 0:
+            self._keep(self._watch_notice(notice))
         outcome = await self.decided
         beginning.cancel()
         if outcome.reason:

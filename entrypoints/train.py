@@ -19,7 +19,7 @@ from ekiben_tasks.distributed import failures
 from ekiben_tasks.task import caches, command
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
-from ekiben_tasks.training.settings import Settings
+from ekiben_tasks.training.settings import Settings, TrainOptions
 from ekiben_tasks.training.train import train
 
 
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ekiben_tasks.training import smoke
 
         return smoke.smoke_test(settings, recipe / "data" / "sample.jsonl", args.output)
-    return train(
-        settings, recipe, args.output or Path("result"), dry=dry, skip_bad=args.skip_invalid, fresh=args.overwrite
-    )
+    return train(settings, recipe, args.output or Path("result"), TrainOptions(dry, args.skip_invalid, args.overwrite))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

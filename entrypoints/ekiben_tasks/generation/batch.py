@@ -71,17 +71,12 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     form = apply_format(tokenizer, settings.form)
     prompts, too_long = prepare_prompts(model, tokenizer, examples, chosen, settings)
     if too_long and not skip_bad:
-        raise TaskError(
-            f"{source.location}: example {too_long[0] + 1} leaves no tokens for an answer ({len(too_long)} of"
-            f" {len(chosen)} do not: the model takes {load.longest_context(model.config):,} tokens); leave such"
-            " examples out with --skip-invalid"
-        )
-    sampling = f"temperature {settings.temperature}, top-p {settings.top_p}, seed {settings.seed}"
+        limit = load.longest_context(model.config)
+        raise TaskError(f"{source.location}: {_describe_too_long(too_long, len(chosen), limit)}")
     print_once(
         f"data        {source.location}: {len(examples):,} examples, {len(bad)} invalid and {len(too_long)} too long"
         f" left out, as {form}",
-        f"answers     {len(prompts):,}, {sampling if settings.temperature else 'greedy'}, at most "
-        f"{settings.max_new_tokens} tokens",
+        f"answers     {len(prompts):,}, {_describe_sampling(settings)}, at most {settings.max_new_tokens} tokens",
     )
     writer = ResumableJsonlWriter(
         Path(settings.output), _fingerprint(settings, examples, chosen), world.rank, fresh=fresh
@@ -100,7 +95,8 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
     }
     resumed, started = len(writer.done), time.monotonic()
     batches = _share_batches(make_batches(prompts, settings.batch_size), writer, world)
-    finished, answers, tokens = _answer_batches(model, tokenizer, batches, settings, writer, stop, heartbeat)
+    generator = _BatchGenerator(model, tokenizer, settings, writer, heartbeat)
+    finished, answers, tokens = generator.answer(batches, stop)
     heartbeat.beat(Phase.WAIT, len(batches))
     record.add_up(answers, tokens, time.monotonic() - started, resumed)
     # Decided together: the signal that stops one process finds another that has answered all and waits here.
@@ -113,11 +109,24 @@ def _generate(settings: GenerateSettings, source: Source, heartbeat: Heartbeat, 
         heartbeat.beat(Phase.SAVE, len(batches), long=True)
         count = writer.finish()
         file = record.write(None)
-        seconds = time.monotonic() - started
-        print(f"done        {settings.output}: {count:,} answers in {seconds:,.0f} s   record {file}", flush=True)
+        took = f"{time.monotonic() - started:,.0f} s"
+        print(f"done        {settings.output}: {count:,} answers in {took}   record {file}", flush=True)
     world.barrier()
     world.destroy()
     return 0
+
+
+def _describe_too_long(too_long: Sequence[int], count: int, limit: int) -> str:
+    return (
+        f"example {too_long[0] + 1} leaves no tokens for an answer ({len(too_long)} of {count} do not: the model takes"
+        f" {limit:,} tokens); leave such examples out with --skip-invalid"
+    )
+
+
+def _describe_sampling(settings: GenerateSettings) -> str:
+    if not settings.temperature:
+        return "greedy"
+    return f"temperature {settings.temperature}, top-p {settings.top_p}, seed {settings.seed}"
 
 
 def _share_batches(
@@ -132,59 +141,54 @@ def _share_batches(
     return remaining[world.rank :: world.size]
 
 
-def _answer_batches(
-    model: Any,
-    tokenizer: Any,
-    batches: Sequence[Sequence[Prompt]],
-    settings: GenerateSettings,
-    writer: ResumableJsonlWriter,
-    stop: Stop,
-    heartbeat: Heartbeat,
-) -> tuple[bool, int, int]:
-    """Write the answers batch by batch, and print the progress.
+@dataclass(frozen=True, slots=True)
+class _BatchGenerator:
+    """Answer batches with a model, and write the answers."""
 
-    Returns:
-        (False when a signal came before the last one, number of answers written, of their tokens)
-    """
-    started, written, tokens = time.monotonic(), 0, 0
-    for number, batch in enumerate(batches, 1):
-        if stop.exit_code is not None:
-            return False, written, tokens
+    model: Any
+    tokenizer: Any
+    settings: GenerateSettings
+    writer: ResumableJsonlWriter
+    heartbeat: Heartbeat
 
-        def beat(token: int, number: int = number) -> None:
-            heartbeat.beat(Phase.ANSWER, number, micro_batch=token)
+    def answer(self, batches: Sequence[Sequence[Prompt]], stop: Stop) -> tuple[bool, int, int]:
+        """Write the answers batch by batch, and print the progress.
+
+        Returns:
+            (False when a signal came before the last one, number of answers written, of their tokens)
+        """
+        started, written, tokens = time.monotonic(), 0, 0
+        for number, batch in enumerate(batches, 1):
+            if stop.exit_code is not None:
+                return False, written, tokens
+            lines = list(self._answer_lines(number, batch))
+            self.heartbeat.beat(Phase.WRITE, number)
+            self.writer.add(lines)
+            written, tokens = written + len(lines), tokens + sum(line["tokens"] for line in lines)
+            seconds = time.monotonic() - started
+            print_once(
+                f"batch {number}/{len(batches)}  {written:,} answers  {tokens / seconds:,.0f} tokens/s  "
+                f"{seconds / number * (len(batches) - number):,.0f} s left"
+            )
+        return True, written, tokens
+
+    def _answer_lines(self, number: int, batch: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """Yield the lines of a batch that no earlier start has written. number: of the batch, from 1."""
+
+        def beat(token: int) -> None:
+            self.heartbeat.beat(Phase.ANSWER, number, micro_batch=token)
 
         beat(0)
-        lines = list(_answer_lines(model, tokenizer, batch, settings, writer.done, beat))
-        heartbeat.beat(Phase.WRITE, number)
-        writer.add(lines)
-        written, tokens = written + len(lines), tokens + sum(line["tokens"] for line in lines)
-        seconds = time.monotonic() - started
-        print_once(
-            f"batch {number}/{len(batches)}  {written:,} answers  {tokens / seconds:,.0f} tokens/s  "
-            f"{seconds / number * (len(batches) - number):,.0f} s left"
-        )
-    return True, written, tokens
-
-
-def _answer_lines(
-    model: Any,
-    tokenizer: Any,
-    batch: Sequence[Prompt],
-    settings: GenerateSettings,
-    done: dict[int, dict[str, Any]],
-    on_token: Callable[[int], None],
-) -> Iterator[dict[str, Any]]:
-    answers = answer_batch(model, tokenizer, batch, settings, on_token)
-    for prompt, (ids, ended) in zip(batch, answers, strict=True):
-        if prompt.index not in done:
-            yield {
-                "index": prompt.index,
-                "prompt": tokenizer.decode(prompt.ids, skip_special_tokens=True),
-                "complete": tokenizer.decode(ids, skip_special_tokens=True),
-                "tokens": len(ids),
-                "ended": ended,
-            }
+        answers = answer_batch(self.model, self.tokenizer, batch, self.settings, beat)
+        for prompt, (ids, ended) in zip(batch, answers, strict=True):
+            if prompt.index not in self.writer.done:
+                yield {
+                    "index": prompt.index,
+                    "prompt": self.tokenizer.decode(prompt.ids, skip_special_tokens=True),
+                    "complete": self.tokenizer.decode(ids, skip_special_tokens=True),
+                    "tokens": len(ids),
+                    "ended": ended,
+                }
 
 
 def choose_examples(count: int, wanted: int, seed: int) -> list[int]:
@@ -235,10 +239,12 @@ def answer_batch(
     Raises:
         TaskError: a single prompt does not fit the memory.
     """
-    params = Sampling(settings.temperature, settings.top_p, settings.repetition_penalty, settings.seed)
+    params = Sampling(
+        settings.temperature, settings.top_p, settings.repetition_penalty, settings.seed, on_token=on_token
+    )
     ids, indices = [prompt.ids for prompt in batch], [prompt.index for prompt in batch]
     try:
-        return sample(model, tokenizer, ids, indices, batch[0].max_new_tokens, params, on_token=on_token)
+        return sample(model, tokenizer, ids, indices, batch[0].max_new_tokens, params)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
     if len(batch) == 1:

@@ -40,9 +40,9 @@ def reply(
     if max_new_tokens < 1:
         raise TaskError(f"question and context are {len(ids):,} tokens, the model takes {limit:,}: shorten the context")
     seed = int(torch.randint(1 << 31, (1,)))
-    params = Sampling(settings.temperature, settings.top_p, settings.repetition_penalty, seed)
     streamer = StrippingStreamer(tokenizer) if stream else None
-    ((response, _),) = sample(model, tokenizer, [ids], [0], max_new_tokens, params, streamer=streamer)
+    params = Sampling(settings.temperature, settings.top_p, settings.repetition_penalty, seed, streamer)
+    ((response, _),) = sample(model, tokenizer, [ids], [0], max_new_tokens, params)
     text: str = tokenizer.decode(response, skip_special_tokens=True)
     return text.strip()
 

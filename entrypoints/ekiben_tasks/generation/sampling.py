@@ -23,12 +23,18 @@ from ekiben_tasks.task.errors import TaskError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Hold the parameters of sampling. top_p: nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Hold the parameters of sampling, and what is called meanwhile.
+
+    top_p: nucleus sampling (Holtzman et al. 2020, arXiv:1904.09751). streamer: of transformers, for a single prompt.
+    on_token: called before each token with the number of those before it.
+    """
 
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    streamer: Any = None
+    on_token: Callable[[int], None] | None = None
 
 
 def sample(
@@ -38,15 +44,10 @@ def sample(
     row_seeds: Sequence[int],
     max_new_tokens: int,
     params: Sampling,
-    *,
-    streamer: Any = None,
-    on_token: Callable[[int], None] | None = None,
 ) -> list[tuple[list[int], bool]]:
     """Return (token ids of the answer without its end, whether it ended by itself) for each prompt.
 
-    prompts: token ids. row_seeds: the seed of each prompt's random numbers, together with that of ``params``. streamer:
-    a transformers streamer, for a single prompt. on_token: is called before each token with the number of those before
-    it.
+    prompts: token ids. row_seeds: the seed of each prompt's random numbers, together with that of ``params``.
 
     Raises:
         TaskError: the model's logits are NaN or infinite.
@@ -63,10 +64,14 @@ def sample(
     config = transformers.GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_id, eos_token_id=ends, bos_token_id=None
     )
-    processors = transformers.LogitsProcessorList([GumbelSampler(params, row_seeds, mask, on_token)])
+    processors = transformers.LogitsProcessorList([GumbelSampler(params, row_seeds, mask)])
     with torch.inference_mode(), _without_generation_defaults(model):
         output = model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=processors, streamer=streamer
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=config,
+            logits_processor=processors,
+            streamer=params.streamer,
         )[:, longest:].tolist()
     return [_until_end(answer, ends) for answer in output]
 
@@ -114,25 +119,19 @@ class StrippingStreamer(transformers.TextStreamer):  # type: ignore[misc]  # unt
 class GumbelSampler(transformers.LogitsProcessor):  # type: ignore[misc]  # untyped
     """Apply repetition penalty, temperature, top-p and Gumbel noise to logits ``[rows, vocabulary]``, row by row.
 
-    mask: ``[rows, tokens]``, 0 for padding on the left, which is not penalised. on_token: as of sample().
+    mask: ``[rows, tokens]``, 0 for padding on the left, which is not penalised.
     """
 
-    def __init__(
-        self,
-        params: Sampling,
-        row_seeds: Sequence[int],
-        mask: torch.Tensor,
-        on_token: Callable[[int], None] | None = None,
-    ) -> None:
-        self.params, self.mask, self.on_token = params, mask, on_token
+    def __init__(self, params: Sampling, row_seeds: Sequence[int], mask: torch.Tensor) -> None:
+        self.params, self.mask = params, mask
         self.seen: torch.Tensor | None = None  # [rows, vocabulary]
         self.generators = [
             torch.Generator(mask.device).manual_seed(params.seed * 1_000_003 + row_seed) for row_seed in row_seeds
         ]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.on_token is not None:
-            self.on_token(input_ids.size(1) - self.mask.size(1))
+        if self.params.on_token is not None:
+            self.params.on_token(input_ids.size(1) - self.mask.size(1))
         scores = scores.float()
         # A logit of -inf is a token that a model never generates; only a row of nothing else is broken.
         if self.seen is None and not scores.amax(-1).isfinite().all():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,20 @@ def choose_attention(config: Any) -> str:
     return ATTENTION if choose_layout(config) == "packed" else str(plain_attention(config))
 
 
+class PackedKwargs(TypedDict, total=False):
+    """Define the arguments of a packed batch that transformers passes on to each layer's attention, and its own."""
+
+    cu_seq_lens_q: torch.Tensor | None  # bounds of the examples, [examples + 1]
+    max_length_q: int  # tokens of the longest example, or more
+    row_lengths: tuple[int, ...]
+    uniform_rows: int
+    kernel: AttentionKernel
+    dropout: float
+
+
+_QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -68,13 +82,7 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int = 0,
-    row_lengths: tuple[int, ...] = (),
-    uniform_rows: int = 0,
-    kernel: AttentionKernel = "auto",
-    **_: Any,
+    **packed: Unpack[PackedKwargs],
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention inside each example. query, key, value: ``[1, heads, tokens, size]``.
 
@@ -83,10 +91,13 @@ def attend(
     by the variable-length flash kernel; none of them: as one example. ``kernel`` "flash_attn_2" or "flash_attn_4": by
     that flash-attn, whatever the lengths. No attention dropout: the kernels for packed examples have none.
     """
+    cu_seq_lens_q, max_length_q = packed.get("cu_seq_lens_q"), packed.get("max_length_q", 0)
+    row_lengths, uniform_rows = packed.get("row_lengths", ()), packed.get("uniform_rows", 0)
+    kernel = packed.get("kernel", "auto")
     if kernel in FLASH_ATTN_KERNELS and cu_seq_lens_q is not None:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         flash_attn = _flash_attn_2 if kernel == "flash_attn_2" else _flash_attn_4
-        return flash_attn(q, k, v, cu_seq_lens_q, max_length_q, uniform_rows, scaling)[None], None
+        return flash_attn((q, k, v), cu_seq_lens_q, max_length_q, uniform_rows, scaling)[None], None
     # A branch: where sharded blocks are compiled, a comparison is no plain bool, which would break their graph.
     grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if uniform_rows:
@@ -108,9 +119,7 @@ def attend(
 
 
 def _flash_attn_2(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: _QueryKeyValue,
     cu_seq_lens: torch.Tensor,
     longest: int,
     num_examples: int,
@@ -121,15 +130,13 @@ def _flash_attn_2(
     """
     import flash_attn
 
-    return _call_flash_attn(flash_attn, query, key, value, cu_seq_lens, longest, num_examples, scaling)
+    return _call_flash_attn(flash_attn, qkv, cu_seq_lens, longest, num_examples, scaling)
 
 
 # It is no operator of torch: torch.compile would follow its autograd function into the package's own compiler.
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch has no types here
 def _flash_attn_4(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: _QueryKeyValue,
     cu_seq_lens: torch.Tensor,
     longest: int,
     num_examples: int,
@@ -140,14 +147,12 @@ def _flash_attn_4(
     """
     from flash_attn import cute
 
-    return _call_flash_attn(cute, query, key, value, cu_seq_lens, longest, num_examples, scaling)
+    return _call_flash_attn(cute, qkv, cu_seq_lens, longest, num_examples, scaling)
 
 
 def _call_flash_attn(
     functions: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    qkv: _QueryKeyValue,
     cu_seq_lens: torch.Tensor,
     longest: int,
     num_examples: int,
@@ -155,7 +160,7 @@ def _call_flash_attn(
 ) -> torch.Tensor:
     options = {"softmax_scale": scaling, "causal": True}
     if num_examples:
-        q, k, v = (tensor.unflatten(0, (num_examples, -1)) for tensor in (query, key, value))
+        q, k, v = (tensor.unflatten(0, (num_examples, -1)) for tensor in qkv)
         mixed = functions.flash_attn_func(q, k, v, **options)
     else:
         lengths = {
@@ -164,7 +169,7 @@ def _call_flash_attn(
             "max_seqlen_q": longest,
             "max_seqlen_k": longest,
         }
-        mixed = functions.flash_attn_varlen_func(query, key, value, **lengths, **options)
+        mixed = functions.flash_attn_varlen_func(*qkv, **lengths, **options)
     # flash-attn 4 returns the logarithm of the sums beside it.
     mixed = torch.as_tensor(mixed[0] if isinstance(mixed, tuple) else mixed)
     return mixed.flatten(0, 1) if num_examples else mixed
@@ -337,7 +342,8 @@ def compare_kernel(kernel: AttentionKernel, heads: int, kept: int, size: int, de
         rounded = [value.to(device.torch_device, device.dtype).to(dtype, copy=True) for value in values]
         query, key, value = (tensor.requires_grad_() for tensor in rounded[:3])
         with kernels_in_use(name, device.torch_device):
-            mixed, _ = attend(torch.nn.Module(), query, key, value, None, None, 0.0, ends, 333, lengths, kernel=name)
+            packed = PackedKwargs(cu_seq_lens_q=ends, max_length_q=333, row_lengths=lengths, kernel=name)
+            mixed, _ = attend(torch.nn.Module(), query, key, value, None, **packed)
             mixed.backward(rounded[3].transpose(1, 2))
         results.append([mixed.detach().float(), *(torch.as_tensor(item.grad).float() for item in (query, key, value))])
     shares = [(one - two).abs().max() / two.abs().max() for one, two in zip(*results, strict=True)]

@@ -33,7 +33,7 @@ def _rope_forward(
     base: torch.Tensor, change: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, adds: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     query, key, value = _fake_forward(base, change, cos, sin, adds)
-    _launch(base.contiguous(), change.contiguous(), query, key, value, cos, sin, adds=adds, back=False)
+    _launch((base.contiguous(), change.contiguous()), (query, key, value), (cos, sin), adds=adds, back=False)
     return query, key, value
 
 
@@ -43,8 +43,8 @@ def _rope_backward(
 ) -> torch.Tensor:
     """Return the gradient of ``base``, which is that of ``change``, too: the transposed rotation."""
     qkv = _fake_backward(query, key, value, cos, sin)
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    _launch(qkv, qkv, query, key, value, cos, sin, adds=False, back=True)
+    states = query.contiguous(), key.contiguous(), value.contiguous()
+    _launch((qkv, qkv), states, (cos, sin), adds=False, back=True)
     return qkv
 
 
@@ -79,26 +79,19 @@ _rope_forward.register_autograd(_backward, setup_context=_keep)
 
 
 def _launch(
-    qkv: torch.Tensor,
-    change: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    fused: tuple[torch.Tensor, torch.Tensor],
+    states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor],
     *,
     adds: bool,
     back: bool,
 ) -> None:
-    _, tokens, heads, size = query.shape
+    """Run the kernel. fused: base and change. states: queries, keys and values. angles: their cosines and sines."""
+    _, tokens, heads, size = states[0].shape
     _kernel[(tokens,)](
-        qkv,
-        change,
-        query,
-        key,
-        value,
-        cos.contiguous(),
-        sin.contiguous(),
+        *fused,
+        *states,
+        *(angle.contiguous() for angle in angles),
         HEADS=heads,
         HALF=size // 2,
         BLOCK_HEADS=triton.next_power_of_2(heads),

@@ -61,12 +61,10 @@ class Run:
         checkpoints: Checkpoints,
         device: Device,
         stop: Stop,
-        callback: TrainerCallback | None = None,
-        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.strategy, self.batches, self.progress, self.checkpoints = strategy, batches, progress, checkpoints
-        self.device, self.stop, self.callback = device, stop, callback or TrainerCallback()
-        self.heartbeat = heartbeat or Heartbeat(0)
+        self.device, self.stop = device, stop
+        self.callback, self.heartbeat = TrainerCallback(), Heartbeat(0)
         self.loss_module, self.plan, self.world = strategy.loss_module, batches.plan, batches.world
         self.steps, self.checkpointed = progress.steps, batches.plan.checkpointed
         self.saved = self.reported = 0.0  # when, by this process's clock
@@ -74,8 +72,10 @@ class Run:
 
     # ------------------------------------------------------------------ the story
 
-    def fit(self) -> int | None:
+    def fit(self, callback: TrainerCallback | None = None, heartbeat: Heartbeat | None = None) -> int | None:
         """Train to the end, or until a signal.
+
+        callback: is called at the run's events. heartbeat: gets the run's position.
 
         Returns:
             None at the end, or the exit code after a signal: 75 or 130.
@@ -84,6 +84,7 @@ class Run:
             TaskError: a loss or weight is not finite, the GPU's memory is too small, or a checkpoint cannot be read or
                 written.
         """
+        self.callback, self.heartbeat = callback or self.callback, heartbeat or self.heartbeat
         progress, plan = self.progress, self.plan
         if state := self.checkpoints.load(self.strategy.load):
             progress.restore(state)

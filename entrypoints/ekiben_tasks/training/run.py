@@ -33,8 +33,8 @@ from ekiben_tasks.training.loop import Run, TrainerCallback
 from ekiben_tasks.training.plan import make_plan, memory_choices
 from ekiben_tasks.training.prepare import Prepared, prepare_data
 from ekiben_tasks.training.progress import Progress, peak_memory
-from ekiben_tasks.training.run_summary import RunSummary
-from ekiben_tasks.training.settings import Settings, fingerprint
+from ekiben_tasks.training.run_summary import Outcome, RunSummary
+from ekiben_tasks.training.settings import Settings, TrainOptions, fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,14 @@ class Job:
     sources: list[Source]
     path: str
     output: Path
-    dry: DryRun | None
-    skip_bad: bool
-    fresh: bool
+    options: TrainOptions
     prepare: Callable[[Settings, list[Source], Any, int, bool], Prepared] | None
     callback: TrainerCallback | None
+
+    @property
+    def dry(self) -> DryRun | None:
+        """Return the GPUs that the run is only planned for; None: it is run."""
+        return self.options.dry
 
     @property
     def product(self) -> str:
@@ -71,14 +74,7 @@ def run(job: Job) -> int:
         raise TaskError(f"setting parallel={job.parallel}: {reason}")
     heartbeat = Heartbeat(job.settings.hang_minutes)
     heartbeat.beat(Phase.LOAD, long=True)
-    # May wait for others for long, and must stay killable. A dry run needs nobody: one process plans for all.
-    world = (
-        DistributedContext(rank=int(os.environ.get("RANK", "0")), size=job.processes)
-        if job.dry
-        else init_distributed(
-            job.settings.device, alone=not module.NEEDS_PROCESS_GROUP, hang_minutes=job.settings.hang_minutes
-        )
-    )
+    world = _join(job, module)
     stop = Stop()
     if not job.dry:
         stop.listen()
@@ -90,7 +86,7 @@ def run(job: Job) -> int:
     if job.dry:
         return 0
 
-    if job.fresh and world.is_main_process:
+    if job.options.fresh and world.is_main_process:
         shutil.rmtree(job.output / "checkpoints", ignore_errors=True)
     world.barrier()
     started = time.time()
@@ -98,30 +94,44 @@ def run(job: Job) -> int:
     # Once the weights are loaded, their files are in the page cache; one process reads them.
     checksums = world.is_main_process and job.settings.model_checksum
     checksum = run_metadata.start_checksum(job.path, job.output / "run.json") if checksums else ModelChecksum(None)
-    data, plan = summary.data, summary.plan
+    progress = Progress(summary.plan, world, summary.device, costs, job.output, summary.data.count)
+    training = _prepare_training(job, summary, strategy, progress, stop)
+    in_use = kernels_in_use(summary.kernels.setting, summary.device.torch_device)
+    with peak_memory(summary.device) as peak, in_use:
+        exit_code = training.fit(job.callback, heartbeat)
+    heartbeat.beat(Phase.SAVE, training.step, long=True)
+    _record(job, summary, training, tokenizer, Outcome(exit_code, peak["bytes"], started, checksum))
+    world.destroy()
+    return exit_code or 0
+
+
+def _join(job: Job, module: strategies.StrategyModule) -> DistributedContext:
+    """Join the processes of the run, which may take long: the process must stay killable."""
+    if job.dry:  # it needs nobody: one process plans for all
+        return DistributedContext(rank=int(os.environ.get("RANK", "0")), size=job.processes)
+    settings = job.settings
+    return init_distributed(settings.device, alone=not module.NEEDS_PROCESS_GROUP, hang_minutes=settings.hang_minutes)
+
+
+def _prepare_training(
+    job: Job, summary: RunSummary, strategy: strategies.ParallelStrategy, progress: Progress, stop: Stop
+) -> Run:
+    """Return the loop, ready for its first step."""
+    data, device, world = summary.data, summary.device, progress.world
     batches = Batches(
         data.train,
         data.test,
-        plan,
+        summary.plan,
         world,
         layout=strategy.loss_module.layout,
         collective=strategy.collective,
-        device=summary.device.torch_device,
+        device=device.torch_device,
         sequences=data.sequences,
     )
-    progress = Progress(plan, world, summary.device, costs, job.output, data.count)
-    same = fingerprint(job.settings, data)
     checkpoints = checkpoint.Checkpoints(
-        job.output, same, job.settings.model, world, keep=job.settings.save_total_limit
+        job.output, fingerprint(job.settings, data), job.settings.model, world, keep=job.settings.save_total_limit
     )
-    training = Run(strategy, batches, progress, checkpoints, summary.device, stop, job.callback, heartbeat)
-    in_use = kernels_in_use(summary.kernels.setting, summary.device.torch_device)
-    with peak_memory(summary.device) as peak, in_use:
-        exit_code = training.fit()
-    heartbeat.beat(Phase.SAVE, training.step, long=True)
-    _record(job, summary, training, tokenizer, peak["bytes"], exit_code, started, checksum)
-    world.destroy()
-    return exit_code or 0
+    return Run(strategy, batches, progress, checkpoints, device, stop)
 
 
 def _decide(
@@ -136,7 +146,7 @@ def _decide(
     form = apply_format(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
-    data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.skip_bad)
+    data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.options.skip_bad)
     if settings.packing:
         data = dataclasses.replace(
             data, sequences=fill_sequences([len(example.ids) for example in data.train], data.limit)
@@ -194,25 +204,22 @@ def _record(
     summary: RunSummary,
     training: Run,
     tokenizer: Any,
-    peak: int,
-    exit_code: int | None,
-    started: float,
-    checksum: ModelChecksum,
+    outcome: Outcome,
 ) -> None:
     """Write the model, the run's record and its plot; say what came of it."""
     strategy, folder = training.strategy, job.output / job.product
-    if exit_code is None and job.product == "model":
+    if outcome.exit_code is None and job.product == "model":
         weights = strategy.weights()
         if training.world.is_main_process:
             checkpoint.save_model(strategy.loss_module.causal, folder, weights)
     metrics = training.progress.metrics
     if metrics is None:  # another process records
         return
-    result = run_summary.result(summary, training, peak, exit_code, started, checksum)
+    result = run_summary.result(summary, training, outcome)
     write_json(job.output / "run.json", result)
     series = {"train": metrics.series("loss"), "eval": metrics.series("eval_loss")}
     plot.draw(job.output / "loss.png", f"{Path(job.settings.model).name}: loss", series)
-    if exit_code is None:
+    if outcome.exit_code is None:
         tokenizer.save_pretrained(str(folder))
         print("\n".join(run_summary.format_footer(result, job.product, job.output)), flush=True)
 

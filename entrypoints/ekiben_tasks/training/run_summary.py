@@ -76,6 +76,16 @@ class RunSummary:
         return plain - (plain - checkpointed) * self.plan.checkpointed // self.layers
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold what is known of a run once it has ended."""
+
+    exit_code: int | None  # None: it has finished
+    peak_memory: int  # bytes
+    started: float  # seconds since the epoch
+    checksum: ModelChecksum
+
+
 def format_header(summary: RunSummary) -> list[str]:
     """Return the lines printed before a run."""
     settings, plan, data, device = summary.settings, summary.plan, summary.data, summary.device
@@ -122,6 +132,12 @@ def format_header(summary: RunSummary) -> list[str]:
         many = f"; planned for {summary.processes} GPUs {summary.spread}" if summary.processes > 1 else ""
         lines[7] = f"device      none: {summary.no_device}{many}"
         lines[9] = f"memory      {expected}{twice}{host}"
+    return [*lines, *_notes(summary, steps)]
+
+
+def _notes(summary: RunSummary, steps: int) -> list[str]:
+    """Return the lines about settings that slow the run down, or have another effect than they say."""
+    settings, lines = summary.settings, list[str]()
     if summary.parallel == "deepspeed" and summary.processes > 1 and settings.deepspeed.offload == "none":
         # Two H200, 1B, every weight: 90 % of twice one GPU's speed by fsdp, 66 by ZeRO-2, 56 by ZeRO-3.
         lines.append(
@@ -150,19 +166,14 @@ def name_attention(layout: packing.Layout, implementation: str, kernel: str) -> 
     return f"{kernel} row by row over packed rows" if kernel in SDPA_KERNELS else f"{kernel} over packed rows"
 
 
-def result(
-    summary: RunSummary, run: loop.Run, peak: int, exit_code: int | None, started: float, checksum: ModelChecksum
-) -> dict[str, Any]:
-    """Return the content of run.json.
-
-    peak: bytes. exit_code: None for a finished run. started: seconds since the epoch.
-    """
+def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, Any]:
+    """Return the content of run.json."""
     settings, data = summary.settings, summary.data
     speed, mfu = run.progress.speed()
     return {
-        **run_metadata.run_record(settings, exit_code, started),
+        **run_metadata.run_record(settings, outcome.exit_code, outcome.started),
         "model": {
-            **run_metadata.model_record(settings.model, checksum, wait=exit_code is None),
+            **run_metadata.model_record(settings.model, outcome.checksum, wait=outcome.exit_code is None),
             "parameters": summary.parameters,
             "trainable": summary.trainable,
         },
@@ -200,7 +211,7 @@ def result(
         "tokens_per_s": round(speed, 1),
         "mfu": None if mfu is None else round(mfu, 4),
         "expected_memory_bytes": summary.expected_bytes,
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": outcome.peak_memory,
         "final_loss": _number(run.progress.last_loss),
         "final_eval_loss": _number(run.last_eval_loss),
         "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),

@@ -111,6 +111,19 @@ class Settings:
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU, bf16 where it has it, else fp16; cpu: fp32")
 
 
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """Hold the options of a run that are no settings.
+
+    dry: print the plan for these GPUs, and stop. skip_bad: leave invalid examples out. fresh: start again, though the
+    output holds a checkpoint.
+    """
+
+    dry: DryRun | None = None
+    skip_bad: bool = False
+    fresh: bool = False
+
+
 def check(settings: Settings) -> None:
     """Check the settings.
 

@@ -20,7 +20,7 @@ from ekiben_tasks.models import adapter, load, merge, tiny
 from ekiben_tasks.models.device import choose_device
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task.errors import TaskError
-from ekiben_tasks.training.settings import Settings
+from ekiben_tasks.training.settings import Settings, TrainOptions
 from ekiben_tasks.training.train import train
 
 
@@ -63,7 +63,7 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
             deepspeed=settings.deepspeed,
             parallel=settings.parallel if sharded else "auto",
         )
-        if train(quick, sample.parent.parent, folder, fresh=True) != 0:
+        if train(quick, sample.parent.parent, folder, TrainOptions(fresh=True)) != 0:
             raise TaskError("smoke: interrupted")
         if not world.is_main_process:  # what is left of the run is checked once
             return 0

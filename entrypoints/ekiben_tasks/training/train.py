@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ekiben_tasks.data.sources import Source, check_locations, parse_sources
 from ekiben_tasks.task import caches
-from ekiben_tasks.task.command import DryRun, print_once
+from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.files import ensure_output_dir
 from ekiben_tasks.task.hub import is_hub_model, locate_model
 from ekiben_tasks.task.output_lock import lock_output
-from ekiben_tasks.training.settings import SAMPLE, Settings, check, count_processes, resolve_parallel
+from ekiben_tasks.training.settings import SAMPLE, Settings, TrainOptions, check, count_processes, resolve_parallel
 
 if TYPE_CHECKING:
     from ekiben_tasks.training.loop import TrainerCallback
@@ -25,34 +25,32 @@ def train(
     settings: Settings,
     recipe: Path,
     output: Path,
+    options: TrainOptions | None = None,
     *,
-    dry: DryRun | None = None,
-    skip_bad: bool = False,
-    fresh: bool = False,
     prepare: Callable[[Settings, list[Source], Any, int, bool], Prepared] | None = None,
     callback: TrainerCallback | None = None,
 ) -> int:
     """Train as ``settings`` say into ``output`` and return the exit code: 0, or 75 or 130 after a signal.
 
-    recipe: its folder, whose data/sample.jsonl is the data ``sample``. dry: print the plan for these GPUs, and stop.
-    prepare: called instead of prepare_data(), for examples that are tokens already. callback: called at the run's
-    events.
+    recipe: its folder, whose data/sample.jsonl is the data ``sample``. prepare: called instead of prepare_data(), for
+    examples that are tokens already. callback: called at the run's events.
 
     Raises:
         SettingError: settings are wrong.
         DoesNotFitError: the run needs more memory than there is.
         TaskError: the data, the model or the output cannot be used.
     """
+    options = options or TrainOptions()
     # What can be wrong is found before seconds of imports and minutes of downloads.
     check(settings)
-    processes = count_processes(settings, dry)
+    processes = count_processes(settings, options.dry)
     parallel = resolve_parallel(settings, processes)
     sources = parse_sources(_with_sample(settings.data, recipe), settings.validation_split)
     if check_locations(sources) | is_hub_model(settings.model):
         print_once(*caches.prefer_cache(os.environ))
-    if not dry:
+    if not options.dry:
         ensure_output_dir(output)
-    with contextlib.nullcontext() if dry else lock_output(output):
+    with contextlib.nullcontext() if options.dry else lock_output(output):
         path = locate_model(settings.model)
 
         from ekiben_tasks.training.run import Job, run
@@ -64,9 +62,7 @@ def train(
             sources=sources,
             path=path,
             output=output,
-            dry=dry,
-            skip_bad=skip_bad,
-            fresh=fresh,
+            options=options,
             prepare=prepare,
             callback=callback,
         )

@@ -17,6 +17,7 @@ from ekiben_tasks.task.command import DryRun, print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import write_json
 from ekiben_tasks.training.settings import Settings as Training
+from ekiben_tasks.training.settings import TrainOptions
 from ekiben_tasks.training.train import train as train_model
 from mlperf_log import LOG, RunLog
 
@@ -59,7 +60,9 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
 
     recipe = command.recipe_folder(config, __file__)
     try:
-        code = train_model(tuned, recipe, folder, dry=dry, fresh=True, prepare=prepare, callback=log.callback())
+        code = train_model(
+            tuned, recipe, folder, TrainOptions(dry, fresh=True), prepare=prepare, callback=log.callback()
+        )
     except BaseException:
         with contextlib.suppress(TaskError):  # of a log that cannot be written: the error before it counts
             log.close("aborted")

@@ -156,17 +156,7 @@ def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:
     import sharded_state
     from ekiben_tasks.models.shards import SHARDS
 
-    config = gpt.configure(
-        sizes,
-        dtype=dtype,
-        dropout=0.0,
-        tensor=1,
-        pipeline=1,
-        sequence_parallel=False,
-        recompute=False,
-        on_gpu=False,
-        init_std=0.02,
-    )
+    config = gpt.configure(sizes, gpt.ModelOptions(dtype=dtype))
     # Megatron builds norms and positions in fp32, and casts them for training: what is read is rounded as it was there.
     model = gpt.build(sizes, config, seed=0).to(dtype)
     try:

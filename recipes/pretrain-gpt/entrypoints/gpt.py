@@ -7,6 +7,7 @@ import math
 import re
 import types
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import megatron.core.utils
@@ -77,46 +78,50 @@ class Model(GPTModel):  # type: ignore[misc]
         return losses.head_loss(hidden_states.flatten(0, 1), table, targets, self.chunk_loss)
 
 
-def configure(
-    shape: Shape,
-    *,
-    dtype: torch.dtype,
-    dropout: float,
-    tensor: int,
-    pipeline: int,
-    sequence_parallel: bool,
-    recompute: bool,
-    on_gpu: bool,
-    init_std: float,
-) -> TransformerConfig:
-    """Return Megatron's configuration of a model of this ``shape``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Hold how a model of some shape is computed.
 
     tensor, pipeline: sizes of the parallel groups. recompute: compute every layer's activations again in the backward
     pass. init_std: standard deviation of the first weights.
     """
+
+    dtype: torch.dtype
+    dropout: float = 0.0
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    on_gpu: bool = False
+    init_std: float = 0.02
+
+
+def configure(shape: Shape, options: ModelOptions) -> TransformerConfig:
+    """Return Megatron's configuration of a model of this ``shape``."""
+    dtype = options.dtype
     recomputing: dict[str, Any] = {}
-    if recompute:
+    if options.recompute:
         recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.width,
         num_attention_heads=shape.heads,
-        activation_func=F.gelu if on_gpu else _gelu,
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
+        activation_func=F.gelu if options.on_gpu else _gelu,
+        bias_activation_fusion=options.on_gpu,
+        bias_dropout_fusion=options.on_gpu,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         # Its gradients are bf16 whatever the model is in.
-        cross_entropy_loss_fusion=on_gpu and dtype == torch.bfloat16,
+        cross_entropy_loss_fusion=options.on_gpu and dtype == torch.bfloat16,
         cross_entropy_fusion_impl="native",
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
+        hidden_dropout=options.dropout,
+        attention_dropout=options.dropout,
         layernorm_epsilon=1e-5,
-        init_method_std=init_std,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        sequence_parallel=sequence_parallel,
+        init_method_std=options.init_std,
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        sequence_parallel=options.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     import steps
-    from ekiben_tasks.distributed.context import DistributedContext
+    from ekiben_tasks.distributed.context import DistributedContext, Stop
+    from ekiben_tasks.models.device import Device
 
 GIB = 1 << 30
 # What may differ between a run and its continuation: Megatron's checkpoints are the same however the model is split.
@@ -109,97 +110,84 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
     if not dry:
         files.ensure_output_dir(output)
 
-    cpu = settings.device == "cpu"
     silence_warnings()
-
-    if cpu:
+    if settings.device == "cpu":
         import without_gpu
 
         without_gpu.pretend()
-    device, name, memory, dtype = _device(settings, dry)
+    from ekiben_tasks.distributed.context import Stop
+
+    device = _device(settings, dry)
     lock = contextlib.nullcontext() if dry else output_lock.lock_output(output)
     with lock, _process_group(settings, dry) as world:
-        return _pretrain(settings, output, data, world, device, name, memory, dtype, dry=dry is not None, fresh=fresh)
+        # What fits the fullest GPU: processes that took different micro-batches would wait for each other for ever.
+        device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
+        stop = Stop()
+        if not dry:
+            stop.listen()
+        plan = make_plan(settings, data, world.size, device.memory, device.dtype)
+        run = _Run(settings, plan, data, output, world, device)
+        if world.is_main_process:
+            print("\n".join(_format_header(run)), flush=True)
+        return 0 if dry else _train(run, stop, fresh=fresh)
 
 
-def _pretrain(
-    settings: Settings,
-    output: Path,
-    data: dict[str, Any],
-    world: DistributedContext,
-    device: torch.device,
-    name: str,
-    memory: int,
-    dtype: torch.dtype,
-    *,
-    dry: bool,
-    fresh: bool,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Hold everything that is decided before the model is built. data: the record of prepare-data."""
+
+    settings: Settings
+    plan: steps.Plan
+    data: dict[str, Any]
+    output: Path
+    world: DistributedContext
+    device: Device
+
+
+def _train(run: _Run, stop: Stop, *, fresh: bool) -> int:
+    """Train, write the record, and return the exit code."""
     import torch
-
-    from ekiben_tasks.distributed.context import Stop, process_group_timeout
-    from ekiben_tasks.distributed.heartbeat import Heartbeat
-    from ekiben_tasks.task import files
-
-    stop = Stop()
-    if not dry:
-        stop.listen()
-    log = print if world.is_main_process else (lambda *_, **__: None)
-
-    # ---- what will be done
-    # What fits the fullest GPU: processes that took different micro-batches would wait for each other for ever.
-    memory = world.minimum(memory, device)
-    plan = make_plan(settings, data, world.size, memory, dtype)
-    for line in _announce(settings, plan, data, world.size, name, memory, output):
-        log(line, flush=True)
-    if dry:
-        return 0
-
-    # ---- do it
     from megatron.core import parallel_state
 
     import steps
     from background_save import CHECKPOINTS
-    from ekiben_tasks.models import flops
+    from ekiben_tasks.distributed.context import process_group_timeout
+    from ekiben_tasks.distributed.heartbeat import Heartbeat
+    from ekiben_tasks.training.progress import peak_memory
 
+    settings, output = run.settings, run.output
     minutes = process_group_timeout(settings.hang_minutes).total_seconds() / 60
     parallel_state.initialize_model_parallel(
         settings.tensor_parallel, settings.pipeline_parallel, distributed_timeout_minutes=math.ceil(minutes)
     )
-    if fresh and world.is_main_process:
+    if fresh and run.world.is_main_process:
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     torch.distributed.barrier()
     started = time.time()
-    peak = flops.peak_flops(name)
-    run = steps.Run(
-        plan,
-        Path(settings.data),
-        settings.split,
-        output,
-        _fingerprint(settings, plan, data),
-        world,
-        stop,
-        device,
-        peak,
-        Heartbeat(settings.hang_minutes),
-    )
-    exit_code = run.fit()
-
-    # ---- say what came of it
-    if world.is_main_process:
-        import pieces
-        from ekiben_tasks.task import plot
-
-        shutil.copyfile(Path(settings.data) / pieces.MODEL, output / pieces.MODEL)
-        result = _result(settings, run, data, name, exit_code, started)
-        files.write_json(output / "run.json", result)
-        series = {"train": run.metrics.series("loss"), "eval": run.metrics.series("eval_loss")}
-        plot.draw(output / "loss.png", f"GPT {settings.size}: loss", series)
-        if exit_code is None:
-            mfu = f", MFU {result['mfu']:.0%}" if result["mfu"] else ""
-            log(f"done        {run.step:,} steps in {run.wall:,.0f} s, {result['tokens_per_s']:,.0f} tokens/s{mfu}")
-            log(f"try         convert --input {output} --output converted", flush=True)
+    job = steps.Job(Path(settings.data), settings.split, output, _fingerprint(settings, run.plan, run.data))
+    with peak_memory(run.device) as peak:
+        training = steps.Run(run.plan, job, run.world, run.device, stop, Heartbeat(settings.hang_minutes))
+        exit_code = training.fit()
+    if run.world.is_main_process:
+        _record(run, training, _result(run, training, peak["bytes"], exit_code, started))
     return exit_code or 0
+
+
+def _record(run: _Run, training: steps.Run, result: dict[str, Any]) -> None:
+    """Write the run's record and its plot beside the tokenizer, and print what came of it."""
+    import pieces
+    from ekiben_tasks.task import plot
+
+    output = run.output
+    shutil.copyfile(Path(run.settings.data) / pieces.MODEL, output / pieces.MODEL)
+    files.write_json(output / "run.json", result)
+    series = {"train": training.metrics.series("loss"), "eval": training.metrics.series("eval_loss")}
+    plot.draw(output / "loss.png", f"GPT {run.settings.size}: loss", series)
+    if result["status"] == "finished":
+        mfu = f", MFU {result['mfu']:.0%}" if result["mfu"] else ""
+        speed = f"{result['tokens_per_s']:,.0f} tokens/s{mfu}"
+        print(f"done        {training.step:,} steps in {training.wall:,.0f} s, {speed}")
+        print(f"try         convert --input {output} --output converted", flush=True)
 
 
 def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, dtype: torch.dtype) -> steps.Plan:
@@ -393,8 +381,8 @@ def _destroy() -> None:
     leave_group()
 
 
-def _device(settings: Settings, dry: DryRun | None) -> tuple[torch.device, str, int, torch.dtype]:
-    """Return (device, its name, its free bytes, dtype to compute in); a dry run without a GPU has no memory limit.
+def _device(settings: Settings, dry: DryRun | None) -> Device:
+    """Return the device with the dtype to compute in; a dry run without a GPU has no memory limit.
 
     Raises:
         TaskError: there is no GPU, or --on names an unknown one.
@@ -415,7 +403,7 @@ def _device(settings: Settings, dry: DryRun | None) -> tuple[torch.device, str, 
             raise
         device = dry_run_device()
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "auto": device.dtype}
-    return device.torch_device, device.name, device.memory, dtypes[settings.precision]
+    return dataclasses.replace(device, dtype=dtypes[settings.precision])
 
 
 def _fingerprint(settings: Settings, plan: steps.Plan, data: dict[str, Any]) -> dict[str, Any]:
@@ -424,13 +412,13 @@ def _fingerprint(settings: Settings, plan: steps.Plan, data: dict[str, Any]) -> 
     return {**flat, "dtype": str(plan.dtype), "data": data["data"], "tokenizer": data["tokenizer"]}
 
 
-def _announce(
-    settings: Settings, plan: steps.Plan, data: dict[str, Any], gpus: int, name: str, memory: int, output: Path
-) -> list[str]:
+def _format_header(run: _Run) -> list[str]:
+    """Return the lines printed before a run."""
+    settings, plan, data, gpus, device = run.settings, run.plan, run.data, run.world.size, run.device
     shape, copies = plan.shape, gpus // (plan.tensor * plan.pipeline)
     expected = expect_memory(settings, shape, copies, plan.micro_batch, recompute=plan.recompute)
     tokens = plan.steps * plan.batch * shape.positions
-    free = f" of {memory / GIB:.1f} GiB free" if name != "none" else ""
+    free = f" of {device.memory / GIB:.1f} GiB free" if device.name != "none" else ""
     return [
         (
             f"model       GPT {settings.size}: {shape.parameters:,} parameters, all trainable; {shape.layers} layers of"
@@ -449,53 +437,42 @@ def _announce(
             f" {copies}, {plan.micro_batch} sequences at a"
             f" time{', activations computed twice' if plan.recompute else ''}"
         ),
-        f"device      {name}, {str(plan.dtype).removeprefix('torch.')}, attention by torch's flash kernel",
+        f"device      {device.name}, {str(plan.dtype).removeprefix('torch.')}, attention by torch's flash kernel",
         f"memory      {expected / GIB:.1f} GiB expected{free} on each",
-        f"output      {output.absolute()}",
+        f"output      {run.output.absolute()}",
     ]
 
 
-def _result(
-    settings: Settings, run: steps.Run, data: dict[str, Any], name: str, exit_code: int | None, started: float
-) -> dict[str, Any]:
+def _result(run: _Run, training: steps.Run, peak: int, exit_code: int | None, started: float) -> dict[str, Any]:
+    """Return the content of run.json. peak: bytes. started: seconds since the epoch."""
     from ekiben_tasks.distributed.optimizer import name_optimizer
     from ekiben_tasks.task import run_metadata
     from sharded_state import inner_optimizers
 
-    speed, mfu = run.speed()
+    speed, mfu = training.speed()
     plan = run.plan
     return {
-        **run_metadata.run_record(settings, exit_code, started),
+        **run_metadata.run_record(run.settings, exit_code, started),
         "model": {"parameters": plan.shape.parameters, **dataclasses.asdict(plan.shape)},
-        "data": data,
+        "data": run.data,
         "device": {
-            "name": name,
+            "name": run.device.name,
             "count": run.world.size,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "micro_batch": plan.micro_batch,
             "recompute": plan.recompute,
         },
-        "optimizer": name_optimizer(inner_optimizers(run.optimizer)[0].optimizer),
-        "steps": run.step,
-        "schedule": {"name": "cosine", "warmup_steps": plan.warmup, "lengths": run.lengths},
-        "time_to_train_s": round(run.wall, 1),
+        "optimizer": name_optimizer(inner_optimizers(training.optimizer)[0].optimizer),
+        "steps": training.step,
+        "schedule": {"name": "cosine", "warmup_steps": plan.warmup, "lengths": training.lengths},
+        "time_to_train_s": round(training.wall, 1),
         "tokens_per_s": round(speed, 1),
         "mfu": None if mfu is None else round(mfu, 4),
-        "peak_memory_bytes": _peak_memory(run.on_gpu),
-        "final_loss": _number(run.last_loss),
-        "final_eval_loss": _number(run.last_eval_loss),
-        "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
+        "peak_memory_bytes": peak,
+        "final_loss": _number(training.last_loss),
+        "final_eval_loss": _number(training.last_eval_loss),
+        "final_eval_perplexity": _number(math.exp(min(training.last_eval_loss, 100))),
     }
-
-
-def _peak_memory(on_gpu: bool) -> int:
-    import resource
-
-    import torch
-
-    return int(
-        torch.cuda.max_memory_reserved() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
 
 
 def _number(value: float) -> float | None:

@@ -22,6 +22,7 @@ from ekiben_tasks.task import caches, command
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.files import ensure_output_dir
+from ekiben_tasks.training.settings import TrainOptions
 from ekiben_tasks.training.train import train
 
 
@@ -54,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if dry:
         with tempfile.TemporaryDirectory(prefix="ekiben-sft-") as scratch:
             tuned = prepare(settings, files, Path(scratch), skip_bad=args.skip_invalid)
-            return train(tuned, recipe, args.output, dry=dry)
+            return train(tuned, recipe, args.output, TrainOptions(dry))
     output = ensure_output_dir(args.output)
     tuned = prepare(settings, files, output, skip_bad=args.skip_invalid)
-    return train(tuned, recipe, output, fresh=args.overwrite)
+    return train(tuned, recipe, output, TrainOptions(fresh=args.overwrite))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -24,6 +24,8 @@ import training_data
 from background_save import CHECKPOINTS, Saver, list_checkpoints, read_metadata
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
+from ekiben_tasks.models import flops
+from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.shards import SHARDS
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.task.errors import TaskError
@@ -73,6 +75,19 @@ class Plan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Describe a requested run: the folder that prepare-data wrote, its split, and where results go.
+
+    fingerprint: values that have to be equal for a checkpoint to be resumed.
+    """
+
+    data: Path
+    split: str
+    output: Path
+    fingerprint: dict[str, Any]
+
+
 def _make_optimizer(plan: Plan, model: DistributedDataParallel) -> Any:
     half = {"bf16": plan.dtype == torch.bfloat16, "fp16": plan.dtype == torch.float16}
     return get_megatron_optimizer(
@@ -99,23 +114,44 @@ class Run:
     def __init__(
         self,
         plan: Plan,
-        data: Path,
-        split: str,
-        output: Path,
-        fingerprint: dict[str, Any],
+        job: Job,
         world: DistributedContext,
+        device: Device,
         stop: Stop,
-        device: torch.device,
-        peak: float | None,
         heartbeat: Heartbeat,
     ) -> None:
-        self.plan, self.output, self.world, self.stop, self.device = plan, output, world, stop, device
-        self.heartbeat = heartbeat
-        self.fingerprint, self.peak, self.on_gpu = fingerprint, peak, device.type == "cuda"
+        self.plan, self.output, self.world, self.stop = plan, job.output, world, stop
+        self.device, self.on_gpu, self.heartbeat = device.torch_device, device.is_gpu, heartbeat
+        self.fingerprint, self.peak = job.fingerprint, flops.peak_flops(device.name)
         self.copies = parallel_state.get_data_parallel_world_size()
+        self._build_model()
+        self.schedule = get_forward_backward_func()
+        self.saver = Saver(self.output / CHECKPOINTS, world, self.device)
+        self.saved = self._find_checkpoint()
+        request = training_data.Request(
+            folder=job.data,
+            split=job.split,
+            cache=self.output / "cache",
+            seed=plan.seed,
+            positions=plan.shape.positions,
+            validation=plan.eval_batches * plan.batch,
+        )
+        self.train, self.valid, self.data_sizes = training_data.open_data(
+            request, self._saved_sizes(), plan.steps * plan.batch
+        )
+        self.lengths = self._add_length([], 0)
+        self.flops = training_flops(plan.shape, plan.batch)
+        self.step, self.first_step = 0, 0
+        self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
+        self.last_loss, self.last_eval_loss = math.nan, math.nan
+        self.evaluation_due = False  # the process before was told to end between a step and its evaluation
+        self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
+
+    def _build_model(self) -> None:
+        """Build this process's share of the model, with its first weights, and its optimizer."""
+        plan = self.plan
         model_parallel_cuda_manual_seed(plan.seed)
-        config = gpt.configure(
-            plan.shape,
+        options = gpt.ModelOptions(
             dtype=plan.dtype,
             dropout=plan.dropout,
             tensor=plan.tensor,
@@ -125,6 +161,7 @@ class Run:
             on_gpu=self.on_gpu,
             init_std=plan.init_std,
         )
+        config = gpt.configure(plan.shape, options)
         config.finalize_model_grads_func = finalize_model_grads
         model_chunk = gpt.build(plan.shape, config, seed=plan.seed)
         self.model = DistributedDataParallel(
@@ -140,27 +177,6 @@ class Run:
         config.no_sync_func = self.model.no_sync
         self.optimizer = _make_optimizer(plan, self.model)
         config.grad_scale_func = self.optimizer.scale_loss
-        self.schedule = get_forward_backward_func()
-        self.saver = Saver(output / CHECKPOINTS, world, device)
-        self.saved = self._find_checkpoint()
-        request = training_data.Request(
-            folder=data,
-            split=split,
-            cache=output / "cache",
-            seed=plan.seed,
-            positions=plan.shape.positions,
-            validation=plan.eval_batches * plan.batch,
-        )
-        self.train, self.valid, self.data_sizes = training_data.open_data(
-            request, self._saved_sizes(), plan.steps * plan.batch
-        )
-        self.lengths = self._add_length([], 0)
-        self.flops = training_flops(plan.shape, plan.batch)
-        self.step, self.first_step = 0, 0
-        self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
-        self.last_loss, self.last_eval_loss = math.nan, math.nan
-        self.evaluation_due = False  # the process before was told to end between a step and its evaluation
-        self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
 
     # ------------------------------------------------------------------ the story
 

@@ -269,8 +269,8 @@ def test_groups_of_the_library_have_the_timeout_of_the_run(bases: dict[str, Path
     def work() -> int:
         fit_run = loop.Run.fit
 
-        def fit_and_look(training: Any) -> Any:
-            code = fit_run(training)
+        def fit_and_look(training: Any, *args: Any) -> Any:
+            code = fit_run(training, *args)
             print("timeouts", *multiprocess.group_timeouts(), flush=True)
             return code
 

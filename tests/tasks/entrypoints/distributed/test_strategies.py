@@ -52,7 +52,7 @@ from ekiben_tasks.training import (
     run_summary,  # noqa: F401
     train,
 )
-from ekiben_tasks.training.settings import resolve_parallel
+from ekiben_tasks.training.settings import TrainOptions, resolve_parallel
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import signalled
@@ -377,8 +377,8 @@ def test_too_large_model_is_refused_with_a_suggestion(
     chosen = dataclasses.replace(device_module.choose_device("cpu"), dtype=torch.bfloat16, memory=40 << 30)
     monkeypatch.setattr(run, "choose_device", lambda *_: chosen)
     with pytest.raises(TaskError, match=r"will not fit; what would: .*GPUs like this one.*parallel=fsdp.*method=lora"):
-        fit(settings_of(tmp_path / "large", method="full"), tmp_path / "out", dry=DryRun())
-    assert fit(settings_of(tmp_path / "large", method="lora"), tmp_path / "out", dry=DryRun()) == 0
+        fit(settings_of(tmp_path / "large", method="full"), tmp_path / "out", options=TrainOptions(DryRun()))
+    assert fit(settings_of(tmp_path / "large", method="lora"), tmp_path / "out", options=TrainOptions(DryRun())) == 0
 
 
 def test_nan_weights_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -152,12 +152,10 @@ def test_kernel_equals_plain_attention(
             torch.nn.Module(),
             *tensors,
             None,
-            None,
-            0.0,
-            ends,
-            128,
-            () if uniform else lengths,
-            uniform,
+            cu_seq_lens_q=ends,
+            max_length_q=128,
+            row_lengths=() if uniform else lengths,
+            uniform_rows=uniform,
             kernel=kernel,
         )
     weight = torch.randn_like(mixed)

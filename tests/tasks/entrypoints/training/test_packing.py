@@ -26,7 +26,7 @@ from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.prepare import prepare_data
-from ekiben_tasks.training.settings import Settings
+from ekiben_tasks.training.settings import Settings, TrainOptions
 from support import multiprocess
 from support.tiny_runs import base, device, fit, metrics, same_environment, small, tokenizer  # noqa: F401
 
@@ -99,7 +99,11 @@ def test_losses_depend_neither_on_micro_batches_nor_on_processes(base: Path, tmp
 
 def test_plan_counts_sequences(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def plan(**changes: Any) -> str:
-        fit(small(base, max_length=1024, device="auto", **changes), tmp_path / "out", dry=DryRun(1, "H100"))
+        fit(
+            small(base, max_length=1024, device="auto", **changes),
+            tmp_path / "out",
+            options=TrainOptions(DryRun(1, "H100")),
+        )
         return capsys.readouterr().out
 
     printed = plan(packing=True, batch_size=4)

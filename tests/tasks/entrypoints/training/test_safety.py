@@ -32,7 +32,7 @@ from ekiben_tasks.task.command import DryRun
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.output_lock import lock_output
 from ekiben_tasks.training import checkpoint, loop, smoke
-from ekiben_tasks.training.settings import Settings
+from ekiben_tasks.training.settings import Settings, TrainOptions
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import SAMPLE, base, fit, metrics, small  # noqa: F401
@@ -244,7 +244,7 @@ def test_second_run_in_one_output_folder_is_refused(base: Path, tmp_path: Path) 
     try:
         with pytest.raises(TaskError, match=rf"another run writes there \(process {holder.pid} on \S+\); .*--output"):
             fit(small(base, max_steps=1), tmp_path)
-        assert fit(small(base, max_steps=1), tmp_path, dry=DryRun()) == 0
+        assert fit(small(base, max_steps=1), tmp_path, options=TrainOptions(DryRun())) == 0
     finally:
         holder.kill()
         holder.join()

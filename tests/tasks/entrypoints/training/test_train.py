@@ -55,6 +55,7 @@ from ekiben_tasks.training import (
     train,
 )
 from ekiben_tasks.training.prepare import Prepared
+from ekiben_tasks.training.settings import TrainOptions
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
 from support.tiny_runs import (  # noqa: F401
@@ -202,7 +203,7 @@ def test_checkpoint_of_another_run_is_not_resumed(base: Path, trained: Path, tmp
     shutil.copytree(trained, tmp_path / "run")
     with pytest.raises(TaskError, match=r"learning_rate was '0.01' and is '0.02'.*--overwrite"):
         fit(small(base, epochs=2, learning_rate=2e-2), tmp_path / "run")
-    assert fit(small(base, max_steps=2, learning_rate=2e-2), tmp_path / "run", fresh=True) == 0
+    assert fit(small(base, max_steps=2, learning_rate=2e-2), tmp_path / "run", options=TrainOptions(fresh=True)) == 0
 
 
 def test_incomplete_checkpoint_is_ignored(base: Path, tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_nan_loss_stops_the_run(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fit(small(base), tmp_path / "run", dry=DryRun()) == 0
+    assert fit(small(base), tmp_path / "run", options=TrainOptions(DryRun())) == 0
     stdout = capsys.readouterr().out
     assert not (tmp_path / "run").exists()
     for part in ("202,496 parameters", "trainable", "187 rows to learn, 21 to test on", "GiB expected"):
