@@ -34,10 +34,7 @@ def read_text(file: Path, advice: str, *, max_size: int = MAX_SMALL, pipe: bool 
         TaskError: it is missing, no regular file, too large, or not UTF-8.
     """
     with _name_problem(file, advice), _open(file, max_size, pipe=pipe) as stream:
-        content = stream.read() if pipe is False else stream.read(max_size + 1)
-        if len(content) > max_size:
-            raise ValueError(f"has more than {_format_size(max_size)}")
-        return decode(content)
+        return decode(_read_all(stream, max_size))
 
 
 def read_json(file: Path, advice: str, *, max_size: int = MAX_SMALL) -> Any:
@@ -94,10 +91,15 @@ def check_model_folder(folder: Path) -> None:
     Raises:
         TaskError: one is a pipe or a device, or a JSON file is too large.
     """
-    for file in sorted(folder.iterdir()):
-        if file.exists() and not file.is_dir():
+    files: list[tuple[Path, os.stat_result]] = []
+    with contextlib.suppress(OSError):  # a folder that cannot be listed may still be a model
+        for file in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError):  # a link that leads nowhere
+                files.append((file, file.stat()))
+    for file, status in files:
+        if not stat.S_ISDIR(status.st_mode):
             with _name_problem(file, "copy or download the model again"):
-                _check(file.stat(), MAX_MODEL_JSON if file.suffix == ".json" else None)
+                _check(status, MAX_MODEL_JSON if file.suffix == ".json" else None)
 
 
 def decode(content: bytes) -> str:
@@ -167,6 +169,17 @@ def _open(file: Path, max_size: int | None = None, *, pipe: bool = False) -> Bin
     except BaseException:
         os.close(handle)
         raise
+
+
+def _read_all(stream: BinaryIO, max_size: int) -> bytes:
+    """Return what is left in ``stream``, which may be more than the file had when it was opened."""
+    blocks, size = [], 0
+    while block := stream.read(1 << 20):  # read(max_size) would reserve that memory at once
+        size += len(block)
+        if size > max_size:
+            raise ValueError(f"has more than {_format_size(max_size)}")
+        blocks.append(block)
+    return b"".join(blocks)
 
 
 def _check(status: os.stat_result, max_size: int | None) -> None:
