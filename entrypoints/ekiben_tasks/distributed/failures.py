@@ -96,7 +96,7 @@ def report(error: BaseException) -> int:
         sentence, code = f"{name_process()}: another process of the run is gone ({_one_line(error)})", 1
     elif is_out_of_memory(error):
         sentence = (
-            f"{name_process()}: out of GPU memory ({_one_line(error)}); take smaller packs or micro-batches, "
+            f"{name_process()}: out of GPU memory ({_one_line(error)}); take smaller micro-batches, "
             "more GPUs, or GPUs nobody else is using"
         )
         code = 1

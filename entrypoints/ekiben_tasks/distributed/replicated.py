@@ -42,14 +42,14 @@ class ReplicatedStrategy:
             torch._foreach_copy_(self.copies, self.parameters)
         for copy, gradient, parameter in zip(self.copies, self.gradient.split(sizes), self.parameters, strict=True):
             copy.grad = gradient.view_as(parameter)
-            parameter.register_post_accumulate_grad_hook(_folder(copy.grad))
+            parameter.register_post_accumulate_grad_hook(_make_accumulator(copy.grad))
         self.optimizer = make_optimizer(self.copies, config, device)
         # fp16 gradients underflow without it; a no-op elsewhere.
         self.scaler = torch.GradScaler(device.type, enabled=loss_module.dtype == torch.float16)
 
-    def loss(self, pack: Any) -> torch.Tensor:
-        """Return the summed loss of ``pack``, a scalar in fp32."""
-        return torch.as_tensor(self.loss_module(pack))
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the summed loss of ``batch``, a scalar in fp32."""
+        return torch.as_tensor(self.loss_module(batch))
 
     def backward(self, loss: torch.Tensor, factor: float, *, last: bool) -> None:
         """Add the gradient of ``loss``, a scalar, times ``factor`` to the fp32 gradient.
@@ -147,9 +147,11 @@ def create(
     return ReplicatedStrategy(load_loss_module(request), optimizer, world)
 
 
-def _folder(gradient: torch.Tensor) -> Any:
-    def fold(parameter: torch.Tensor) -> None:
+def _make_accumulator(gradient: torch.Tensor) -> Any:
+    """Return a hook that adds a parameter's gradient to ``gradient``."""
+
+    def accumulate(parameter: torch.Tensor) -> None:
         gradient.add_(parameter.grad)
         parameter.grad = None
 
-    return fold
+    return accumulate

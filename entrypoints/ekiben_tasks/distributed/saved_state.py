@@ -158,11 +158,11 @@ def _fragments_of_stage_3(folder: Path, ranks: list[Any]) -> dict[str, list[Frag
 
 
 class _Stage(int):
-    """Stands for DeepSpeed's enumeration of stages."""
+    """Replace DeepSpeed's enumeration of stages."""
 
 
 class _Record:
-    """Stands for DeepSpeed's classes of which the attributes alone count."""
+    """Replace DeepSpeed's classes of which only the attributes are read."""
 
 
 def _stage_of_name(enum: Any, name: str) -> _Stage:

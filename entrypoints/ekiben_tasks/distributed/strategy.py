@@ -34,13 +34,13 @@ class ParallelStrategy(Protocol):
     optimizer: torch.optim.Optimizer
     collective: bool  # running the model talks to the other processes: all must run it equally often
 
-    def loss(self, pack: PackedBatch) -> torch.Tensor:
-        """Return the summed loss of a pack, a scalar in fp32."""
+    def loss(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the summed loss of a micro-batch, a scalar in fp32."""
 
     def backward(self, loss: torch.Tensor, factor: float, *, last: bool) -> None:
         """Add the gradient of ``loss``, a scalar, times ``factor`` to that of this step.
 
-        last: no other pack of this step follows.
+        last: no other micro-batch of this step follows.
         """
 
     def zero_grad(self) -> None:

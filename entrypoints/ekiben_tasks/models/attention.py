@@ -92,7 +92,7 @@ def attend(
     that flash-attn, whatever the lengths. No attention dropout: the kernels for packed examples have none.
     """
     cu_seq_lens_q, max_length_q = packed.get("cu_seq_lens_q"), packed.get("max_length_q", 0)
-    row_lengths, uniform_rows = packed.get("row_lengths", ()), packed.get("uniform_rows", 0)
+    lengths, uniform_rows = packed.get("row_lengths", ()), packed.get("uniform_rows", 0)
     kernel = packed.get("kernel", "auto")
     if kernel in FLASH_ATTN_KERNELS and cu_seq_lens_q is not None:
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -104,7 +104,7 @@ def attend(
         q, k, v = (tensor.squeeze(0).unflatten(1, (uniform_rows, -1)).transpose(0, 1) for tensor in (query, key, value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, **grouped)
         return mixed.transpose(1, 2).flatten(0, 1)[None], None
-    if cu_seq_lens_q is not None and not row_lengths:
+    if cu_seq_lens_q is not None and not lengths:
         from torch.nn.attention.varlen import varlen_attn
 
         q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -112,7 +112,7 @@ def attend(
             q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0)
         )
         return torch.as_tensor(mixed)[None], None
-    rows = row_lengths or (query.shape[2],)
+    rows = lengths or (query.shape[2],)
     parts = zip(query.split(rows, 2), key.split(rows, 2), value.split(rows, 2), strict=True)
     outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, **grouped) for q, k, v in parts]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
@@ -182,26 +182,26 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, attend)
 
 
-def forward(body: Any, pack: PackedBatch, dtype: torch.dtype, kernel: AttentionKernel = "auto") -> torch.Tensor:
-    """Return the hidden states after the last norm, ``[positions, width]``, positions counted over all of ``pack.ids``.
+def forward(body: Any, batch: PackedBatch, dtype: torch.dtype, kernel: AttentionKernel = "auto") -> torch.Tensor:
+    """Return the hidden states after the last norm, ``[positions, width]``, for all positions of ``batch.ids``.
 
     body: a model without its head, computing in ``dtype``.
     """
-    if pack.layout == "padded":
-        return torch.as_tensor(body(input_ids=pack.ids, use_cache=False).last_hidden_state).flatten(0, 1)
+    if batch.layout == "padded":
+        return torch.as_tensor(body(input_ids=batch.ids, use_cache=False).last_hidden_state).flatten(0, 1)
     # A power of two: the longest example only sizes the kernel's grid, and each new value may cost a compilation.
-    longest = 1 << (max(pack.seq_lens) - 1).bit_length()
+    longest = 1 << (max(batch.seq_lens) - 1).bit_length()
     by_lengths = kernel in ("varlen", "flash_attn_3")
-    even = len(pack.seq_lens) if pack.is_uniform and not by_lengths else 0
+    even = len(batch.seq_lens) if batch.is_uniform and not by_lengths else 0
     if kernel == "auto":
-        by_lengths = has_varlen(pack.ids.device, dtype)
+        by_lengths = has_varlen(batch.ids.device, dtype)
     output = body(
-        input_ids=pack.ids,
-        position_ids=pack.position_ids,
+        input_ids=batch.ids,
+        position_ids=batch.position_ids,
         use_cache=False,
-        cu_seq_lens_q=pack.cu_seqlens,
+        cu_seq_lens_q=batch.cu_seqlens,
         max_length_q=longest,
-        row_lengths=() if even or by_lengths else pack.seq_lens,
+        row_lengths=() if even or by_lengths else batch.seq_lens,
         uniform_rows=even,
         # An argument only where it matters: blocks that are compiled guard on each.
         **({"kernel": kernel} if kernel in FLASH_ATTN_KERNELS else {}),

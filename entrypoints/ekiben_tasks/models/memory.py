@@ -17,7 +17,7 @@ from ekiben_tasks.models.loss import CHUNK
 from ekiben_tasks.task.errors import SettingError, nearest
 
 GIB = 1 << 30
-# What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: packs have different sizes,
+# What PyTorch's allocator reserves beyond what is in use, in parts of what blocks keep: batches have different sizes,
 # blocks of former ones do not fit. Fitted to max_memory_reserved() of seven runs. With expandable_segments two runs
 # reserved nothing beyond.
 SPREAD = 0.47

@@ -58,12 +58,12 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         """Return the causal model without its head."""
         return getattr(self.causal, self.causal.base_model_prefix)
 
-    def forward(self, pack: packing.PackedBatch) -> torch.Tensor:
-        """Return the summed loss of the target tokens of ``pack``, a scalar in fp32."""
-        hidden = attention.forward(self.body, pack, self.dtype, self.attention_kernel)
-        hidden = hidden.index_select(0, pack.target_positions)
+    def forward(self, batch: packing.PackedBatch) -> torch.Tensor:
+        """Return the summed loss of the target tokens of ``batch``, a scalar in fp32."""
+        hidden = attention.forward(self.body, batch, self.dtype, self.attention_kernel)
+        hidden = hidden.index_select(0, batch.target_positions)
         # Looked up here: a sharded head is complete only while its model runs.
-        return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, pack.labels, self.chunk_loss)
+        return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, batch.labels, self.chunk_loss)
 
     def compile_blocks(self, backend: Any = "inductor") -> None:
         """Compile each block in place.

@@ -51,7 +51,7 @@ def prepare_caches(env: MutableMapping[str, str]) -> list[str]:
     env.setdefault("TOKENIZERS_PARALLELISM", "true")
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if "PYTORCH_ALLOC_CONF" not in env:  # the same under its newer name
-        # Packs have different sizes: blocks that cannot grow are left over from each.
+        # Micro-batches have different sizes: blocks that cannot grow are left over from each.
         env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return messages
 

@@ -87,7 +87,7 @@ def start_processes(script: str, count: int | None, arguments: Sequence[str] | N
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Describe the GPUs that a dry run plans for; None stands for those of this machine."""
+    """Describe the GPUs that a dry run plans for; None: those of this machine."""
 
     gpus: int | None = None
     gpu: str | None = None  # a name in ekiben_tasks/models/memory.py, which has its memory

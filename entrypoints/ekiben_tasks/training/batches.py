@@ -1,4 +1,4 @@
-"""Choose the examples of each step, and split them into packs for the processes."""
+"""Choose the examples of each step, and split them into micro-batches for the processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ekiben_tasks.training.plan import Plan
 
 
 class Batches:
-    """Choose the examples of a step, split them among the processes, and pack them.
+    """Choose the examples of a step, split them among the processes, and collate them.
 
-    collective: all processes have to run the model equally often, so some get empty packs at the end. sequences:
-    indices of the examples in each packed sequence, of which a step takes batch_size; None: it takes as many examples.
+    collective: all processes have to run the model equally often, so some get empty micro-batches at the end.
+    sequences: indices of the examples in each packed sequence, of which a step takes batch_size; None: it takes as many
+    examples.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Batches:
         self.train, self.test, self.plan, self.world = train, test, plan, world
         self.layout, self.collective, self.device = layout, collective, device
         self.sequences = sequences
-        self.max_tokens = plan.max_tokens  # of a pack; less once the memory was too small
+        self.max_tokens = plan.max_tokens  # of a micro-batch; less once the memory was too small
         self._order: tuple[int, torch.Tensor] | None = None  # of the rows, in an epoch
 
     def rows_of(self, step: int) -> list[Example]:
@@ -43,34 +44,35 @@ class Batches:
         count = len(self.train) if self.sequences is None else len(self.sequences)
         epoch, position = divmod(step, self.plan.steps_per_epoch(count))
         if self._order is None or self._order[0] != epoch:  # drawn once: of millions of rows it takes as long as a step
-            generator = torch.Generator().manual_seed(self.plan.seed + epoch)
+            generator = torch.Generator().manual_seed(self.plan.settings.seed + epoch)
             self._order = (epoch, torch.randperm(count, generator=generator))
-        chosen = self._order[1][position * self.plan.batch_size : (position + 1) * self.plan.batch_size]
+        size = self.plan.settings.batch_size
+        chosen = self._order[1][position * size : (position + 1) * size]
         if self.sequences is not None:
             return [self.train[index] for number in chosen.tolist() for index in self.sequences[number]]
         return [self.train[index] for index in chosen.tolist()]
 
     def share(self, rows: Sequence[Example], *, training: bool) -> list[list[Example]]:
-        """Return this process's packs of ``rows``. training: limit them as the plan says.
+        """Return this process's micro-batches of ``rows``. training: limit them as the plan says.
 
-        Where all processes have to run the model equally often, empty packs may follow.
+        Where all processes have to run the model equally often, empty micro-batches may follow.
         """
         max_rows, max_tokens = (self.plan.max_rows, self.max_tokens) if training else (len(rows), self.plan.max_tokens)
         ordered = sorted(rows, key=lambda row: len(row.ids), reverse=True)
 
-        def packs(rank: int) -> list[list[Example]]:
+        def split(rank: int) -> list[list[Example]]:
             return packing.split_micro_batches(ordered[rank :: self.world.size], max_rows, max_tokens, self.layout)
 
-        micro_batches = packs(self.world.rank)
+        micro_batches = split(self.world.rank)
         if self.collective:
-            most = max(len(packs(rank)) for rank in range(self.world.size))
+            most = max(len(split(rank)) for rank in range(self.world.size))
             micro_batches += [[] for _ in range(most - len(micro_batches))]
         return micro_batches
 
-    def pack(self, rows: Sequence[Example]) -> packing.PackedBatch:
-        """Return ``rows`` as a packed batch on the device. For an empty pack, that is the shortest training example.
+    def collate(self, rows: Sequence[Example]) -> packing.PackedBatch:
+        """Return ``rows`` as a packed batch on the device.
 
-        The caller does not count the loss of an empty pack.
+        An empty micro-batch becomes the shortest training example, whose loss the caller does not count.
         """
         return packing.pack(rows or [self._shortest], self.layout).to(self.device)
 

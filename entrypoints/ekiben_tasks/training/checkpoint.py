@@ -51,16 +51,7 @@ class Checkpoints:
             return None
         path = Path(newest)
         state = load(path)
-        changed = [
-            f"{name} was {state['fingerprint'].get(name)!r} and is {value!r}"
-            for name, value in self.fingerprint.items()
-            if state["fingerprint"].get(name) != value
-        ]
-        if changed:
-            raise TaskError(
-                f"{path.parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
-                "or start again in this one with --overwrite"
-            )
+        check_fingerprint(path, state["fingerprint"], self.fingerprint)
         restore(path, state)
         return state
 
@@ -80,6 +71,31 @@ class Checkpoints:
             weights = strategy.weights()
             if self.world.is_main_process:
                 save_adapter(strategy.loss_module.model, self.output / "adapter", weights, self.base)
+
+
+def check_fingerprint(checkpoint: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Check that a checkpoint is of the run with the ``current`` fingerprint.
+
+    Raises:
+        TaskError: a value differs.
+    """
+    changed = [
+        f"{name} was {saved.get(name)!r} and is {value!r}"
+        for name, value in current.items()
+        if saved.get(name) != value
+    ]
+    if changed:
+        raise TaskError(
+            f"{checkpoint.parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
+            "or start again in this one with --overwrite"
+        )
+
+
+def advise_restart(rate: float, newest: Path | None) -> str:
+    """Return what to do about a value that is not finite. newest: the checkpoint that is left."""
+    left = f"{newest} is the newest checkpoint, from before it" if newest else "no checkpoint was saved before it"
+    retry = f"start again with --overwrite --set learning_rate={rate / 3:.2g}"
+    return f"look at the data for rows of noise, or {retry}; {left}"
 
 
 def save(

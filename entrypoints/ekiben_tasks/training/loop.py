@@ -18,7 +18,7 @@ from ekiben_tasks.models.tuning import find_blocks
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.batches import Batches
 from ekiben_tasks.training.checkpoint import Checkpoints
-from ekiben_tasks.training.progress import Progress
+from ekiben_tasks.training.progress import Progress, is_due
 
 
 class TrainerCallback:
@@ -66,11 +66,11 @@ class Run:
         self.device, self.stop = device, stop
         self.callback, self.heartbeat = TrainerCallback(), Heartbeat(0)
         self.loss_module, self.plan, self.world = strategy.loss_module, batches.plan, batches.world
-        self.steps, self.checkpointed = progress.steps, batches.plan.checkpointed
+        self.settings, self.steps, self.checkpointed = self.plan.settings, progress.steps, self.plan.checkpointed
         self.saved = self.reported = 0.0  # when, by this process's clock
         self.slowest_save = 0.0  # seconds
 
-    # ------------------------------------------------------------------ the story
+    # ------------------------------------------------------------------ the loop
 
     def fit(self, callback: TrainerCallback | None = None, heartbeat: Heartbeat | None = None) -> int | None:
         """Train to the end, or until a signal.
@@ -85,14 +85,14 @@ class Run:
                 written.
         """
         self.callback, self.heartbeat = callback or self.callback, heartbeat or self.heartbeat
-        progress, plan = self.progress, self.plan
+        progress = self.progress
         if state := self.checkpoints.load(self.strategy.load):
             progress.restore(state)
             self.checkpoints.say_resumed(progress.step, self.steps)
             if self.world.is_main_process and state.get("steps", self.steps) != self.steps:
                 print(
-                    f"note        {self.steps} steps instead of {state['steps']}: the learning rate goes on as of a run"
-                    " of that length"
+                    f"note        {self.steps} steps instead of {state['steps']}: the learning rate follows the"
+                    " schedule of a run of that length"
                 )
         progress.begin()
         self.stop.saves = True
@@ -106,8 +106,8 @@ class Run:
                 return self._leave()
             epoch_ends = self.step % progress.steps_per_epoch == 0
             saves = self.step == self.steps or epoch_ends or due.save
-            saves = saves or (plan.save_steps > 0 and self.step % plan.save_steps == 0)
-            evaluates = self.step == self.steps or (plan.eval_every > 0 and self.step % plan.eval_every == 0)
+            saves = saves or is_due(self.step, self.settings.save_steps)
+            evaluates = self.step == self.steps or is_due(self.step, self.settings.eval_every)
             first = self.step == self.first_step + 1
             if saves or evaluates or first or due.log:
                 progress.flush()
@@ -145,7 +145,7 @@ class Run:
         self._beat(Phase.READ)
         rows = self.batches.rows_of(self.step)
         # Each step seeds itself, so that a resumed run drops out the same units without keeping a generator's state.
-        torch.manual_seed((self.plan.seed * 1_000_003 + self.step) * 1021 + self.world.rank)
+        torch.manual_seed((self.settings.seed * 1_000_003 + self.step) * 1021 + self.world.rank)
         num_target_tokens = sum(row.num_target_tokens for row in rows)
         lengths, retries = [len(row.ids) for row in rows], count_alloc_retries(self.device)
         total = self._gradients(rows, num_target_tokens)
@@ -172,18 +172,18 @@ class Run:
         """Sum the loss over the processes, and decide with them what follows this step; None: stop before it.
 
         Clocks differ, and so does the moment at which a signal arrives. Processes that decided alone would enter
-        different collectives and wait for each other for ever. Any process may stop the run, the main one alone
+        different collectives and deadlock. Any process may stop the run, the main one alone
         reads the clock, and the answers travel with the loss: one reduction, as without them.
 
         is_short: of memory in this step, in this process. Where all have to run the model equally often, all take
-        smaller packs.
+        smaller micro-batches.
         """
         now = time.monotonic()
         main = self.world.is_main_process
         votes = [
             float(self.stop.exit_code is not None),
-            float(main and now - self.saved > 60 * self.plan.save_minutes),
-            float(main and now - self.reported > self.plan.log_seconds),
+            float(main and now - self.saved > 60 * self.settings.save_minutes),
+            float(main and now - self.reported > self.settings.log_seconds),
             float(is_short),
         ]
         self._beat(Phase.WAIT)
@@ -194,7 +194,7 @@ class Run:
         stop, save, log, short = (vote > 0 for vote in votes)
         if short and self.strategy.collective and self.world.size > 1:
             self._halve_micro_batches(longest)
-        if stop and self.world.size > 1:  # alone, a signal is answered between two packs
+        if stop and self.world.size > 1:  # alone, a signal is answered between two micro-batches
             self.stop.exit_code = self.stop.exit_code or REQUEUE
             return total, None
         return total, Due(save=save, log=log)
@@ -202,37 +202,40 @@ class Run:
     def _gradients(self, rows: Sequence[Example], num_target_tokens: int) -> torch.Tensor | None:
         """The summed loss over this process's share of ``rows``, gradients gathered; None when a signal came.
 
-        Out of memory: smaller packs, then checkpointing; the packs done so far are done again.
+        Out of memory: smaller micro-batches, then checkpointing; those done so far are done again.
         """
         while True:
             try:
-                return self._packs(self.batches.share(rows, training=True), num_target_tokens)
+                return self._accumulate(self.batches.share(rows, training=True), num_target_tokens)
             except RuntimeError as error:
                 if not failures.is_retryable(error):
                     raise
                 self._make_room(max(len(row.ids) for row in rows))
 
-    def _packs(self, packs: list[list[Example]], num_target_tokens: int) -> torch.Tensor | None:
+    def _accumulate(self, micro_batches: list[list[Example]], num_target_tokens: int) -> torch.Tensor | None:
+        """Return the summed loss of the micro-batches, gradients accumulated; None when a signal came."""
         total = torch.zeros((), device=self.device.torch_device)
-        for index, rows in enumerate(packs):
+        for index, rows in enumerate(micro_batches):
             if self.stop.exit_code is not None and self.world.size == 1:
                 self.strategy.zero_grad()
                 return None
             self._beat(Phase.COMPUTE, index)
-            loss = self.strategy.loss(self.batches.pack(rows))
-            self.strategy.backward(loss, 1.0 / max(num_target_tokens, 1) if rows else 0.0, last=index == len(packs) - 1)
+            loss = self.strategy.loss(self.batches.collate(rows))
+            factor = 1.0 / max(num_target_tokens, 1) if rows else 0.0
+            self.strategy.backward(loss, factor, last=index == len(micro_batches) - 1)
             if rows:
                 total += loss.detach()
         return total
 
     def _halve_micro_batches(self, longest: int) -> None:
-        """Halve the packs of the steps to come, in every process alike, before one of them runs out of memory."""
+        """Halve the micro-batches of later steps, in every process alike, before one of them runs out of memory."""
         batches = self.batches
         if batches.max_tokens > 2 * longest:
             batches.max_tokens = min(batches.max_tokens, self.plan.step_tokens(longest, self.world.size)) // 2
             if self.world.is_main_process:
                 print(
-                    f"little GPU memory left: going on with packs of at most {batches.max_tokens:,} tokens", flush=True
+                    f"little GPU memory left: going on with packs of at most {batches.max_tokens:,} tokens",
+                    flush=True,
                 )
 
     def _make_room(self, longest: int) -> None:
@@ -246,7 +249,7 @@ class Run:
         elif not self.strategy.collective and self.checkpointed < layers:
             self.checkpointed = layers
             self.loss_module.checkpoint_activations(layers)
-            print("out of GPU memory: going on with gradient checkpointing", flush=True)
+            print("out of GPU memory: continuing with gradient checkpointing", flush=True)
         else:
             # Processes that wait for each other cannot change their plans one by one.
             raise TaskError(
@@ -297,7 +300,7 @@ class Run:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for index, rows in enumerate(self.batches.share(test, training=False)):
                 self.heartbeat.beat(Phase.EVALUATE, self.step, micro_batch=index)
-                loss = self.strategy.loss(self.batches.pack(rows))
+                loss = self.strategy.loss(self.batches.collate(rows))
                 total += loss if rows else 0.0
         self.loss_module.train()
         self.world.all_reduce(total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ekiben_tasks.distributed.optimizer import OptimizerConfig
 from ekiben_tasks.distributed.strategy import StrategyModule
@@ -18,47 +18,35 @@ from ekiben_tasks.training.settings import Settings
 class Plan:
     """Hold what is decided before a run's first step. max_rows, max_tokens: of one micro-batch."""
 
-    epochs: float
-    max_steps: int
-    batch_size: int
+    settings: Settings
     max_rows: int
     max_tokens: int
     checkpointed: int  # blocks whose activations are computed twice
     compile: bool
-    learning_rate: float
-    schedule: Literal["linear", "cosine", "constant"]
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    eval_every: int
-    save_minutes: float
-    save_steps: int
-    warmup_ratio: float
-    log_seconds: float
-    seed: int
     sequence_length: int = 0  # tokens of a packed sequence; 0: batch_size counts examples
 
     @property
     def optimizer(self) -> OptimizerConfig:
         """Return the optimizer's part of the plan."""
-        return OptimizerConfig(self.learning_rate, self.weight_decay, self.max_grad_norm)
+        settings = self.settings
+        return OptimizerConfig(settings.learning_rate, settings.weight_decay, settings.max_grad_norm)
 
     def step_tokens(self, longest: int, processes: int) -> int:
         """Return how many tokens of a step one of ``processes`` has at most. longest: of an example."""
-        return _step_tokens(self.batch_size, self.sequence_length, longest, processes)
+        return _step_tokens(self.settings.batch_size, self.sequence_length, longest, processes)
 
     def steps(self, rows: int) -> int:
         """Return how many steps the run takes with ``rows`` training examples, or packed sequences."""
-        total = math.ceil(self.epochs * self.steps_per_epoch(rows) - 1e-9)
-        return min(total, self.max_steps) if self.max_steps > 0 else total
+        total = math.ceil(self.settings.epochs * self.steps_per_epoch(rows) - 1e-9)
+        return min(total, self.settings.max_steps) if self.settings.max_steps > 0 else total
 
     def steps_per_epoch(self, rows: int) -> int:
         """Return how many steps one epoch of ``rows`` training examples takes."""
-        return math.ceil(rows / self.batch_size)
+        return math.ceil(rows / self.settings.batch_size)
 
     def warmup(self, steps: int) -> int:
         """Return how many of ``steps`` are the warm-up."""
-        return round(self.warmup_ratio * steps) or min(self.warmup_steps, steps // 10)
+        return round(self.settings.warmup_ratio * steps) or min(self.settings.warmup_steps, steps // 10)
 
     def rate(self, step: int, steps: int) -> float:
         """Return the learning rate of ``step`` (from 0) of ``steps``: a linear warm-up, then the schedule.
@@ -68,10 +56,10 @@ class Plan:
         """
         warmup = self.warmup(steps)
         if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
+            return self.settings.learning_rate * (step + 1) / warmup
         left = (steps - step) / max(steps - warmup, 1)
         shares = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2, "constant": 1.0}
-        return self.learning_rate * shares[self.schedule]
+        return self.settings.learning_rate * shares[self.settings.schedule]
 
 
 def make_plan(settings: Settings, device: Device, memory: Memory, profile: MemoryProfile, data: Prepared) -> Plan:
@@ -79,24 +67,11 @@ def make_plan(settings: Settings, device: Device, memory: Memory, profile: Memor
     checkpointed, max_tokens = _fit_memory(settings, device, memory, profile, data)
     packed, micro_batch = data.sequences is not None, settings.micro_batch
     return Plan(
-        epochs=settings.epochs,
-        max_steps=settings.max_steps,
-        batch_size=settings.batch_size,
+        settings,
         max_rows=len(data.train) if packed else micro_batch if isinstance(micro_batch, int) else settings.batch_size,
         max_tokens=max_tokens,
         checkpointed=checkpointed,
         compile=profile.compiled,
-        learning_rate=settings.learning_rate,
-        schedule=settings.schedule,
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        eval_every=settings.eval_every,
-        save_minutes=settings.save_minutes,
-        save_steps=settings.save_steps,
-        warmup_ratio=settings.warmup_ratio,
-        log_seconds=settings.log_seconds,
-        seed=settings.seed,
         sequence_length=data.limit if packed else 0,
     )
 
@@ -133,28 +108,28 @@ def memory_choices(
 def _fit_memory(
     settings: Settings, device: Device, memory: Memory, profile: MemoryProfile, data: Prepared
 ) -> tuple[int, int]:
-    """Return (blocks to checkpoint, tokens of a pack) within nine tenths of the memory.
+    """Return (blocks to checkpoint, tokens of a micro-batch) within nine tenths of the memory.
 
-    Packs are as large as pays. Where even packs that are large enough for full speed do not fit, as many blocks as
+    They are as large as pays. Where even those that are large enough for full speed do not fit, as many blocks as
     necessary are checkpointed.
     """
     most, enough = (16_384, 8192) if device.is_gpu else (4096, 1024)
     if device.is_gpu and profile.strategy == "fsdp":
-        most = 32_768  # each pack costs gathering every weight
+        most = 32_768  # each micro-batch costs gathering every weight
     room = max(int(0.9 * device.memory) - memory.fixed, 0)
-    # Processes that gather weights from each other cannot take smaller packs once the memory is full.
+    # Processes that gather weights from each other cannot take smaller micro-batches once the memory is full.
     spread = 1 + SPREAD if profile.strategy in ("fsdp", "zero2", "zero3") else 1
     plain, twice = int(memory.per_token * spread), int(memory.per_token_checkpointed * spread)
     sequence = 0 if data.sequences is None else data.limit
     if isinstance(settings.micro_batch, int):
-        pack_tokens = most = (sequence or data.longest) * settings.micro_batch
+        micro_batch_tokens = most = (sequence or data.longest) * settings.micro_batch
     else:
-        pack_tokens = max(
+        micro_batch_tokens = max(
             data.longest, min(enough, _step_tokens(settings.batch_size, sequence, data.longest, profile.gpus))
         )
     layers = profile.layers
     if settings.gradient_checkpointing == "auto":
-        share = (pack_tokens * plain - room) / max(pack_tokens * (plain - twice), 1)
+        share = (micro_batch_tokens * plain - room) / max(micro_batch_tokens * (plain - twice), 1)
         checkpointed = min(max(-int(-share * layers // 1), 0), layers)
     else:
         checkpointed = layers if settings.gradient_checkpointing else 0

@@ -68,6 +68,86 @@ def add_length(lengths: list[dict[str, int]], step: int, **now: int) -> list[dic
     return [*(length for length in lengths if length["from_step"] < step), {"from_step": step, **now}]
 
 
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens every so many steps does after ``step``. every: 0: it never does."""
+    return every > 0 and step % every == 0
+
+
+class RunState:
+    """Count a run's steps and measure their speed: what every training loop keeps in its checkpoints.
+
+    peak: FLOP/s of one GPU; None: not known.
+    """
+
+    def __init__(self, steps: int, world: DistributedContext, peak: float | None) -> None:
+        self.steps, self.world, self.peak = steps, world, peak
+        self.step, self.first_step = 0, 0  # first_step: done when this process started
+        self.lengths: list[dict[str, int]] = []
+        self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
+        self.last_loss, self.last_eval_loss = math.nan, math.nan
+
+    @property
+    def wall(self) -> float:
+        """Return the seconds of training so far, earlier starts included."""
+        return self.wall_before + time.monotonic() - self.started
+
+    def speed(self) -> tuple[float, float | None]:
+        """Return (tokens per second, MFU or None) of all GPUs."""
+        return self.meter.speed(self.world.size, self.peak)
+
+    def measurements(self) -> dict[str, float | None]:
+        """Return what run.json has of the run's speed and losses."""
+        speed, mfu = self.speed()
+        losses = (self.last_loss, self.last_eval_loss, math.exp(min(self.last_eval_loss, 100)))
+        names = ("final_loss", "final_eval_loss", "final_eval_perplexity")
+        return {
+            "time_to_train_s": round(self.wall, 1),
+            "tokens_per_s": round(speed, 1),
+            "mfu": None if mfu is None else round(mfu, 4),
+            **{name: round(loss, 6) if math.isfinite(loss) else None for name, loss in zip(names, losses, strict=True)},
+        }
+
+    def print_line(self, rate: float, *, epoch: float | None = None) -> None:
+        """Print steps, losses, speed and time left, in the main process. rate: the last step's learning rate."""
+        if not self.world.is_main_process:
+            return
+        speed, mfu = self.speed()
+        left = (time.monotonic() - self.started) / (self.step - self.first_step) * (self.steps - self.step)
+        fields = [
+            f"step {self.step}/{self.steps}",
+            "" if epoch is None else f"epoch {epoch:.2f}",
+            f"loss {self.last_loss:.4f}",
+            f"lr {rate:.2e}",
+            f"{speed:,.0f} tokens/s" if speed else "",
+            f"MFU {mfu:.0%}" if mfu else "",
+            f"{_duration(left)} left",
+        ]
+        print("  ".join(field for field in fields if field), flush=True)
+
+    def print_evaluation(self) -> None:
+        """Print the loss of the last evaluation."""
+        ppl = math.exp(min(self.last_eval_loss, 100))
+        loss = f"eval loss {self.last_eval_loss:.4f}  perplexity {ppl:.2f}"
+        print(f"step {self.step}/{self.steps}  {loss}", flush=True)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: plain values."""
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "meter": self.meter.state(),
+            "wall": self.wall,
+            "last_loss": self.last_loss,
+            "last_eval_loss": self.last_eval_loss,
+            "lengths": self.lengths,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the ``state`` of a checkpoint, except its lengths."""
+        self.step, self.meter, self.wall_before = state["step"], Meter(**state["meter"]), state["wall"]
+        self.last_loss, self.last_eval_loss = state["last_loss"], state["last_eval_loss"]
+
+
 @dataclass(slots=True)
 class _Pending:
     """A step whose loss is still on the GPU."""
@@ -79,20 +159,17 @@ class _Pending:
     rate: float
 
 
-class Progress:
+class Progress(RunState):
     """Collect a run's losses and speed. They are fetched from the device a few times a minute, all steps at once."""
 
     def __init__(
         self, plan: Plan, world: DistributedContext, device: Device, costs: flops.Costs, output: Path, rows: int
     ) -> None:
-        self.plan, self.world, self.costs, self.output = plan, world, costs, output
-        self.steps, self.steps_per_epoch = plan.steps(rows), plan.steps_per_epoch(rows)
+        super().__init__(plan.steps(rows), world, flops.peak_flops(device.name))
+        self.plan, self.costs, self.output = plan, costs, output
+        self.steps_per_epoch = plan.steps_per_epoch(rows)
         self.lengths = add_length([], 0, steps=self.steps)
-        self.peak = flops.peak_flops(device.name)
         self.skips_overflow = device.dtype == torch.float16
-        self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
-        self.last_loss, self.last_eval_loss = math.nan, math.nan
-        self.step, self.first_step = 0, 0
         self.metrics: Metrics | None = None  # of the first process
         self._pending: list[_Pending] = []
 
@@ -103,15 +180,6 @@ class Progress:
             self.metrics = Metrics(self.output / "metrics.jsonl", self.step)
         self.started = time.monotonic()
         self.meter.lap()
-
-    @property
-    def wall(self) -> float:
-        """Return the seconds of training so far, earlier starts included."""
-        return self.wall_before + time.monotonic() - self.started
-
-    def speed(self) -> tuple[float, float | None]:
-        """Return (tokens per second, MFU or None) of all GPUs."""
-        return self.meter.speed(self.world.size, self.peak)
 
     def add_step(
         self, lengths: list[int], num_target_tokens: int, loss: torch.Tensor, norm: torch.Tensor, rate: float
@@ -130,8 +198,7 @@ class Progress:
         self.last_eval_loss = loss
         if self.metrics:
             self.metrics.add([{"step": self.step, "eval_loss": loss}])
-            ppl = math.exp(min(loss, 100))
-            print(f"step {self.step}/{self.steps}  eval loss {loss:.4f}  perplexity {ppl:.2f}", flush=True)
+            self.print_evaluation()
 
     def flush(self) -> None:
         """Fetch the losses of the steps since the last flush, all at once, and record them.
@@ -172,46 +239,15 @@ class Progress:
     def advise(self) -> str:
         """Return what to do about a number that is not finite, and which checkpoint is left."""
         newest = checkpoint.latest(self.output / "checkpoints")
-        left = f"{newest} is the newest checkpoint, from before it" if newest else "no checkpoint was saved before it"
-        return (
-            "look at the data for rows of noise, or start again with --overwrite "
-            f"--set learning_rate={self.plan.learning_rate / 3:.2g}; {left}"
-        )
+        return checkpoint.advise_restart(self.plan.settings.learning_rate, newest)
 
     def report(self) -> None:
         """Print one line in the main process: steps, losses, speed, time left."""
-        if not self.world.is_main_process:
-            return
-        speed, mfu = self.speed()
-        done = self.step - self.first_step
-        left = (time.monotonic() - self.started) / done * (self.steps - self.step)
-        fields = [
-            f"step {self.step}/{self.steps}",
-            f"epoch {self.step / self.steps_per_epoch:.2f}",
-            f"loss {self.last_loss:.4f}",
-            f"lr {self.plan.rate(self.step - 1, self.steps):.2e}",
-            f"{speed:,.0f} tokens/s" if speed else "",
-            f"MFU {mfu:.0%}" if mfu else "",
-            f"{_duration(left)} left",
-        ]
-        print("  ".join(field for field in fields if field), flush=True)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: plain values."""
-        return {
-            "step": self.step,
-            "steps": self.steps,
-            "meter": self.meter.state(),
-            "wall": self.wall,
-            "last_loss": self.last_loss,
-            "last_eval_loss": self.last_eval_loss,
-            "lengths": self.lengths,
-        }
+        self.print_line(self.plan.rate(self.step - 1, self.steps), epoch=self.step / self.steps_per_epoch)
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the ``state`` of a checkpoint."""
-        self.step, self.meter, self.wall_before = state["step"], Meter(**state["meter"]), state["wall"]
-        self.last_loss, self.last_eval_loss = state["last_loss"], state["last_eval_loss"]
+        super().restore(state)
         former = state.get("lengths") or [{"from_step": 0, "steps": state.get("steps", self.steps)}]
         self.lengths = add_length(former, self.step, steps=self.steps)
 

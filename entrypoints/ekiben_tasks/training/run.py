@@ -141,7 +141,7 @@ def _decide(
     settings = job.settings
     device, no_device = _device(settings, world.local_rank, job.dry)
     is_here = not (job.dry and job.dry.gpu)
-    # Packs that fit the fullest GPU: processes with different plans would wait for each other for ever.
+    # Micro-batches that fit the fullest GPU: processes with different plans would deadlock.
     device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
     form = apply_format(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
@@ -206,7 +206,7 @@ def _record(
     tokenizer: Any,
     outcome: Outcome,
 ) -> None:
-    """Write the model, the run's record and its plot; say what came of it."""
+    """Write the model, the run's record and its plot, and print a summary."""
     strategy, folder = training.strategy, job.output / job.product
     if outcome.exit_code is None and job.product == "model":
         weights = strategy.weights()

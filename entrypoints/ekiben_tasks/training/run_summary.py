@@ -66,7 +66,7 @@ class RunSummary:
         return self.memory.reserved(tokens, checkpointing=checkpointing, expandable=has_expandable_segments(os.environ))
 
     def _at_peak(self, estimate: Callable[..., int]) -> int:
-        examples = min(math.ceil(self.plan.batch_size / self.processes), self.plan.max_rows)
+        examples = min(math.ceil(self.plan.settings.batch_size / self.processes), self.plan.max_rows)
         if self.plan.sequence_length:
             most = self.plan.step_tokens(self.data.longest, self.processes)
         else:
@@ -89,16 +89,15 @@ class Outcome:
 def format_header(summary: RunSummary) -> list[str]:
     """Return the lines printed before a run."""
     settings, plan, data, device = summary.settings, summary.plan, summary.data, summary.device
-    left_out = (
-        f"{data.too_long} longer than {data.limit:,} tokens{data.limit_reason} and {len(data.rows.bad)} bad left out"
-    )
+    too_long = f"{data.too_long} longer than {data.limit:,} tokens{data.limit_reason}"
+    left_out = f"{too_long} and {len(data.rows.bad)} invalid ones left out"
     steps = plan.steps(data.count)
-    batch = f"{plan.batch_size} rows"
+    batch = f"{settings.batch_size} rows"
     if data.sequences is not None:
         filled = data.tokens / (len(data.sequences) * plan.sequence_length)
         batch = (
-            f"{plan.batch_size} packed sequences of at most {plan.sequence_length:,} tokens ({len(data.sequences):,},"
-            f" {filled:.0%} full)"
+            f"{settings.batch_size} packed sequences of at most {plan.sequence_length:,} tokens"
+            f" ({len(data.sequences):,}, {filled:.0%} full)"
         )
     compiling = "compiled" if plan.compile else "not compiled"
     if not plan.compile and device.is_gpu and compiler_missing():
@@ -113,13 +112,13 @@ def format_header(summary: RunSummary) -> list[str]:
         f"model       {settings.model}: {summary.parameters:,} parameters{bits}",
         f"trains      {summary.trained}: {summary.trainable:,} trainable",
         f"data        {sources}",
-        f"            {len(data.train):,} rows to learn, {len(data.test):,} to test on; {left_out}",
+        f"            {len(data.train):,} rows for training, {len(data.test):,} for evaluation; {left_out}",
         f"            as {summary.form}",
         (
             f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has"
             f" {data.longest:,}"
         ),
-        f"steps       {steps:,} of {batch}, {plan.epochs:g} epoch{'s' * (plan.epochs > 1)}",
+        f"steps       {steps:,} of {batch}, {settings.epochs:g} epoch{'s' * (settings.epochs > 1)}",
         f"device      {where}, {str(device.dtype).removeprefix('torch.')}, {compiling}",
         f"attention   {summary.attention}",
         (
@@ -169,7 +168,6 @@ def name_attention(layout: packing.Layout, implementation: str, kernel: str) -> 
 def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, Any]:
     """Return the content of run.json."""
     settings, data = summary.settings, summary.data
-    speed, mfu = run.progress.speed()
     return {
         **run_metadata.run_record(settings, outcome.exit_code, outcome.started),
         "model": {
@@ -203,18 +201,13 @@ def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, An
         "optimizer": name_optimizer(run.strategy.optimizer),
         "steps": run.step,
         "schedule": {
-            "name": run.plan.schedule,
+            "name": run.plan.settings.schedule,
             "warmup_steps": run.plan.warmup(run.steps),
             "lengths": run.progress.lengths,
         },
-        "time_to_train_s": round(run.progress.wall, 1),
-        "tokens_per_s": round(speed, 1),
-        "mfu": None if mfu is None else round(mfu, 4),
+        **run.progress.measurements(),
         "expected_memory_bytes": summary.expected_bytes,
         "peak_memory_bytes": outcome.peak_memory,
-        "final_loss": _number(run.progress.last_loss),
-        "final_eval_loss": _number(run.last_eval_loss),
-        "final_eval_perplexity": _number(math.exp(min(run.last_eval_loss, 100))),
     }
 
 
@@ -224,7 +217,7 @@ def format_footer(summary: dict[str, Any], what: str, output: Path) -> list[str]
     what: 'adapter' or 'model', the folder of ``output`` that holds the trained weights.
     """
     mfu = f", MFU {summary['mfu']:.0%}" if summary["mfu"] else ""
-    # What this recipe has to go on with.
+    # The next task, if this recipe has it.
     weights = output / what
     ways = {
         "generate": f"generate --{what} {weights}",
@@ -241,7 +234,3 @@ def format_footer(summary: dict[str, Any], what: str, output: Path) -> list[str]
         f"{what:<12}{weights}   loss {output / 'loss.png'}   record {output / 'run.json'}",
         f"try         {ways[task]}",
     ]
-
-
-def _number(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None

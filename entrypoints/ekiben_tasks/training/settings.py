@@ -57,7 +57,7 @@ class Settings:
         0.02, "share of the examples kept for evaluation, where a source does not say", old="test_share"
     )
     form: DatasetFormat = dataclasses.field(default_factory=DatasetFormat)
-    mask_prompt: bool = option(True, "learn the response only; false: learn the prompt's text too")
+    mask_prompt: bool = option(True, "compute the loss of responses only; false: of prompts, too")
     max_length: int = option(2048, "rows of more tokens are left out, and counted")
     packing: bool = option(
         False,
@@ -73,14 +73,16 @@ class Settings:
     batch_size: int = option(32, "rows of one step of the optimizer, over all GPUs")
     micro_batch: int | Literal["auto"] = option("auto", "rows at a time; auto: what fits. The gradient is the same")
     learning_rate: float = option(3e-4, "highest learning rate")
-    schedule: Literal["linear", "cosine", "constant"] = option("linear", "how it falls to 0 from there, or not")
+    schedule: Literal["linear", "cosine", "constant"] = option(
+        "linear", "decay after the warm-up: linear or cosine to 0, or constant"
+    )
     warmup_steps: int = option(200, "steps until the highest learning rate, at most a tenth of all")
     warmup_ratio: float = option(
         0.0, "share of all steps until the highest learning rate; above 0: instead of warmup_steps"
     )
     weight_decay: float = option(0.0, "AdamW's weight decay; norms and biases have none")
     max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
-    eval_every: int = option(500, "steps between tests; there is always one at the end")
+    eval_every: int = option(500, "steps between evaluations; the last step has one")
     save_minutes: float = option(15, "minutes between checkpoints; there is one after every epoch and on SIGTERM")
     save_steps: int = option(0, "steps between checkpoints, besides those; 0: none")
     save_total_limit: int = option(2, "checkpoints that are kept, the newest ones")

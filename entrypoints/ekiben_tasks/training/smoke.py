@@ -11,14 +11,13 @@ from typing import Any, Literal
 import torch
 
 from ekiben_tasks.data.schema import INSTRUCTION, DatasetFormat
-from ekiben_tasks.data.sources import Source, read_all
-from ekiben_tasks.data.tokenize import full_text
 from ekiben_tasks.distributed.context import init_distributed, shared_scratch
 from ekiben_tasks.generation import chat
 from ekiben_tasks.generation.settings import ChatSettings
 from ekiben_tasks.models import adapter, load, merge, tiny
 from ekiben_tasks.models.device import choose_device
 from ekiben_tasks.models.lora import Lora
+from ekiben_tasks.task.command import check_smoke
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.settings import Settings, TrainOptions
 from ekiben_tasks.training.train import train
@@ -82,8 +81,7 @@ def make_base(folder: Path, sample: Path, *, form: DatasetFormat = INSTRUCTION, 
     Raises:
         TaskError: ``sample`` cannot be read, or an example is invalid.
     """
-    rows = read_all([Source(str(sample), 0.0)], seed=0, skip_bad=False, form=form).train
-    tiny.make_model(folder, [full_text(row) for row in rows], **sizes)
+    tiny.make_model(folder, tiny.sample_texts(sample, form), **sizes)
 
 
 def check_loss_fell(folder: Path) -> None:
@@ -95,7 +93,7 @@ def check_loss_fell(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
-    _passed("the loss falls", last < 0.95 * first, f"{first:.3f} to {last:.3f} in {len(losses)} steps")
+    check_smoke("the loss falls", last < 0.95 * first, f"{first:.3f} to {last:.3f} in {len(losses)} steps")
 
 
 def check_adapter(folder: Path, base: Path, device: str, merged: Path) -> None:
@@ -104,26 +102,28 @@ def check_adapter(folder: Path, base: Path, device: str, merged: Path) -> None:
     Raises:
         TaskError: a check failed.
     """
-    _passed("the adapter is saved", (folder / "adapter_model.safetensors").is_file(), "adapter_model.safetensors")
+    check_smoke("the adapter is saved", (folder / "adapter_model.safetensors").is_file(), "adapter_model.safetensors")
     chosen = choose_device(device)
     model, _ = adapter.load_adapter(folder, chosen)
     tokenizer = load.load_tokenizer(str(folder))
     ids = torch.tensor([tokenizer("富士山の高さは?")["input_ids"]], device=chosen.torch_device)
     ours = merge.logits(model, ids)
     with model.disable_adapter():
-        _passed(
+        check_smoke(
             "the adapter changes the model",
             not torch.equal(ours, merge.logits(model, ids)),
             "logits differ from the base's",
         )
     again, _ = adapter.load_adapter(folder, chosen)
-    _passed(
+    check_smoke(
         "a reloaded adapter is the same", torch.equal(ours, merge.logits(again, ids)), "logits equal to the last bit"
     )
     answer = chat.answer(model, tokenizer, "日本の首都はどこですか。", "", ChatSettings(max_new_tokens=16))
-    _passed("chat answers", isinstance(answer, str), f"{len(answer)} characters")
+    check_smoke("chat answers", isinstance(answer, str), f"{len(answer)} characters")
     difference = merge.merge(folder, merged, chosen, base=str(base))
-    _passed("a merged model is the same", difference < merge.TOLERANCE["float32"], f"logits differ by {difference:.1e}")
+    check_smoke(
+        "a merged model is the same", difference < merge.TOLERANCE["float32"], f"logits differ by {difference:.1e}"
+    )
 
 
 def check_model(folder: Path, base: Path, device: str) -> None:
@@ -137,17 +137,15 @@ def check_model(folder: Path, base: Path, device: str) -> None:
     ids = torch.tensor([tokenizer("富士山の高さは?")["input_ids"]], device=chosen.torch_device)
     before, after = (load.load_base(str(path), chosen) for path in (base, folder))
     ours = merge.logits(after, ids)
-    _passed("the model is changed", not torch.equal(ours, merge.logits(before, ids)), "logits differ from the base's")
+    check_smoke(
+        "the model is changed", not torch.equal(ours, merge.logits(before, ids)), "logits differ from the base's"
+    )
     again = load.load_base(str(folder), chosen)
-    _passed("a reloaded model is the same", torch.equal(ours, merge.logits(again, ids)), "logits equal to the last bit")
+    check_smoke(
+        "a reloaded model is the same", torch.equal(ours, merge.logits(again, ids)), "logits equal to the last bit"
+    )
 
 
 def device_name(device: str) -> str:
     """Return the name of the device for messages."""
     return "CPU" if device == "cpu" else choose_device(device).name
-
-
-def _passed(what: str, passed: bool, detail: str) -> None:
-    if not passed:
-        raise TaskError(f"smoke: failed: {what} ({detail})")
-    print(f"smoke       {what}: {detail}", flush=True)

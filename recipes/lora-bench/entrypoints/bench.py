@@ -2,7 +2,7 @@
 mean.
 
 train                                                a reference run, which sets the target, and all runs, one after the
-                                                     other; started again, it goes on
+                                                     other; started again, it resumes
 train --set target_loss=1.9                          all runs, to a target of your own
 train --reference                                    the reference run alone, as a job of a cluster
 train --run 3                                        the third run alone, likewise

@@ -21,7 +21,7 @@ LOG = "mlperf.log"
 
 
 class _LogFile(logging.FileHandler):
-    """Ends the run when the log cannot be written: logging's own would print a traceback for every line, and go on."""
+    """End the run when the log cannot be written; logging's own handler prints a traceback for every line."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -102,7 +102,7 @@ class RunLog:
         values = {
             "seed": tuned.seed,
             "config_filename": str(self.config or "defaults"),
-            "global_batch_size": plan.batch_size,
+            "global_batch_size": tuned.batch_size,
             "gradient_accumulation_steps": 1,
             "micro_batch_size": plan.max_rows,
             "train_samples": len(run.batches.train),
@@ -110,12 +110,12 @@ class RunLog:
             "max_steps": run.steps,
             "max_sequence_length": tuned.max_length,
             "opt_name": "adamw",
-            "opt_base_learning_rate": plan.learning_rate,
-            "opt_learning_rate_warmup_steps": min(plan.warmup_steps, run.steps // 10),
+            "opt_base_learning_rate": tuned.learning_rate,
+            "opt_learning_rate_warmup_steps": min(tuned.warmup_steps, run.steps // 10),
             "opt_learning_rate_training_steps": run.steps,
             "opt_learning_rate_decay_schedule": tuned.schedule,
-            "opt_adamw_weight_decay": plan.weight_decay,
-            "opt_gradient_clip_norm": plan.max_grad_norm,
+            "opt_adamw_weight_decay": tuned.weight_decay,
+            "opt_gradient_clip_norm": tuned.max_grad_norm,
             "lora_rank": tuned.lora.r,
             "lora_alpha": tuned.lora.alpha,
             "lora_dropout": tuned.lora.dropout,
@@ -140,7 +140,7 @@ class RunLog:
         MLPerf's checker requires an eval_accuracy below 1: that is the cross-entropy in nats per byte of the responses,
         by which models with different tokenizers can be compared. The target, in nats per token, is logged beside it.
         """
-        self.loss, self.samples = run.last_eval_loss, run.step * run.plan.batch_size
+        self.loss, self.samples = run.last_eval_loss, run.step * run.plan.settings.batch_size
         num_target_tokens = sum(row.num_target_tokens for row in run.batches.test)
         self.event(
             "eval_accuracy", self.loss * num_target_tokens / self.record["test"]["bytes"], samples_count=self.samples
@@ -209,8 +209,8 @@ class RunLog:
                 log.start("block_start", samples_count=0)
 
             def on_evaluate_begin(self, run: loop.Run) -> None:
-                log.end("block_stop", samples_count=run.step * run.plan.batch_size)
-                log.start("eval_start", samples_count=run.step * run.plan.batch_size)
+                log.end("block_stop", samples_count=run.step * run.plan.settings.batch_size)
+                log.start("eval_start", samples_count=run.step * run.plan.settings.batch_size)
 
             def on_evaluate(self, run: loop.Run) -> bool:
                 reached = log.record_evaluation(run)

@@ -37,7 +37,7 @@ class Saver:
 
     def __init__(self, folder: Path, world: DistributedContext, device: torch.device) -> None:
         self.folder, self.world, self.on_gpu = folder, world, device.type == "cuda"
-        # Not the group that trains: its collectives go on meanwhile. And NCCL's would take the GPU.
+        # Not the group that trains: its collectives continue meanwhile. And NCCL's would take the GPU.
         self.group = torch.distributed.new_group(backend="gloo") if world.size > 1 else None
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="save")
         self.writing: Future[float] | None = None

@@ -251,7 +251,7 @@ def _read_record(file: Path) -> tuple[Shape, str]:
         sizes = model_configs.Shape(**content["shape"])
         dtype = str(content["fingerprint"]["dtype"]).removeprefix("torch.")
         if any(type(size) is not int or size < 1 for size in asdict(sizes).values()):
-            raise ValueError(f"its sizes are no numbers above 0: {asdict(sizes)}")
+            raise ValueError(f"its sizes are not all positive integers: {asdict(sizes)}")
         if dtype not in _DTYPES:
             raise ValueError(f"its dtype is '{dtype}', not {', '.join(_DTYPES)}")
     except ValueError as error:

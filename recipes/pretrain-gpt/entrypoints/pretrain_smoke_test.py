@@ -13,6 +13,7 @@ import dialogues
 import prepare_data
 import pretraining
 import train_tokenizer
+from ekiben_tasks.task.command import check_smoke
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.train import train
 
@@ -69,7 +70,7 @@ def smoke_test(recipe: Path) -> int:
         continue_alone()
         lines = [json.loads(line) for line in (scratch / "pretrained" / "metrics.jsonl").read_text().splitlines()]
         losses = [line["loss"] for line in lines if "loss" in line]
-        _passed("the loss falls", losses[-1] < 0.9 * losses[0], f"{losses[0]:.3f} to {losses[-1]:.3f}")
+        check_smoke("the loss falls", losses[-1] < 0.9 * losses[0], f"{losses[0]:.3f} to {losses[-1]:.3f}")
         words = [
             str(Path(__file__).with_name("convert.py")),
             "--input",
@@ -77,9 +78,11 @@ def smoke_test(recipe: Path) -> int:
             "--output",
             str(scratch / "converted"),
         ]
-        _passed("a converted model is the same", subprocess.run([sys.executable, *words]).returncode == 0, "see above")
-        _passed("it generates", *generate(scratch / "converted", "富士山は"))
-        _passed("it is tuned on dialogues", *tune(recipe, scratch / "converted", scratch / "tuned", cpu=cpu))
+        check_smoke(
+            "a converted model is the same", subprocess.run([sys.executable, *words]).returncode == 0, "see above"
+        )
+        check_smoke("it generates", *generate(scratch / "converted", "富士山は"))
+        check_smoke("it is tuned on dialogues", *tune(recipe, scratch / "converted", scratch / "tuned", cpu=cpu))
     print(f"smoke       all passed in {time.monotonic() - started:.0f} s on {'CPU' if cpu else 'GPU'}", flush=True)
     return 0
 
@@ -137,9 +140,3 @@ def generate(folder: Path, prompt: str) -> tuple[bool, str]:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     longer = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     return longer.shape[1] > ids.shape[1], f"{longer.shape[1] - ids.shape[1]} tokens after {ids.shape[1]}"
-
-
-def _passed(what: str, passed: bool, detail: str) -> None:
-    if not passed:
-        raise TaskError(f"smoke: failed: {what} ({detail})")
-    print(f"smoke       {what}: {detail}", flush=True)

@@ -56,22 +56,22 @@ class Settings:
 
     size: str = option("0.125B", f"shape and learning rate: {', '.join(model_configs.LADDER)}")
     layers: int = option(0, "blocks; 0: as the size says")
-    width: int = option(0, "numbers a token is; 0: as the size says")
+    width: int = option(0, "hidden size; 0: as the size says")
     heads: int = option(0, "of attention; 0: as the size says")
     data: str = option("prepared", "folder that prepare-data wrote; --data")
-    split: str = option("949,50,1", "parts of the documents to learn from, to test on, and to leave")
+    split: str = option("949,50,1", "shares of the documents for training, evaluation, and neither")
     sequence: int = option(2048, "tokens of a sequence")
     batch_size: int = option(256, "sequences of one step of the optimizer, over all GPUs")
     micro_batch: int | Literal["auto"] = option("auto", "sequences at a time on one GPU; auto: what fits")
-    tensor_parallel: int = option(1, "GPUs that share each layer")
+    tensor_parallel: int = option(1, "GPUs over which each layer is sharded")
     pipeline_parallel: int = option(1, "GPUs that each hold some of the layers")
-    sequence_parallel: bool = option(False, "share norms and dropout too, with tensor_parallel above 1: less memory")
-    distributed_optimizer: bool = option(True, "share the optimizer's numbers among the copies of the model")
+    sequence_parallel: bool = option(False, "shard norms and dropout, too, with tensor_parallel above 1: less memory")
+    distributed_optimizer: bool = option(True, "shard the optimizer state over the data-parallel group")
     recompute: bool | Literal["auto"] = option("auto", "compute activations twice to save memory; auto: when needed")
-    train_tokens: float = option(300e9, "tokens to learn from, some of them again and again if there are fewer")
+    train_tokens: float = option(300e9, "training tokens; fewer in the data are repeated")
     warmup_tokens: float = option(3e9, "tokens until the highest learning rate")
     decay_tokens: float = option(300e9, "tokens until the lowest")
-    max_steps: int = option(-1, "stop after so many steps; -1: when train_tokens are through")
+    max_steps: int = option(-1, "stop after so many steps; -1: after train_tokens")
     learning_rate: float | Literal["auto"] = option("auto", "the highest; auto: as the size says")
     min_learning_rate: float = option(1e-6, "the lowest, at the end of a half cosine")
     weight_decay: float = option(0.1, "AdamW's, on weights, not on biases and norms")
@@ -79,9 +79,9 @@ class Settings:
     adam_beta2: float = option(0.95, "AdamW's")
     max_grad_norm: float = option(1.0, "gradients of a larger norm are clipped to this; 0: no clipping")
     init_std: float = option(0.02, "of the first weights; narrower by sqrt(2 * layers) where blocks add to the stream")
-    dropout: float = option(0.0, "share of the numbers left out while learning")
-    eval_every: int = option(100, "steps between tests; there is always one at the end")
-    eval_batches: int = option(10, "batches of a test")
+    dropout: float = option(0.0, "dropout probability while training")
+    eval_every: int = option(100, "steps between evaluations; the last step has one")
+    eval_batches: int = option(10, "batches of an evaluation")
     save_every: int = option(1000, "steps between checkpoints; there is one at the end and on SIGTERM")
     log_seconds: float = option(5, "seconds between lines of progress")
     hang_minutes: float = option(
@@ -120,13 +120,13 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
     device = _device(settings, dry)
     lock = contextlib.nullcontext() if dry else output_lock.lock_output(output)
     with lock, _process_group(settings, dry) as world:
-        # What fits the fullest GPU: processes that took different micro-batches would wait for each other for ever.
+        # What fits the fullest GPU: processes that took different micro-batches would deadlock.
         device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
         stop = Stop()
         if not dry:
             stop.listen()
         plan = make_plan(settings, data, world.size, device.memory, device.dtype)
-        run = _Run(settings, plan, data, output, world, device)
+        run = _Run(plan, data, output, world, device)
         if world.is_main_process:
             print("\n".join(_format_header(run)), flush=True)
         return 0 if dry else _train(run, stop, fresh=fresh)
@@ -136,7 +136,6 @@ def pretrain(settings: Settings, output: Path, *, dry: DryRun | None = None, fre
 class _Run:
     """Hold everything that is decided before the model is built. data: the record of prepare-data."""
 
-    settings: Settings
     plan: steps.Plan
     data: dict[str, Any]
     output: Path
@@ -155,7 +154,7 @@ def _train(run: _Run, stop: Stop, *, fresh: bool) -> int:
     from ekiben_tasks.distributed.heartbeat import Heartbeat
     from ekiben_tasks.training.progress import peak_memory
 
-    settings, output = run.settings, run.output
+    settings, output = run.plan.settings, run.output
     minutes = process_group_timeout(settings.hang_minutes).total_seconds() / 60
     parallel_state.initialize_model_parallel(
         settings.tensor_parallel, settings.pipeline_parallel, distributed_timeout_minutes=math.ceil(minutes)
@@ -164,7 +163,7 @@ def _train(run: _Run, stop: Stop, *, fresh: bool) -> int:
         shutil.rmtree(output / CHECKPOINTS, ignore_errors=True)
     torch.distributed.barrier()
     started = time.time()
-    job = steps.Job(Path(settings.data), settings.split, output, _fingerprint(settings, run.plan, run.data))
+    job = steps.Job(Path(settings.data), settings.split, output, _fingerprint(run.plan, run.data))
     with peak_memory(run.device) as peak:
         training = steps.Run(run.plan, job, run.world, run.device, stop, Heartbeat(settings.hang_minutes))
         exit_code = training.fit()
@@ -174,15 +173,15 @@ def _train(run: _Run, stop: Stop, *, fresh: bool) -> int:
 
 
 def _record(run: _Run, training: steps.Run, result: dict[str, Any]) -> None:
-    """Write the run's record and its plot beside the tokenizer, and print what came of it."""
+    """Write the run's record and its plot beside the tokenizer, and print a summary."""
     import pieces
     from ekiben_tasks.task import plot
 
     output = run.output
-    shutil.copyfile(Path(run.settings.data) / pieces.MODEL, output / pieces.MODEL)
+    shutil.copyfile(Path(run.plan.settings.data) / pieces.MODEL, output / pieces.MODEL)
     files.write_json(output / "run.json", result)
     series = {"train": training.metrics.series("loss"), "eval": training.metrics.series("eval_loss")}
-    plot.draw(output / "loss.png", f"GPT {run.settings.size}: loss", series)
+    plot.draw(output / "loss.png", f"GPT {run.plan.settings.size}: loss", series)
     if result["status"] == "finished":
         mfu = f", MFU {result['mfu']:.0%}" if result["mfu"] else ""
         speed = f"{result['tokens_per_s']:,.0f} tokens/s{mfu}"
@@ -217,30 +216,16 @@ def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, 
     total_steps = math.ceil(settings.train_tokens / tokens)
     rate = model_configs.LADDER[settings.size][3] if settings.learning_rate == "auto" else settings.learning_rate
     return steps.Plan(
-        shape=shape,
-        dtype=dtype,
-        tensor=settings.tensor_parallel,
-        pipeline=settings.pipeline_parallel,
-        sequence_parallel=settings.sequence_parallel,
-        distributed_optimizer=settings.distributed_optimizer,
+        settings,
+        shape,
+        dtype,
         recompute=recompute,
-        batch=settings.batch_size,
         micro_batch=micro,
         steps=min(total_steps, settings.max_steps) if settings.max_steps > 0 else total_steps,
         warmup=round(settings.warmup_tokens / tokens),
         decay=round(settings.decay_tokens / tokens),
         learning_rate=rate,
         min_learning_rate=min(settings.min_learning_rate, rate),
-        weight_decay=settings.weight_decay,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        max_grad_norm=settings.max_grad_norm,
-        init_std=settings.init_std,
-        dropout=settings.dropout,
-        eval_every=settings.eval_every,
-        eval_batches=settings.eval_batches,
-        save_every=settings.save_every,
-        log_seconds=settings.log_seconds,
-        seed=settings.seed,
     )
 
 
@@ -406,18 +391,18 @@ def _device(settings: Settings, dry: DryRun | None) -> Device:
     return dataclasses.replace(device, dtype=dtypes[settings.precision])
 
 
-def _fingerprint(settings: Settings, plan: steps.Plan, data: dict[str, Any]) -> dict[str, Any]:
+def _fingerprint(plan: steps.Plan, data: dict[str, Any]) -> dict[str, Any]:
     """What has to be the same for a checkpoint to be continued."""
-    flat = {name: value for name, value, _ in options.describe(settings) if name not in _FREE}
+    flat = {name: value for name, value, _ in options.describe(plan.settings) if name not in _FREE}
     return {**flat, "dtype": str(plan.dtype), "data": data["data"], "tokenizer": data["tokenizer"]}
 
 
 def _format_header(run: _Run) -> list[str]:
     """Return the lines printed before a run."""
-    settings, plan, data, gpus, device = run.settings, run.plan, run.data, run.world.size, run.device
-    shape, copies = plan.shape, gpus // (plan.tensor * plan.pipeline)
+    settings, plan, data, gpus, device = run.plan.settings, run.plan, run.data, run.world.size, run.device
+    shape, copies = plan.shape, gpus // (settings.tensor_parallel * settings.pipeline_parallel)
     expected = expect_memory(settings, shape, copies, plan.micro_batch, recompute=plan.recompute)
-    tokens = plan.steps * plan.batch * shape.positions
+    tokens = plan.steps * settings.batch_size * shape.positions
     free = f" of {device.memory / GIB:.1f} GiB free" if device.name != "none" else ""
     return [
         (
@@ -429,12 +414,12 @@ def _format_header(run: _Run) -> list[str]:
             f" {settings.split}"
         ),
         (
-            f"steps       {plan.steps:,} of {plan.batch} x {shape.positions:,} tokens: {tokens:,}, "
+            f"steps       {plan.steps:,} of {settings.batch_size} x {shape.positions:,} tokens: {tokens:,}, "
             f"{tokens / max(data['tokens'], 1):.1f} times the data; warm-up {plan.warmup:,}"
         ),
         (
-            f"parallel    {gpus} GPU{'s' * (gpus > 1)}: tensor {plan.tensor} x pipeline {plan.pipeline} x data"
-            f" {copies}, {plan.micro_batch} sequences at a"
+            f"parallel    {gpus} GPU{'s' * (gpus > 1)}: tensor {settings.tensor_parallel} x pipeline"
+            f" {settings.pipeline_parallel} x data {copies}, {plan.micro_batch} sequences at a"
             f" time{', activations computed twice' if plan.recompute else ''}"
         ),
         f"device      {device.name}, {str(plan.dtype).removeprefix('torch.')}, attention by torch's flash kernel",
@@ -449,10 +434,9 @@ def _result(run: _Run, training: steps.Run, peak: int, exit_code: int | None, st
     from ekiben_tasks.task import run_metadata
     from sharded_state import inner_optimizers
 
-    speed, mfu = training.speed()
     plan = run.plan
     return {
-        **run_metadata.run_record(run.settings, exit_code, started),
+        **run_metadata.run_record(plan.settings, exit_code, started),
         "model": {"parameters": plan.shape.parameters, **dataclasses.asdict(plan.shape)},
         "data": run.data,
         "device": {
@@ -465,15 +449,6 @@ def _result(run: _Run, training: steps.Run, peak: int, exit_code: int | None, st
         "optimizer": name_optimizer(inner_optimizers(training.optimizer)[0].optimizer),
         "steps": training.step,
         "schedule": {"name": "cosine", "warmup_steps": plan.warmup, "lengths": training.lengths},
-        "time_to_train_s": round(training.wall, 1),
-        "tokens_per_s": round(speed, 1),
-        "mfu": None if mfu is None else round(mfu, 4),
+        **training.measurements(),
         "peak_memory_bytes": peak,
-        "final_loss": _number(training.last_loss),
-        "final_eval_loss": _number(training.last_eval_loss),
-        "final_eval_perplexity": _number(math.exp(min(training.last_eval_loss, 100))),
     }
-
-
-def _number(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -29,38 +29,28 @@ from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.shards import SHARDS
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.task.errors import TaskError
-from ekiben_tasks.training.progress import Meter, add_length
+from ekiben_tasks.training.checkpoint import advise_restart, check_fingerprint
+from ekiben_tasks.training.progress import RunState, add_length, is_due
 from model_configs import Shape, training_flops
+
+if TYPE_CHECKING:
+    from pretraining import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Hold what is decided before a run's first step. Batches are counted in sequences."""
 
+    settings: Settings
     shape: Shape
     dtype: torch.dtype
-    tensor: int
-    pipeline: int
-    sequence_parallel: bool
-    distributed_optimizer: bool
     recompute: bool
-    batch: int
     micro_batch: int
     steps: int
     warmup: int
     decay: int
     learning_rate: float
     min_learning_rate: float
-    weight_decay: float
-    betas: tuple[float, float]
-    max_grad_norm: float
-    init_std: float
-    dropout: float
-    eval_every: int
-    eval_batches: int
-    save_every: int
-    log_seconds: float
-    seed: int
 
     def rate(self, step: int) -> float:
         """Return the learning rate of ``step``, from 0: a linear warm-up, then half a cosine down to the lowest.
@@ -94,13 +84,13 @@ def _make_optimizer(plan: Plan, model: DistributedDataParallel) -> Any:
         OptimizerConfig(
             optimizer="adam",
             lr=plan.learning_rate,
-            weight_decay=plan.weight_decay,
-            adam_beta1=plan.betas[0],
-            adam_beta2=plan.betas[1],
-            clip_grad=plan.max_grad_norm,
+            weight_decay=plan.settings.weight_decay,
+            adam_beta1=plan.settings.adam_beta1,
+            adam_beta2=plan.settings.adam_beta2,
+            clip_grad=plan.settings.max_grad_norm,
             params_dtype=plan.dtype,
             **half,
-            use_distributed_optimizer=plan.distributed_optimizer,
+            use_distributed_optimizer=plan.settings.distributed_optimizer,
             initial_loss_scale=2.0**11,
             loss_scale_window=500,
         ),
@@ -108,7 +98,7 @@ def _make_optimizer(plan: Plan, model: DistributedDataParallel) -> Any:
     )
 
 
-class Run:
+class Run(RunState):
     """Train a model on Megatron-Core, step by step; see fit()."""
 
     def __init__(
@@ -120,9 +110,10 @@ class Run:
         stop: Stop,
         heartbeat: Heartbeat,
     ) -> None:
-        self.plan, self.output, self.world, self.stop = plan, job.output, world, stop
+        super().__init__(plan.steps, world, flops.peak_flops(device.name))
+        self.plan, self.settings, self.output, self.stop = plan, plan.settings, job.output, stop
         self.device, self.on_gpu, self.heartbeat = device.torch_device, device.is_gpu, heartbeat
-        self.fingerprint, self.peak = job.fingerprint, flops.peak_flops(device.name)
+        self.fingerprint = job.fingerprint
         self.copies = parallel_state.get_data_parallel_world_size()
         self._build_model()
         self.schedule = get_forward_backward_func()
@@ -132,43 +123,40 @@ class Run:
             folder=job.data,
             split=job.split,
             cache=self.output / "cache",
-            seed=plan.seed,
+            seed=self.settings.seed,
             positions=plan.shape.positions,
-            validation=plan.eval_batches * plan.batch,
+            validation=self.settings.eval_batches * self.settings.batch_size,
         )
         self.train, self.valid, self.data_sizes = training_data.open_data(
-            request, self._saved_sizes(), plan.steps * plan.batch
+            request, self._saved_sizes(), plan.steps * self.settings.batch_size
         )
         self.lengths = self._add_length([], 0)
-        self.flops = training_flops(plan.shape, plan.batch)
-        self.step, self.first_step = 0, 0
-        self.meter, self.started, self.wall_before = Meter(), time.monotonic(), 0.0
-        self.last_loss, self.last_eval_loss = math.nan, math.nan
-        self.evaluation_due = False  # the process before was told to end between a step and its evaluation
+        self.flops = training_flops(plan.shape, self.settings.batch_size)
+        self.evaluation_due = False  # the process before was stopped between a step and its evaluation
         self.ahead: dict[int, tuple[Any, Any, Any]] = {}  # first row → micro-batch, of the step to come
 
     def _build_model(self) -> None:
         """Build this process's share of the model, with its first weights, and its optimizer."""
-        plan = self.plan
-        model_parallel_cuda_manual_seed(plan.seed)
+        plan, settings = self.plan, self.settings
+        model_parallel_cuda_manual_seed(settings.seed)
         options = gpt.ModelOptions(
             dtype=plan.dtype,
-            dropout=plan.dropout,
-            tensor=plan.tensor,
-            pipeline=plan.pipeline,
-            sequence_parallel=plan.sequence_parallel,
+            dropout=settings.dropout,
+            tensor=settings.tensor_parallel,
+            pipeline=settings.pipeline_parallel,
+            sequence_parallel=settings.sequence_parallel,
             recompute=plan.recompute,
             on_gpu=self.on_gpu,
-            init_std=plan.init_std,
+            init_std=settings.init_std,
         )
         config = gpt.configure(plan.shape, options)
         config.finalize_model_grads_func = finalize_model_grads
-        model_chunk = gpt.build(plan.shape, config, seed=plan.seed)
+        model_chunk = gpt.build(plan.shape, config, seed=settings.seed)
         self.model = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
                 grad_reduce_in_fp32=True,
-                use_distributed_optimizer=plan.distributed_optimizer,
+                use_distributed_optimizer=settings.distributed_optimizer,
                 overlap_grad_reduce=self.copies > 1,
                 bucket_size=40_000_000,
             ),
@@ -178,7 +166,7 @@ class Run:
         self.optimizer = _make_optimizer(plan, self.model)
         config.grad_scale_func = self.optimizer.scale_loss
 
-    # ------------------------------------------------------------------ the story
+    # ------------------------------------------------------------------ the loop
 
     def fit(self) -> int | None:
         """Train to the end, or until a signal.
@@ -202,11 +190,11 @@ class Run:
             stopped = self._step()
             self.saver.check()
             first, last = self.step == self.first_step + 1, self.step == self.plan.steps
-            evaluates = last or (self.plan.eval_every > 0 and self.step % self.plan.eval_every == 0)
-            saves = last or stopped or (self.plan.save_every > 0 and self.step % self.plan.save_every == 0)
-            if first or evaluates or saves or time.monotonic() - reported > self.plan.log_seconds:
+            evaluates = last or is_due(self.step, self.settings.eval_every)
+            saves = last or stopped or is_due(self.step, self.settings.save_every)
+            if first or evaluates or saves or time.monotonic() - reported > self.settings.log_seconds:
                 self.meter.lap() if first else self.meter.keep()
-                self._report()
+                self.print_line(self.plan.rate(self.step - 1))
                 reported = time.monotonic()
             self.evaluation_due = evaluates and stopped  # saving comes first
             if evaluates and not stopped:
@@ -225,28 +213,19 @@ class Run:
         self.saver.wait()
         return None
 
-    @property
-    def wall(self) -> float:
-        """Return the seconds of training so far, earlier starts included."""
-        return self.wall_before + time.monotonic() - self.started
-
-    def speed(self) -> tuple[float, float | None]:
-        """Return (tokens per second, MFU or None) of all GPUs together."""
-        return self.meter.speed(self.world.size, self.peak)
-
     # ------------------------------------------------------------------ one step
 
     def _step(self) -> bool:
         """One step of the optimizer. Return True when any process got a signal to stop: all know in the same step."""
-        if self.plan.dropout:
+        if self.settings.dropout:
             # Each step seeds itself: a resumed run drops out the same units without keeping a generator's state.
-            model_parallel_cuda_manual_seed(self.plan.seed + self.step)
+            model_parallel_cuda_manual_seed(self.settings.seed + self.step)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         rate = self.plan.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._forward(self.train, self.step * self.plan.batch, 1, forward_only=False)
+        loss = self._forward(self.train, self.step * self.settings.batch_size, 1, forward_only=False)
         # The optimizer waits for the GPU: until then, the next step's first rows are fetched.
         self._beat(Phase.READ)
         self.ahead = self._fetch_ahead()
@@ -274,18 +253,13 @@ class Run:
         self.heartbeat.beat(phase, self.step + 1, micro_batch=micro_batch, long=self.step == self.first_step)
 
     def _advise(self) -> str:
-        """Return what to do about numbers that are none, and what is left of the run."""
+        """Return what to do about values that are not finite, and which checkpoint is left."""
         saved = list_checkpoints(self.output / CHECKPOINTS)
-        left = f"{saved[-1]} is the newest checkpoint, from before it" if saved else "no checkpoint was saved before it"
-        rate = self.plan.rate(self.step - 1)
-        return (
-            f"look at the data for rows of noise, or start again with --overwrite --set learning_rate={rate / 3:.2g};"
-            f" {left}"
-        )
+        return advise_restart(self.plan.rate(self.step - 1), saved[-1] if saved else None)
 
     def _forward(self, data: Any, first: int, batches: int, *, forward_only: bool) -> list[Any]:
         """[(loss summed, tokens) of each micro-batch]: on the last pipeline stage only."""
-        count = batches * self.plan.batch // (self.plan.micro_batch * self.copies)
+        count = batches * self.settings.batch_size // (self.plan.micro_batch * self.copies)
         losses: list[Any] = self.schedule(
             forward_step_func=_forward_step,
             data_iterator=self._batches(data, first, count),
@@ -312,7 +286,9 @@ class Run:
     def _fetch_ahead(self) -> dict[int, tuple[Any, Any, Any]]:
         if self.step + 1 >= self.plan.steps:
             return {}
-        start = (self.step + 1) * self.plan.batch + parallel_state.get_data_parallel_rank() * self.plan.micro_batch
+        start = (
+            self.step + 1
+        ) * self.settings.batch_size + parallel_state.get_data_parallel_rank() * self.plan.micro_batch
         return {start: self._micro_batch(self.train, start)}
 
     def _micro_batch(self, data: Any, start: int) -> tuple[Any, Any, Any]:
@@ -337,12 +313,12 @@ class Run:
     # ------------------------------------------------------------------ around the steps
 
     def _evaluate(self) -> None:
-        if self.valid is None or not self.plan.eval_batches:
+        if self.valid is None or not self.settings.eval_batches:
             return
         self.model.eval()
         # Compiled code for evaluation would take longer to make than it saves.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            losses = self._forward(self.valid, 0, self.plan.eval_batches, forward_only=True)
+            losses = self._forward(self.valid, 0, self.settings.eval_batches, forward_only=True)
         self.model.train()
         total, tokens, _ = self._add_up(losses, 0.0)
         self.last_eval_loss = total / tokens
@@ -350,11 +326,7 @@ class Run:
             line = {"step": self.step, "eval_loss": self.last_eval_loss}
             if self.metrics.lines[-1:] != [line]:  # what was due was made up for by a process that was killed since
                 self.metrics.add([line])
-            perplexity = math.exp(min(self.last_eval_loss, 100))
-            print(
-                f"step {self.step}/{self.plan.steps}  eval loss {self.last_eval_loss:.4f}  perplexity {perplexity:.2f}",
-                flush=True,
-            )
+            self.print_evaluation()
 
     def _save(self) -> None:
         """Begin to write a checkpoint; the next one, and the end of the run, wait for it.
@@ -371,14 +343,9 @@ class Run:
         copy, copies = parallel_state.get_data_parallel_rank(), self.copies
         scaler = next((each.state_dict() for each in self._scalers() if each.state_dict()), None)
         metadata = {
-            "step": self.step,
+            **self.state(),
             "shape": asdict(self.plan.shape),
             "fingerprint": self.fingerprint,
-            "meter": self.meter.state(),
-            "wall": self.wall,
-            "last_loss": self.last_loss,
-            "last_eval_loss": self.last_eval_loss,
-            "lengths": self.lengths,
             "data_sizes": self.data_sizes,
             "evaluation_due": self.evaluation_due,
             "optimizer_steps": sharded_state.optimizer_steps(self.optimizer),
@@ -398,16 +365,7 @@ class Run:
             return None
         path = Path(paths[-1])
         metadata = read_metadata(path)
-        changed = [
-            f"{name} was {metadata['fingerprint'].get(name)!r} and is {value!r}"
-            for name, value in self.fingerprint.items()
-            if metadata["fingerprint"].get(name) != value
-        ]
-        if changed:
-            raise TaskError(
-                f"{path.parent}: belongs to another run ({'; '.join(changed)}); give another --output, "
-                "or start again in this one with --overwrite"
-            )
+        check_fingerprint(path, metadata["fingerprint"], self.fingerprint)
         return path, metadata
 
     def _saved_sizes(self) -> list[int]:
@@ -415,7 +373,7 @@ class Run:
         if self.saved is None:
             return []
         metadata = self.saved[1]
-        return list(metadata.get("data_sizes") or [metadata["fingerprint"]["steps"] * self.plan.batch])
+        return list(metadata.get("data_sizes") or [metadata["fingerprint"]["steps"] * self.settings.batch_size])
 
     def _add_length(self, lengths: list[dict[str, int]], step: int) -> list[dict[str, int]]:
         return add_length(lengths, step, steps=self.plan.steps, decay_steps=self.plan.decay)
@@ -433,8 +391,7 @@ class Run:
                         scaler.load_state_dict({**scale, "scale": torch.tensor([scale["scale"]])})
             else:
                 self._read_former(path)
-            self.step, self.meter, self.wall_before = metadata["step"], Meter(**metadata["meter"]), metadata["wall"]
-            self.last_loss, self.last_eval_loss = metadata["last_loss"], metadata["last_eval_loss"]
+            self.restore(metadata)
             self.evaluation_due = metadata.get("evaluation_due", False)
             former = metadata.get("lengths") or [{"from_step": 0, "steps": metadata["fingerprint"]["steps"]}]
             self.lengths = self._add_length(former, self.step)
@@ -449,16 +406,16 @@ class Run:
                 self._print_length(former[-1]["steps"])
 
     def _print_length(self, before: int) -> None:
-        """Print what another number of steps, or of steps to the lowest learning rate, means for a run that goes on."""
+        """Print what another number of steps, or of steps to the lowest learning rate, means for a resumed run."""
         plan = self.plan
         print(
-            f"note        {plan.steps:,} steps instead of {before:,}: the learning rate goes on as warmup_tokens and"
+            f"note        {plan.steps:,} steps instead of {before:,}: the learning rate follows warmup_tokens and"
             f" decay_tokens set it, at its lowest from step {plan.decay:,} on",
             flush=True,
         )
-        if plan.steps > (seen := self.train.ends[0] // plan.batch):
+        if plan.steps > (seen := self.train.ends[0] // plan.settings.batch_size):
             print(
-                f"note        after step {seen:,} the data of the first length are through, and come in a new order",
+                f"note        after step {seen:,} all data of the first length have been used, and are shuffled anew",
                 flush=True,
             )
 
@@ -498,21 +455,6 @@ class Run:
             inner.optimizer.step()
             inner.optimizer.zero_grad()
 
-    def _report(self) -> None:
-        if not self.world.is_main_process:
-            return
-        speed, mfu = self.speed()
-        left = (time.monotonic() - self.started) / (self.step - self.first_step) * (self.plan.steps - self.step)
-        fields = [
-            f"step {self.step}/{self.plan.steps}",
-            f"loss {self.last_loss:.4f}",
-            f"lr {self.plan.rate(self.step - 1):.2e}",
-            f"{speed:,.0f} tokens/s" if speed else "",
-            f"MFU {mfu:.0%}" if mfu else "",
-            f"{left / 60:,.0f} min left",
-        ]
-        print("  ".join(field for field in fields if field), flush=True)
-
 
 def _set_states(optimizer: Any, weight: Any, tensors: dict[str, Any]) -> None:
     """Megatron's distributed optimizer loads every state a weight has, and of torch's AdamW it has not saved one: the
@@ -527,7 +469,7 @@ def _forward_step(batches: Iterator[tuple[Any, Any, Any]], model: Any) -> tuple[
     losses = model(tokens, positions, None, labels=labels)
 
     def finish(losses: Any) -> tuple[Any, Any, Any]:
-        """(loss to differentiate, tokens, what the schedule hands back)."""
+        """(loss to differentiate, tokens, values that the schedule returns)."""
         # Made where the loss is: a number sent there would wait until the GPU has done all work before it.
         total, count = losses.float().sum(), losses.new_full((), labels.numel(), dtype=torch.int)
         return total, count, torch.stack([total.detach(), count.to(total.dtype)])

@@ -1,4 +1,4 @@
-"""Open prepared data as Megatron's data sets, in an order that a run which is made longer goes on with."""
+"""Open prepared data as Megatron's data sets, in an order that a lengthened run keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Ends:
 
 
 class Sequences:
-    """All sequences to learn from: one of Megatron's data sets after the other.
+    """All training sequences: one of Megatron's data sets after the other.
 
     Megatron shuffles by the seed and by how many sequences are asked for, so a data set of another length has another
     order. A run that is made longer goes through the data set that it began with, to its last epoch's end, and then
@@ -57,14 +57,14 @@ class Request:
 
 
 def open_data(request: Request, sizes: list[int], count: int) -> tuple[Sequences, Any, list[int]]:
-    """Return (sequences to learn from, sequences for evaluation or None, sizes).
+    """Return (training sequences, evaluation sequences or None, sizes).
 
     sizes: how many sequences each data set was asked for, in the order of the starts that made the run longer; empty at
     the first start. count: of the run from its first step to its last. The sizes returned are those to keep in
     checkpoints.
 
     Raises:
-        TaskError: the split leaves no document to learn from.
+        TaskError: the split leaves no document for training.
     """
     sizes = list(sizes) or [count]
     datasets: list[Any] = []
@@ -100,5 +100,5 @@ def _build(request: Request, size: int, seed: int) -> tuple[Any, Any]:
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [size, request.validation, None], lambda: True, config)
     train, valid, _ = builder.build()
     if train is None or not len(train):
-        raise TaskError(f"data {request.folder}: split {request.split} leaves no document to learn from")
+        raise TaskError(f"data {request.folder}: split {request.split} leaves no document for training")
     return train, valid

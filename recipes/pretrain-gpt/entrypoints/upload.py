@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
 
     before = generate(str(args.input), args.prompt)
-    print(f"before      {args.prompt!r} goes on: {before!r}", flush=True)
+    print(f"before      {args.prompt!r} continues: {before!r}", flush=True)
     paths = sorted(path.relative_to(args.input) for path in args.input.rglob("*") if path.is_file())
     files = [path for path in paths if not str(path).startswith(".")]
     size = sum((args.input / path).stat().st_size for path in files)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"after       {after!r}", flush=True)
     if after != before:
         raise TaskError(
-            f"model {args.name}: what is on the hub now goes on in another way than {args.input.absolute()}; look for"
+            f"model {args.name}: the uploaded model generates another text than {args.input.absolute()}; look for"
             " files there that are not in that folder, remove them, and upload again"
         )
     print(f"done        {args.name}", flush=True)
@@ -99,7 +99,7 @@ def generate(model_name: str, prompt: str) -> str:
         raise TaskError(format_hub_error(error, model_name, "model")) from error
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
     if not ids.numel():
-        raise SettingError(f"--prompt {prompt!r}: has no tokens; give a text to go on with")
+        raise SettingError(f"--prompt {prompt!r}: has no tokens; give a text to continue")
     with torch.no_grad():
         longer = model.generate(ids, max_new_tokens=50, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     text = tokenizer.decode(longer[0, ids.shape[1] :], skip_special_tokens=True)
@@ -156,7 +156,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--input", type=Path, metavar="DIR", default=Path("converted"), help="default: converted")
     parser.add_argument("--name", required=True, metavar="OWNER/NAME", help="of the model on the hub")
-    parser.add_argument("--prompt", default="Once upon a time,", metavar="TEXT", help="what it has to go on with")
+    parser.add_argument("--prompt", default="Once upon a time,", metavar="TEXT", help="the text to continue")
     parser.add_argument("--private", action="store_true", help="a repository only you can see")
     parser.add_argument("--dry-run", action="store_true", help="generate, list the files, send nothing")
     return parser.parse_args(arguments)

@@ -320,7 +320,7 @@ def test_a_reference_run_sets_the_target(ready: bench_settings.Settings, reached
     assert bench_runs.run_once(settings, 1, tmp_path, config=None) == 0
     first = json.loads((tmp_path / "run-1" / bench_runs.RESULT).read_text())
     assert (first["target_loss"], first["reached"]) == (result["sets_target"], True)
-    with pytest.raises(TaskError, match="the reference run was of another model"):
+    with pytest.raises(TaskError, match="the reference run used another model"):
         bench_runs.read_target(tmp_path, "another", result["data"])
 
 

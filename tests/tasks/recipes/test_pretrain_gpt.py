@@ -564,8 +564,8 @@ RECORD = """{"shape": {"layers": 4, "width": 64, "heads": 4, "positions": 128, "
     [
         ("torch.bfloat16", "torch.load", "its dtype is 'load', not float32, float16, bfloat16"),
         ('{"dtype": "torch.bfloat16"}', "[]", "has no sizes or dtype that pretrain writes"),
-        ('"layers": 4', '"layers": -1', "its sizes are no numbers above 0"),
-        ('"width": 64', '"width": "64"', "its sizes are no numbers above 0"),
+        ('"layers": 4', '"layers": -1', "its sizes are not all positive integers"),
+        ('"width": 64', '"width": "64"', "its sizes are not all positive integers"),
         ('"heads": 4', '"heads": 4, "hands": 2', "has no sizes or dtype that pretrain writes"),
         (RECORD, "[" * 100_000, "is nested too deep"),
     ],
@@ -676,7 +676,7 @@ def test_upload_runs_generation_first(
     options = ["--input", str(converted), "--prompt", "富士山は"]
     assert upload.main([*options, "--name", "you/tiny", "--dry-run"]) == 0
     stdout = capsys.readouterr().out
-    assert "before      '富士山は' goes on: '" in stdout
+    assert "before      '富士山は' continues: '" in stdout
     assert "model.safetensors" in stdout
     assert "nothing was sent" in stdout
     with pytest.raises(TaskError, match="set HF_TOKEN"):
@@ -715,7 +715,7 @@ def test_uploaded_model_is_downloaded_and_generates_the_same(
     for folder in (converted, sharded):
         done = upload_to(hub_server.url, folder, "you/tiny", "hf_write", tmp_path / "home")
         assert done.returncode == 0, done.stdout + done.stderr
-        before, after = re.search(r"goes on: (.*)", done.stdout), re.search(r"after +(.*)", done.stdout)
+        before, after = re.search(r"continues: (.*)", done.stdout), re.search(r"after +(.*)", done.stdout)
         assert before and after and before[1] == after[1]
         weights = {path.name for path in folder.glob("*.safetensors*")}
         on_hub = hub_server.files["you/tiny"]
@@ -759,7 +759,7 @@ def test_other_model_on_the_hub_than_was_uploaded_is_an_error(
     monkeypatch.setenv("HF_TOKEN", "hf_write")
     monkeypatch.setattr(upload, "upload", lambda *_, private: None)
     monkeypatch.setattr(upload, "_download", lambda *_: str(tmp_path))
-    with pytest.raises(TaskError, match="what is on the hub now goes on in another way"):
+    with pytest.raises(TaskError, match="the uploaded model generates another text"):
         upload.main(["--input", str(converted), "--name", "you/tiny", "--prompt", "富士山は"])
 
 

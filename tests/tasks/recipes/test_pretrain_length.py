@@ -37,7 +37,7 @@ def test_run_can_be_lengthened(data: Path, tmp_path: Path, capsys: pytest.Captur
     assert pretraining.pretrain(small(data, max_steps=3), tmp_path / "run") == 0
     assert pretraining.pretrain(small(data, max_steps=5), tmp_path / "run") == 0
     printed = capsys.readouterr().out
-    assert "(step 3 of 5)" in printed and "5 steps instead of 3: the learning rate goes on as" in printed
+    assert "(step 3 of 5)" in printed and "5 steps instead of 3: the learning rate follows" in printed
     assert pretraining.pretrain(small(data, max_steps=5), tmp_path / "at-once") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "at-once") and len(losses(tmp_path / "run")) == 5
     assert losses(tmp_path / "run", "lr") == losses(tmp_path / "at-once", "lr")

@@ -83,7 +83,7 @@ def make_config(options: DeepSpeed, max_grad_norm: float, device: Device) -> dic
     if options.offload == "all":
         zero["offload_param"] = host
     return {
-        "train_micro_batch_size_per_gpu": 1,  # ours are packs of rows, and how many a step takes varies
+        "train_micro_batch_size_per_gpu": 1,  # ours are packed, and how many a step has varies
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": device.dtype == torch.bfloat16},
@@ -133,14 +133,14 @@ class PartitionedStrategy:
             dist_init_required=False,
         )
 
-    def loss(self, pack: packing.PackedBatch) -> torch.Tensor:
-        """Return the summed loss of ``pack``, a scalar in fp32."""
-        return torch.as_tensor(self.engine(pack))
+    def loss(self, batch: packing.PackedBatch) -> torch.Tensor:
+        """Return the summed loss of ``batch``, a scalar in fp32."""
+        return torch.as_tensor(self.engine(batch))
 
     def backward(self, loss: torch.Tensor, factor: float, *, last: bool) -> None:
         """Add the gradient of ``loss``, a scalar, times ``factor``, summed over the processes.
 
-        last: no other pack of this step follows.
+        last: no other micro-batch of this step follows.
         """
         self.engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed takes the mean over the processes where the sum is wanted.

@@ -117,9 +117,9 @@ class ShardedStrategy:
         self.parameters = list(self.trainable.values())
         self.optimizer = make_optimizer(self.parameters, config, device)
 
-    def loss(self, pack: Any) -> torch.Tensor:
-        """Return the summed loss of ``pack``, a scalar in fp32."""
-        return torch.as_tensor(self.loss_module(pack))
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the summed loss of ``batch``, a scalar in fp32."""
+        return torch.as_tensor(self.loss_module(batch))
 
     def backward(self, loss: torch.Tensor, factor: float, *, last: bool) -> None:
         """Add the gradient of ``loss``, a scalar, times ``factor``, summed over the processes.

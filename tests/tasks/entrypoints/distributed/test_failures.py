@@ -380,7 +380,7 @@ def test_process_whose_peer_is_gone_leaves_alone(tmp_path: Path, monkeypatch: py
     [
         "import ekiben_tasks.training.checkpoint as c; c.Checkpoints.save = slow(c.Checkpoints.save)",
         "from ekiben_tasks.models import load; load.load_tokenizer = slow(load.load_tokenizer)",
-        "loop.Run._packs = slow(loop.Run._packs, 1)",
+        "loop.Run._accumulate = slow(loop.Run._accumulate, 1)",
     ],
     ids=["saving", "loading", "compiling in the first step"],
 )

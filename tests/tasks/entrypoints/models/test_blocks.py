@@ -62,7 +62,7 @@ def test_micro_batches_hold_every_example_once_within_the_limits(tokenizer: Any)
     assert sorted(id(example) for pack in packs for example in pack) == sorted(map(id, examples))
     for chosen in packs:
         assert len(chosen) <= 8
-        assert len(chosen) == 1 or sum(len(row.ids) for row in chosen) <= 300
+        assert len(chosen) == 1 or sum(len(example.ids) for example in chosen) <= 300
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -229,7 +229,7 @@ def test_a_dry_run_writes_nothing(base: Path, tmp_path: Path, capsys: pytest.Cap
     assert fit(small(base), tmp_path / "run", options=TrainOptions(DryRun())) == 0
     stdout = capsys.readouterr().out
     assert not (tmp_path / "run").exists()
-    for part in ("202,496 parameters", "trainable", "187 rows to learn, 21 to test on", "GiB expected"):
+    for part in ("202,496 parameters", "trainable", "187 rows for training, 21 for evaluation", "GiB expected"):
         assert part in stdout
 
 
