@@ -53,19 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["HF_HUB_OFFLINE"] = "1"
     print_once(*caches.prepare_caches(os.environ))
 
-    from ekiben_tasks.models import sharded
+    from ekiben_tasks.models import merge_checkpoint
 
     if args.smoke:
-        return sharded.smoke_test()
-    checkpoint = sharded.find_checkpoint(Path(args.run))
+        return merge_checkpoint.smoke_test()
+    checkpoint = merge_checkpoint.find_checkpoint(Path(args.run))
     output = files.ensure_output_dir(Path(args.output or settings.output), empty=True)
-    base = args.base or sharded.read_fingerprint(checkpoint).get("model")
+    base = args.base or merge_checkpoint.read_fingerprint(checkpoint).get("model")
     if not base:
         raise TaskError(f"{checkpoint}: does not say which model it was trained from; name it with --base")
     if is_hub_model(base):
         print_once(*caches.prefer_cache(os.environ))
     print(f"merging     {checkpoint}, trained from {base}", flush=True)
-    count, weights = sharded.merge(checkpoint, base, output, dtype=settings.dtype, max_shard_gb=settings.max_shard_gb)
+    count, weights = merge_checkpoint.merge(
+        checkpoint, base, output, dtype=settings.dtype, max_shard_gb=settings.max_shard_gb
+    )
     print(f"done        {output}: {weights:,} weights in {count} files", flush=True)
     return 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ekiben_tasks.models.shards import METADATA, SHARDS, read_metadata, read_shards
+from ekiben_tasks.models.sharded_checkpoint import METADATA, SHARDS, read_metadata, read_shards
 from ekiben_tasks.task.errors import TaskError
 
 ZERO = "deepspeed"  # the folder that DeepSpeed writes

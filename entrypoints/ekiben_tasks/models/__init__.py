@@ -15,8 +15,8 @@ __all__ = [
     "loss",
     "memory",
     "merge",
-    "sharded",
-    "shards",
+    "merge_checkpoint",
+    "sharded_checkpoint",
     "tiny",
     "tuning",
 ]

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ekiben_tasks.models.shards import read_metadata, read_shards
+from ekiben_tasks.models.sharded_checkpoint import read_metadata, read_shards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes)

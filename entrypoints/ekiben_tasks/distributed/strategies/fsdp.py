@@ -25,7 +25,7 @@ from ekiben_tasks.distributed.optimizer import OptimizerConfig, load_weights, ma
 from ekiben_tasks.distributed.replicated import ReplicatedStrategy
 from ekiben_tasks.distributed.saved_state import open_saved
 from ekiben_tasks.distributed.strategy import ModelRequest
-from ekiben_tasks.models.shards import SHARDS, read_metadata, read_shards, write_shards
+from ekiben_tasks.models.sharded_checkpoint import SHARDS, read_metadata, read_shards, write_shards
 from ekiben_tasks.models.tuning import LossModule, find_blocks
 from ekiben_tasks.task.errors import TaskError
 

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from ekiben_tasks.data.schema import DatasetFormat
 from ekiben_tasks.data.tokenize import apply_format
 from ekiben_tasks.models import device, load, tiny
-from ekiben_tasks.models.shards import METADATA, SHARDS, read_metadata, read_shards, write_shards
+from ekiben_tasks.models.sharded_checkpoint import METADATA, SHARDS, read_metadata, read_shards, write_shards
 from ekiben_tasks.task.command import check_smoke
 from ekiben_tasks.task.errors import TaskError, nearest
 from ekiben_tasks.task.files import replace_folder
