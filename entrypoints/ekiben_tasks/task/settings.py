@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import types
@@ -241,8 +242,10 @@ def _coerce_plain(value: Any, kind: Any) -> Any:
         # PyYAML reads 3e-4 (no dot) as text; every user means the number.
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             try:
-                return float(value)
-            except ValueError:
+                number = float(value)
+                if math.isfinite(number) or not any(map(str.isdigit, str(value))):  # .inf, but not 400 digits
+                    return number
+            except (ValueError, OverflowError):
                 pass
     elif kind is int:
         if isinstance(value, int) and not isinstance(value, bool):
