@@ -51,9 +51,7 @@ def test_sif_gets_its_name_after_its_tests(files_only: SampleRecipe, store: Stor
     assert result.artifacts[0].sha256 == known_sif_sha256(folder / "own.sif", store)
 
 
-def test_sif_whose_test_fails_leaves_the_former_one(
-    files_only: SampleRecipe, store: Store, folder: Path
-) -> None:
+def test_sif_whose_test_fails_leaves_the_former_one(files_only: SampleRecipe, store: Store, folder: Path) -> None:
     make(files_only, store, folder)
     before = (folder / "own.sif").read_bytes()
     (folder / "outcome").write_text("3")
