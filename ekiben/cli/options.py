@@ -24,6 +24,7 @@ from ekiben.core.environment import ARCHITECTURES
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
+from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
     from ekiben.images import ImageOptions
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 COMPLETE_VAR = "_EKIBEN_COMPLETE"  # set by the shell while it completes a word
 _DEFAULT_KEY = "\0"
+_OF_TASKS = {"--dry-run", "--json", "--help"}
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -46,6 +48,54 @@ class Command(click.Command):
         """Write the help text."""
         with with_command_name(self, formatter.width):
             super().format_help_text(ctx, formatter)
+
+
+class TaskCommand(Command):
+    """A command with the arguments IMAGE [TASK [ARGS…]]: its options come before the task, and all else is the task's.
+
+    Before, its options stood after the task, and ``--`` before the task's own: that is still read.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments. Raises click's UsageError."""
+        return super().parse_args(ctx, self.arrange(ctx, args))
+
+    def arrange(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Return the command's options, ``--``, and then the image, the task and what is the task's."""
+        options, rest, is_ended = self._split(ctx, args)
+        if is_ended or not rest:
+            return args
+        image, (more, task_args, is_ended) = rest[0], self._split(ctx, rest[1:])
+        options += more
+        if not is_ended and "--" in task_args[1:]:
+            at = task_args.index("--", 1)
+            with contextlib.suppress(click.UsageError):  # of the task's own
+                after_task, unknown, _ = self._split(ctx, task_args[1:at])
+                if not unknown:
+                    options, task_args = [*options, *after_task], [task_args[0], *task_args[at + 1 :]]
+        self._note_misplaced_options(ctx, task_args[1:])
+        return [*options, "--", image, *task_args]
+
+    def _note_misplaced_options(self, ctx: click.Context, args: list[str]) -> None:
+        """Say of this command's options after a task that the task gets them; not of those that tasks have, too."""
+        names = {name for param in self.params for name in param.opts if name.startswith("--")} - _OF_TASKS
+        misplaced = [word for word in args if word.partition("=")[0] in names]
+        if misplaced and not ctx.resilient_parsing:
+            line = f"note: {', '.join(misplaced)} is the task's; options of {ctx.info_name} come before the image"
+            click.echo(printable(line), err=True)
+
+    def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str], bool]:
+        """Return the options at the beginning of ``args``, what follows, and whether ``--`` ended them.
+
+        Raises click's UsageError for an option that is not this command's.
+        """
+        without = click.Command(self.name, params=[param for param in self.params if isinstance(param, click.Option)])
+        parser = without.make_parser(ctx)  # without the arguments, which would take the rest
+        parser.allow_interspersed_args = False
+        _, rest, _ = parser.parse_args(list(args))
+        options = args[: len(args) - len(rest)]
+        is_ended = bool(options) and options[-1] == "--"
+        return options[:-1] if is_ended else options, rest, is_ended
 
 
 class CommandGroup(click.Group):

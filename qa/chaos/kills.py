@@ -286,14 +286,14 @@ def kill_submit(lab: Lab) -> list[str]:
                 "--store",
                 str(store),
                 "submit",
-                str(sample.path),
-                "greet",
                 "--sif",
                 str(sif),
                 "--scheduler",
                 "slurm",
                 "--runs",
                 str(folder),
+                str(sample.path),
+                "greet",
             ]
 
         _durations.setdefault("submit", 0.3)

@@ -83,7 +83,7 @@ def _recipe_targets(case: Case) -> list[Target]:
         (*store, "list"),
         ("inspect", recipe),
         ("lock", recipe, "--advisories", case.folder / "none"),
-        ("submit", recipe, "greet", "--scheduler", "slurm", "--dry-run"),
+        ("submit", "--scheduler", "slurm", "--dry-run", recipe, "greet"),
     )
     return [Target(path, commands) for path in sorted(recipe.rglob("*")) if path.is_file()]
 
@@ -92,7 +92,7 @@ def _file_targets(case: Case) -> list[Target]:
     recipe, folder = case.lab.recipes[0].path, case.folder / "files"
     sif, bundle, advisories = folder / "x.sif", folder / "x.bundle", folder / "advisories.zip"
     site, key, settings = folder / "site.yaml", folder / "key.asc", folder / "config/ekiben/config.yaml"
-    submit = ("submit", recipe, "greet", "--dry-run", "--scheduler", "slurm")
+    submit = ("submit", "--dry-run", "--scheduler", "slurm")
     return [
         Target(
             sif,
@@ -104,13 +104,13 @@ def _file_targets(case: Case) -> list[Target]:
                 ("doctor", sif),
                 ("diff", sif, sif),
                 ("run", "--sif", sif, recipe, "greet"),
-                (*submit, "--sif", sif),
+                (*submit, "--sif", sif, recipe, "greet"),
                 ("verify", sif, "--key", "A" * 40),
             ),
         ),
         Target(bundle, (("--store", case.store, "image", recipe, "--bundle", bundle, "-o", case.out, "--no-verify"),)),
         Target(advisories, (("lock", "cu130", "--advisories", advisories),)),
-        Target(site, ((*submit, "--site", site), ("doctor", "--site", site)), of_user=True),
+        Target(site, ((*submit, "--site", site, recipe, "greet"), ("doctor", "--site", site)), of_user=True),
         Target(key, (("verify", case.shared / "images/own/current", "--key", key),)),
         Target(settings, (("plan", recipe), ("list",)), {"XDG_CONFIG_HOME": str(folder / "config")}, of_user=True),
         Target(folder / "record.json", (("sbom", folder / "record.json"), ("inspect", folder / "record.json"))),

@@ -59,6 +59,7 @@ class Submitter:
             self.recipe.parent / "fake.sif",
             *([] if code else ["--json"]),
             *args,
+            *(() if "--" in args else ("--",)),
             cwd=self.folder,
             code=code,
             env=env,

@@ -33,8 +33,8 @@ def oar(job_recipe: Path, workspace: Workspace, user_cli: Cli) -> Iterator[Submi
 
 @pytest.mark.guard
 def test_hello_runs_and_its_log_is_read(oar: Submitter, hello: Path, workspace: Workspace) -> None:
-    argv = ("submit", "hello", "hello", "--scheduler", "oar", "--sif", workspace.path / "hello.sif")
-    done = oar.cli.run(*argv, "--time", "10m", "--wait", cwd=oar.folder)
+    options = ("--scheduler", "oar", "--sif", workspace.path / "hello.sif", "--time", "10m", "--wait")
+    done = oar.cli.run("submit", *options, "hello", "hello", cwd=oar.folder)
     assert "1-hello: done" in done.stderr
     assert "ended " in oar.cli.run("logs", cwd=oar.folder).stdout
 

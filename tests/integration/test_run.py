@@ -299,14 +299,14 @@ def test_doctor_gets_memory_from_the_task(sif: bool, looker: Looker, workspace: 
 
     def memory(site: str, *args: str) -> tuple[str, str]:
         done = cli.run(
-            "--store", looker.store, "doctor", "--site", site, looker.recipe, "look", "--json", *args, cwd=here
+            "--store", looker.store, "doctor", "--site", site, "--json", looker.recipe, "look", *args, cwd=here
         )
         [row] = [row for row in json.loads(done.stdout)[0]["findings"] if row["topic"] == "memory"]
         return row["level"], row["message"]
 
     assert memory("slurm-l4") == ("warning", "look --dry-run expects 20.5 GiB, NVIDIA L4 has 22 GiB")
     assert memory("abci-3.0") == ("ok", "look --dry-run expects 20.5 GiB, NVIDIA H200 has 140 GiB")
-    assert memory("abci-3.0", "--", "--fail")[1].startswith("look --dry-run ended with exit code 1")
+    assert memory("abci-3.0", "--fail")[1].startswith("look --dry-run ended with exit code 1")
 
 
 def test_doctor_where_user_namespaces_are_off(workspace: Workspace, cli: Cli) -> None:

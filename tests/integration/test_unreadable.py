@@ -113,8 +113,8 @@ def test_unreadable_folder_in_a_pattern_is_named(recipe: SampleRecipe, user: Cli
 @pytest.mark.parametrize(
     "argv",
     [
-        ["run", "RECIPE", "greet", "--dry-run"],
-        ["submit", "RECIPE", "greet", "--scheduler", "slurm", "--dry-run", "--json"],
+        ["run", "--dry-run", "RECIPE", "greet"],
+        ["submit", "--scheduler", "slurm", "--dry-run", "--json", "RECIPE", "greet"],
         ["lock", "RECIPE"],
         ["notebook", "RECIPE", "--dry-run"],
         ["shell", "RECIPE", "--dry-run"],
@@ -145,7 +145,7 @@ WRITING = {
     "init": ["init", "CLOSED/mine"],
     "bundle": ["bundle", "RECIPE", "-o", "CLOSED/x.bundle", "--json"],
     "publish": ["publish", "RECIPE", "--to", "CLOSED/shared", "--no-verify", "--json"],
-    "submit": ["submit", "RECIPE", "greet", "--scheduler", "slurm", "--runs", "CLOSED/runs", "--force", "--json"],
+    "submit": ["submit", "--scheduler", "slurm", "--runs", "CLOSED/runs", "--force", "--json", "RECIPE", "greet"],
 }
 
 

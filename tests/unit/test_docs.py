@@ -18,6 +18,7 @@ import yaml
 from bench import picture
 from docs.pictures import charts
 from ekiben.cli import root
+from ekiben.cli.options import TaskCommand
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(
@@ -80,7 +81,8 @@ def problem_of(argv: list[str]) -> str | None:
     while True:
         parser = command.make_parser(ctx)
         try:
-            _, rest, _ = parser.parse_args(list(parser_words))
+            arranged = command.arrange(ctx, list(parser_words)) if isinstance(command, TaskCommand) else parser_words
+            _, rest, _ = parser.parse_args(list(arranged))
         except click.NoSuchOption as error:
             return error.format_message()
         except click.UsageError:  # a value or an argument is left out, as in the name of an option

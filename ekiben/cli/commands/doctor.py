@@ -9,7 +9,7 @@ Examples:
   ekiben doctor                              can one build here, which stacks run on these GPUs
   ekiben doctor lora-opencalm                this image on this machine
   ekiben doctor --site abci-3.0 lora-opencalm
-  ekiben doctor --site abci-2.0 lora-opencalm train -- --data=talk.jsonl
+  ekiben doctor --site abci-2.0 lora-opencalm train --data=talk.jsonl
   ekiben doctor --record -o ~/.config/ekiben/sites/mine.yaml
 """
 
@@ -27,11 +27,11 @@ import click
 from ekiben.cli.commands._start import engines
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
-    Command,
     NameType,
     PathType,
     RecipeOptions,
     RecipeType,
+    TaskCommand,
     find_named,
     json_option,
     recipe_options,
@@ -69,9 +69,9 @@ class DoctorResult:
         yield text(self.sections)
 
 
-@click.command("doctor", cls=Command, help=__doc__)
+@click.command("doctor", cls=TaskCommand, help=__doc__)
 @click.argument("image", required=False, metavar="[IMAGE]", type=RecipeType())
-@click.argument("argv", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
+@click.argument("argv", nargs=-1, metavar="[TASK [ARGS…]]", type=click.UNPROCESSED)
 @click.option(
     "--site",
     type=NameType(),

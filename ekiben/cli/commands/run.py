@@ -2,17 +2,18 @@
 
 IMAGE is a recipe (its name or folder), FILE.sif, or what colleagues published: NAME or NAME:VERSION. It runs with
 Apptainer or SingularityCE and the SIF, else with Docker. Of your environment the image gets what a job needs: its
-scheduler's variables, NCCL's, proxies, HF_TOKEN; not LD_LIBRARY_PATH or PYTHONPATH.
+scheduler's variables, NCCL's, proxies, HF_TOKEN; not LD_LIBRARY_PATH or PYTHONPATH. Options come before IMAGE or
+TASK; what follows TASK is the task's.
 
 \b
 Examples:
-  ekiben run lora-opencalm train -- --smoke
-  ekiben run lora-opencalm train --copy-local -- --data=/groups/mine/talk.jsonl --output=/scratch/me/run
-  ekiben run lora-opencalm train --live -- --smoke     (edited scripts, no new image)
-  ekiben run hello --cpu
-  ekiben run hello --runtime podman
-  ekiben run other.sif train -- --smoke
-  ekiben --shared /groups/lab/ekiben run lora-opencalm:2026.11.27 train -- --smoke
+  ekiben run lora-opencalm train --smoke
+  ekiben run --copy-local lora-opencalm train --data=/groups/mine/talk.jsonl --output=/scratch/me/run
+  ekiben run --live lora-opencalm train --smoke     (edited scripts, no new image)
+  ekiben run --cpu hello
+  ekiben run --runtime podman hello
+  ekiben run other.sif train --smoke
+  ekiben run lora-opencalm:2026.11.27 train --smoke     (published in the shared folder)
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ import click
 
 from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType
+from ekiben.cli.options import RecipeType, TaskCommand
 
 
-@click.command("run", cls=Command, help=__doc__, context_settings={"ignore_unknown_options": True})
+@click.command("run", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", type=RecipeType())
-@click.argument("argv", nargs=-1, metavar="[TASK] [-- ARGS…]", type=click.UNPROCESSED)
+@click.argument("argv", nargs=-1, metavar="[TASK [ARGS…]]", type=click.UNPROCESSED)
 @start_options
 @click.pass_obj
 def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:

@@ -1,13 +1,13 @@
-"""Open a shell in a recipe's image.
+"""Open a shell in an image.
 
-As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. What follows
-`--` is a program to run in place of the shell.
+As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. PROGRAM runs in
+place of the shell; what follows it is the program's.
 
 \b
 Examples:
   ekiben shell lora-opencalm
-  ekiben shell lora-opencalm --live                    (edited scripts, no new image)
-  ekiben shell lora-opencalm -- nvidia-smi
+  ekiben shell --live lora-opencalm                    (edited scripts, no new image)
+  ekiben shell lora-opencalm nvidia-smi
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import click
 
 from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType
+from ekiben.cli.options import RecipeType, TaskCommand
 
 # Not every base has bash.
 _SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec sh -i")
 
 
-@click.command("shell", cls=Command, help=__doc__, context_settings={"ignore_unknown_options": True})
+@click.command("shell", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", type=RecipeType())
-@click.argument("argv", nargs=-1, metavar="[-- PROGRAM…]", type=click.UNPROCESSED)
+@click.argument("argv", nargs=-1, metavar="[PROGRAM…]", type=click.UNPROCESSED)
 @start_options
 @click.pass_obj
 def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:

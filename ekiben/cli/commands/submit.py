@@ -1,16 +1,16 @@
-"""Submit a task to Slurm, Grid Engine or PBS.
+"""Submit a task to Slurm, Grid Engine, PBS or OAR.
 
 It runs on one node or several. A job checkpoints before its walltime ends and goes back into the queue until it is
-done.
+done. Options come before IMAGE (see `ekiben run --help`); what follows TASK is the task's.
 
 \b
 Examples:
-  ekiben submit lora-opencalm train --nodes 2 --gpus-per-node 4 --time 2:00:00 -- --data rows.jsonl
-  ekiben submit lora-opencalm train --site abci-3.0 --account gaa00000 --partition rt_HF --dry-run
-  ekiben submit lora-opencalm train --gpus-per-node 1 --seeds 1,2,3
-  ekiben submit lora-opencalm train --gpus-per-node 2 --cpus-per-node 16 --memory 128G --env WANDB_MODE=offline
+  ekiben submit --nodes 2 --gpus-per-node 4 --time 2:00:00 lora-opencalm train --data rows.jsonl
+  ekiben submit --site abci-3.0 --account gaa00000 --partition rt_HF --dry-run lora-opencalm train
+  ekiben submit --gpus-per-node 1 --seeds 1,2,3 lora-opencalm train
+  ekiben submit --gpus-per-node 2 --cpus-per-node 16 --memory 128G --env WANDB_MODE=offline lora-opencalm train
   ekiben submit --again 1234
-  ekiben submit lora-opencalm --gpus-per-node 1 -- train --data rows.jsonl + merge --adapter result/adapter
+  ekiben submit --gpus-per-node 1 lora-opencalm train --data rows.jsonl + merge --adapter result/adapter
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from click.core import ParameterSource
 from ekiben.cli.commands._jobs import new_runs_option
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
-    Command,
     NameType,
     PathType,
     PluginType,
     RecipeType,
+    TaskCommand,
     TextType,
     find_named,
     include_option,
@@ -95,9 +95,9 @@ class SubmitPreview:
         yield self.program.removesuffix("\n")
 
 
-@click.command("submit", cls=Command, help=__doc__)
+@click.command("submit", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", required=False, type=RecipeType())
-@click.argument("argv", nargs=-1, metavar="TASK [-- ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
+@click.argument("argv", nargs=-1, metavar="TASK [ARGS… [+ TASK ARGS…]]", type=click.UNPROCESSED)
 @click.option("--scheduler", type=_SCHEDULER, help="Default: the site's, else the one that is here.")
 @click.option(
     "--site",
@@ -229,7 +229,7 @@ def command(
         return
     if not image or not argv:
         raise UsageError(
-            "Missing argument 'IMAGE TASK'", hint=f"{command_name()} submit IMAGE TASK -- ARGS…, or --again RUN"
+            "Missing argument 'IMAGE TASK'", hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN"
         )
     named = _with_sha256(context, find_named(context, image, ImageOptions(included=included, sif=sif)))
     profile = find_site(site) if site else None

@@ -327,10 +327,7 @@ def commands(
         gpu_option = (
             f" --scheduler-arg {shlex.quote(scheduler.GPU_OPTION)}" if scheduler.GPU_OPTION else " --gpus-per-node 1"
         )
-        again = (
-            f"ekiben submit {shlex.quote(recipe)} {task} --scheduler {kind} --sif {fixed}{gpu_option * gpu} --time"
-            " 2:00:00"
-        )
+        again = f"ekiben submit --scheduler {kind}{gpu_option * gpu} --time 2:00:00 {fixed} {task}"
         description = (
             "One task on one node. The second line, with Ekiben: also on several, and into the queue again until it is"
             " done."

@@ -139,7 +139,7 @@ def _split(argv: Sequence[str]) -> list[list[str]]:
     if not all(tasks):
         raise UsageError(
             "a task is missing" + (" beside '+'" if len(tasks) > 1 else ""),
-            hint=f"{command_name()} submit IMAGE TASK -- ARGS…, or TASK ARGS… + TASK ARGS… for one after the other",
+            hint=f"{command_name()} submit IMAGE TASK ARGS…, or TASK ARGS… + TASK ARGS… for one after the other",
         )
     return tasks
 

@@ -101,7 +101,7 @@ def test_a_task_that_is_run_gets_the_variable(tmp_path: Path) -> None:
     program.write_text('#!/bin/sh\necho "$EKIBEN_TRACEBACK" "$@"\n')
     program.chmod(0o755)
     path = f"{program.parent}:{os.environ['PATH']}"
-    argv = ("run", "hello", "hello", "--runtime", "docker", "--cpu", "--force")
+    argv = ("run", "--runtime", "docker", "--cpu", "--force", "hello", "hello")
     assert "EKIBEN_TRACEBACK" not in run_here(tmp_path, *argv, PATH=path).stdout
     shown = run_here(tmp_path, "--traceback", *argv, PATH=path).stdout
     assert shown.startswith("1 run ")

@@ -238,7 +238,7 @@ def test_build_is_another_name_of_image(run_cli: RunCli) -> None:
             "'docker' is not one of 'dockerfile', 'def', 'compose', 'devcontainer'. Did you mean 'dockerfile'?",
         ),
         (
-            ["submit", "hello", "hello", "--scheduler", "slrum"],
+            ["submit", "--scheduler", "slrum", "hello", "hello"],
             "--scheduler: no scheduler 'slrum'. Did you mean 'slurm'?",
         ),
         (["inspect", "nothing"], "no image 'nothing' in"),

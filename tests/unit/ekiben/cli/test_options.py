@@ -154,7 +154,7 @@ def test_the_default_file_is_checked_too(run_cli: RunCli, files_only: SampleReci
         (["push", "hello", "127.0.0.1:9/x", "--format", "layers", "--sign"], "--sign is for an image"),
         (["notebook", "hello", "--no-start", "--port", "9000"], "--port is for starting the image"),
         (["notebook", "hello", "--no-start", "--dry-run"], "--dry-run is for starting the image"),
-        (["submit", "hello", "hello", "--dry-run", "--wait"], "--wait is for jobs, and --dry-run submits none"),
+        (["submit", "--dry-run", "--wait", "hello", "hello"], "--wait is for jobs, and --dry-run submits none"),
         (
             ["image", "hello", "--bundle", "x", "--build-arg", "mirror=http://m/"],
             "--build-arg mirror: --bundle has the packages",
@@ -222,8 +222,8 @@ def test_json_for_a_task_is_not_an_option_here(run_cli: RunCli) -> None:
 
 
 def test_scripts_of_a_dry_run_as_json(run_cli: RunCli) -> None:
-    argv = ("submit", "hello", "hello", "--scheduler", "slurm", "--dry-run")
-    shown = json.loads(run_cli(*argv, "--json").stdout)
+    argv = ("submit", "--scheduler", "slurm", "--dry-run", "--json", "hello", "hello")
+    shown = json.loads(run_cli(*argv).stdout)
     assert shown.keys() == {"run", "scripts", "program"}
     (script,) = shown["scripts"].values()
     assert script.startswith("#!/bin/bash\n#SBATCH")

@@ -9,7 +9,7 @@ from support.sample_recipe import RunCli
 
 
 def test_run_names_the_nearest_task(run_cli: RunCli) -> None:
-    message = run_cli("run", "hello", "helo", "--dry-run", code=2).stderr
+    message = run_cli("run", "--dry-run", "hello", "helo", code=2).stderr
     assert "recipe 'hello' has no task 'helo'. Did you mean 'hello'?" in message
 
 
@@ -44,11 +44,11 @@ def test_run_prints_its_command_or_an_error(run_cli: RunCli, tmp_path: Path) -> 
     env = {"PATH": str(tools), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
     write_program(tools / "docker", "#!/bin/sh\ntouch asked\n")
     env["DOCKER_HOST"] = f"unix://{tmp_path}/none.sock"
-    refused = run_cli("run", "hello", "hello", "--cpu", env=env, code=4).stderr
+    refused = run_cli("run", "--cpu", "hello", "hello", env=env, code=4).stderr
     assert "hello cannot be run here: neither apptainer nor singularity is on PATH; hello.sif is not there; " in refused
     assert "none.sock" in refused
     assert not (tmp_path / "asked").exists()
     (tmp_path / "x.sif").touch()
     write_program(tools / "apptainer", "#!/bin/sh\n")
-    shown = run_cli("run", "hello", "hello", "--cpu", "--dry-run", "--sif", "x.sif", env=env).stdout
+    shown = run_cli("run", "--cpu", "--dry-run", "--sif", "x.sif", "hello", "hello", env=env).stdout
     assert shown == f"+ {tools}/apptainer run --cleanenv --pwd {tmp_path} --bind {tmp_path} x.sif hello\n"

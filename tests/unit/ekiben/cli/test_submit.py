@@ -45,10 +45,10 @@ def test_a_file_that_is_no_sif_is_refused(run_cli: RunCli, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["EKIBEN_STORE", "XDG_CONFIG_HOME"])
 def test_the_home_of_nobody_is_refused(run_cli: RunCli, name: str) -> None:
-    stderr = run_cli("submit", *TASK, "--site", "no-such-site", code=2, env={name: "~nobody99/x"}).stderr
+    stderr = run_cli("submit", "--site", "no-such-site", *TASK, code=2, env={name: "~nobody99/x"}).stderr
     assert "~nobody99/x begins with a home folder that this machine does not know" in stderr
 
 
 def test_a_site_in_the_home_of_nobody_is_refused(run_cli: RunCli) -> None:
-    stderr = run_cli("submit", *TASK, "--site", "~nobody99/x.yaml", code=2).stderr
+    stderr = run_cli("submit", "--site", "~nobody99/x.yaml", *TASK, code=2).stderr
     assert "--site: ~nobody99/x.yaml begins with a home folder" in stderr

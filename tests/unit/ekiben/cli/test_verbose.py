@@ -84,28 +84,28 @@ def test_engines_and_runtimes_are_named_with_the_reason(run_cli: RunCli, tmp_pat
         write_program(tmp_path / "bin" / name, "#!/bin/sh\n")
     env = {"PATH": str(tmp_path / "bin")}
     (tmp_path / "hello.sif").touch()
-    lines = decisions(run_cli("-v", "run", "hello", "hello", "--dry-run", env=env).stderr)
+    lines = decisions(run_cli("-v", "run", "--dry-run", "hello", "hello", env=env).stderr)
     assert lines["runtime"] == f"{tmp_path}/bin/apptainer (it runs SIF files, and hello.sif is here)"
     lines = decisions(
-        run_cli("-v", "run", "hello", "hello", "--dry-run", "--cpu", "--runtime", "docker", env=env).stderr
+        run_cli("-v", "run", "--dry-run", "--cpu", "--runtime", "docker", "hello", "hello", env=env).stderr
     )
     assert lines["runtime"] == f"{tmp_path}/bin/docker (--runtime)"
     assert lines["GPUs"] == "none (--cpu)"
     (tmp_path / "hello.sif").touch()
-    lines = decisions(run_cli("-v", "run", "hello", "hello", "--dry-run", env=env).stderr)
+    lines = decisions(run_cli("-v", "run", "--dry-run", "hello", "hello", env=env).stderr)
     assert lines["runtime"] == f"{tmp_path}/bin/apptainer (it runs SIF files, and hello.sif is here)"
 
 
 def test_scheduler_site_and_defaults_of_jobs(run_cli: RunCli, tmp_path: Path) -> None:
     env = write_config(tmp_path, 'jobs: {account: lab, time: "2:00:00", env: [TOKEN=secret]}\n')
-    done = run_cli("-v", "submit", "hello", "hello", "--site", "abci-3.0", "--gpus-per-node", "8", "--dry-run", env=env)
+    done = run_cli("-v", "submit", "--site", "abci-3.0", "--gpus-per-node", "8", "--dry-run", "hello", "hello", env=env)
     lines = decisions(done.stderr)
     assert lines["scheduler"] == "pbs (of the site abci-3.0)"
     assert lines["partition of abci-3.0"].startswith("rt_HF (the smallest that is enough; rt_HG: --gpus-per-node 8: ")
     assert f"# defaults of jobs: account=lab, time=2:00:00, env (the user's {tmp_path}/config/" in done.stderr
     assert "secret" not in done.stderr
     done = run_cli(
-        "-v", "submit", "hello", "hello", "--scheduler", "slurm", "--gpus-per-node", "1", "--dry-run", env=env
+        "-v", "submit", "--scheduler", "slurm", "--gpus-per-node", "1", "--dry-run", "hello", "hello", env=env
     )
     assert decisions(done.stderr)["scheduler"] == "slurm (--scheduler)"
 

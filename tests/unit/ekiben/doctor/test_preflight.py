@@ -230,7 +230,7 @@ def test_submit_tries_each_task_whose_inputs_exist(
 
 def test_submit_refuses_before_the_queue(tmp_path: Path, run_cli: RunCli) -> None:
     sif = image(tmp_path)
-    submit = ("submit", "hello", "hello", "--scheduler", "pbs", "--sif", str(sif))
+    submit = ("submit", "--scheduler", "pbs", "--sif", str(sif), "hello", "hello")
     assert "is an image of the recipe 'mine', not of 'hello'" in run_cli(*submit, code=2).stderr
     assert not (tmp_path / "ekiben-runs").exists()
 

@@ -417,14 +417,14 @@ def test_dry_run_writes_nothing(run_cli: RunCli, tmp_path: Path) -> None:
     ],
 )
 def test_submit_refuses_bad_options(run_cli: RunCli, tmp_path: Path, argv: list[str], code: int, message: str) -> None:
-    assert message in run_cli("submit", "lora-opencalm", "train", *argv, code=code).stderr
+    assert message in run_cli("submit", *argv, "lora-opencalm", "train", code=code).stderr
     assert not (tmp_path / "ekiben-runs").exists()
 
 
 def test_pbs_is_not_the_qsub_of_grid_engine(run_cli: RunCli, tmp_path: Path) -> None:
     write_program(tmp_path / "bin/qsub", "#!/bin/sh\ntouch submitted\n")
     (tmp_path / "mine.sif").write_bytes(bytes(32) + b"SIF_MAGIC\0, of another make")
-    argv = ("submit", "lora-opencalm", "train", "--scheduler", "pbs", "--sif", "mine.sif")
+    argv = ("submit", "--scheduler", "pbs", "--sif", "mine.sif", "lora-opencalm", "train")
     stderr = run_cli(*argv, code=4, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
     assert "PBS cannot be used here: qsub and pbsnodes are not on PATH" in stderr
     assert not (tmp_path / "submitted").exists()
@@ -486,7 +486,7 @@ def test_submit_names_a_scheduler_that_does_not_answer(tmp_path: Path, monkeypat
     for name in ("sbatch", "sinfo"):
         write_program(tmp_path / "bin" / name, "#!/bin/sh\nexec sleep 300\n")
     (tmp_path / "mine.sif").write_bytes(b"an image")
-    argv = ("submit", "lora-opencalm", "train", "--scheduler", "slurm", "--force", "--sif", "mine.sif")
+    argv = ("submit", "--scheduler", "slurm", "--force", "--sif", "mine.sif", "lora-opencalm", "train")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(schedulers, "ANSWER_SECONDS", 1.0)

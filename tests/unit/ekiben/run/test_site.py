@@ -79,10 +79,10 @@ scheduler:
 
 def test_a_site_is_added_by_one_file(run_cli: RunCli, own_config: Path) -> None:
     """Doctor and submit know it by its name; no code names it."""
-    missing = run_cli("submit", "hello", "hello", "--site", "lab", "--dry-run", code=2).stderr
+    missing = run_cli("submit", "--site", "lab", "--dry-run", "hello", "hello", code=2).stderr
     assert "no site 'lab'" in missing
     written(own_config, LAB, "lab")
-    done = run_cli("submit", "hello", "hello", "--site", "lab", "--account", "me", "--dry-run")
+    done = run_cli("submit", "--site", "lab", "--account", "me", "--dry-run", "hello", "hello")
     assert "#SBATCH --partition=gpu\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\n#SBATCH --account=me\n" in re.sub(
         r"#SBATCH --ntasks-per-node=1\n", "", done.stdout
     )

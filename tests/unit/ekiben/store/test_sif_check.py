@@ -131,13 +131,13 @@ def test_requested_sif_must_exist(files_only: SampleRecipe, store: Store, tmp_pa
 
 @pytest.mark.parametrize("what", ["missing.sif", "."])
 def test_run_refuses_a_sif_that_is_not_there(run_cli: RunCli, what: str) -> None:
-    assert f"--sif: {what} is not" in run_cli("run", "hello", "hello", "--dry-run", "--sif", what, code=2).stderr
+    assert f"--sif: {what} is not" in run_cli("run", "--dry-run", "--sif", what, "hello", "hello", code=2).stderr
 
 
 def test_run_refuses_a_sif_where_the_runtime_takes_none(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "x.sif").touch()
     tools = tmp_path / "bin"
     write_program(tools / "docker", "#!/bin/sh\nexit 1\n")
-    argv = ("run", "hello", "hello", "--dry-run", "--cpu", "--runtime", "docker", "--sif", "x.sif")
+    argv = ("run", "--dry-run", "--cpu", "--runtime", "docker", "--sif", "x.sif", "hello", "hello")
     stderr = run_cli(*argv, code=2, env={"PATH": f"{tools}:{os.environ['PATH']}"}).stderr
     assert "--sif: docker runs no SIF" in stderr
