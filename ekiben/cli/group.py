@@ -207,7 +207,10 @@ class Root(click.Group):
 
 
 def _interrupted(error: BaseException) -> EkibenError:
-    stopped = EkibenError("interrupted; what was finished is kept, run the same command to go on")
+    """Say what an interrupted command leaves: its own note, where it has one."""
+    notes = getattr(error, "__notes__", None)
+    kept = notes[-1] if notes else "what was finished is kept, run the same command to resume"
+    stopped = EkibenError(f"interrupted; {kept}")
     stopped.exit_code = 143 if isinstance(error, Terminated) else 130
     return stopped
 

@@ -103,7 +103,7 @@ def check_here(
         requirements = (
             _requirements_in_store(image.name, store, log)
             if runtime.kind == "docker"
-            else requirements_of_sif(image.sif, store, log)
+            else requirements_of_sif(image.sif, store, log, gpu=gpu)
         )
     except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
         return [Finding("warning", "image", f"what is in it could not be read: {error}")]

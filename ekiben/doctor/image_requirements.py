@@ -85,11 +85,14 @@ def requirements_of_layers(
     return _stacked(name, requirements, size=sum(layer.size for layer in layers), partitions=len(layers), arch=arch)
 
 
-def requirements_of_sif(path: Path, store: Store, log: Callable[[str], None]) -> ImageRequirements:
-    """Return the requirements of a SIF. Raises StoreError when it is not a complete one."""
+def requirements_of_sif(path: Path, store: Store, log: Callable[[str], None], *, gpu: bool = True) -> ImageRequirements:
+    """Return the requirements of a SIF; not ``gpu``: without those of its files, which are not read.
+
+    Raises StoreError when it is not a complete one.
+    """
     info, size = read_sif(path), path.stat().st_size
     key = f"facts-{info.id}-{size}"
-    merged = _kept(store, key) or _keep(store, key, _of_sif(path, info, log))
+    merged = _kept(store, key) or (_keep(store, key, _of_sif(path, info, log)) if gpu else LayerRequirements())
     requirements = _stacked(str(path), [merged], size=size, partitions=len(info.layers), arch=info.arch)
     return replace(requirements, zstd=any(compression(path, partition.offset) == "zstd" for partition in info.layers))
 

@@ -115,10 +115,10 @@ def test_a_folder_with_special_characters(oar: Submitter) -> None:
     folder.mkdir()
     give(folder, USER)
     sif = oar.recipe.parent / "fake.sif"
-    argv = ("submit", oar.recipe, "--scheduler", "oar", "--sif", sif, "fake", "--time", "10m")
-    done = oar.cli.run(*argv, cwd=folder, code=2)
+    argv, task = ("submit", "--scheduler", "oar", "--sif", sif, "--time", "10m"), (oar.recipe, "fake")
+    done = oar.cli.run(*argv, *task, cwd=folder, code=2)
     assert "oarsub takes no script in" in done.stderr
     assert not list(oar.folder.rglob("pwned"))
-    done = oar.cli.run(*argv, "--runs", oar.folder / "runs", "--wait", cwd=folder)
+    done = oar.cli.run(*argv, "--runs", oar.folder / "runs", "--wait", *task, cwd=folder)
     assert "1-fake: done" in done.stderr
     assert (folder / "fake/start-1-0").exists()

@@ -30,7 +30,7 @@ def check_this_machine(context: Context, program: str, image: NamedImage, *, gpu
 
 def check_compute_nodes(context: Context, site: SiteFile, sif: Path, *, gpu: bool) -> None:
     """Check that a site's compute nodes can run the image. Raises IncompatibleHostError when they cannot."""
-    requirements = requirements_of_sif(sif, context.store, context.log)
+    requirements = requirements_of_sif(sif, context.store, context.log, gpu=gpu)
     _report(check_image(site, requirements, known_stacks(), gpu=gpu))
 
 

@@ -341,7 +341,12 @@ def _submit(
     context.print(SubmitResult(run.folder, ids, str(run.folder) if is_elsewhere else run.folder.name))
     if wait:
         (submitted,) = records.find_runs([str(run.folder)], runs)
-        if any(job.state != "done" for job in jobs.wait(submitted, context.log)):
+        try:
+            states = jobs.wait(submitted, context.log)
+        except KeyboardInterrupt as error:
+            error.add_note(f"the jobs stay in the queue: {command_name()} status, logs -f or cancel {run.folder.name}")
+            raise
+        if any(job.state != "done" for job in states):
             raise click.exceptions.Exit(1)
 
 

@@ -313,7 +313,7 @@ def test_ctrl_c_in_a_build_ends_with_130_and_keeps_the_store(
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130, stderr
-    assert "run the same command to go on" in stderr
+    assert "run the same command to resume" in stderr
     assert list((store.root / "staging").iterdir()) == []
     assert len(list((store.root / "keys").iterdir())) == 1
 

@@ -370,7 +370,7 @@ def test_a_signal_in_a_destructor_ends_the_command(name: str, code: int) -> None
     )
     assert (done.returncode, done.stderr) == (
         code,
-        "interrupted; what was finished is kept, run the same command to go on\n",
+        "interrupted; what was finished is kept, run the same command to resume\n",
     )
 
 
@@ -381,7 +381,17 @@ def test_ctrl_c_while_arguments_are_read_has_the_code_of_an_interrupt(monkeypatc
     monkeypatch.setattr(click.Group, "parse_args", interrupt)
     result = CliRunner().invoke(root, ["list"])
     assert result.exit_code == 130
-    assert result.stderr == "interrupted; what was finished is kept, run the same command to go on\n"
+    assert result.stderr == "interrupted; what was finished is kept, run the same command to resume\n"
+
+
+def test_interrupted_command_names_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        error = KeyboardInterrupt()
+        error.add_note("the jobs stay in the queue")
+        raise error
+
+    monkeypatch.setattr(click.Group, "parse_args", interrupt)
+    assert CliRunner().invoke(root, ["list"]).stderr == "interrupted; the jobs stay in the queue\n"
 
 
 def test_ctrl_c_while_an_error_is_printed_has_the_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -391,7 +401,7 @@ def test_ctrl_c_while_an_error_is_printed_has_the_code_130(monkeypatch: pytest.M
     monkeypatch.setattr(click, "secho", interrupt)
     result = CliRunner().invoke(root, ["--store", str(tmp_path), "plan", "no-such-recipe"])
     assert result.exit_code == 130
-    assert result.stderr == "interrupted; what was finished is kept, run the same command to go on\n"
+    assert result.stderr == "interrupted; what was finished is kept, run the same command to resume\n"
 
 
 def test_ctrl_c_after_a_command_has_ended_has_the_code_of_an_interrupt(tmp_path: Path) -> None:
@@ -405,7 +415,7 @@ def test_ctrl_c_after_a_command_has_ended_has_the_code_of_an_interrupt(tmp_path:
         [sys.executable, "-c", script, tmp_path], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 130
-    assert done.stderr.splitlines()[-1] == "interrupted; what was finished is kept, run the same command to go on"
+    assert done.stderr.splitlines()[-1] == "interrupted; what was finished is kept, run the same command to resume"
     assert "Aborted" not in done.stderr
 
 

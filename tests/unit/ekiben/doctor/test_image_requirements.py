@@ -170,6 +170,16 @@ def test_requirements_of_a_sif(tmp_path: Path) -> None:
         requirements_of_sif(tmp_path / "x.sif", store, messages.append)
 
 
+def test_files_of_an_image_are_not_read_where_no_gpu_is_used(tmp_path: Path) -> None:
+    partition = stored_partition(squashfs(tmp_path / "layer", {**BASE, **FRAMEWORK}))
+    write_sif(tmp_path / "x.sif", [partition], SifHeader(sif_id([partition.digest], ""), "", "arm64", 1))
+    messages: list[str] = []
+    store = Store(tmp_path / "store")
+    outline = requirements_of_sif(tmp_path / "x.sif", store, messages.append, gpu=False)
+    assert (outline.arch, outline.partitions, outline.libraries, messages) == ("arm64", 1, {}, [])
+    assert requirements_of_sif(tmp_path / "x.sif", store, messages.append).torch == "2.11.0"
+
+
 def stored_partition(path: Path) -> Partition:
 
     return Partition(path, 0, path.stat().st_size, "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest())
