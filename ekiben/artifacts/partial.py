@@ -79,7 +79,7 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
 
     Of two at once for one ``out``, the second begins a file of its own. Raises StoreError.
     """
-    record = f"pull-{hashlib.sha256(os.fsencode(out.absolute())).hexdigest()[:32]}"
+    record = _record_name(out)
     try:
         with Folder.open(out.absolute().parent) as parent, contextlib.ExitStack() as stack:
             partial, may_record = _resume(parent, store, record, digest, stack)
@@ -103,6 +103,24 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
         raise StoreError(
             f"{out} cannot be written: {reason_of(error, out)}", hint="choose another path with -o"
         ) from error
+
+
+def remove_empty_folder(out: Path, store: Store) -> None:
+    """Remove the folder of a process that was killed when ``out`` had its name already."""
+    record = _record_name(out)
+    with (
+        contextlib.suppress(OSError, ValueError, StoreError),  # nothing is recorded, or it is gone
+        Folder.open(out.absolute().parent) as parent,
+    ):
+        known = Fields.of(store.check(record))
+        with parent.folder(known.text("folder")) as folder:
+            if _is_private(folder) and not folder.lexists(known.basename("file")):
+                os.rmdir(folder.path.name, dir_fd=parent.handle)
+                store.drop_check(record)
+
+
+def _record_name(out: Path) -> str:
+    return f"pull-{hashlib.sha256(os.fsencode(out.absolute())).hexdigest()[:32]}"
 
 
 def _new_names(out: Path) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact
-from ekiben.artifacts.partial import Partial, partial_file
+from ekiben.artifacts.partial import Partial, partial_file, remove_empty_folder
 from ekiben.artifacts.push import MEDIA_LAYER_CONFIG, MEDIA_SIF, MEDIA_SIF_CONFIG
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import host_arch, platform
@@ -80,6 +80,7 @@ def _pull_sif(
     digest, size = layer.digest, layer.size
     with contextlib.suppress(OSError):
         if out.stat().st_size == size and digest_of(out) == digest:
+            remove_empty_folder(out, store)
             return Artifact("sif", str(out), size, False), check_sif(out, keys)[0] if keys else None
     with partial_file(out, digest, store) as partial:
         if free_bytes(out.absolute().parent) < size - partial.had:

@@ -128,6 +128,22 @@ def test_download_is_resumed_by_the_next_pull(folder: Path, store: Store) -> Non
     assert hidden(folder) == [] and list((store.root / "checks").glob("pull-*")) == []
 
 
+def test_folder_of_a_pull_that_was_killed_at_its_end_goes_with_the_next(
+    folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SIF had its name, and nothing is downloaded again."""
+    with bad_registry(registry_of()) as (host, asked):
+        with monkeypatch.context() as killed:
+            killed.setattr(partial.Partial, "remove", lambda self: None)
+            killed.setattr(Store, "drop_check", lambda self, name: None)
+            get(host, store, folder / "x.sif")
+        assert len(hidden(folder)) == 1
+        before = len(asked)
+        get(host, store, folder / "x.sif")
+        assert not any("/blobs/" in path for _, path, _ in asked[before:])
+    assert hidden(folder) == [] and list((store.root / "checks").glob("pull-*")) == []
+
+
 @pytest.mark.parametrize(
     "attack", ["link", "link to a copy", "open folder", "thesis", "thesis in a folder", "gone", "file"]
 )
