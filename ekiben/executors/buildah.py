@@ -158,10 +158,15 @@ def _run(job: Job, container: str) -> None:
                 f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1",
             ],
             job.log,
-            env=environment(),
+            env=_environment(job),
         )
     if code:
         raise JobFailed(code)
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """That of its storage. What a killed buildah leaves in TMPDIR goes with the job's folder."""
+    return environment() | ({} if ":" in str(job.scratch) else {"TMPDIR": str(job.scratch)})
 
 
 @contextlib.contextmanager
@@ -198,6 +203,8 @@ def _image(job: Job) -> str:
     if _buildah("inspect", "--type", "image", name, check=False).returncode == 0:
         return name
     below = {layer.diff_id for layer in job.lower[:-1]}
-    image = pull(["buildah", "pull"], config, job.lower, name, present=below, scratch=job.scratch, env=environment())
+    image = pull(
+        ["buildah", "pull"], config, job.lower, name, present=below, scratch=job.scratch, env=_environment(job)
+    )
     _buildah("tag", image, name)
     return name
