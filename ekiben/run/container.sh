@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# shellcheck disable=SC2013,SC2154,SC2086,SC2163  # contract.py writes its tables above: one name a line
+# shellcheck disable=SC2013,SC2154,SC2086  # contract.py writes its tables above: one name a line
 # What a container gets of this machine: functions of a POSIX shell, for a module's commands and for a job's script. IFS
 # has a line feed.
 
@@ -51,7 +51,7 @@ protect_caches() {
 # Pass into the container of the runtime $1 what a task needs of this environment, byte for byte. What is set for
 # containers already stays, but for what breaks the programs of an image.
 pass_variables() {
-    for variable in $no_evaluation; do export "$variable"; done
+    for variable in $no_evaluation; do export "${variable?}"; done
     for variable in $leaks; do
         for prefix in APPTAINERENV_ SINGULARITYENV_; do
             eval "[ -n \"\${$prefix$variable+set}\" ]" || continue

@@ -230,9 +230,9 @@ def test_image_unreadable_to_doctor_runs(looker: Looker, workspace: Workspace, c
     store.mkdir()
     (store / "version").write_text("0\n")
     done = cli.run("--store", store, "run", looker.recipe, "--cpu", "--sif", sif, "look", cwd=here)
-    assert "what is in it could not be read: " in done.stderr
-    assert "compressed with xz" in done.stderr
     assert done.stdout == "ran look\n"
+    assert "could not be read" not in done.stderr  # without a GPU nothing of it is needed
+    assert "compressed with xz" in cli.run("--store", looker.store, "doctor", sif, cwd=here, code=None).stderr
 
 
 @pytest.mark.parametrize(("user", "runtime"), [(USER, "apptainer"), (ME, "docker")])
