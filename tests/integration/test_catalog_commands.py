@@ -127,5 +127,6 @@ def test_shown_ekiben_commands_run(ways: dict[str, list[str]], cli: Cli, desk: P
         ("PBS", "#PBS -l walltime=2:00:00"),
     ):
         argv = ways[title][1].removeprefix("ekiben ").split()
-        script = cli.run(*argv, "--dry-run", cwd=desk).stdout
+        assert argv[0] == "submit"
+        script = cli.run("submit", "--dry-run", *argv[1:], cwd=desk).stdout
         assert first in script.splitlines()

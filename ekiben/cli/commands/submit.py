@@ -320,6 +320,8 @@ def _submit(
     environment_text(context.environment, run.request.env)  # refused now, and with --dry-run, too
     for warning in dict.fromkeys(step.warning for step in run.steps if step.warning):
         context.log(f"warning: {warning}")
+    if not dry_run and any("--dry-run" in step.argv for step in run.steps):
+        context.log("note: --dry-run is the task's, and the job is submitted; before the image it prints the scripts")
     if run.sif.is_file() and not force and not is_sif(run.sif):
         raise UsageError(
             f"{run.sif} is not a SIF file",
