@@ -855,8 +855,7 @@ def pbs_answer(world: World) -> Case:
     }
 
     def read(data: bytes) -> object:
-        records = pbs._records(data.decode("utf-8", "replace")).values()
-        return [(one["job_state"], int(one.get("Exit_status", 0)), pbs._detail(one)) for one in records]
+        return list(pbs._records(data.decode("utf-8", "replace")).values())
 
     return Case([json.dumps({"pbs_version": "20", "Jobs": jobs}).encode(), b""], read, "qstat")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import SchedulerError
@@ -146,9 +146,9 @@ def jobs(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
         array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
         if array and not array[2]:
             continue  # the array itself; its jobs follow
-        if state := _STATES.get(record["job_state"]):
+        if state := _STATES.get(record.state):
             key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
-            statuses[key] = Job(state, _detail(record), record.get("stime", ""))
+            statuses[key] = Job(state, record.nodes or record.comment, record.started)
     if done.returncode and not statuses and "Unknown Job" not in done.stderr:
         raise SchedulerError(done.stderr.strip())
     return statuses
@@ -160,42 +160,53 @@ def ended(ids: Sequence[str]) -> dict[tuple[str, int], Job]:
     statuses = {}
     for name, record in _records(done.stdout if done else "").items():
         array = re.fullmatch(r"(\d+)\[(\d*)\](.*)", name)
-        if record["job_state"] not in ("F", "X") or (array and not array[2]):
+        if record.state not in ("F", "X") or (array and not array[2]):
             continue
-        code = int(record.get("Exit_status", 0))
-        outcome = f"exit code {code}" if code > 0 else record.get("comment", f"exit status {code}") if code else ""
-        detail = ", ".join(filter(None, (outcome, _detail({**record, "comment": ""}))))
+        code = record.exit_status
+        outcome = f"exit code {code}" if code > 0 else record.comment or f"exit status {code}" if code else ""
+        detail = ", ".join(filter(None, (outcome, record.nodes)))
         key = (f"{array[1]}[]{array[3]}", int(array[2])) if array else (name, 0)
-        statuses[key] = Job("failed" if code else "done", detail, record.get("stime", ""))
+        statuses[key] = Job("failed" if code else "done", detail, record.started)
     return statuses
 
 
-def _records(answer: str) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What qstat prints of a job; "" and 0 for what it does not know yet. ``nodes``: joined by commas."""
+
+    state: str
+    nodes: str
+    comment: str
+    started: str
+    exit_status: int
+
+    @classmethod
+    def parse(cls, fields: Fields) -> _Record:
+        """Raises ValueError."""
+        hosts = (host.split("/")[0] for host in fields.text("exec_host", "").split("+"))
+        return cls(
+            state=fields.text("job_state"),
+            nodes=",".join(dict.fromkeys(filter(None, hosts))),
+            comment=fields.text("comment", ""),
+            started=fields.text("stime", ""),
+            exit_status=int(fields.number("Exit_status")) if "Exit_status" in fields else 0,
+        )
+
+
+def _records(answer: str) -> dict[str, _Record]:
     """Return what qstat says of each job, by its id. Raises SchedulerError when it is not what PBS documents."""
     if not answer.strip():
         return {}
     try:
         records = Fields.of(parse_json(answer)).mapping("Jobs", {})
-        for name, record in records.items():
-            fields = Fields.of(record, name)
-            fields.text("job_state")
-            for field in ("stime", "exec_host", "comment"):
-                fields.text(field, "")
-            if "Exit_status" in fields:
-                int(fields.number("Exit_status"))
+        return {name: _Record.parse(Fields.of(record, name)) for name, record in records.items()}
     except ValueError as error:
         raise SchedulerError(f"qstat's answer cannot be read: it {error}") from error
-    return records
 
 
 def element_id(id: str, index: int) -> str:
     """Return the id of one job of the array ``id``, as qdel takes it."""
     return id.replace("[]", f"[{index}]")
-
-
-def _detail(record: dict[str, Any]) -> str:
-    nodes = [host.split("/")[0] for host in record.get("exec_host", "").split("+")]
-    return ",".join(dict.fromkeys(filter(None, nodes))) or record.get("comment", "")
 
 
 def cancel(ids: Sequence[str]) -> None:

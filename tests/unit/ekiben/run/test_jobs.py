@@ -25,7 +25,7 @@ from ekiben.run.jobs.records import find_runs, jobs_named
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, with_defaults
 from ekiben.run.jobs.runs import job_status, status
 from ekiben.run.jobs.script import job_program
-from ekiben.run.schedulers import Job, clock, load, names, seconds_of, slurm
+from ekiben.run.schedulers import Job, clock, load, names, pbs, seconds_of, slurm
 from ekiben.run.site import find_site
 from ekiben.spec.recipe import TaskFile, find_recipe
 from support.job_plans import RECIPE, image_of_recipe, made, run_of_three_steps, scripts
@@ -653,3 +653,10 @@ def test_the_launcher_is_of_the_standard_library_alone(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd="/", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["launch_network.py", "launch_node.py"]
+
+
+def test_fields_that_pbs_does_not_know_yet_may_be_null() -> None:
+    names = ("exec_host", "comment", "stime", "Exit_status")
+    answer = json.dumps({"Jobs": {"1.srv": {"job_state": "Q", **dict.fromkeys(names)}, "2.srv": {"job_state": "F"}}})
+    for record in pbs._records(answer).values():
+        assert (record.nodes, record.comment, record.started, record.exit_status) == ("", "", "", 0)
