@@ -197,7 +197,9 @@ def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
     from ekiben.formats.sif import read_sif
     from ekiben.images import ImageOptions, find_image
 
-    reference = f"{name}/" if isinstance(name, Path) and name.suffix != ".sif" else os.fspath(name)
+    reference = os.fspath(name)
+    if reference.endswith(".sif") and not Path(name).is_file():
+        raise StoreError(f"{reference} is not there")
     options = ImageOptions(included=tuple(map(Path, include)), shared=lambda: read_settings(os.environ).shared)
     image = find_image(reference, options)
     if image.recipe and not image.sif.is_file():

@@ -54,7 +54,7 @@ def make_image(
     checks: list[Check] = []
 
     def check(image: Image, sif: Path) -> None:
-        checks.extend(verify(image, store, progress, sifs=[sif]))
+        checks[:] = verify(image, store, progress, sifs=[sif])  # once more where an export was repeated
 
     image, artifacts = build_and_export(
         resolved,

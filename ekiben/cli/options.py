@@ -67,7 +67,7 @@ class TaskCommand(Command):
             return args
         image, (more, task_args, is_ended) = rest[0], self._split(ctx, rest[1:])
         options += more
-        if not is_ended and "--" in task_args[1:]:
+        if not is_ended and self.name != "shell" and "--" in task_args[1:]:
             at = task_args.index("--", 1)
             with contextlib.suppress(click.UsageError):  # of the task's own
                 after_task, unknown, _ = self._split(ctx, task_args[1:at])
@@ -350,7 +350,8 @@ def published_file(context: Context, reference: str) -> str:
 
     if "/" in reference or reference.endswith(".sif"):
         return reference
-    if ":" not in reference and (reference in recipe_folders() or context.store.image(reference)):
+    is_recipe = reference in recipe_folders() or (Path(reference) / "recipe.yaml").is_file()
+    if ":" not in reference and (is_recipe or Path(reference).is_file() or context.store.image(reference)):
         return reference
     sif = published_sif(reference, context.settings.shared)
     return str(sif) if sif else reference

@@ -7,6 +7,7 @@ published under this name; NAME:VERSION is a published version, or a tag's.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from ekiben.core.errors import StoreError, UsageError, nearest
 from ekiben.core.inner_path import InnerPath
 from ekiben.images.published import VersionRecord, image_folders, read_records, tags
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, shipped_recipe
-from ekiben.spec.recipe import Recipe, find_recipe
+from ekiben.spec.recipe import Recipe, find_recipe, recipe_folders
 from ekiben.store.shared import IMAGES, open_shared
 
 CURRENT = "current"
@@ -56,9 +57,13 @@ def find_image(reference: str, options: ImageOptions) -> NamedImage:
     try:
         recipe = find_recipe(reference, options.included)
     except UsageError as error:
-        if _is_published(name, options.shared()):
-            return _published_image(name, "", options)
+        if reference in recipe_folders() or (Path(reference) / "recipe.yaml").is_file():
+            raise  # there is one, and something is wrong with it
         shared = options.shared()
+        if _is_published(name, shared):
+            return _published_image(name, "", options)
+        if Path(reference).is_file():
+            return _of_file(Path(reference), options)
         looked = f"; nothing is published as {name} in {shared}" if shared else ""
         raise UsageError(f"{str(error).removesuffix('.')}{looked}", hint=error.hint) from error
     return replace(_of_recipe(recipe, options), note=_note_of_both(name, options.shared()))
@@ -125,12 +130,14 @@ def _refuse_options(options: ImageOptions, reason: str) -> None:
 
 
 def _named_file(name: str, sif: Path, sha256: str = "") -> NamedImage:
+    shipped, note = None, ""
     try:
         shipped = shipped_recipe(sif)
     except ValueError as error:
-        raise UsageError(f"{sif}: /{RECIPE_FOLDER}/recipe.yaml {error}") from error
+        note = f"the tasks of {sif} are not known: /{RECIPE_FOLDER}/recipe.yaml {error}"
     tasks = {task: file.launch for task, file in shipped.tasks.items()} if shipped else None
-    return NamedImage(name=name or (shipped.name if shipped else sif.stem), sif=sif, tasks=tasks, sha256=sha256)
+    stem = re.sub(r"[^a-z0-9._-]+", "-", sif.stem.lower()).strip("-._") or "image"  # in names of jobs and folders
+    return NamedImage(name=name or (shipped.name if shipped else stem), sif=sif, tasks=tasks, sha256=sha256, note=note)
 
 
 # ------------------------------------------------------------------------------------------------- published
@@ -140,7 +147,9 @@ def _is_published(name: str, shared: Path | None) -> bool:
     """Return whether the shared folder has a version of this name."""
     if shared is None or not NAME.fullmatch(name):
         return False
-    return bool(read_records(open_shared(shared).folder / IMAGES / name)[0])
+    with contextlib.suppress(StoreError, OSError):  # it is not mounted, say: only who names a version needs it
+        return bool(read_records(open_shared(shared).folder / IMAGES / name)[0])
+    return False
 
 
 def _note_of_both(name: str, shared: Path | None) -> str:

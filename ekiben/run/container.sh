@@ -34,6 +34,13 @@ protect_caches() {
     )
     mkdir -m 700 -- "${TMPDIR:-/tmp}/ekiben-$(id -u)" 2>/dev/null # before a task makes it, as its umask has it
     for variable in $compiled_code; do
+        for prefix in APPTAINERENV_ SINGULARITYENV_; do
+            eval "folder=\${$prefix$variable:-}"
+            if [ -n "$folder" ] && { [ -e "$folder" ] || [ -L "$folder" ]; } && ! is_private_folder "$folder"; then
+                echo "$prefix$variable is not passed on: $folder can be written by others" >&2
+                unset "$prefix$variable"
+            fi
+        done
         eval "folder=\${$variable:-}"
         if [ -n "$folder" ]; then
             if { [ ! -e "$folder" ] && [ ! -L "$folder" ]; } || is_private_folder "$folder"; then continue; fi
@@ -48,10 +55,8 @@ protect_caches() {
     done
 }
 
-# Pass into the container of the runtime $1 what a task needs of this environment, byte for byte. What is set for
-# containers already stays, but for what breaks the programs of an image.
-pass_variables() {
-    for variable in $no_evaluation; do export "${variable?}"; done
+# Drop what a site sets for all containers and what breaks the programs of an image.
+drop_leaks() {
     for variable in $leaks; do
         for prefix in APPTAINERENV_ SINGULARITYENV_; do
             eval "[ -n \"\${$prefix$variable+set}\" ]" || continue
@@ -59,6 +64,12 @@ pass_variables() {
             unset "$prefix$variable"
         done
     done
+}
+
+# Pass into the container of the runtime $1 what a task needs of this environment, byte for byte. What is set for
+# containers already stays.
+pass_variables() {
+    for variable in $no_evaluation; do export "${variable?}"; done
     for variable in $(awk 'BEGIN { for (name in ENVIRON) print name }' | LC_ALL=C grep -Ex '[A-Za-z_][A-Za-z0-9_]*' |
         grep -Ex "$variables_passed"); do
         for prefix in APPTAINERENV_ SINGULARITYENV_; do

@@ -294,4 +294,9 @@ def protect_caches(environment: Mapping[str, str]) -> dict[str, str]:
             changed[name] = str(fresh / name)
             log_decision(name, changed[name], f"others can write to {folder or 'the default folder'}")
             (fresh / name).mkdir()
+        for set_inside in (f"APPTAINERENV_{name}", f"SINGULARITYENV_{name}"):  # which the runtime would take
+            value = environment.get(set_inside)
+            if value and os.path.lexists(value) and not is_private_folder(Path(value)):
+                log_decision(set_inside, "not passed on", f"others can write to {value}")
+                del changed[set_inside]
     return changed

@@ -110,6 +110,7 @@ esac
 runtime=$(find_runtime) ||
     fail "neither apptainer nor singularity is on PATH of $(uname -n): load a module that has one of them"
 protect_caches || fail "set TMPDIR to a folder of your own"
+drop_leaks
 pass_variables "$runtime"
 
 here=$(pwd -P)

@@ -29,7 +29,7 @@ _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_o
 LIBRARY = "ekiben_tasks"  # of the tasks, a package in entrypoints/
 LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
-_TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class RecipeFile:
                 "the recipe's own entrypoints/ ship complete"
             )
         for task, task_file in self.tasks.items():
-            if not _TASK.fullmatch(task):
+            if not TASK.fullmatch(task):
                 raise ValueError(f"tasks.{task}: a task is a command: letters, digits, '.', '_' and '-'")
             if "\n" in task_file.help:
                 raise ValueError(f"tasks.{task}.help: one line is wanted")

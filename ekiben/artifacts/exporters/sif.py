@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
-from ekiben.core.errors import StoreError, VerifyError
+from ekiben.core.errors import EngineError, StoreError, VerifyError
 from ekiben.core.files import digest_of
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition
@@ -41,6 +41,8 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
             except VerifyError:
                 progress.log(f"{target} {'is left as it was' if target.exists() else 'is not written'}")
                 raise
+            except OSError as error:  # not the file's: new_sif() would take it for that
+                raise EngineError(f"the tests of {target} cannot be run: {error}") from error
     return artifact
 
 

@@ -16,7 +16,8 @@ import click
 from ekiben.cli.context import Context
 from ekiben.cli.options import PathType, TextType, find_named, image_options, include_option, refuse_ignored
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import UsageError, nearest
+from ekiben.core.errors import EngineError, UsageError, nearest
+from ekiben.core.process import run
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.images import ImageOptions
@@ -186,10 +187,15 @@ def engines(asked: str = "auto") -> launch.Engines:
 
 
 def docker_image_id(name: str) -> str:
-    """Return the id of an image in the Docker daemon, "" where there is none. Raises EngineError."""
-    from ekiben.executors import docker  # late: its client
+    """Return the id of an image in Docker, "" where there is none. Raises EngineError.
 
-    return docker.image_id(name)
+    Asked of the program, which may have another daemon (a context, podman's docker) than docker-py finds.
+    """
+    done = run(["docker", "image", "inspect", "--format", "{{.Id}}", name], check=False)
+    if done.returncode and not any(text in done.stderr.lower() for text in ("no such image", "image not known")):
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise EngineError(f"docker: {lines[-1]}")
+    return done.stdout.strip() if not done.returncode else ""
 
 
 def _live_files(image: NamedImage) -> LiveFiles:

@@ -43,7 +43,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.formats.sif import is_sif
 from ekiben.images import ImageOptions, find_image
-from ekiben.run.image import NamedImage
+from ekiben.run.image import NamedImage, SifState
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
@@ -291,6 +291,14 @@ def _with_sha256(context: Context, image: NamedImage) -> NamedImage:
     return image
 
 
+def _with_recorded_sha256(image: NamedImage, state: SifState | None) -> NamedImage:
+    """Return an image with the checksum of a run's record, where its SIF is still that file."""
+    with contextlib.suppress(OSError):
+        if state and state.is_same(image.sif):
+            return replace(image, sha256=state.sha256)
+    return image
+
+
 def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: ImageOptions) -> planning.JobPlan:
     """Plan a run once more. Raises UsageError when its record has too little in it."""
     profile = find_site(str(before.record.site_path)) if before.record.site_path else None
@@ -302,9 +310,8 @@ def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: Im
     if recipe and not (recipe / "recipe.yaml").is_file():
         raise UsageError(f"{before.folder.name}: its recipe is no longer in {recipe}")
     image = find_image(f"{recipe}/", replace(options, sif=sif)) if recipe else find_image(str(sif), options)
-    state = before.record.sif_state
     return planning.plan(
-        replace(image, sha256=state.sha256 if state else ""),
+        _with_recorded_sha256(image, before.record.sif_state),
         argv,
         request,
         scheduler=before.record.scheduler,

@@ -61,6 +61,7 @@ run_node() {
     number=$(node_number "$1")
     cd "$work" || exit
     load_modules
+    drop_leaks
     # shellcheck source=/dev/null
     . "$run/environment" || exit
     runtime=$(find_runtime) ||

@@ -17,6 +17,7 @@ from ekiben.run.jobs._resources import choose_resources, option_of
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.schedulers import load
 from ekiben.run.site import Site
+from ekiben.spec.recipe import TASK
 
 SEED = "{seed}"
 
@@ -85,6 +86,11 @@ def plan(
         raise UsageError(f"--scheduler {scheduler}: {site.name} has {site.file.scheduler.kind}")
     tasks = _split(argv)
     launches = {image.launch_of(task[0]) for task in tasks}
+    if odd := next((task[0] for task in tasks if not TASK.fullmatch(task[0])), None):
+        raise UsageError(
+            f"'{odd}' is no task's name: letters, digits, '.', '_' and '-'",
+            hint="a program of the image is named without its folder, or is an argument: sh -c …",
+        )
     tasks = _insert_seeds(tasks, request.seeds)
     if "per-gpu" not in launches and (request.nodes > 1 or (request.processes_per_node or 1) > 1):
         raise UsageError(

@@ -201,14 +201,16 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
         if not is_set and name not in environment:
             raise UsageError(f"--env {name}: is not set here; --env {name}=VALUE")
         value = value if is_set else environment[name]
-        # For the task alone: it must not change the runtime outside, as PATH or LD_LIBRARY_PATH would. What a site's
-        # modules set for containers does not replace it.
-        kept |= {f"{prefix}{name}": value for prefix in ("APPTAINERENV_", "SINGULARITYENV_")}
+        # What is for the task alone must not change the runtime outside, as PATH or LD_LIBRARY_PATH would. And what a
+        # site's modules set for containers does not replace what is asked for here.
+        outside = ("",) if re.fullmatch(passes(), name) else ()
+        kept |= {f"{prefix}{name}": value for prefix in (*outside, "APPTAINERENV_", "SINGULARITYENV_")}
     return "".join(f"export {name}={quote(value)}\n" for name, value in sorted(kept.items()))
 
 
 _OF_A_JOB = {
     "CUDA_VISIBLE_DEVICES",
+    "EKIBEN_CPU",  # a login node has no GPU
     "TERM",
     "USER",
     "RANK",

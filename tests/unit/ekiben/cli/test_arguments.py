@@ -32,6 +32,7 @@ def arranged(command: str, line: str) -> list[str]:
         ("run", "--help", "--help"),
         ("shell", "hello -- git log -- file", "-- hello git log -- file"),
         ("shell", "hello python3 -c x", "-- hello python3 -c x"),
+        ("shell", "hello grep -- -x", "-- hello grep -- -x"),
         ("submit", "--nodes 2 hello train --x + merge --y", "--nodes 2 -- hello train --x + merge --y"),
         ("submit", "hello --nodes 2 -- train --x + merge", "--nodes 2 -- hello train --x + merge"),
         ("submit", "hello train --nodes 2 --time 1h --", "--nodes 2 --time 1h -- hello train"),

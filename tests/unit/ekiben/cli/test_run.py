@@ -42,12 +42,14 @@ def test_run_prints_its_command_or_an_error(run_cli: RunCli, tmp_path: Path) -> 
     tools = tmp_path / "bin"
     tools.mkdir()
     env = {"PATH": str(tools), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
-    write_program(tools / "docker", "#!/bin/sh\ntouch asked\n")
-    env["DOCKER_HOST"] = f"unix://{tmp_path}/none.sock"
+    write_program(tools / "docker", "#!/bin/sh\necho \"$@\" >>asked\necho 'no daemon answers' >&2\nexit 1\n")
     refused = run_cli("run", "--cpu", "hello", "hello", env=env, code=4).stderr
     assert "hello cannot be run here: neither apptainer nor singularity is on PATH; hello.sif is not there; " in refused
-    assert "none.sock" in refused
-    assert not (tmp_path / "asked").exists()
+    assert "docker: no daemon answers" in refused
+    write_program(tools / "docker", "#!/bin/sh\necho \"$@\" >>asked\necho 'Error: No such image: x' >&2\nexit 1\n")
+    assert "docker has no image ekiben/hello:latest" in run_cli("run", "--cpu", "hello", env=env, code=4).stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {" ".join(line.split()[:2]) for line in asked} == {"image inspect"}
     (tmp_path / "x.sif").touch()
     write_program(tools / "apptainer", "#!/bin/sh\n")
     shown = run_cli("run", "--cpu", "--dry-run", "--sif", "x.sif", "hello", "hello", env=env).stdout

@@ -81,7 +81,7 @@ def test_recipe_of_a_configured_folder(run_cli: RunCli, sample: SampleRecipe, tm
 
 def test_engines_and_runtimes_are_named_with_the_reason(run_cli: RunCli, tmp_path: Path) -> None:
     for name in ("docker", "apptainer"):
-        write_program(tmp_path / "bin" / name, "#!/bin/sh\n")
+        write_program(tmp_path / "bin" / name, "#!/bin/sh\necho an-id\n")
     env = {"PATH": str(tmp_path / "bin")}
     (tmp_path / "hello.sif").touch()
     lines = decisions(run_cli("-v", "run", "--dry-run", "hello", "hello", env=env).stderr)

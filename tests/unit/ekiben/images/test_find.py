@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.core.errors import StoreError, UsageError
+from ekiben.core.errors import DefinitionError, StoreError, UsageError
 from ekiben.images import ImageOptions, find_image, published_sif
 from ekiben.run.image import NamedImage, sif_state
 from support.published import Lab, version
@@ -123,6 +123,28 @@ def test_missing_image_is_an_error(find: Find, lab: Lab, reference: str, message
     os.mkfifo("pipe.sif")
     with pytest.raises(UsageError, match=message):
         find(reference)
+
+
+def test_recipe_that_is_wrong_is_no_published_image(find: Find, lab: Lab, tmp_path: Path) -> None:
+    lab.put()
+    wrong = Path(NAME)
+    wrong.mkdir()
+    (wrong / "recipe.yaml").write_text("name: [")
+    with pytest.raises(DefinitionError):
+        find(NAME)
+
+
+def test_file_of_any_name_has_a_name_for_jobs(find: Find) -> None:
+    for file, name in (("my image (1).sif", "my-image-1"), ("--x.sif", "x"), ("ä.sif", "image")):
+        Path(file).touch()
+        assert find(f"./{file}").name == name
+    Path("image.img").touch()
+    assert find("image.img").sif == Path("image.img")
+
+
+def test_shared_folder_that_is_gone_hides_no_other_error(find: Find, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no recipe 'helo'.*Did you mean 'hello'"):
+        find("helo", tmp_path / "nothing")
 
 
 def test_without_a_shared_folder(find: Find, tmp_path: Path) -> None:

@@ -58,6 +58,42 @@ def test_what_breaks_an_image_stays_outside(node: Node) -> None:
     assert not {"APPTAINERENV_PYTHONPATH", "SINGULARITYENV_LD_PRELOAD"} & node.environment.keys()
 
 
+def test_a_variable_of_the_request_is_passed_whatever_it_is(node: Node) -> None:
+    env = ("PYTHONPATH=/me/code", "MINE=1", "NCCL_DEBUG=INFO")
+    node.run(node.plan("train", env=env), APPTAINERENV_PYTHONPATH="/site", APPTAINERENV_NCCL_DEBUG="WARN")
+    values = {name: node.environment[f"APPTAINERENV_{name}"] for name in ("PYTHONPATH", "MINE", "NCCL_DEBUG")}
+    assert values == {"PYTHONPATH": "/me/code", "MINE": "1", "NCCL_DEBUG": "INFO"}
+    assert "PYTHONPATH" not in node.environment
+
+
+def test_an_unsafe_cache_of_the_request_is_replaced(node: Node) -> None:
+    shared = node.folder / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    output = node.run(node.plan("train", env=(f"TRITON_CACHE_DIR={shared}",)))
+    assert "can be written by others" in output
+    assert node.environment["APPTAINERENV_TRITON_CACHE_DIR"] != str(shared)
+    assert "/ekiben-cache-" in node.environment["APPTAINERENV_TRITON_CACHE_DIR"]
+
+
+def test_a_login_node_without_gpus_leaves_the_job_its_gpus(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = node.folder / "nvidiactl"
+    device.touch()
+    monkeypatch.setattr("ekiben.run.contract.GPU_DEVICE", str(device))
+    monkeypatch.setenv("EKIBEN_CPU", "1")
+    node.run(node.write(node.plan("train", gpus_per_node=1)))
+    assert b"--nv" in node.argv
+    node.run(node.write(node.plan("train", gpus_per_node=1, env=("EKIBEN_CPU=1",))))
+    assert b"--nv" not in node.argv
+
+
+def test_a_program_with_a_folder_in_its_name_is_no_task(node: Node) -> None:
+    foreign = replace(image_of_recipe(RECIPE, node.sif), tasks=None, recipe=None)
+    for word in ("./train.py", "../../x", "a b"):
+        with pytest.raises(UsageError, match="is no task's name"):
+            plan(foreign, [word], JobRequest(), scheduler="slurm", site=None, runs=node.work / "runs")
+
+
 # ------------------------------------------------------------------------------------------------------ arguments
 
 WORD = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")) | st.text(
@@ -455,7 +491,7 @@ def test_a_run_is_submitted_again_from_its_record(node: Node, run_cli: RunCli) -
         ("hello", "hello"): "the image, the task",
         ("--nodes", "2", "--time", "1h"): "--nodes, --time",
     }.items():
-        assert f"leave out {named}" in run_cli("submit", *extra, "--again", job.folder, code=2).stderr
+        assert f"leave out {named}" in run_cli("submit", "--again", job.folder, *extra, code=2).stderr
 
 
 def test_run_folder_that_cannot_be_written_is_removed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
