@@ -15,7 +15,7 @@ from pathlib import Path
 from ekiben.core.checked import NAME
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError, UsageError, nearest
-from ekiben.core.inner_path import InnerPath
+from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.images.published import VersionRecord, image_folders, read_records, tags
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, shipped_recipe
 from ekiben.spec.recipe import Recipe, find_recipe, recipe_folders
@@ -115,7 +115,7 @@ def _of_recipe(recipe: Recipe, options: ImageOptions) -> NamedImage:
 
 def _of_file(sif: Path, options: ImageOptions) -> NamedImage:
     _refuse_options(options, f"{sif} is a file")
-    return _named_file("", sif)
+    return _named_file(sif)
 
 
 def _refuse_options(options: ImageOptions, reason: str) -> None:
@@ -129,15 +129,16 @@ def _refuse_options(options: ImageOptions, reason: str) -> None:
             raise UsageError(f"{option} is for a recipe's image, and {reason}")
 
 
-def _named_file(name: str, sif: Path, sha256: str = "") -> NamedImage:
-    shipped, note = None, ""
+def _named_file(sif: AnyPath) -> NamedImage:
+    """Return the image of a SIF, which a runtime opens by its path."""
+    shipped, note, path = None, "", sif.path if isinstance(sif, InnerPath) else sif
     try:
         shipped = shipped_recipe(sif)
     except ValueError as error:
         note = f"the tasks of {sif} are not known: /{RECIPE_FOLDER}/recipe.yaml {error}"
     tasks = {task: file.launch for task, file in shipped.tasks.items()} if shipped else None
-    stem = re.sub(r"[^a-z0-9._-]+", "-", sif.stem.lower()).strip("-._") or "image"  # in names of jobs and folders
-    return NamedImage(name=name or (shipped.name if shipped else stem), sif=sif, tasks=tasks, sha256=sha256, note=note)
+    stem = re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).strip("-._") or "image"  # in names of jobs and folders
+    return NamedImage(name=shipped.name if shipped else stem, sif=path, tasks=tasks, note=note)
 
 
 # ------------------------------------------------------------------------------------------------- published
@@ -178,9 +179,9 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
         known = [item.name for item in image_folders(folder)]
         raise UsageError(f"nothing is published as {name} in {shared}." + nearest(name, known))
     record = _version_of(name, version or CURRENT, records, tags(folder / IMAGES / name))
-    sif = (folder / IMAGES / name / record.file).path
+    sif = folder / IMAGES / name / record.file
     log_decision(f"image {name}", sif, f"published {record.published} in {shared}")
-    return _named_file(name, sif, record.sha256)
+    return replace(_named_file(sif), name=name, sha256=record.sha256)
 
 
 def _version_of(name: str, version: str, records: list[VersionRecord], links: dict[str, str]) -> VersionRecord:

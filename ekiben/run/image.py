@@ -11,6 +11,7 @@ from pathlib import Path
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError, nearest
 from ekiben.core.files import digest_of, open_regular
+from ekiben.core.inner_path import AnyPath
 from ekiben.formats.sif import read_sif
 from ekiben.spec.recipe import Recipe, ShippedRecipe
 
@@ -88,13 +89,13 @@ def sif_state(path: Path, sha256: str = "") -> SifState:
     return SifState(" ".join([str(status.st_size), *times, str(status.st_ino)]), header, sha256)
 
 
-def shipped_recipe(sif: Path) -> ShippedRecipe | None:
+def shipped_recipe(sif: AnyPath) -> ShippedRecipe | None:
     """Return the recipe in an image, None for one of another builder. Raises ValueError when recipe.yaml is broken."""
     text = read_in_sif(sif, f"{RECIPE_FOLDER}/recipe.yaml")
     return None if text is None else ShippedRecipe.parse(text)
 
 
-def read_in_sif(sif: Path, path: str) -> bytes | None:
+def read_in_sif(sif: AnyPath, path: str) -> bytes | None:
     """Return a file of an image; None when it has none, or is of a kind that only runtimes read."""
     from ekiben.formats.squashfs import SquashfsReader  # late: its compressors
 

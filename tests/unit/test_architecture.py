@@ -103,9 +103,15 @@ def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monke
 
 # What works in a folder that other users may write, and the calls by path that are left there: FILE FUNCTION CALL → why
 # it is safe.
-SHARED_FOLDER = ("ekiben/publish/", "ekiben/store/", "ekiben/core/owner.py")
+SHARED_FOLDER = ("ekiben/images/", "ekiben/publish/", "ekiben/store/", "ekiben/core/owner.py")
 BY_PATH = {
     "core/owner.py is_abandoned Path('/proc', pid).exists": "a process",
+    "images/find.py _at_path (path / 'recipe.yaml').is_file": "the path that you name",
+    "images/find.py _at_path path.exists": "the path that you name",
+    "images/find.py _at_path path.is_dir": "the path that you name",
+    "images/find.py _at_path path.is_file": "the path that you name",
+    "images/find.py find_image (Path(reference) / 'recipe.yaml').is_file": "a folder here that you name",
+    "images/find.py find_image Path(reference).is_file": "a file here that you name",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "publish/catalog/runs.py import_runs folder.exists": "your folders of results",
     "publish/catalog/runs.py _find folder.is_dir": "your folders of results",
