@@ -166,7 +166,7 @@ def test_sif_is_copied_once_to_each_nodes_disk(slurm: Submitter) -> None:
     ]
     for run in runs:
         assert slurm.wait(run)["1-fake"]["state"] == "done", slurm.log(run)
-    staged = [path.name for path in local.glob("ekiben-*/*") if not path.name.endswith(".lock")]
+    staged = [path.name for path in local.glob("ekiben-*/*.sif")]
     assert len(staged) == 1
     assert staged[0].startswith("fake-")
 
