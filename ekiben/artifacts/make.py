@@ -48,13 +48,14 @@ def make_image(
 ) -> BuiltImage:
     """Build what is missing as ``actions`` say (by default plan()'s), export it, and run the tests in each export.
 
-    A new SIF takes the place of the one that is there when it has passed. Raises VerifyError when a test fails, and
+    A new SIF, and an engine's image, takes the name of the one that is there when it has passed. Raises VerifyError when a test fails, and
     what build_and_export() raises.
     """
-    checks: list[Check] = []
+    checks: dict[str, list[Check]] = {}
 
-    def check(image: Image, sif: Path) -> None:
-        checks[:] = verify(image, store, progress, sifs=[sif])  # once more where an export was repeated
+    def check(image: Image, artifact: Artifact) -> None:
+        sifs, loaded = ([Path(artifact.ref)], []) if artifact.kind == "sif" else ([], [artifact.kind])
+        checks[artifact.kind] = verify(image, store, progress, sifs=sifs, loaded=loaded)
 
     image, artifacts = build_and_export(
         resolved,
@@ -68,9 +69,6 @@ def make_image(
             squash=request.squash, with_sha256=request.verify, check=check if request.verify else None
         ),
     )
-    if request.verify:
-        unchanged = [Path(item.ref) for item in artifacts if item.kind == "sif" and not item.created]
-        loaded = [item.kind for item in artifacts if item.kind in ("docker", "podman")]
-        if unchanged or loaded or not any(item.kind == "sif" for item in artifacts):
-            checks += verify(image, store, progress, sifs=unchanged, loaded=loaded)
-    return BuiltImage(image, artifacts, checks)
+    if request.verify and not checks:  # an archive, which nothing here runs
+        checks["stored"] = verify(image, store, progress)
+    return BuiltImage(image, artifacts, [item for found in checks.values() for item in found])

@@ -98,16 +98,34 @@ def image_id(name: str) -> str:
         return ""
 
 
-def load_image(config: bytes, layers: Sequence[oci.LayerSource], name: str) -> str:
-    """Bring an image into the daemon under ``name``; layers it has are not sent. Returns the image id."""
+def tag(image_id: str, name: str) -> None:
+    """Let ``name`` be the image with this id."""
+    repository, _, version = name.rpartition(":")
+    client().api.tag(image_id, repository, version)
+
+
+def untag(name: str) -> None:
+    """Remove a name, and with its last one the image. Raises EngineError."""
+    from docker.errors import APIError
+
+    try:
+        client().api.remove_image(name)
+    except APIError as error:
+        raise EngineError(f"{name} cannot be removed: {error.explanation or error}") from error
+
+
+def load_image(config: bytes, layers: Sequence[oci.LayerSource], name: str, *, like: str = "") -> str:
+    """Bring an image into the daemon under ``name``, and return its id; layers it has are not sent.
+
+    ``like``: the name of an image that is likely to have most of them, by default ``name``.
+    """
     expected = oci.digest_of(config)
     if image_id(name) == expected:
         return expected
     if image_id(expected) == expected:
-        repository, _, tag = name.rpartition(":")
-        client().api.tag(expected, repository, tag)
+        tag(expected, name)
         return expected
-    present = _present([layer.diff_id for layer in layers], name)
+    present = _present([layer.diff_id for layer in layers], like or name)
     for leave_out in ([present] if present else []) + [set[str]()]:
         message = _load(oci.archive(config, layers, name, leave_out=leave_out))
         if image_id(name) == expected:

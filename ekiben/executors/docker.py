@@ -18,7 +18,7 @@ from ekiben.core.mounts import is_ambiguous
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process_name import has_ended, is_of_this_boot, process_name
 from ekiben.executors import OWNER, TAR, Changes, Job, JobFailed, check_tools, shared_packages
-from ekiben.executors._docker_daemon import client, image_id, load_image, unavailable
+from ekiben.executors._docker_daemon import client, image_id, load_image, tag, unavailable, untag
 from ekiben.formats import oci
 from ekiben.formats.changeset import is_excluded
 from ekiben.formats.layer import decode_name, encode_name, sort_key
@@ -31,9 +31,11 @@ __all__ = [
     "load_image",
     "remove_abandoned",
     "remove_cached_images",
+    "tag",
     "try_image",
     "try_run",
     "unavailable",
+    "untag",
 ]
 PREFERENCE = 40
 LAYER_IMAGES = "ekiben/layer"

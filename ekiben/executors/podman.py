@@ -206,9 +206,21 @@ def image_id(name: str) -> str:
     return f"sha256:{id}" if inspection.returncode == 0 and id else ""
 
 
-def load(config: bytes, layers: Sequence[oci.LayerSource], name: str, scratch: Path) -> None:
-    """Load the image into podman's storage. Raises EngineError, StoreError."""
-    known = _podman("image", "inspect", "--format", "{{json .RootFS.Layers}}", name, check=False)
+def tag(image_id: str, name: str) -> None:
+    """Let ``name`` be the image with this id. Raises EngineError."""
+    _podman("tag", image_id.removeprefix("sha256:"), name)
+
+
+def untag(name: str) -> None:
+    """Remove a name, and with its last one the image. Raises EngineError."""
+    _podman("rmi", name)
+
+
+def load(config: bytes, layers: Sequence[oci.LayerSource], name: str, scratch: Path, *, like: str = "") -> None:
+    """Load the image into podman's storage under ``name``; ``like``: an image that is likely to have most of its
+    layers. Raises EngineError, StoreError.
+    """
+    known = _podman("image", "inspect", "--format", "{{json .RootFS.Layers}}", like or name, check=False)
     layers_known = parse_json(known.stdout) if known.returncode == 0 else None
     present = set(filter(is_digest, layers_known)) if isinstance(layers_known, list) else set()
     _pull(config, layers, name, present, scratch)
@@ -265,8 +277,8 @@ def _pull(config: bytes, layers: Sequence[oci.LayerSource], name: str, present: 
     pull(_argv("pull"), config, layers, name, present=present, scratch=scratch, env=_environment())
     image = oci.digest_of(config).removeprefix("sha256:")
     _podman("tag", image, name)
-    for tag in ("latest", name.rpartition(":")[2]):
-        _podman("untag", image, f"localhost/layers:{tag}", check=False)
+    for version in ("latest", name.rpartition(":")[2]):
+        _podman("untag", image, f"localhost/layers:{version}", check=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- the program

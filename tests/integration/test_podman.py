@@ -180,3 +180,37 @@ def test_layers_are_removed(
     assert len(asked(someone, *kept)) == 1
     someone.run("--store", store, "prune", "--engines", cwd=here)
     assert asked(someone, *kept) == []
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_image_gets_its_name_when_its_tests_have_passed(
+    engine: str, cli: Cli, recipe_folder: RecipeFolder, new_store: NewStore, workspace: Workspace
+) -> None:
+    need(engine)
+    store, here, name = new_store(ME, "base", "python"), workspace.folder("here"), f"ekiben/{recipe_folder.path.name}"
+
+    def known() -> list[str]:
+        form = "{{.Tag}} {{.ID}}"
+        done = subprocess.run(
+            [engine, "images", "--no-trunc", "--format", form, name], capture_output=True, text=True, check=True
+        )
+        return done.stdout.splitlines()
+
+    def build(test: str) -> subprocess.CompletedProcess[str]:
+        recipe_folder.top("python", test)
+        argv = ("--store", store, "image", recipe_folder.path, "--format", engine, "--json")
+        return cli.run(*argv, cwd=here, code=None)
+
+    subprocess.run([engine, "rmi", f"{name}:latest"], capture_output=True, check=False)  # of another test
+    refused = build("exit 3")
+    assert refused.returncode, refused.stdout
+    assert f"{name}:latest is not made" in refused.stderr
+    assert known() == []
+    made = json.loads(build("true").stdout)
+    assert known() == [f"latest {made['image']}"]
+    refused = build("exit 4")
+    assert "exit code 1" in refused.stderr
+    assert f"{name}:latest is left as it was" in refused.stderr
+    assert known() == [f"latest {made['image']}"]
+    subprocess.run([engine, "rmi", f"{name}:latest"], capture_output=True, check=True)

@@ -38,12 +38,13 @@ class ExportOptions:
     """How an image is exported.
 
     ``squash``: one partition instead of one per layer; ``with_sha256``: a file's digest is needed afterwards;
-    ``check``: tests a new file, at the path given, before it takes the place of the one that is there.
+    ``check``: tests the image of an artifact (a SIF at the path given), and raises VerifyError: what is new gets its
+    name when it has passed.
     """
 
     squash: bool = False
     with_sha256: bool = False
-    check: Callable[[Image, Path], None] | None = None
+    check: Callable[[Image, Artifact], None] | None = None
 
 
 class Exporter(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.artifacts.load import Engine, load_image
 from ekiben.core.decisions import log_decision
 from ekiben.core.progress import Progress
 from ekiben.executors import docker as daemon
@@ -32,19 +33,16 @@ def unavailable() -> str | None:
 
 
 def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
-    """Load the image into the daemon."""
-    with progress.step(f"load {image.tag}"):
-        return load_docker(image, store)
+    """Load the image into the daemon, where its id is the digest of its config. Layers the daemon has are not sent."""
+
+    def load(tag: str) -> None:
+        with progress.step(f"load {image.tag}"):
+            daemon.load_image(image.config, bind_layers(store, image.layers), tag, like=image.tag)
+
+    return load_image("docker", image, Engine(daemon.image_id, load, daemon.tag, daemon.untag), options, progress)
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
     """Return the command that runs it, with all GPUs where this machine has some."""
     return [docker_line(artifact.ref, task, gpu_args=container_gpus.docker_args() if has_gpu() else ())]
 
-
-def load_docker(image: Image, store: Store) -> Artifact:
-    """Load the image into the daemon, where its id is the digest of its config. Layers the daemon has are not sent."""
-    if daemon.image_id(image.tag) == image.image_id:
-        return Artifact("docker", image.tag, image.size, False)
-    daemon.load_image(image.config, bind_layers(store, image.layers), image.tag)
-    return Artifact("docker", image.tag, image.size, True)

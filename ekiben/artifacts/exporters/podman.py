@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.artifacts.load import Engine, load_image
 from ekiben.core.progress import Progress
 from ekiben.executors import podman
 from ekiben.gpu.devices import has_gpu
@@ -28,13 +29,13 @@ def unavailable() -> str | None:
 
 def export(image: Image, store: Store, target: Path, options: ExportOptions, progress: Progress) -> Artifact:
     """Load the image into podman's storage, where its id is the digest of its config."""
-    if podman.image_id(image.tag) == image.image_id:
-        return Artifact("podman", image.tag, image.size, False)
-    with progress.step(f"load {image.tag}"):
-        store.open_for_writing()
-        with store.staging() as scratch:
-            podman.load(image.config, bind_layers(store, image.layers), image.tag, scratch)
-    return Artifact("podman", image.tag, image.size, True)
+
+    def load(tag: str) -> None:
+        with progress.step(f"load {image.tag}"), store.staging() as scratch:
+            podman.load(image.config, bind_layers(store, image.layers), tag, scratch, like=image.tag)
+
+    store.open_for_writing()
+    return load_image("podman", image, Engine(podman.image_id, load, podman.tag, podman.untag), options, progress)
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:

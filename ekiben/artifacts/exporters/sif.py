@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
@@ -35,11 +36,12 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
     with contextlib.ExitStack() as stack:
         with progress.step(f"write {target}", total=image.size):
             artifact, path = stack.enter_context(making_sif(image, store, target, options, progress.count))
-        if options.check and artifact.created:
+        if options.check:
             try:
-                options.check(image, path)
+                options.check(image, replace(artifact, ref=str(path)))
             except VerifyError:
-                progress.log(f"{target} {'is left as it was' if target.exists() else 'is not written'}")
+                if artifact.created:
+                    progress.log(f"{target} {'is left as it was' if target.exists() else 'is not written'}")
                 raise
             except OSError as error:  # not the file's: new_sif() would take it for that
                 raise EngineError(f"the tests of {target} cannot be run: {error}") from error

@@ -1,0 +1,52 @@
+"""Load an image into an engine that keeps images: it gets its name when its tests have passed there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ekiben.artifacts.exporters import Artifact, ExportOptions
+from ekiben.core.errors import EngineError, VerifyError
+from ekiben.core.progress import Progress
+from ekiben.store import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What is done with an engine's images: their ids by tag ("" where there is none); ``load`` brings the image there
+    under a tag; ``tag`` gives an id a tag; ``untag`` removes a tag, and with its last one the image.
+    """
+
+    image_id: Callable[[str], str]
+    load: Callable[[str], None]
+    tag: Callable[[str, str], None]
+    untag: Callable[[str], None]
+
+
+def load_image(kind: str, image: Image, engine: Engine, options: ExportOptions, progress: Progress) -> Artifact:
+    """Load the image and test it as ``options`` say. Until it has passed, ``image.tag`` stays what it was.
+
+    Raises VerifyError when a test fails, EngineError.
+    """
+    if engine.image_id(image.tag) == image.image_id:
+        known = Artifact(kind, image.tag, image.size, False)
+        if options.check:
+            options.check(image, known)
+        return known
+    artifact = Artifact(kind, image.tag, image.size, True)
+    if not options.check:
+        engine.load(image.tag)
+        return artifact
+    untested = f"{image.tag.rpartition(':')[0]}:untested-{image.image_id.removeprefix('sha256:')[:12]}"
+    engine.load(untested)
+    try:
+        options.check(image, artifact)
+        engine.tag(image.image_id, image.tag)
+    except VerifyError:
+        progress.log(f"{image.tag} {'is left as it was' if engine.image_id(image.tag) else 'is not made'}")
+        raise
+    finally:
+        with contextlib.suppress(EngineError):  # another build of the same image did it
+            engine.untag(untested)
+    return artifact
