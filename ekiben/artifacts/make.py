@@ -48,8 +48,8 @@ def make_image(
 ) -> BuiltImage:
     """Build what is missing as ``actions`` say (by default plan()'s), export it, and run the tests in each export.
 
-    A new SIF, and an engine's image, takes the name of the one that is there when it has passed. Raises VerifyError when a test fails, and
-    what build_and_export() raises.
+    A new SIF, and an engine's image, takes the name of the one that is there when it has passed. Raises VerifyError
+    when a test fails, and what build_and_export() raises.
     """
     checks: dict[str, list[Check]] = {}
 
@@ -71,4 +71,4 @@ def make_image(
     )
     if request.verify and not checks:  # an archive, which nothing here runs
         checks["stored"] = verify(image, store, progress)
-    return BuiltImage(image, artifacts, [item for found in checks.values() for item in found])
+    return BuiltImage(image, artifacts, [item for passed in checks.values() for item in passed])

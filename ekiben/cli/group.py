@@ -31,7 +31,19 @@ from ekiben.core.errors import EkibenError, UsageError, nearest
 from ekiben.core.printable import printable
 
 SECTIONS = {
-    "Build and run": ("init", "image", "plan", "run", "shell", "notebook", "doctor", "render", "bundle", "wheels"),
+    "Build and run": (
+        "init",
+        "image",
+        "plan",
+        "run",
+        "exec",
+        "shell",
+        "notebook",
+        "doctor",
+        "render",
+        "bundle",
+        "wheels",
+    ),
     "Share": ("publish", "catalog", "push", "pull"),
     "Inspect": ("list", "inspect", "diff", "sbom", "verify"),
     "Jobs": ("submit", "status", "logs", "cancel"),

@@ -8,7 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,7 +67,7 @@ class TaskCommand(Command):
             return args
         image, (more, task_args, is_ended) = rest[0], self._split(ctx, rest[1:])
         options += more
-        if not is_ended and self.name != "shell" and "--" in task_args[1:]:
+        if not is_ended and self.name not in ("shell", "exec") and "--" in task_args[1:]:
             at = task_args.index("--", 1)
             with contextlib.suppress(click.UsageError):  # of the task's own
                 after_task, unknown, _ = self._split(ctx, task_args[1:at])
@@ -301,9 +301,9 @@ class RecipeOptions:
     """What the command line asks for beside the recipe's name. ``arguments`` are those of definition files; ``layers``
     are put on the recipe's; ``included`` are files and folders elsewhere that it may use."""
 
-    stack: str | None
-    gpu_arch: str | None
-    arguments: Mapping[str, str]
+    stack: str | None = None
+    gpu_arch: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
     layers: tuple[str, ...] = ()
     arch: str | None = None
     included: tuple[Path, ...] = ()

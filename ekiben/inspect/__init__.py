@@ -6,6 +6,7 @@ text           Both of these for a terminal.
 sbom           Its SBOM, CycloneDX.
 licenses       Licences of packages as SPDX has them.
 image_reader   Its layers, files and packages.
+metadata       Of which recipe and layers it says that it is.
 """
 
-__all__ = ["describe", "diff", "image_reader", "licenses", "sbom", "text"]
+__all__ = ["describe", "diff", "image_reader", "licenses", "metadata", "sbom", "text"]

@@ -1,13 +1,10 @@
-"""Read the JSON that this package finds: records of images in a store, of published images, and what an image says of
-itself.
-"""
+"""Read the JSON that this package finds: records of images in a store, and of published images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ekiben.core.checked import Fields, parse_json, read_regular
 from ekiben.core.environment import host_arch
@@ -110,56 +107,3 @@ def published_layers(path: Path) -> tuple[Path, list[StoredLayer]]:
         raise UsageError(
             f"{path} cannot be read: {reason}", hint="name the .json beside a published .sif, or the .sif"
         ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledWheel:
-    """A wheel that a build stage made: of a repository's ``commit``, or of the source distribution ``name``
-    ``version``, one of ``sha256``; of neither where all of them are "". ``data`` is the whole entry."""
-
-    package: str
-    repository: str
-    commit: str
-    name: str
-    version: str
-    sha256: tuple[str, ...]
-    data: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, entry: Fields) -> CompiledWheel:
-        """Parse the fields. Raises ValueError for what is wrong."""
-        source = entry.object("source")
-        from_index = bool(source.data) and "commit" not in source
-        return cls(
-            package=entry.text("package"),
-            repository=source.text("repository", ""),
-            commit=source.text("commit", ""),
-            name=source.text("name") if from_index else "",
-            version=source.text("version") if from_index else "",
-            sha256=tuple(source.strings("sha256")) if from_index else (),
-            data=entry.data,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ImageMetadata:
-    """/opt/ekiben/image.json of an image, as ekiben.resolve wrote it: ``layers`` are (name, cache_key), without the
-    last one.
-    """
-
-    recipe: str
-    stack: str
-    layers: list[tuple[str, str]]
-    compiled: list[CompiledWheel]
-
-    @classmethod
-    def parse(cls, data: bytes) -> ImageMetadata:
-        """Parse the fields. Raises ValueError for what is wrong."""
-        fields = Fields.of(parse_json(data))
-        compiled = fields.objects("compiled") if "compiled" in fields else []
-        return cls(
-            fields.text("recipe"),
-            fields.text("stack"),
-            [(layer.text("name"), layer.text("cache_key", "")) for layer in fields.objects("layers")],
-            [CompiledWheel.parse(item) for item in compiled if item.data.keys() >= {"package", "source", "cache_key"}],
-        )

@@ -23,7 +23,8 @@ from ekiben.formats.layer import Entry
 from ekiben.formats.sif import USERS, SifInfo, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.users import users_partition
-from ekiben.inspect._records import ImageMetadata, stored_image
+from ekiben.inspect._records import stored_image
+from ekiben.inspect.metadata import IMAGE_METADATA, ImageMetadata
 from ekiben.packages.installed import DPKG_STATUS, distribution_at, dpkg_records, plain_name
 from ekiben.store import Store, StoredLayer
 
@@ -146,7 +147,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
         for match in _EXPORT.finditer(text.decode(errors="replace"))
     }
     with contextlib.suppress(ValueError):  # one of ours says what its layers are called
-        metadata = ImageMetadata.parse(image.read("opt/ekiben/image.json") or b"")
+        metadata = ImageMetadata.parse(image.read(IMAGE_METADATA) or b"")
         names = [name for name, _ in metadata.layers] + [metadata.recipe]
         if len(names) == len(layers):
             layers = [

@@ -48,7 +48,7 @@ from ekiben.formats.layer import write_entries
 from ekiben.formats.sif import read_sif, sif_header
 from ekiben.formats.tar import DigestWriter
 from ekiben.formats.users import users_partition
-from ekiben.inspect._records import CompiledWheel, ImageMetadata, published_layers
+from ekiben.inspect._records import published_layers
 from ekiben.inspect.image_reader import (
     DebianPackage,
     ImageReader,
@@ -63,6 +63,7 @@ from ekiben.inspect.image_reader import (
     tree_of,
 )
 from ekiben.inspect.licenses import debian_licenses, is_id, is_license_expression, python_licenses
+from ekiben.inspect.metadata import IMAGE_METADATA, CompiledWheel, ImageMetadata
 from ekiben.packages.installed import DPKG_STATUS, plain_name
 from ekiben.spec.stack import read_pins
 from ekiben.store import Image, Store, StoredLayer
@@ -153,7 +154,7 @@ def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
         return (read_file(image, tree, path) or b"").decode("utf-8", "surrogateescape")
 
     try:
-        metadata = ImageMetadata.parse(read_file(image, tree, "opt/ekiben/image.json") or b"")
+        metadata = ImageMetadata.parse(read_file(image, tree, IMAGE_METADATA) or b"")
         labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
         exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
         release = shlex.split(text("etc/os-release"), comments=True)

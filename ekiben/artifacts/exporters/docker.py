@@ -45,4 +45,3 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 def run_commands(artifact: Artifact, task: str) -> list[str]:
     """Return the command that runs it, with all GPUs where this machine has some."""
     return [docker_line(artifact.ref, task, gpu_args=container_gpus.docker_args() if has_gpu() else ())]
-

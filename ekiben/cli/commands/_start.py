@@ -14,10 +14,18 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import PathType, TextType, find_named, image_options, include_option, refuse_ignored
+from ekiben.cli.options import (
+    PathType,
+    RecipeOptions,
+    TextType,
+    find_named,
+    image_options,
+    include_option,
+    refuse_ignored,
+)
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
-from ekiben.core.process import run
+from ekiben.core.process import run, which
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
 from ekiben.images import ImageOptions
@@ -28,6 +36,8 @@ from ekiben.run.image import NamedImage
 from ekiben.run.live import VARIABLE, LiveFiles, live_files
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import find_stack
+
+_SHOWN = 4  # edited files that a message names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +53,7 @@ class StartOptions:
     binds: tuple[Path, ...]
     copy_local: bool
     live: bool
+    build: bool
     force: bool
     dry_run: bool
 
@@ -94,6 +105,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option(
         "--live", is_flag=True, help="Use the recipe's scripts as they are here, not the image's; run.json records it."
     ),
+    click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it."),
     click.option("--force", is_flag=True, help="Run it even where doctor says that it will fail."),
     click.option("--dry-run", is_flag=True, help="Print the command, run nothing."),
 )
@@ -120,6 +132,69 @@ def named_image(context: Context, reference: str, start: StartOptions, added_lay
     if image.recipe:
         _check_names(image.recipe, start)
     return image
+
+
+def build_or_compare(context: Context, image: NamedImage, start: StartOptions) -> None:
+    """Build a recipe's image with --build; else say what was edited since it was built.
+
+    Raises UsageError where there is nothing to build, EngineError where nothing here runs the image.
+    """
+    if start.build:
+        refuse_ignored("runs nothing, and --build builds an image; leave one of them out", "dry_run")
+        refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
+        build_image(context, RecipeOptions(start.stack), buildable(image), export_format(start))
+    elif image.recipe and start.sif is None:
+        warn_of_edits(context, image, _choose_target(image, start), stack=start.stack, live=start.live)
+
+
+def buildable(image: NamedImage) -> Recipe:
+    """Return the recipe of an image. Raises UsageError where it has none here, and --build has nothing to build."""
+    if image.recipe is None:
+        raise UsageError(f"--build is for a recipe's image, and {image.name} has no recipe here")
+    return image.recipe
+
+
+def build_image(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool = True) -> None:
+    """Build the image where a layer is missing, and write its file or load it where that is not the present one."""
+    from ekiben.artifacts.make import BuildRequest
+    from ekiben.cli.commands.image import ImageRequest, build_recipe
+
+    request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify))
+    result = build_recipe(context, options, options.resolve(recipe), request)
+    for line in result.to_lines():
+        if not line.startswith("run "):  # of the recipe's tasks
+            context.log(line)
+
+
+def export_format(start: StartOptions) -> str:
+    """Return the format of the image that will be started: sif, docker, or the one of an engine that keeps images."""
+    if start.sif is not None or start.runtime in launch.OF_SIF:
+        return "sif"
+    if start.runtime != "auto":
+        return start.runtime
+    return "sif" if which(*launch.OF_SIF) else "docker"
+
+
+def warn_of_edits(
+    context: Context, image: NamedImage, target: launch.Target, *, stack: str | None = None, live: bool = False
+) -> None:
+    """Say that an image lacks edits of its recipe. With ``live`` the recipe's own files are not the image's."""
+    if image.recipe is None:
+        return
+    from ekiben.artifacts.recipe_state import state_in_engine, state_of_sif  # late: what resolves recipes
+
+    if target.takes_sif:
+        state = state_of_sif(Path(target.image), image.recipe, stack)
+    else:
+        state = state_in_engine(target.image, image.name, image.recipe, context.store, stack)
+    changed = [*(() if live else state.files), *state.below]
+    if changed:
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        shown = target.image if target.takes_sif else image.tag
+        context.log(
+            f"warning: {shown} was built before an edit of {', '.join(changed[:_SHOWN])}{more}: "
+            f"--build, or {image.build_hint}, makes it anew"
+        )
 
 
 def start_image(

@@ -19,7 +19,14 @@ import socket
 
 import click
 
-from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
+from ekiben.cli.commands._start import (
+    StartOptions,
+    build_image,
+    export_format,
+    named_image,
+    start_image,
+    start_options,
+)
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
@@ -32,9 +39,6 @@ from ekiben.cli.options import (
 )
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
-from ekiben.core.process import which
-from ekiben.run.launch import OF_SIF
-from ekiben.spec.recipe import Recipe
 
 LAYER = "notebook"
 _PORTS = range(8888, 8988)
@@ -83,13 +87,13 @@ def command(
             f"{recipe} is no recipe, and JupyterLab is a layer on a recipe's",
             hint=f"{command_name()} shell {recipe}, where the image has a notebook of its own",
         )
-    kind = _export_format(start)
+    kind = export_format(start)
     if start.sif is not None:
         refuse_ignored(
             "is for building the image, and --sif names one", "no_start", "no_verify", "gpu_arch", "arguments"
         )
     elif not start.dry_run:
-        _build(
+        build_image(
             context,
             RecipeOptions(start.stack, gpu_arch, bind_arguments(arguments)),
             image.recipe,
@@ -105,27 +109,6 @@ def command(
     address = socket.gethostname() if ip == _ANY else ip
     argv = ["ekiben-notebook", f"--port={port}", f"--ip={_ANY if publish else ip}", f"--address={address}"]
     start_image(context, image, argv, start, executes=True, publish=publish)
-
-
-def _export_format(start: StartOptions) -> str:
-    """Return the format of the image that will be started: sif, docker, or the one of an engine that keeps images."""
-    if start.sif is not None or start.runtime in OF_SIF:
-        return "sif"
-    if start.runtime != "auto":
-        return start.runtime
-    return "sif" if which(*OF_SIF) else "docker"
-
-
-def _build(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool) -> None:
-    """Build the image where a layer is missing, and write its file or load it where that is not the present one."""
-    from ekiben.artifacts.make import BuildRequest
-    from ekiben.cli.commands.image import ImageRequest, build_recipe
-
-    request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify))
-    result = build_recipe(context, options, options.resolve(recipe), request)
-    for line in result.to_lines():
-        if not line.startswith("run "):  # of the recipe's tasks
-            context.log(line)
 
 
 def _choose_port(ip: str, asked: int | None) -> int:

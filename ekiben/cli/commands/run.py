@@ -10,6 +10,7 @@ Examples:
   ekiben run lora-opencalm train --smoke
   ekiben run --copy-local lora-opencalm train --data=/groups/mine/talk.jsonl --output=/scratch/me/run
   ekiben run --live lora-opencalm train --smoke     (edited scripts, no new image)
+  ekiben run --build lora-opencalm train --smoke    (build and test what was edited first)
   ekiben run --cpu hello
   ekiben run --runtime podman hello
   ekiben run other.sif train --smoke
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import click
 
-from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
+from ekiben.cli.commands._start import StartOptions, build_or_compare, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import RecipeType, TaskCommand
 
@@ -35,4 +36,5 @@ def command(context: Context, /, image: str, argv: tuple[str, ...], start: Start
     named = named_image(context, image, start)
     if argv:
         named.launch_of(argv[0])
+    build_or_compare(context, named, start)
     start_image(context, named, argv, start, executes=False)

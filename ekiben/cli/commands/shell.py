@@ -1,7 +1,7 @@
 """Open a shell in an image.
 
 As `run` does it: the same folders, environment and GPUs. The tasks are commands there; leave with exit. PROGRAM runs in
-place of the shell; what follows it is the program's.
+place of the shell; what follows it is the program's. (`ekiben exec` is for programs alone.)
 
 \b
 Examples:
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import click
 
-from ekiben.cli.commands._start import StartOptions, named_image, start_image, start_options
+from ekiben.cli.commands._start import StartOptions, build_or_compare, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import RecipeType, TaskCommand
 
@@ -29,4 +29,6 @@ _SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec s
 @click.pass_obj
 def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:
     """Check the machine, then become the container runtime with a shell."""
-    start_image(context, named_image(context, image, start), argv or _SHELL, start, executes=True)
+    named = named_image(context, image, start)
+    build_or_compare(context, named, start)
+    start_image(context, named, argv or _SHELL, start, executes=True)

@@ -25,11 +25,13 @@ import click
 from click.core import ParameterSource
 
 from ekiben.cli.commands._jobs import new_runs_option
+from ekiben.cli.commands._start import build_image, buildable, warn_of_edits
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     NameType,
     PathType,
     PluginType,
+    RecipeOptions,
     RecipeType,
     TaskCommand,
     TextType,
@@ -49,6 +51,7 @@ from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
 from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds, with_defaults
 from ekiben.run.jobs.script import environment_text, job_program, script
+from ekiben.run.launch import Target
 from ekiben.run.schedulers import choose, load, seconds_of
 from ekiben.run.site import Site, find_site
 from ekiben.store import known_sif_sha256
@@ -183,6 +186,7 @@ class SubmitPreview:
 @click.option(
     "--force", is_flag=True, help="Submit without these checks: compute nodes, image, the task's own --dry-run."
 )
+@click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it.")
 @click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
 @click.option("--dry-run", is_flag=True, help="Print the job scripts, submit nothing.")
 @new_runs_option
@@ -203,6 +207,7 @@ def command(
     memory: str | None,
     seeds: str | None,
     again: str | None,
+    build: bool,
     force: bool,
     wait: bool,
     dry_run: bool,
@@ -231,7 +236,14 @@ def command(
         raise UsageError(
             "Missing argument 'IMAGE TASK'", hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN"
         )
-    named = _with_sha256(context, find_named(context, image, ImageOptions(included=included, sif=sif)))
+    named = find_named(context, image, ImageOptions(included=included, sif=sif))
+    if build:
+        refuse_ignored("submits nothing, and --build builds an image; leave one of them out", "dry_run")
+        refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
+        build_image(context, RecipeOptions(included=included), buildable(named), "sif")
+    elif named.sif.is_file() and sif is None:
+        warn_of_edits(context, named, Target("", str(named.sif)))
+    named = _with_sha256(context, named)
     profile = find_site(site) if site else None
     request = JobRequest(
         time_seconds=seconds_of(walltime) if walltime else None,

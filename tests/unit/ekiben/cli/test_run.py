@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ekiben.artifacts.exporters.sif import make_sif
+from ekiben.store import Store
 from support.programs import write_program
-from support.sample_recipe import RunCli
+from support.sample_recipe import RunCli, SampleRecipe, image_of
 
 
 def test_run_names_the_nearest_task(run_cli: RunCli) -> None:
@@ -54,3 +56,56 @@ def test_run_prints_its_command_or_an_error(run_cli: RunCli, tmp_path: Path) -> 
     write_program(tools / "apptainer", "#!/bin/sh\n")
     shown = run_cli("run", "--cpu", "--dry-run", "--sif", "x.sif", "hello", "hello", env=env).stdout
     assert shown == f"+ {tools}/apptainer run --cleanenv --pwd {tmp_path} --bind {tmp_path} x.sif hello\n"
+
+
+RUNTIME = """\
+#!/bin/sh
+echo "$1 $2" >>started
+exit "$(cat outcome)"
+"""
+
+
+def test_edits_are_named_and_built_with_build(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    recipe, at_store = str(files_only.path), ["--store", str(store.root)]
+    write_program(tmp_path / "bin/apptainer", RUNTIME)
+    (tmp_path / "outcome").write_text("0")
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    files_only.recipe(name="pilot")
+    make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
+    before = (tmp_path / "pilot.sif").read_bytes()
+    assert "warning" not in run_cli(*at_store, "run", "--cpu", recipe, "greet", env=env).stderr
+    files_only.write("entrypoints/greet.py", "print('bye')\n")
+    for command, program in (("run", "greet"), ("exec", "true"), ("shell", "true")):
+        shown = run_cli(*at_store, command, "--cpu", recipe, program, env=env).stderr
+        assert "warning: pilot.sif was built before an edit of entrypoints/greet.py: --build, or " in shown
+        assert f" {recipe}, makes it anew" in shown
+    assert "warning" not in run_cli(*at_store, "run", "--cpu", "--live", "--dry-run", recipe, "greet", env=env).stderr
+    assert "warning" not in run_cli(*at_store, "run", "--cpu", "--sif", "pilot.sif", recipe, "greet", env=env).stderr
+    assert (tmp_path / "pilot.sif").read_bytes() == before
+    (tmp_path / "outcome").write_text("1")
+    (tmp_path / "started").unlink()
+    assert "a %test failed" in run_cli(*at_store, "run", "--cpu", "--build", recipe, "greet", env=env, code=8).stderr
+    assert (tmp_path / "pilot.sif").read_bytes() == before
+    assert (tmp_path / "started").read_text() == "--quiet test\n"
+    (tmp_path / "outcome").write_text("0")
+    built = run_cli(*at_store, "run", "--cpu", "--build", recipe, "greet", env=env).stderr
+    assert "warning" not in built
+    assert (tmp_path / "pilot.sif").read_bytes() != before
+    assert (tmp_path / "started").read_text() == "--quiet test\n" * 2 + "--version \nrun --cleanenv\n"
+
+
+def test_build_is_for_a_recipe(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
+    files_only.recipe(name="pilot")
+    make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    refused = run_cli("run", "--build", "./pilot.sif", env=env, code=2).stderr
+    assert "--build is for a recipe's image, and pilot has no recipe here" in refused
+    for option, value in (("--dry-run", []), ("--sif", ["pilot.sif"])):
+        refused = run_cli("run", "--build", option, *value, str(files_only.path), env=env, code=2).stderr
+        assert f"{option} " in refused
+
+
+def test_exec_without_a_program_is_an_error(run_cli: RunCli) -> None:
+    assert "a program is missing: " in run_cli("exec", "hello", code=2).stderr

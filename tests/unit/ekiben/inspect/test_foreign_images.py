@@ -11,9 +11,10 @@ import pytest
 from ekiben.core.checked import Fields
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.progress import Progress
-from ekiben.inspect._records import CompiledWheel, ImageMetadata, published_layers
+from ekiben.inspect._records import published_layers
 from ekiben.inspect.describe import describe
 from ekiben.inspect.image_reader import open_image
+from ekiben.inspect.metadata import CompiledWheel, ImageMetadata
 from ekiben.inspect.sbom import sbom_of
 from ekiben.store import Store
 from support.hostile import NO_RECORDS

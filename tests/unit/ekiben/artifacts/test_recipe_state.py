@@ -1,0 +1,91 @@
+"""Whether an image has what its recipe describes now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ekiben.artifacts.exporters.sif import make_sif
+from ekiben.artifacts.recipe_state import RecipeState, state_in_engine, state_of_sif
+from ekiben.spec.recipe import find_recipe
+from ekiben.store import Store
+from support.sample_recipe import SampleRecipe, image_of
+
+Edit = Callable[[SampleRecipe], object]
+EDITS: dict[str, tuple[Edit, RecipeState]] = {
+    "nothing": (lambda sample: None, RecipeState("same")),
+    "a script": (
+        lambda sample: sample.write("entrypoints/greet.py", "print('bye')\n"),
+        RecipeState("edited", ("entrypoints/greet.py",)),
+    ),
+    "a mode": (
+        lambda sample: (sample.path / "entrypoints/greet.py").chmod(0o755),
+        RecipeState("edited", ("entrypoints/greet.py",)),
+    ),
+    "a new script": (
+        lambda sample: sample.write("entrypoints/more.py", ""),
+        RecipeState("edited", ("entrypoints/more.py",)),
+    ),
+    "settings": (
+        lambda sample: sample.write("configs/greet.yaml", "name: me\n"),
+        RecipeState("edited", ("configs/greet.yaml",)),
+    ),
+    "the recipe's test": (
+        lambda sample: sample.recipe(test="greet --again\n"),
+        RecipeState("edited", ("recipe.yaml",)),
+    ),
+    "a file of a layer": (
+        lambda sample: sample.write("files/data.txt", "other\n"),
+        RecipeState("edited", below=("what layer roof is made of",)),
+    ),
+    "a test of a layer": (
+        lambda sample: sample.replace("images/roof.def", "%files", "%test\n    true\n\n%files"),
+        RecipeState("edited", below=("roof.def",)),
+    ),
+    "the lowest layer": (
+        lambda sample: sample.stack(arguments={}, epoch=1_700_000_001),
+        RecipeState("edited", below=("what layer ground is made of",)),
+    ),
+    "a recipe that is wrong": (
+        lambda sample: sample.replace("images/roof.def", "ground.sif", "grund.sif"),
+        RecipeState("unknown"),
+    ),
+}
+
+
+@pytest.mark.parametrize("squash", [False, True])
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_since_a_sif_was_built_are_named(
+    name: str, squash: bool, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    edit, expected = EDITS[name]
+    make_sif(image_of(files_only, store), store, tmp_path / "x.sif", squash=squash)
+    edit(files_only)
+    assert state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path))) == expected
+
+
+def test_a_removed_script_is_an_edit(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
+    files_only.write("entrypoints/more.py", "")
+    make_sif(image_of(files_only, store), store, tmp_path / "x.sif", squash=False)
+    (files_only.path / "entrypoints/more.py").unlink()
+    state = state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path)))
+    assert state == RecipeState("edited", ("entrypoints/more.py (removed)",))
+
+
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n", b"\0" * 70_000])
+def test_a_file_of_another_builder_is_unknown(content: bytes, files_only: SampleRecipe, tmp_path: Path) -> None:
+    (tmp_path / "x.sif").write_bytes(content)
+    assert state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path))).kind == "unknown"
+
+
+def test_edits_since_an_engine_got_its_image_are_known_by_the_store(files_only: SampleRecipe, store: Store) -> None:
+    image, recipe = image_of(files_only, store), find_recipe(str(files_only.path))
+    assert state_in_engine(image.image_id, image.name, recipe, store) == RecipeState("same")
+    files_only.write("entrypoints/greet.py", "print('bye')\n")
+    assert state_in_engine(image.image_id, image.name, recipe, store).files == ("the recipe's own files",)
+    files_only.write("files/data.txt", "other\n")
+    assert state_in_engine(image.image_id, image.name, recipe, store).below == ("what layer roof is made of",)
+    assert state_in_engine("sha256:" + "0" * 64, image.name, recipe, store).kind == "unknown"
+    assert state_in_engine(image.image_id, "other", recipe, store).kind == "unknown"
