@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 COMPLETE_VAR = "_EKIBEN_COMPLETE"  # set by the shell while it completes a word
 _DEFAULT_KEY = "\0"
-_OF_TASKS = {"--dry-run", "--json", "--help"}
+_OF_TASKS = {"--dry-run", "--json", "--help", "--output"}
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workspaces import Cli
+from workspaces import Cli, run_as
 
 RECIPE = {
     "name": "fake",
@@ -92,6 +93,25 @@ class Submitter:
         about = json.loads(text)
         assert isinstance(about, dict)
         return about
+
+
+def check_scripts_by_hand(submitter: Submitter) -> None:
+    """Write a run's folder, submit its script as people do, and once more after its end: two attempts of one run."""
+    options = ("--scheduler", submitter.scheduler, "--sif", submitter.recipe.parent / "fake.sif", "--time", "10m")
+    written = ("--dry-run", "--output", "kept", "--json")
+    argv = ("submit", *options, *written, submitter.recipe, "fake", "--folder", "by-hand")
+    done = submitter.cli.run(*argv, cwd=submitter.folder, env={"HF_TOKEN": "hf_secret"})
+    [line] = json.loads(done.stdout)["submit"].values()
+    run = str(submitter.folder / "kept")
+    assert submitter.status(run)["1-fake"]["state"] == "queued"
+    for attempt in (1, 2):
+        run_as(submitter.cli.user, *shlex.split(line), cwd=submitter.folder, env=submitter.cli.settings())
+        about = submitter.wait_for_start(attempt, folder="by-hand")
+        row = submitter.wait(run)["1-fake"]
+        assert (row["state"], row["attempt"], about["HF_TOKEN"]) == ("done", attempt, ["hf_secret", None][attempt - 1])
+    log = (submitter.folder / "kept/1-fake.log").read_text()
+    assert "attempt     2, after one that ended with exit code 0" in log
+    assert not {"environment", "key"} & {path.name for path in (submitter.folder / "kept").iterdir()}
 
 
 def of_run(folder: Path, word: str) -> list[int]:

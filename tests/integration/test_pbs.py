@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Submitter, of_run, wait_for
+from jobs import Submitter, check_scripts_by_hand, of_run, wait_for
 from workspaces import ROOT, USER, Cli, Workspace, give
 
 pytestmark = pytest.mark.covers("ekiben/run")
@@ -102,3 +102,7 @@ def test_the_stand_in_is_strict(pbs: Submitter) -> None:
     ):
         done = subprocess.run(["qsub"], input=f"{line}\ntrue\n", capture_output=True, text=True, check=False)
         assert done.returncode != 0, line
+
+
+def test_scripts_are_submitted_by_hand_and_again(pbs: Submitter) -> None:
+    check_scripts_by_hand(pbs)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Submitter, of_run, wait_for
+from jobs import Submitter, check_scripts_by_hand, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
 pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py")
@@ -251,3 +251,7 @@ def test_a_job_that_saves_nothing_is_started_twice_only(slurm: Submitter) -> Non
     row = slurm.wait(run)["1-fake"]
     assert (row["state"], row["exit_code"], row["resubmitted"]) == ("failed", 75, 1)
     assert "error: 2 starts in a row saved nothing: not back into the queue" in slurm.log(run)
+
+
+def test_scripts_are_submitted_by_hand_and_again(slurm: Submitter) -> None:
+    check_scripts_by_hand(slurm)

@@ -38,6 +38,7 @@ class StatusResult:
         """Yield what is printed."""
         for job in self.jobs:
             again = f"  (start {job.resubmitted + 1})" if job.resubmitted else ""
+            again = f"  (attempt {job.attempt})" + again if job.attempt > 1 else again
             began = f"  started {job.started}" if job.started and job.started != "N/A" else ""
             yield f"{job.run}  {job.job:<12}  {job.id:<8}  {job.state:<9}  {job.detail}{began}{again}".rstrip()
 

@@ -9,6 +9,7 @@ Examples:
   ekiben submit --site abci-3.0 --account gaa00000 --partition rt_HF --dry-run lora-opencalm train
   ekiben submit --gpus-per-node 1 --seeds 1,2,3 lora-opencalm train
   ekiben submit --gpus-per-node 2 --cpus-per-node 16 --memory 128G --env WANDB_MODE=offline lora-opencalm train
+  ekiben submit --dry-run --output my-run lora-opencalm train; sbatch my-run/1-train.sh
   ekiben submit --again 1234
   ekiben submit --gpus-per-node 1 lora-opencalm train --data rows.jsonl + merge --adapter result/adapter
 """
@@ -16,6 +17,7 @@ Examples:
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from ekiben.cli.commands._start import build_image, buildable, warn_of_edits
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     NameType,
+    OutputFolder,
     PathType,
     PluginType,
     RecipeOptions,
@@ -96,6 +99,26 @@ class SubmitPreview:
         """Yield what is printed."""
         yield from self.scripts.values()
         yield self.program.removesuffix("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRun:
+    """What --dry-run --output writes: a run's folder, and the command that submits each step."""
+
+    folder: Path
+    submit: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return {"run": str(self.folder), "submit": dict(self.submit)}
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        yield f"run     {self.folder}"
+        yield from (f"submit  {line}" for line in self.submit.values())
+        if len(self.submit) > 1:
+            yield "        each when the one before has ended"
+        yield f"watch   {command_name()} logs -f {shlex.quote(str(self.folder))}"
 
 
 @click.command("submit", cls=TaskCommand, help=__doc__)
@@ -189,6 +212,13 @@ class SubmitPreview:
 @click.option("--build", is_flag=True, help="Build what was edited since the image was built first, and test it.")
 @click.option("--wait", is_flag=True, help="Stay until the run is over; the exit code is 1 when a job failed.")
 @click.option("--dry-run", is_flag=True, help="Print the job scripts, submit nothing.")
+@click.option(
+    "-o",
+    "--output",
+    type=OutputFolder(),
+    metavar="DIR",
+    help="With --dry-run: write them to this new folder, from which sbatch or qsub takes them as they are.",
+)
 @new_runs_option
 @json_option
 @click.pass_context
@@ -211,12 +241,15 @@ def command(
     force: bool,
     wait: bool,
     dry_run: bool,
+    output: Path | None,
     **resource_options: Any,
 ) -> None:
     """Plan the jobs, check the compute nodes, submit."""
     context = ctx.find_object(Context) or Context()
     if dry_run:
         refuse_ignored("is for jobs, and --dry-run submits none", "wait")
+    elif output:
+        raise UsageError("--output names the folder that --dry-run writes; --runs DIR is for jobs that are submitted")
     if again:
         _check_only_again(ctx)
         (before,) = records.find_runs([again], runs)
@@ -230,7 +263,7 @@ def command(
             )
             if not force:
                 jobs.check_same_image(before, run)
-            _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
+            _submit(ctx, context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
         return
     if not image or not argv:
         raise UsageError(
@@ -269,11 +302,16 @@ def command(
         site=profile,
         runs=runs,
     )
-    _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
+    _submit(ctx, context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
+
+
+def _at(run: planning.JobPlan, output: Path | None) -> planning.JobPlan:
+    """Return the run with its folder at ``output``, whose scripts the user submits."""
+    return replace(run, folder=output.absolute(), by_hand=True) if output else run
 
 
 _ARGUMENTS = {"image": "image", "argv": "task"}
-_WITH_AGAIN = {"again", "included", "env", "runs", "force", "wait", "dry_run", "json", "as_json"}
+_WITH_AGAIN = {"again", "included", "env", "runs", "force", "wait", "dry_run", "output", "json", "as_json"}
 
 
 def _check_only_again(ctx: click.Context) -> None:
@@ -346,6 +384,15 @@ def _submit(
             f"{run.sif} is not a SIF file",
             hint="name the image with --sif, or --force for a file that your runtime reads",
         )
+    if run.by_hand:
+        jobs.write(run)
+        submit = load(run.scheduler).SUBMIT
+        commands = {
+            step.name: shlex.join([*submit, *run.command_args, str(run.folder / f"{step.name}.sh")])
+            for step in run.steps
+        }
+        context.print(WrittenRun(run.folder, commands))
+        return
     if dry_run:
         scripts = {step.name: script(run, step) for step in run.steps}
         context.print(SubmitPreview(run.folder, scripts, job_program()))

@@ -219,11 +219,48 @@ has_saved() {
     return 1
 }
 
+# A job that had ended and starts again, because somebody submitted its script once more, is a new attempt; one whose
+# script was written without being submitted is the first. What the end of a run removed is made anew.
+begin_attempt() {
+    local ended attempt
+    ended=$(cat "$run/$name.exit" 2>/dev/null)
+    attempt=$(cat "$run/$name.attempt" 2>/dev/null || echo 1)
+    case $ended in
+        '' | 75) [ -n "$by_hand" ] && [ ! -e "$run/$name.job" ] && note_id ;;
+        *)
+            attempt=$((attempt + 1))
+            echo "$attempt" >"$run/$name.attempt"
+            note_id
+            rm -f "$run/$name.times" "$run/$name.idle" "$run/$name.cancelled" "$run/cancelled"
+            echo "attempt     $attempt, after one that ended with exit code $ended"
+            ;;
+    esac
+    rm -f "$run/$name.exit" "$run/$name.notice"
+    if [ ! -e "$run/environment" ]; then
+        echo "note: the variables of the shell that submitted this run were removed when it ended: those of the job are used"
+        make_private environment </dev/null
+    fi
+    [ -e "$run/key" ] || od -An -N16 -tx1 /dev/urandom | tr -d ' \n' | make_private key
+}
+
+# By its newest id a job is asked for; in an array it has the array's.
+note_id() {
+    echo "$job" >"$run/$name.job"
+    [ "$index" = 0 ] || echo "$job" >"$run/$step.array"
+}
+
+# Several jobs of an array may begin at the same moment: the first one's file counts.
+make_private() {
+    local part
+    part=$(umask 077 && mktemp "$run/.$1.XXXXXXXX") && cat >"$part" && ln "$part" "$run/$1" 2>/dev/null
+    rm -f "$part"
+}
+
 name=$step
 [ "$index" = 0 ] || name=$step.$index
 cd "$work" || exit
 if declare -F prepare_job >/dev/null; then prepare_job; fi
-rm -f "$run/$name.exit" "$run/$name.notice"
+begin_attempt
 wait_for_step_before
 if ! same_image "$image"; then
     if [ -e "$image" ]; then

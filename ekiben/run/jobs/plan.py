@@ -51,7 +51,8 @@ class JobStep:
 class JobPlan:
     """Everything a run will be.
 
-    ``sif`` is the file itself, never a link to it; ``sif_state`` None when it is not there yet.
+    ``sif`` is the file itself, never a link to it; ``sif_state`` None when it is not there yet. ``by_hand``: people
+    submit the scripts themselves.
 
     ``command_args``: options that a site wants on the scheduler's command line; ``directives``: further ones of every
     job.
@@ -67,6 +68,7 @@ class JobPlan:
     steps: tuple[JobStep, ...]
     command_args: tuple[str, ...]
     directives: tuple[str, ...]
+    by_hand: bool = False
 
 
 def plan(

@@ -85,6 +85,7 @@ class RunRecord:
     work: Path | None
     request: JobRequest | None
     steps: tuple[StepRecord, ...]
+    by_hand: bool = False  # people submit its scripts themselves
 
     @classmethod
     def parse(cls, data: bytes) -> RunRecord:
@@ -115,6 +116,7 @@ class RunRecord:
             work=_path(record, "work"),
             sif_state=_parse_state(record.object("sif_state")) if "sif_state" in record else None,
             request=_parse_request(record.object("request")) if "request" in record else None,
+            by_hand=record.data.get("by_hand") is True,
         )
 
 
@@ -263,6 +265,10 @@ class RunFiles:
     def times(self, job: str) -> int:
         """Return how often a job went back into the queue."""
         return self._number(f"{job}.times") or 0
+
+    def attempt(self, job: str) -> int:
+        """Return which attempt of a job this is, from 1: whoever submits an ended job's script begins another."""
+        return self._number(f"{job}.attempt") or 1
 
     def ranks(self, job: str) -> int | None:
         """Return how many processes a job has on all its nodes; None before it has started."""

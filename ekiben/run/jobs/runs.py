@@ -4,9 +4,10 @@ A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step
 scripts do), `launch_node.py` and `launch_network.py` (start the processes on a node, inside the container),
 `environment` (what it gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended),
 `key` (by which the launchers know each other), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an
-array: `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.job` (its newest
-id; of an array, `1-train.array` has the array's), `.processes` (how many on each node), `.ranks/3.log` (what one of
-several processes wrote), `.cancelled`. A job script needs bash and Apptainer or SingularityCE on the compute nodes.
+array: `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.attempt` (which one
+this is, where an ended job's script was submitted again), `.job` (its newest id; of an array, `1-train.array` has the
+array's), `.processes` (how many on each node), `.ranks/3.log` (what one of several processes wrote), `.cancelled`. A
+job script needs bash and Apptainer or SingularityCE on the compute nodes.
 """
 
 from __future__ import annotations
@@ -47,13 +48,24 @@ def submit(plan: JobPlan) -> dict[str, str]:
 
     Raises SchedulerError when the scheduler refuses one; then nothing is left in the queue.
     """
-    if not plan.sif.is_file():
-        raise UsageError(f"{plan.sif} is not there", hint=f"{plan.image.build_hint}, or --sif PATH")
+    _check_image(plan)
     scheduler = load(plan.scheduler)
     if reason := scheduler.unavailable():
         raise EngineError(f"{scheduler.TITLE} cannot be used here: {reason}")
     with _new_run(plan) as (runs, folder):
         return _submit_steps(plan, scheduler, runs, folder)
+
+
+def write(plan: JobPlan) -> None:
+    """Write the run's folder, whose scripts people submit by hand. Raises UsageError where it cannot be written."""
+    _check_image(plan)
+    with _new_run(plan):
+        pass
+
+
+def _check_image(plan: JobPlan) -> None:
+    if not plan.sif.is_file():
+        raise UsageError(f"{plan.sif} is not there", hint=f"{plan.image.build_hint}, or --sif PATH")
 
 
 def _submit_steps(plan: JobPlan, scheduler: Scheduler, runs: Folder, folder: Folder) -> dict[str, str]:
@@ -87,7 +99,8 @@ def _new_run(plan: JobPlan) -> Iterator[tuple[Folder, Folder]]:
             runs = stack.enter_context(Folder.open(plan.folder.parent))
             runs.new_folder(name)
         except FileExistsError:
-            raise UsageError(f"{plan.folder} exists already; submit again in a second") from None
+            hint = "name a new one" if plan.by_hand else "submit again in a second"
+            raise UsageError(f"{plan.folder} exists already", hint=hint) from None
         except OSError as error:
             raise UsageError(f"{plan.folder} cannot be made: {error.strerror}", hint="--runs DIR") from error
         try:
@@ -141,6 +154,7 @@ def _record(plan: JobPlan) -> dict[str, Any]:
         "sif_id": sif_id,
         "sif_state": asdict(plan.sif_state) if plan.sif_state else None,
         "work": str(Path.cwd()),
+        **({"by_hand": True} if plan.by_hand else {}),
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": [_step_record(step) for step in plan.steps],
     }
@@ -204,6 +218,7 @@ class JobStatus:
     resubmitted: int
     exit_code: int | None
     started: str = ""
+    attempt: int = 1
 
     @property
     def is_over(self) -> bool:
@@ -319,6 +334,8 @@ def job_status(
         state, detail = "cancelled", ""
     elif failed_before:
         state, detail = "skipped", f"{failed_before} failed"
+    elif not id and run.record.by_hand:
+        state, detail = "queued", f"not started: {run.folder / run.elements[job][0].name}.sh is submitted by hand"
     elif not id:
         state, detail = "lost", f"no job's id is in {job}.job"
     else:
@@ -332,6 +349,7 @@ def job_status(
         resubmitted=files.times(job),
         exit_code=code,
         started=started,
+        attempt=files.attempt(job),
     )
 
 

@@ -66,6 +66,7 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"planned_gpus={step.gpus}",
         f"uses_gpus={'yes' if step.uses_gpus else ''}",
         f"max_resubmits={plan.request.max_resubmits}",
+        f"by_hand={'yes' if plan.by_hand else ''}",
         f"warn_after={warn_after}",
         f"grace_period={grace_period if request.seconds else ''}",
         f"copy_local={'yes' if plan.request.copy_local else ''}",

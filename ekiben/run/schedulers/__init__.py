@@ -47,12 +47,13 @@ class Request:
 class JobScriptHooks:
     """What differs in a job script from scheduler to scheduler, as bash.
 
-    ``job``, ``index``: the job's id and its index in an array (from 1; 0: it is in none). ``nodes``: prints their
-    names, the first one first. ``start_all``: starts `bash "$script" node NUMBER "$nodes" "$port" "$name"` on all nodes
-    at once; else ``start_remote`` does so on one that is not the first. ``requeue``: puts this very job back into the
-    queue; options that a site wants on the command line are in the array ``command_args``. ``prepare``: first lines.
-    ``needs_timer``: the scheduler sends no signal before the walltime ends. ``requeue_waiting``: puts a job back whose
-    turn has not come. ``node_number``: the node's number, from 0, where ``start_all`` cannot pass it.
+    ``job``, ``index``: the job's id, of an array the array's, and its index there (from 1; 0: it is in none).
+    ``nodes``: prints their names, the first one first. ``start_all``: starts `bash "$script" node NUMBER "$nodes"
+    "$port" "$name"` on all nodes at once; else ``start_remote`` does so on one that is not the first. ``requeue``:
+    puts this very job back into the queue; options that a site wants on the command line are in the array
+    ``command_args``. ``prepare``: first lines. ``needs_timer``: the scheduler sends no signal before the walltime
+    ends. ``requeue_waiting``: puts a job back whose turn has not come. ``node_number``: the node's number, from 0,
+    where ``start_all`` cannot pass it.
     """
 
     job: str
@@ -110,6 +111,7 @@ class Scheduler(Protocol):
     TITLE: str  # as people call it
     PREFERENCE: int  # of several that are here, the one with the smallest is taken
     HOOKS: JobScriptHooks
+    SUBMIT: Sequence[str]  # of a command that submits the script after it
     PREFIX: str  # begins a line of the script that holds an option
     VARIABLES: tuple[str, ...]  # environment variables that belong to a job: prefixes that end with _, and names
     LOCAL_FOLDER: str | None  # the variable that names the job's own folder on the node's disk

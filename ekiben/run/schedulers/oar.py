@@ -16,6 +16,7 @@ from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Que
 
 TITLE = "OAR"
 PREFERENCE = 40
+SUBMIT = ("oarsub", "-S")
 PREFIX = "#OAR "
 _MAX_ANSWER = 256 << 20  # bytes: oarstat says all of every job
 VARIABLES = ("OAR_",)
@@ -31,7 +32,7 @@ _ANEW = (
     """ echo "$new" >"$run/$name.job\""""
 )
 HOOKS = JobScriptHooks(
-    job='"$OAR_JOB_ID"',
+    job='"${OAR_ARRAY_ID:-$OAR_JOB_ID}"',
     # A job that is in no array has an index, too.
     index="""$(if [ "${1:-}" = again ]; then echo "$2"; """
     """elif grep -q '^#OAR --array' "$script"; then echo "$OAR_ARRAY_INDEX"; else echo 0; fi)""",
@@ -122,7 +123,7 @@ def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with oarsub's message."""
     wait = [word for id in _of_array(after) for word in ("-a", id)] if after else []
     asked = [arg for word in args for arg in word.split(" ", 1)]
-    done = run(["oarsub", "-S", *wait, *asked, str(script)], check=False)
+    done = run([*SUBMIT, *wait, *asked, str(script)], check=False)
     match = re.search(r"^OAR_ARRAY_ID=(\d+)$", done.stdout, re.MULTILINE) or re.search(
         r"^OAR_JOB_ID=(\d+)$", done.stdout, re.MULTILINE
     )

@@ -18,6 +18,7 @@ from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Que
 
 TITLE = "PBS"
 PREFERENCE = 30
+SUBMIT = ("qsub",)
 PREFIX = "#PBS "
 VARIABLES = ("PBS_",)
 LOCAL_FOLDER = "PBS_LOCALDIR"
@@ -30,7 +31,7 @@ _ANEW = (
     """ && echo "$new" >"$run/$name.job\""""
 )
 HOOKS = JobScriptHooks(
-    job='"$PBS_JOBID"',
+    job="""$(echo "$PBS_JOBID" | sed 's/\\[[0-9]*\\]/[]/')""",
     index='"${EKIBEN_INDEX:-${PBS_ARRAY_INDEX:-0}}"',
     nodes='cat "$PBS_NODEFILE"',
     # pbs_tmrsh has PBS itself start what runs on the other nodes: no ssh, and it ends with the job.
@@ -130,7 +131,7 @@ def limits(args: Sequence[str]) -> Limits:
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with qsub's message."""
     wait = ["-W", f"depend=afterany:{after}"] if after else []  # the step itself looks how the one before ended
-    done = run(["qsub", *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)], check=False)
+    done = run([*SUBMIT, *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)], check=False)
     if done.returncode:
         raise SchedulerError(done.stderr.strip())
     return done.stdout.strip()

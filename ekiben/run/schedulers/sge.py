@@ -16,6 +16,7 @@ from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Que
 
 TITLE = "Grid Engine"
 PREFERENCE = 20
+SUBMIT = ("qsub",)
 PREFIX = "#$ "
 VARIABLES = ("SGE_", "JOB_ID", "JOB_NAME", "NSLOTS", "PE_HOSTFILE")
 LOCAL_FOLDER = "SGE_LOCALDIR"
@@ -108,7 +109,7 @@ def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     wait = ["-hold_jid", after] if after else []
     # -w e: what no queue can ever run is refused instead of waiting for ever.
     done = run(
-        ["qsub", "-terse", "-w", "e", *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)],
+        [*SUBMIT, "-terse", "-w", "e", *wait, *(arg for word in args for arg in word.split(" ", 1)), str(script)],
         check=False,
     )
     if done.returncode:

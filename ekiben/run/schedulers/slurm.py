@@ -13,6 +13,7 @@ from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Que
 
 TITLE = "Slurm"
 PREFERENCE = 10
+SUBMIT = ("sbatch",)
 PREFIX = "#SBATCH "
 VARIABLES = ("SLURM_",)
 LOCAL_FOLDER = "SLURM_TMPDIR"
@@ -27,7 +28,7 @@ OPTIONS = {
     "memory": "--mem=",
 }
 HOOKS = JobScriptHooks(
-    job='"$SLURM_JOB_ID"',
+    job='"${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"',
     # From 22.05 on srun does not take over how many CPUs sbatch was asked for.
     prepare='[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK',
     index='"${SLURM_ARRAY_TASK_ID:-0}"',
@@ -130,7 +131,7 @@ def limits(args: Sequence[str]) -> Limits:
 def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with sbatch's message."""
     wait = [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else []
-    done = run(["sbatch", "--parsable", *wait, *args, str(script)], check=False)
+    done = run([*SUBMIT, "--parsable", *wait, *args, str(script)], check=False)
     if done.returncode:
         raise SchedulerError(done.stderr.strip())
     return done.stdout.strip().split(";")[0]
