@@ -8,7 +8,7 @@ from __future__ import annotations
 import grp
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,12 +46,17 @@ def check(rules: Iterable[Rule], site: SiteFile, checked: CheckedImage) -> list[
 
 
 def check_image(
-    site: SiteFile, image: ImageRequirements, stacks: Sequence[StackFile] = (), *, gpu: bool = True
+    site: SiteFile,
+    image: ImageRequirements,
+    stacks: Sequence[StackFile] = (),
+    *,
+    gpu: bool = True,
+    is_here: bool = False,
 ) -> list[Finding]:
     """Check whether ``image`` runs on a node of ``site``; ``stacks``: what could be used instead; not ``gpu``: without
-    GPUs.
+    GPUs; ``is_here``: see CheckedImage.
     """
-    checked = CheckedImage(image, device_code.better_stack(site.node, stacks))
+    checked = CheckedImage(image, device_code.better_stack(site.node, stacks), is_here)
     return check(IMAGE_RULES if gpu else CPU_RULES, site, checked)
 
 
@@ -148,10 +153,14 @@ def consult(
     sections = []
     needed = building.TORCH_BUILD
     if subject is not None:
-        requirements, missing = _requirements_of(subject, store, log)
+        if subject.image.recipe is None:  # Docker runs no SIF
+            runtimes_of_sif = tuple(runtime for runtime in where.runtimes if runtime.kind != "docker")
+            where = replace(where, runtimes=runtimes_of_sif)
+        gpu = site is not None or bool(where.node.gpus)
+        requirements, missing = _requirements_of(subject, store, log, gpu=gpu)
         title = f"{subject.title} on {described(where)}"
         notes = [Finding("info", "image", f"not built yet: by what {requirements.name} declares")] if missing else []
-        findings = [*notes, *check_image(where, requirements, known_stacks())]
+        findings = [*notes, *check_image(where, requirements, known_stacks(), gpu=gpu, is_here=site is None)]
         if subject.ask:
             log(f"asking {subject.task} --dry-run for the memory it expects")
             asked = subject.ask()
@@ -162,11 +171,11 @@ def consult(
         for known_stack in known_stacks() if where.node.gpus else ():
             title = f"stack {known_stack.name} ({known_stack.description}) on {described(where)}"
             sections.append(Section("suit", title, check_stack(where, known_stack)))
-    if site is None:
+    if site is None and (subject is None or subject.image.recipe):
         title = f"building on {described(where)}"
-        sections.append(
-            Section("build", title, building.check_build(build_host(store.root, output), needed, _group_name))
-        )
+        built = building.check_build(build_host(store.root, output), needed, _group_name)
+        is_there = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
+        sections.append(Section("build", title, built, is_decisive=not is_there))
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
 
 
@@ -186,10 +195,12 @@ _NOTHING = ImageRequirements(
 )
 
 
-def _requirements_of(subject: Subject, store: Store, log: Callable[[str], None]) -> tuple[ImageRequirements, bool]:
+def _requirements_of(
+    subject: Subject, store: Store, log: Callable[[str], None], *, gpu: bool
+) -> tuple[ImageRequirements, bool]:
     """Return an image's requirements, and whether they are only declared because it is not built."""
     if subject.image.recipe is None:
-        return requirements_of_sif(subject.image.sif, store, log), False
+        return requirements_of_sif(subject.image.sif, store, log, gpu=gpu), False
     recipe = subject.resolve(subject.image.recipe)
     stored = [layer for step in recipe.layers if (layer := store.layer(step.cache_key))]
     if len(stored) == len(recipe.layers):

@@ -28,12 +28,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckedImage:
-    """What a rule may look at beside the site: the image, and the option that names a stack which fits the site's
-    GPUs.
+    """What a rule may look at beside the site: the image, the option that names a stack which fits the site's GPUs, and
+    whether the site is this machine, where a runtime that is not seen is not there.
     """
 
     image: ImageRequirements
     better_stack: str | None = None
+    is_here: bool = False
 
 
 Rule = Callable[[SiteFile, CheckedImage], Iterable[Finding]]
@@ -62,12 +63,14 @@ def verdict(findings: Sequence[Finding], check: str = "run") -> str:
 class Section:
     """One question and its findings.
 
-    ``check``: does an image ``run``, does a stack ``suit``, does one ``build`` here.
+    ``check``: does an image ``run``, does a stack ``suit``, does one ``build`` here. ``is_decisive``: an error means
+    that what was asked about fails.
     """
 
     check: str
     title: str
     findings: list[Finding]
+    is_decisive: bool = True
 
     @property
     def verdict(self) -> str:

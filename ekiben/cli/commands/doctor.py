@@ -58,7 +58,11 @@ class DoctorResult:
     @property
     def will_fail(self) -> bool:
         """Whether what was asked about cannot run."""
-        return any(worst(section.findings) == "error" for section in self.sections if section.check != "suit")
+        return any(
+            worst(section.findings) == "error" and section.is_decisive
+            for section in self.sections
+            if section.check != "suit"
+        )
 
     def to_json(self) -> Any:
         """Return what --json prints."""

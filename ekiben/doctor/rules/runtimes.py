@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from ekiben.core.command_name import command_name
+from ekiben.core.paths import ENGINE_SETUP
 from ekiben.doctor.findings import LEVELS, CheckedImage, Finding, Rule, worst
 from ekiben.doctor.image_requirements import ImageRequirements
 from ekiben.run.site import Node, Runtime, SiteFile, version_of
@@ -14,6 +15,9 @@ from ekiben.run.site import Node, Runtime, SiteFile, version_of
 
 def best_runtime(site: SiteFile, checked: CheckedImage) -> list[Finding]:
     """Report the runtime of the site that suits the image best."""
+    if not site.runtimes and checked.is_here:
+        message = "no runtime is here that runs it: neither apptainer nor singularity is on PATH"
+        return [Finding("error", "runtime", message, ENGINE_SETUP)]
     if not site.runtimes:
         return [
             Finding(
@@ -111,7 +115,7 @@ def _compression(runtime: Runtime, node: Node, image: ImageRequirements) -> list
         ]
     if version_of(node.kernel or "0") < (5,):
         message = f"whether kernel {node.kernel} was configured to mount squashfs compressed with zstd is not known"
-        return [Finding("warning", "kernel", message, f"try a small image there: {command_name()} image hello")]
+        return [Finding("warning", "kernel", message, f"try a small image there: {command_name()} build hello")]
     return []
 
 

@@ -1,0 +1,43 @@
+"""What `doctor` says is what `run` does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ekiben.artifacts.exporters.sif import make_sif
+from ekiben.cli.commands.doctor import DoctorResult
+from ekiben.doctor.consult import Subject, consult
+from ekiben.doctor.findings import Finding, Section
+from ekiben.images import ImageOptions, find_image
+from ekiben.resolve.resolve import resolve
+from ekiben.store import Store
+from support.programs import write_program
+from support.sample_recipe import RunCli, SampleRecipe, image_of
+
+
+def test_doctor_and_run_agree_where_no_runtime_is(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    make_sif(image_of(files_only, store), store, tmp_path / "x.sif", squash=False)
+    write_program(tmp_path / "bin/docker", "#!/bin/sh\necho 24.0.1\n")  # which runs no SIF file
+    env = {"PATH": f"{tmp_path}/bin"}
+    said = run_cli("doctor", "x.sif", env=env, code=10).stdout
+    assert "→ will fail because no runtime is here that runs it: neither apptainer nor singularity is on PATH" in said
+    assert "building on" not in said
+    assert "neither apptainer nor singularity is on PATH" in run_cli("run", "x.sif", env=env, code=4).stderr
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_what_cannot_be_built_here_fails_only_where_the_image_is_not_here(
+    is_here: bool, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    sif = tmp_path / "x.sif"
+    make_sif(image_of(files_only, store), store, sif if is_here else tmp_path / "y.sif", squash=False)
+    image = find_image(str(files_only.path), ImageOptions(sif=sif))
+    sections = consult(store, Subject(image, image.name, resolve), None, tmp_path, lambda line: None)
+    assert [section.check for section in sections] == ["run", "build"]
+    full = replace(sections[1], findings=[Finding("error", "store", "is full")])
+    assert DoctorResult([Section("run", "", []), full]).will_fail == (not is_here)
