@@ -1,14 +1,24 @@
-"""The `docker run` and `podman run` lines that are printed: what a task writes stays in the caller's folder, and is the
-caller's.
-"""
+"""The lines that are printed to run an image: what a task writes stays in the caller's folder, and is the caller's."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
+
+from ekiben.core.process import which
+from ekiben.run.launch import OF_SIF
 
 _HERE = '-v "$PWD:$PWD" -w "$PWD"'
 _OWNER = '--user "$(id -u):$(id -g)"'
+
+
+def sif_lines(path: str | Path, task: str) -> list[str]:
+    """Return the line that runs a task in a SIF under the runtime that is here; where there is none, of both."""
+    runtime = which(*OF_SIF)
+    programs = [Path(runtime).name] if runtime else OF_SIF[::-1]
+    return [f"{program} exec --nv {shlex.quote(str(path))} {task}".rstrip() for program in programs]
 
 
 def docker_line(tag: str, task: str, *, gpu_args: Sequence[str] = ()) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from ekiben.core.files import digest_of
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import new_sif, read_sif
+from ekiben.run.printed import sif_lines
 from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif
 
 PREFERENCE = 10
@@ -49,10 +49,8 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
 
 
 def run_commands(artifact: Artifact, task: str) -> list[str]:
-    """Return the commands for either runtime."""
-    return [
-        f"{program} exec --nv {shlex.quote(artifact.ref)} {task}".rstrip() for program in ("singularity", "apptainer")
-    ]
+    """Return the commands that run it."""
+    return sif_lines(artifact.ref, task)
 
 
 def make_sif(

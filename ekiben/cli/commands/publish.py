@@ -35,6 +35,7 @@ from ekiben.cli.options import (
 )
 from ekiben.core.command_name import command_name
 from ekiben.publish.publish import Published, open_destination, publish
+from ekiben.run.printed import sif_lines
 from ekiben.signing.gpg import find_key
 
 
@@ -63,13 +64,13 @@ class PublishResult:
         yield f"published  {done.sif}  {format_size(done.record.size)}{copied}"
         if done.record.signature:
             yield f"signed     by {done.record.signature}"
-        yield f"run        singularity exec --nv {shlex.quote(str(sif))} {self.task}"
+        yield from (f"run        {line}" for line in sif_lines(sif, self.task))
         if done.module:
             module = done.module.rpartition("/")[0] if self.is_current else done.module
             yield (
                 f"module     module use {shlex.quote(f'{self.folder}/modulefiles')}; module load {shlex.quote(module)}"
             )
-        yield f"build on   EKIBEN_SHARED={shlex.quote(str(self.folder))} {command_name()} image {self.recipe}"
+        yield f"build on   EKIBEN_SHARED={shlex.quote(str(self.folder))} {command_name()} build {self.recipe}"
         if done.created and (self.folder / "catalog").is_dir():
             yield (
                 f"catalog    {command_name()} catalog {shlex.quote(str(self.folder))}   # adds this version to the"

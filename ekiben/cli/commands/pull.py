@@ -11,7 +11,6 @@ Examples:
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from ekiben.cli.options import Command, OutputFile, TextType, json_option, signa
 from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
 from ekiben.run.image import shipped_recipe
+from ekiben.run.printed import sif_lines
 from ekiben.signing.gpg import known_keys
 
 
@@ -52,7 +52,7 @@ class PullResult:
         yield f"pulled  {item.ref}  {format_size(item.size)}  {self.digest[:19]}{existing}"
         if self.signer:
             yield f"signed  by {self.signer}"
-        yield f"run     singularity exec --nv {shlex.quote(item.ref)} {self.task}"
+        yield from (f"run     {line}" for line in sif_lines(item.ref, self.task))
 
 
 @click.command("pull", cls=Command, help=__doc__)
