@@ -18,7 +18,7 @@ engine: setup ## what builds: an engine is installed when none is usable
 	@sh ekiben/bootstrap.sh --engine
 
 image: engine ## build, verify and say how to run: make image recipe=lora-opencalm
-	@$(PYTHON) build.py image $(recipe) $(options)
+	@$(PYTHON) build.py build $(recipe) $(options)
 
 plan: setup ## what would be built, and why: make plan recipe=lora-opencalm
 	@$(PYTHON) build.py plan $(recipe) $(options)

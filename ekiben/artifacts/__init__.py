@@ -1,7 +1,7 @@
 """What people take out of a stored image.
 
 export        build an image and export it in the formats asked for, with one repair of damaged blobs
-make          the same with its tests: what `image`, `notebook` and the Python interface do
+make          the same with its tests: what `build`, `notebook` and the Python interface do
 exporters     the formats, one module each: sif, docker, oci
 load          an image loaded into an engine, for its exporter
 push, pull    an image in a registry

@@ -88,7 +88,7 @@ def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
     actions = plan(resolved, store)
     if missing := ", ".join(action.layer.name for action in actions if not action.stored):
         name = resolved.recipe.name
-        raise VerifyError(f"{name} is not built: missing {missing}", hint=f"{command_name()} image {resolved.cli_args}")
+        raise VerifyError(f"{name} is not built: missing {missing}", hint=f"{command_name()} build {resolved.cli_args}")
     return _image_of(resolved, [action.stored for action in actions if action.stored])
 
 

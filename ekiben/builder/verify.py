@@ -227,7 +227,7 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
             except CorruptBlob as error:
                 if store.is_writable():
                     store.drop_blob(error.digest)
-                error.hint = f"`{command_name()} image {image.cli_args}` makes it again"
+                error.hint = f"`{command_name()} build {image.cli_args}` makes it again"
                 raise
             with store.reader(layer.digest) as reader:
                 diff_id, tar_size = tar_digest(reader)
@@ -237,7 +237,7 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
                 raise VerifyError(
                     f"the record of layer {layer.name} was damaged: its diff_id was {layer.diff_id}, and its files have"
                     f" {diff_id}",
-                    hint=f"the record is right now; `{command_name()} image {image.cli_args}` makes the image from it",
+                    hint=f"the record is right now; `{command_name()} build {image.cli_args}` makes the image from it",
                 )
             progress.count(layer.size)
 

@@ -139,7 +139,7 @@ def _compiled(resolved: ResolvedRecipe, store: Store, staging: Path) -> dict[str
         if result is None:
             raise StoreError(
                 f"what {stage.name} compiled is not in {store.root} any more",
-                hint=f"{command_name()} image {resolved.cli_args}",
+                hint=f"{command_name()} build {resolved.cli_args}",
             )
         for file in result.files:
             store.check_blob(file.digest)

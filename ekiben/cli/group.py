@@ -33,7 +33,7 @@ from ekiben.core.printable import printable
 SECTIONS = {
     "Build and run": (
         "init",
-        "image",
+        "build",
         "plan",
         "run",
         "exec",
@@ -49,7 +49,7 @@ SECTIONS = {
     "Jobs": ("submit", "status", "logs", "cancel"),
     "Manage": ("lock", "prune", "completion"),
 }
-ALIASES = {"build": "image"}
+ALIASES = {"image": "build"}  # its first name, which make has, too
 
 
 class Terminated(KeyboardInterrupt):
@@ -271,7 +271,7 @@ def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: b
 
     \b
     Examples:
-      ekiben image lora-opencalm              build, verify, print what to run
+      ekiben build lora-opencalm              build, verify, print what to run
       ekiben plan lora-opencalm               what would be built, and why
       ekiben run lora-opencalm train          run a task
     """

@@ -18,10 +18,10 @@ def overview() -> Iterator[str]:
     if known:
         yield f"Recipes by name:        {', '.join(known)}"
     yield ""
-    width = len(f"{command_name()} image {shown}")
+    width = len(f"{command_name()} build {shown}")
     for arguments, purpose in (
         (f"plan {shown}", "show what would be built, and why"),
-        (f"image {shown}", "build it, verify it, and show how to run it"),
+        (f"build {shown}", "build it, verify it, and show how to run it"),
         ("doctor", "check what can be built and run on this machine"),
         ("--help", "list all commands"),
     ):

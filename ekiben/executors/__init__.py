@@ -2,7 +2,7 @@
 
 To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`,
 `unavailable`, `execute`, `try_run`, `remove_cached_images` and `remove_abandoned` (see `Executor`); with `load`,
-`image_id`, `try_image` and `run_argv` as well (see `Runtime`) it also keeps images for `ekiben image --format NAME`
+`image_id`, `try_image` and `run_argv` as well (see `Runtime`) it also keeps images for `ekiben build --format NAME`
 and runs tasks for `ekiben run --runtime NAME`. A distribution of your own can offer one, too: an entry point of the
 group `ekiben.executors` that names the module. tests/unit/test_plugins.py holds each against its Protocol;
 tests/integration/workspaces.py takes it into the tests with real engines. A module whose name begins with an underscore

@@ -68,7 +68,7 @@ def describe(name: str, store: Store) -> ImageDescription | SifDescription:
     """Describe an image of the store by name, or a SIF by path. Raises UsageError, StoreError."""
     if name.endswith(".sif") or "/" in name:
         return _describe_sif(Path(name))
-    image = stored_image(name, store, f"{command_name()} image {name}")
+    image = stored_image(name, store, f"{command_name()} build {name}")
     layers = []
     for layer in image.layers:
         description: dict[str, Any] = {

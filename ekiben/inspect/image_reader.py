@@ -75,8 +75,8 @@ def open_image(name: str, store: Store) -> Iterator[ImageReader]:
         if name.endswith(".sif") or "/" in name:
             yield _open_sif(Path(name), stack)
             return
-        image = stored_image(name, store, f"{command_name()} image {name}, or a file: ./{name}.sif")
-        build = f"{command_name()} image {image.cli_args(name)}"
+        image = stored_image(name, store, f"{command_name()} build {name}, or a file: ./{name}.sif")
+        build = f"{command_name()} build {image.cli_args(name)}"
         layers = []
         for layer in image.layers:
             reader = _open_blob(name, layer.digest, store, stack, build)
@@ -119,7 +119,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
             str(error),
             hint=(
                 f"{command_name()} list names the images of the store; a name with a / or that ends in .sif is a file, "
-                f"which {command_name()} image NAME --format sif -o FILE.sif writes"
+                f"which {command_name()} build NAME --format sif -o FILE.sif writes"
             ),
         ) from error
     stream = stack.enter_context(open_regular(path))

@@ -172,7 +172,7 @@ def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
     except (ValueError, KeyError) as error:
         raise UsageError(
             f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
-            hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} image RECIPE",
+            hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} build RECIPE",
         ) from error
 
 

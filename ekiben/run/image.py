@@ -25,7 +25,7 @@ class NamedImage:
 
     ``name``: in engines, jobs and messages; ``sif``: its file, which may not be there; ``tasks``: task → how it is
     launched, None where the image does not say (of another builder); ``recipe``: of which it is built, None where the
-    image came without; ``build_args``: the arguments of `ekiben image` that make it; ``sha256``: of ``sif`` where a
+    image came without; ``build_args``: the arguments of `ekiben build` that make it; ``sha256``: of ``sif`` where a
     record has it, else ""; ``note``: a line for the user.
     """
 
@@ -45,7 +45,7 @@ class NamedImage:
     @property
     def build_hint(self) -> str | None:
         """Return the command that builds it, None where nothing here does."""
-        return f"{command_name()} image {self.build_args}" if self.build_args else None
+        return f"{command_name()} build {self.build_args}" if self.build_args else None
 
     def launch_of(self, task: str) -> str:
         """Return how a task is launched: per-gpu, single or cpu. Raises UsageError when the image has no such task."""

@@ -154,4 +154,4 @@ def _name(id: str) -> str:
 
 
 def _hint(image: Image) -> str:
-    return f"`{command_name()} image {image.cli_args}` writes it again, in the place of a damaged one"
+    return f"`{command_name()} build {image.cli_args}` writes it again, in the place of a damaged one"

@@ -100,7 +100,7 @@ def test_shown_docker_commands_run(ways: dict[str, list[str]], cli: Cli, workspa
     need("docker")
     image, run = ways["Docker"]
     store = workspace.store("root", "of-the-catalogue")
-    line = image.replace("ekiben image", " ".join(cli.argv("--store", store, "image")))
+    line = image.replace("ekiben build", " ".join(cli.argv("--store", store, "image")))
     had = (
         subprocess.run(["docker", "image", "inspect", "ekiben/hello"], capture_output=True, check=False).returncode == 0
     )

@@ -122,7 +122,7 @@ def test_ubuntu_makes_an_image_and_singularityce_runs_it(ubuntu: Path) -> None:
         ubuntu,
         "chmod 755 /src && "
         + AS_SOMEBODY.replace("/home/somebody &&", "/src &&", 1)
-        + "EKIBEN_STORE=/home/somebody/store .venv/bin/python build.py image hello --engine apptainer",
+        + "EKIBEN_STORE=/home/somebody/store .venv/bin/python build.py build hello --engine apptainer",
     )
     assert "SingularityCE is here, which builds as root only" in alone.stderr
     judged = run_in(ubuntu, ".venv/bin/python build.py doctor hello")

@@ -111,7 +111,7 @@ class Cli:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def image(self, store: Path, recipe: str | Path, *args: str | Path, **options: Any) -> dict[str, Any]:
-        """build.py image with --json: the result."""
+        """build.py build with --json: the result."""
         out = self.run("--store", store, "image", recipe, "--json", *args, **options).stdout
         result = json.loads(out)
         assert isinstance(result, dict)

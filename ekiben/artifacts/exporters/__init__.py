@@ -1,7 +1,7 @@
 """The formats that an image can be exported as: every module of this folder, and the entry points of
 ``ekiben.exporters``.
 
-To add one, add a file here and nothing elsewhere: its name is what `image --format` takes, and it fits the Protocol
+To add one, add a file here and nothing elsewhere: its name is what `build --format` takes, and it fits the Protocol
 below.
 """
 

@@ -157,7 +157,7 @@ def buildable(image: NamedImage) -> Recipe:
 def build_image(context: Context, options: RecipeOptions, recipe: Recipe, kind: str, *, verify: bool = True) -> None:
     """Build the image where a layer is missing, and write its file or load it where that is not the present one."""
     from ekiben.artifacts.make import BuildRequest
-    from ekiben.cli.commands.image import ImageRequest, build_recipe
+    from ekiben.cli.commands.build import ImageRequest, build_recipe
 
     request = ImageRequest(make=BuildRequest(formats=[kind], verify=verify))
     result = build_recipe(context, options, options.resolve(recipe), request)

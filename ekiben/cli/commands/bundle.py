@@ -1,6 +1,6 @@
 """Write all sources of an image into one file.
 
-With it, `image --offline` builds the image on a machine without a network.
+With it, `build --offline` builds the image on a machine without a network.
 
 \b
 Examples:
@@ -55,7 +55,7 @@ class BundleResult:
             f"{self.file}  {format_size(self.size)}: {counts['debs'] - 2} Debian packages, "
             f"{counts['wheels']} Python packages, {counts['include']} files included"
         )
-        yield f"use it  {command_name()} image {self.recipe} --offline --bundle {shlex.quote(str(self.file))}"
+        yield f"use it  {command_name()} build {self.recipe} --offline --bundle {shlex.quote(str(self.file))}"
 
 
 @click.command("bundle", cls=Command, help=__doc__)

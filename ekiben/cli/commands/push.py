@@ -111,6 +111,6 @@ def command(
     use = {
         "docker": f"docker pull {target}",
         "sif": f"apptainer pull oras://{target}",
-        "layers": f"EKIBEN_REGISTRY={reference} {command_name()} image {resolved.cli_args}",
+        "layers": f"EKIBEN_REGISTRY={reference} {command_name()} build {resolved.cli_args}",
     }[format_]
     context.print(PushResult(pushed=pushed, key=key, use=use))

@@ -79,7 +79,7 @@ def list_wheels(context: Context, /) -> None:
     wheels = [item for item in context.store.results() if item.wheel]
     context.print(WheelsResult(wheels))
     if not wheels and not context.json:
-        context.log(f"no compiled wheels here; `{command_name()} image` compiles what a recipe needs")
+        context.log(f"no compiled wheels here; `{command_name()} build` compiles what a recipe needs")
 
 
 @command.command("export")

@@ -311,7 +311,7 @@ def commands(
                 ],
             }
         )
-    shared = f"EKIBEN_SHARED={shlex.quote(str(shared_dir))} ekiben image {shlex.quote(recipe)}{stack} --format docker"
+    shared = f"EKIBEN_SHARED={shlex.quote(str(shared_dir))} ekiben build {shlex.quote(recipe)}{stack} --format docker"
     ways.append(
         {
             "title": "Docker",

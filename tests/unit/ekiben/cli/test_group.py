@@ -187,7 +187,7 @@ def test_an_installed_program_is_called_ekiben(tmp_path: Path) -> None:
     script.chmod(0o755)
     env = {**os.environ, "PATH": f"{script.parent}:{os.environ['PATH']}"}
     done = subprocess.run(["ekiben", "image"], env=env, capture_output=True, text=True, check=False)
-    assert done.stderr.startswith("Usage: ekiben image [OPTIONS] RECIPE…\nTry 'ekiben image --help' for help.")
+    assert done.stderr.startswith("Usage: ekiben build [OPTIONS] RECIPE…\nTry 'ekiben build --help' for help.")
     away = subprocess.run([script, "image"], capture_output=True, text=True, check=False)
     assert away.stderr.startswith(f"Usage: {script} image")
 
@@ -203,7 +203,7 @@ def test_no_command_shows_recipes_and_next_commands(run_cli: RunCli, sample: Sam
     assert "Recipes in this folder: ./own\n" in shown
     assert "hello" in shown.splitlines()[1]
     assert "build.py plan ./own " in shown
-    assert "build.py image ./own " in shown
+    assert "build.py build ./own " in shown
     assert len(shown.splitlines()) <= 8
     (line,) = (line for line in shown.splitlines() if " plan " in line)
     argv = line.split("   ")[0].split()

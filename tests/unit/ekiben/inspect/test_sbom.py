@@ -340,7 +340,7 @@ def test_sbom_of_a_squashed_sif(made: Image, store: Store, tmp_path: Path) -> No
 def test_sbom_of_unknown_names_and_files_fails(made: Image, store: Store, tmp_path: Path, run_cli: RunCli) -> None:
     stderr = run_cli("--store", store.root, "sbom", "owm", code=2).stderr
     assert "Did you mean 'own'" in stderr
-    assert "build.py image owm" in stderr
+    assert "build.py build owm" in stderr
     (tmp_path / "x.json").write_text('{"format": 1}')
     assert "no record of a published image" in run_cli("--store", store.root, "sbom", "x.json", code=2).stderr
     assert "No such file" in run_cli("--store", store.root, "sbom", "y.json", code=2).stderr
@@ -353,4 +353,4 @@ def test_sbom_of_a_foreign_image(tmp_path: Path, stack: contextlib.ExitStack, ab
     one = image(tmp_path, stack, "x.sif", files)
     with pytest.raises(UsageError, match=r"x\.sif is no image of Ekiben's: nothing in it says") as caught:
         write_sbom(one, Store(tmp_path / "store"), quiet())
-    assert "ekiben image RECIPE" in (caught.value.hint or "")
+    assert "ekiben build RECIPE" in (caught.value.hint or "")

@@ -227,7 +227,7 @@ def test_line_of_an_image_with_added_layers_names_them(tmp_path: Path) -> None:
         way["title"]: way["lines"]
         for way in commands(folder.parent.parent, InnerPath.below(folder), version, "mine", False, ["deepspeed"])
     }
-    assert "ekiben image mine --stack cu130 --layer deepspeed --format docker" in ways["Docker"][0]
+    assert "ekiben build mine --stack cu130 --layer deepspeed --format docker" in ways["Docker"][0]
 
 
 # -------------------------------------------------------------------------------------------------------- what is wrong

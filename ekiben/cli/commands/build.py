@@ -5,11 +5,11 @@ commands that run the image are printed at the end.
 
 \b
 Examples:
-  ekiben image lora-opencalm
-  ekiben image hello --format sif -o /tmp/hello.sif
-  ekiben image ../my-recipes/chatbot --engine apptainer
-  ekiben image mine --gpu-arch 9.0
-  ekiben image hello --offline --bundle hello.bundle     where there is no network
+  ekiben build lora-opencalm
+  ekiben build hello --format sif -o /tmp/hello.sif
+  ekiben build ../my-recipes/chatbot --engine apptainer
+  ekiben build mine --gpu-arch 9.0
+  ekiben build hello --offline --bundle hello.bundle     where there is no network
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class ImageResult:
         yield from (f"run     {line}" for line in self.run)
 
 
-@click.command("image", cls=Command, help=__doc__)
+@click.command("build", cls=Command, help=__doc__)
 @click.argument("recipes", nargs=-1, required=True, metavar="RECIPE…", type=RecipeType())
 @click.option(
     "--format",
