@@ -9,14 +9,14 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
 
 import pytest
 
-from workspaces import CA_BUNDLE, ME, USER, Cli, Workspace, as_user, give
+from workspaces import CA_BUNDLE, ME, USER, Cli, Workspace, as_user, give, run_as
 
 pytestmark = pytest.mark.covers("ekiben/run", "ekiben/doctor", "ekiben/gpu")
 
@@ -366,3 +366,26 @@ def test_image_removed_from_the_daemon_is_loaded_again(looker: Looker, cli: Cli)
         subprocess.run(["docker", "image", "inspect", "ekiben/look:latest"], capture_output=True, check=True)
     finally:
         subprocess.run(["docker", "rmi", "ekiben/kept:latest"], capture_output=True, check=True)
+
+
+def pages_read(sif: Path, start: Callable[[], object]) -> int:
+    """Bytes of a SIF in the page cache after ``start``, which had none of it there: what was read, readahead too."""
+    with sif.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    asked = ["fincore", "--bytes", "--noheadings", "--output", "RES", str(sif)]
+    assert int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout) == 0
+    start()
+    return int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.guard
+def test_a_start_reads_little_more_than_apptainer_itself(looker: Looker, workspace: Workspace, cli: Cli) -> None:
+    """And so not the file, to hash it."""
+    here = workspace.folder("start")
+    plain = pages_read(looker.sif, lambda: run_as(ME, "apptainer", "exec", looker.sif, "look", cwd=here))
+    argv = ("--store", looker.store, "run", "--cpu", "--sif", looker.sif, looker.recipe, "look")
+    read = pages_read(looker.sif, lambda: cli.run(*argv, cwd=here))
+    assert read < plain + (2 << 20) < looker.sif.stat().st_size // 2
+    compared = pages_read(looker.sif, lambda: cli.run(*argv[:4], looker.recipe, "look", cwd=looker.recipe))
+    assert compared < plain + (3 << 20)
