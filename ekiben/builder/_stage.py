@@ -148,7 +148,7 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
             digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
         size = (staging / "blob").stat().st_size
         store.put_file(staging / "blob", digest)
-    folder = stage.hands_over[0].rstrip("/")
+    folder = stage.outputs[0].rstrip("/")
     path = folder if folder.endswith(".whl") else f"{folder}/{wheel.name}"
     result = record or StoredResult(
         name=stage.name,
@@ -210,7 +210,7 @@ def _take(
     folders: list[str] = []
     for entry, chunks in changed:
         path = "/" + entry.path
-        if entry.kind == "whiteout" or not any(_is_in(path, output) for output in stage.hands_over):
+        if entry.kind == "whiteout" or not any(_is_in(path, output) for output in stage.outputs):
             continue
         if entry.kind == "dir":
             folders.append(path)
@@ -227,7 +227,7 @@ def _take(
         name = f"sha256:{digest.hexdigest()}"
         store.put_file(blob, name)
         outputs.append(StageOutput(path, 0o755 if entry.mode & 0o100 else 0o644, name, entry.size))
-    for output in stage.hands_over:
+    for output in stage.outputs:
         if not any(_is_in(file.path, output) for file in outputs):
             raise LayerError(f"%files from {stage.stage.name}: the stage made nothing at {output}")
     hollow = {folder for folder in folders if not any(_is_in(file.path, folder) for file in outputs)}

@@ -297,7 +297,7 @@ def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
     """Raise LayerError where a folder that the stage hands over has files of the layers below: they would stay
     behind.
     """
-    for output in stage.hands_over:
+    for output in stage.outputs:
         entry = below.lookup(path := output.strip("/"))
         if entry is not None and entry.kind == "dir" and below.children(path):
             raise LayerError(

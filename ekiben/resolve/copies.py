@@ -12,6 +12,7 @@ from typing import Any
 
 from ekiben.core.errors import DefinitionError, nearest
 from ekiben.formats.layer import File
+from ekiben.resolve.graph import StageCopy
 from ekiben.resolve.keys import mode_of
 from ekiben.spec.definition import Copy, Definition
 from ekiben.spec.name_confusion import find_confusion
@@ -48,6 +49,11 @@ def file_inputs(files: Sequence[File]) -> dict[str, Any]:
     names = {file.target: file.name for file in files if file.name and file.name_counts}
     entries = [[file.destination + "/" * file.is_folder, file.mode, file.sha256()] for file in files]
     return {"files": entries, **({"names": sorted(names.items())} if names else {})}
+
+
+def copy_inputs(copies: Sequence[StageCopy]) -> dict[str, Any]:
+    """Return the inputs of a key that come from build stages; nothing where there are none."""
+    return {"from": [[item.stage.cache_key, item.source, item.destination] for item in copies]} if copies else {}
 
 
 def _matches(definition: Definition, copy: Copy, folders: SourceFolders, where: str) -> list[Path]:

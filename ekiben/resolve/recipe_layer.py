@@ -14,7 +14,7 @@ from ekiben.core.paths import RECIPE_HOME, TESTS
 from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import runtime_files
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
-from ekiben.resolve.keys import make_layer, mode_of
+from ekiben.resolve.keys import KEY_FORMAT, mode_of
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
@@ -49,12 +49,22 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     files += _test_files(resolved)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
     inputs = {
+        "format": KEY_FORMAT,
+        "parent": resolved.top.cache_key if resolved.layers else None,
         "kind": "files",
         "files": [[file.destination, file.mode, file.sha256()] for file in files],
         "epoch": epoch,
         "platform": resolved.stack.platform,
     }
-    top = make_layer(recipe.name, "files", None, tuple(files), resolved.environment, epoch, inputs, resolved.layers)
+    top = Layer(
+        name=recipe.name,
+        kind="files",
+        stage=None,
+        files=tuple(files),
+        environment=resolved.environment,
+        epoch=epoch,
+        inputs=inputs,
+    )
     return replace(resolved, layers=(*resolved.layers, top))
 
 

@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
-from ekiben.core.environment import ARCHITECTURES, DEFAULT_PATH, host_arch
+from ekiben.core.environment import ARCHITECTURES, host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats import oci
+from ekiben.formats.layer import File
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
-from ekiben.resolve.copies import copied_files, file_inputs
-from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy
-from ekiben.resolve.keys import KEY_FORMAT, copy_inputs, hash_inputs, make_layer
+from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
+from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
+from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
 from ekiben.resolve.recipe_layer import add_recipe_layer
 from ekiben.spec.definition import (
     Definition,
@@ -74,7 +75,7 @@ def resolve(
         definitions = images.put_on(definitions, layer)
     if recipe.added_layer and recipe.added_layer not in [item.name for item in definitions]:
         definitions = images.put_on(definitions, recipe.added_layer)
-    layers, environment = images.layers_of(definitions)
+    state = images.state_of(definitions)
     images.check_arguments()
     labels: dict[str, str] = {}
     tests: list[tuple[str, str]] = []
@@ -83,7 +84,9 @@ def resolve(
         if definition.final.test:
             tests.append((definition.name, definition.final.test))
     environment = expand(
-        {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment}, environment, f"{recipe.folder / 'recipe.yaml'}: "
+        {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment},
+        state.environment,
+        f"{recipe.folder / 'recipe.yaml'}: ",
     )
     if recipe.file.test:
         tests.append((recipe.name, recipe.file.test))
@@ -99,7 +102,7 @@ def resolve(
         recipe=recipe,
         stack=bound,
         definitions=tuple(definitions),
-        layers=tuple(layers),
+        layers=tuple(state.layers),
         environment=environment,
         labels=labels,
         deffile=deffile,
@@ -248,55 +251,52 @@ class _Images:
             parent, asked_by = definition.final.parent, str(definition.path)
         return definitions[::-1]
 
-    def layers_of(
-        self, definitions: Sequence[Definition], circle: Sequence[str] = ()
-    ) -> tuple[list[Layer], dict[str, str]]:
-        """The layers of a chain of definitions, bottom first, and the environment they leave."""
-        layers: list[Layer] = []
-        environment: dict[str, str] = {"PATH": DEFAULT_PATH}
+    def state_of(self, definitions: Sequence[Definition], circle: Sequence[str] = ()) -> ImageState:
+        """Return the layers of these definitions, bottom first, and the environment that they leave."""
+        state = ImageState()
         for definition in definitions:
             if definition.name in circle:
                 raise DefinitionError(
                     f"{definition.path}: a stage of it stands on itself: {' → '.join([*circle, definition.name])}"
                 )
-            layers += self._layers_of_definition(definition, layers, environment, [*circle, definition.name])
-            environment = expand(definition.final.environment, environment, f"{definition.path}: %")
-        return layers, environment
+            state = self._add_definition(definition, state, [*circle, definition.name])
+        return state
 
-    def _layers_of_definition(
-        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
-    ) -> list[Layer]:
-        """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has
+    def _add_definition(self, definition: Definition, state: ImageState, circle: Sequence[str]) -> ImageState:
+        """Add the layer of a definition's header (when it is a base) and that of its %files and %post (when it has
         any).
         """
-        stage, epoch, layers = definition.final, self.stack.file.epoch, list[Layer]()
+        stage, epoch, environment = definition.final, self.stack.file.epoch, state.environment
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}
         if stage.parent is None:
             source = load_agent(stage.bootstrap).key_inputs(stage.header)
-            inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": self.stack.platform}
-            layers.append(
-                make_layer(
-                    f"{definition.name}-root" if stage.post or stage.files else definition.name,
-                    "bootstrap",
-                    stage,
-                    (),
-                    environment,
-                    epoch,
-                    inputs,
-                    below,
-                )
+            inputs = {
+                "format": KEY_FORMAT,
+                "parent": state.top_key,
+                "kind": "bootstrap",
+                "source": source,
+                **locked,
+                "epoch": epoch,
+                "platform": self.stack.platform,
+            }
+            base = Layer(
+                name=f"{definition.name}-root" if stage.post or stage.files else definition.name,
+                kind="bootstrap",
+                stage=stage,
+                files=(),
+                environment=environment,
+                epoch=epoch,
+                inputs=inputs,
             )
-        copies = self._stages(definition, [*below, *layers], environment, circle)
-        files = tuple(
-            file
-            for copy in stage.files
-            if copy.stage is None
-            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
-        )
+            state = state.add(base)
+        copies = self._stages(definition, state, circle)
+        files = self._files_of(definition, stage)
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {
+                "format": KEY_FORMAT,
+                "parent": state.top_key,
                 "kind": kind,
                 "post": stage.post,
                 **file_inputs(files),
@@ -306,14 +306,29 @@ class _Images:
                 "epoch": epoch,
                 "platform": self.stack.platform,
             }
-            layers.append(
-                make_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *layers], copies)
+            layer = Layer(
+                name=definition.name,
+                kind=kind,
+                stage=stage,
+                files=files,
+                environment=environment,
+                epoch=epoch,
+                inputs=inputs,
+                copies=copies,
             )
-        return layers
+            state = state.add(layer)
+        return replace(state, environment=expand(stage.environment, environment, f"{definition.path}: %"))
 
-    def _stages(
-        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
-    ) -> tuple[StageCopy, ...]:
+    def _files_of(self, definition: Definition, stage: Stage) -> tuple[File, ...]:
+        """Return the files that a stage copies from this machine."""
+        return tuple(
+            file
+            for copy in stage.files
+            if copy.stage is None
+            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
+        )
+
+    def _stages(self, definition: Definition, below: ImageState, circle: Sequence[str]) -> tuple[StageCopy, ...]:
         """What the last stage takes of those before it, each resolved with all it stands on."""
         if len(definition.stages) > 1:
             check_torch(self.stack)
@@ -324,47 +339,38 @@ class _Images:
                     "needs a name (Stage: build)" if stage.parent else "stands on a layer (Bootstrap: localimage)"
                 )
                 raise DefinitionError(f"{definition.path}: a build stage {requirement}")
-            hands_over = tuple(
-                dict.fromkeys(
-                    copy.source for later in definition.stages for copy in later.files if copy.stage == stage.name
-                )
-            )
-            if not hands_over:
-                raise DefinitionError(
-                    f"{definition.path}: no later stage takes anything of '{stage.name}'; "
-                    f"write '%files from {stage.name}', or remove the stage"
-                )
-            layers, stage_environment = self.layers_of(self.definitions_of(stage.parent, str(definition.path)), circle)
-            stages[stage.name] = self._stage(
-                definition, stage, layers, stage_environment, hands_over, stages, below, environment
-            )
+            state = self.state_of(self.definitions_of(stage.parent, str(definition.path)), circle)
+            stages[stage.name] = self._stage(definition, stage, state, below, stages)
         return _stage_copies(definition.final, stages)
 
     def _stage(
         self,
         definition: Definition,
         stage: Stage,
-        layers: Sequence[Layer],
-        environment: Mapping[str, str],
-        hands_over: tuple[str, ...],
+        state: ImageState,
+        runtime: ImageState,
         earlier: Mapping[str, BuildStage],
-        runtime: Sequence[Layer],
-        runtime_environment: Mapping[str, str],
     ) -> BuildStage:
+        """Return a build stage on the layers of ``state``, for a layer on those of ``runtime``."""
         stack_file, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
-        files = tuple(
-            file
-            for copy in stage.files
-            if copy.stage is None
-            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
+        outputs = tuple(
+            dict.fromkeys(
+                copy.source for later in definition.stages for copy in later.files if copy.stage == stage.name
+            )
         )
+        if not outputs:
+            raise DefinitionError(
+                f"{definition.path}: no later stage copies a file of '{stage.name}'; "
+                f"write '%files from {stage.name}', or remove the stage"
+            )
+        files = self._files_of(definition, stage)
         inputs: dict[str, Any] = {
             "format": KEY_FORMAT,
             "kind": "wheel" if wheel else "stage",
             "post": stage.post,
             **file_inputs(files),
             **copy_inputs(copies),
-            "hands over": sorted(hands_over),
+            "hands over": sorted(outputs),
             "epoch": stack_file.epoch,
             "platform": self.stack.platform,
         }
@@ -376,7 +382,7 @@ class _Images:
         if wheel:
             # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
             # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.
-            shipped = {layer.cache_key for layer in runtime}
+            shipped = {layer.cache_key for layer in runtime.layers}
             inputs |= {
                 "wheel": wheel,
                 "tools": [
@@ -386,11 +392,11 @@ class _Images:
                             {key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")}
                         ),
                     ]
-                    for layer in layers
+                    for layer in state.layers
                     if layer.cache_key not in shipped
                 ],
                 "environment": {
-                    key: value for key, value in environment.items() if runtime_environment.get(key) != value
+                    key: value for key, value in state.environment.items() if runtime.environment.get(key) != value
                 },
                 "suite": stack_file.suite,
                 "python": stack_file.python,
@@ -402,20 +408,19 @@ class _Images:
                 ),
             }
         else:
-            inputs |= {"parent": layers[-1].cache_key, "environment": dict(environment)}
+            inputs |= {"parent": state.top_key, "environment": dict(state.environment)}
         return BuildStage(
             name=f"{definition.name}.{stage.name}",
             stage=stage,
-            layers=tuple(layers),
+            layers=tuple(state.layers),
             files=files,
             copies=copies,
-            environment=dict(environment),
+            environment=dict(state.environment),
             epoch=stack_file.epoch,
-            hands_over=hands_over,
+            outputs=outputs,
             wheel=wheel,
             inputs=inputs,
             job_memory=_job_memory(definition, stage),
-            cache_key=hash_inputs(inputs),
         )
 
     def check_arguments(self) -> None:

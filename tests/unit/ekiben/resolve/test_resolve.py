@@ -240,7 +240,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("first", "then", "message"),
         [
-            ("Bootstrap: localimage\nFrom: walls.sif\nStage: a\n", "", "no later stage takes anything of 'a'"),
+            ("Bootstrap: localimage\nFrom: walls.sif\nStage: a\n", "", "no later stage copies a file of 'a'"),
             ("Bootstrap: localimage\nFrom: walls.sif\n", "", "a build stage needs a name"),
             (
                 "Bootstrap: debootstrap\nOSVersion: bookworm\nStage: a\n",
