@@ -161,7 +161,7 @@ def build(
         LockMismatchError: ``locked``, and something is not as locked.
     """
     from ekiben.artifacts.make import BuildRequest, make_image
-    from ekiben.builder.plan import Options
+    from ekiben.builder.plan import BuildContext, Options
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
@@ -177,7 +177,7 @@ def build(
         registry=read_settings(os.environ).registry,
     )
     request = BuildRequest(formats=("sif",), output=Path(output) if output else None, verify=verify)
-    result = make_image(resolved, layer_store, request, options, progress)
+    result = make_image(BuildContext(resolved, layer_store, options, progress), request)
     return Image(Path(result.artifacts[0].ref))
 
 

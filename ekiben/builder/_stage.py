@@ -59,7 +59,7 @@ def compile_stage(
         "EKIBEN_WORK": f"/{BUILD_MOUNT}/cache/work/{work.name}",
         "EKIBEN_MEASURED": f"/{BUILD_MOUNT}/measured.json",
     }
-    spent, notes = _Spent(stage.cache_key, store, goes_on=goes_on), dict[str, Any]()
+    spent = _Spent(stage.cache_key, store, goes_on=goes_on)
     with builder.log(stage) as log:
         while True:
             progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.reason}")
@@ -68,7 +68,7 @@ def compile_stage(
             try:
                 with store.staging() as staging:
                     settings = {**jobs.environment, **paths}
-                    with builder.run_post(stage, lower, staging, files, log.line, notes, settings) as changed:
+                    with builder.run_post(stage, lower, staging, files, log.line, settings) as changed:
                         outputs, left_out = _take(stage, changed, staging, store)
                     for line in left_out:
                         progress.log(f"stage {stage.name}: {line}")
@@ -95,7 +95,7 @@ def compile_stage(
         files=tuple(outputs),
         inputs=stage.inputs,
         origin="compiled",
-        executor=notes["executor"],
+        executor=builder.executor[0],
         seconds=seconds,
         notes={**_proof(stage, outputs, store), **compiled},
     )

@@ -19,13 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
-from ekiben.builder.plan import Action, Options, StageAction, ask_registry, plan, plan_layers, plan_stages
+from ekiben.builder.plan import (
+    Action,
+    BuildContext,
+    Options,
+    StageAction,
+    ask_registry,
+    plan,
+    plan_layers,
+    plan_stages,
+)
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.emulation import check_programs
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
-from ekiben.core.progress import Progress
 from ekiben.formats import oci
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
 from ekiben.store import Image, Store, StoredLayer, StoredResult
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
     from ekiben.store.remote import LayerCache
 
 __all__ = [
+    "BuildContext",
     "Options",
     "ask_registry",
     "build",
@@ -48,19 +57,14 @@ __all__ = [
 Results = Mapping[str, StoredResult]  # by the stage's key
 
 
-def build(
-    resolved: ResolvedRecipe,
-    store: Store,
-    options: Options,
-    progress: Progress,
-    actions: Sequence[Action] | None = None,
-) -> Image:
-    """Obey ``actions``, by default plan()'s: make every missing layer, bottom first, and name the image.
+def build(context: BuildContext, actions: Sequence[Action] | None = None) -> Image:
+    """Build the layers that ``actions`` (by default plan()'s) say are missing, bottom first, and name the image.
 
     Raises LayerError, EngineError (also for another architecture that does not run here), StoreError, FetchError;
     LockMismatchError when ``options.locked`` refuses a layer; DefinitionError when a lock file that is needed could not
     lock something.
     """
+    resolved, store, options, progress = context.resolved, context.store, context.options, context.progress
     if actions is None:
         actions = plan(resolved, store, registry=options.registry, progress=progress)
     layers = [action.stored for action in actions if action.stored]
@@ -77,7 +81,7 @@ def build(
             scripts = [
                 item.layer.cache_key for item in actions if item.layer.kind == "post" and item.decision == "BUILD"
             ]
-            builder = LayerBuilder(resolved, store, options, progress, scripts[-1] if scripts else None)
+            builder = LayerBuilder(context, scripts[-1] if scripts else None)
             _refuse_missing_commits(actions, builder)
             return _named(resolved, store, _Build(builder).ensure_layers(actions))
     return _named(resolved, store, layers)
@@ -92,18 +96,15 @@ def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
     return _image_of(resolved, [action.stored for action in actions if action.stored])
 
 
-def ensure_layers(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, layers: Sequence[Layer]
-) -> list[StoredLayer]:
-    """Make layers that a build stage stands on, where the store has them not. Raises as build() does."""
+def ensure_layers(context: BuildContext, layers: Sequence[Layer]) -> list[StoredLayer]:
+    """Return the layers below a build stage; build those that the store lacks. Raises as build() does."""
+    store = context.store
     store.open_for_writing()
     with store.building(layer.cache_key for layer in layers):
-        return _Build(LayerBuilder(resolved, store, options, progress)).ensure_layers(plan_layers(layers, store))
+        return _Build(LayerBuilder(context)).ensure_layers(plan_layers(layers, store))
 
 
-def import_wheel(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, wheel: Path, sha256: str | None = None
-) -> StoredResult:
+def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) -> StoredResult:
     """Take a wheel compiled elsewhere: check it, make the layer it is for, run that layer's %test, keep both.
 
     Raises UsageError when the recipe compiles no such package; VerifyError when the wheel is not for it.
@@ -111,6 +112,7 @@ def import_wheel(
     from ekiben.builder import wheels
     from ekiben.builder._stage import import_result
 
+    resolved, store = context.resolved, context.store
     digest = wheels.digest_of(wheel)
     if sha256 and digest != f"sha256:{sha256.lower().removeprefix('sha256:')}":
         raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one asked for; it is not taken")
@@ -129,7 +131,7 @@ def import_wheel(
     with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
         imported = import_result(stage, wheel, record, store)
         count = next(number for number, layer in enumerate(resolved.layers, 1) if stage in stages_of(layer.copies))
-        recursion = _Build(LayerBuilder(resolved, store, options, progress), {stage.cache_key: imported})
+        recursion = _Build(LayerBuilder(context), {stage.cache_key: imported})
         layer = recursion.ensure_layers(plan_layers(resolved.layers[:count], store))[-1]
         if (
             store.result(stage.cache_key) is None

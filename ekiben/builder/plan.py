@@ -81,6 +81,16 @@ class Options:
     registry: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """A build of one recipe: the store of its layers, how missing ones are made, and where progress is shown."""
+
+    resolved: ResolvedRecipe
+    store: Store
+    options: Options
+    progress: Progress
+
+
 def plan(
     resolved: ResolvedRecipe, store: Store, *, registry: str | None = None, progress: Progress | None = None
 ) -> list[Action]:

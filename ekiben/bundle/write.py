@@ -27,13 +27,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ekiben.builder.build import Options
+from ekiben.builder.build import BuildContext
 from ekiben.bundle._fetch import fetch_packages, fetch_sources, index_debs, make_folder
 from ekiben.bundle._index import INDEX, SECTIONS, BundleFile, BundleIndex, link_stays_inside, lock_digests, sha256_of
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.files import open_regular, tree_paths
-from ekiben.core.progress import Progress
 from ekiben.resolve.graph import ResolvedRecipe, stages_of
 from ekiben.store import Image, Store
 
@@ -41,20 +40,14 @@ __all__ = ["SECTIONS", "write_bundle"]
 
 
 def write_bundle(
-    resolved: ResolvedRecipe,
-    image: Image,
-    store: Store,
-    out: Path,
-    options: Options,
-    progress: Progress,
-    *,
-    snapshots: Sequence[Path] = (),
-    compiler: bool = False,
+    context: BuildContext, image: Image, out: Path, *, snapshots: Sequence[Path] = (), compiler: bool = False
 ) -> BundleIndex:
-    """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With
-    ``compiler`` what its build stages stand on comes along. Returns bundle.json. Raises UsageError, FetchError,
-    EngineError, StoreError.
+    """Download the sources of ``image`` and write them to ``out``, which appears when it is complete.
+
+    ``snapshots``: models and data to include. ``compiler``: include the layers below its build stages. Returns
+    bundle.json. Raises UsageError, FetchError, EngineError, StoreError.
     """
+    resolved, store = context.resolved, context.store
     _refuse_output(out)
     if (base := resolved.definitions[0].final).bootstrap != "debootstrap":
         raise UsageError(
@@ -75,9 +68,7 @@ def write_bundle(
     }
     store.open_for_writing()
     with store.staging() as staging:
-        folder = fetch_packages(
-            resolved, image, store, make_folder(staging / "packages"), options, progress, compiler=compiler
-        )
+        folder = fetch_packages(context, image, make_folder(staging / "packages"), compiler=compiler)
         index_debs(folder / "debs", resolved.stack.file.suite)
         files = {
             f"{section}/{path.name}": path
@@ -85,14 +76,14 @@ def write_bundle(
             for path in sorted((folder / section).glob("*"))
         }
         files |= _compiled(resolved, store, staging)
-        sources = fetch_sources(resolved, store, staging, options, progress)
+        sources = fetch_sources(context, staging)
         files |= {
             f"sources/{path.relative_to(sources).as_posix()}": path
             for path in sorted(sources.rglob("*"))
             if path.is_file()
         }
         files |= included_files
-        with progress.step(f"write {out}"):
+        with context.progress.step(f"write {out}"):
             index = BundleIndex(
                 recipe=resolved.recipe.name,
                 stack=resolved.stack.name,

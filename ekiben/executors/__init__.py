@@ -53,6 +53,15 @@ _END = b"EKIBEN END"
 FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && printf "{_END.decode()}\\0"')
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A shell script, its name in logs and in the names of containers, and its variables."""
+
+    name: str
+    text: str
+    environment: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A script to run as root on a stack of layers, bottom first.
@@ -275,15 +284,15 @@ def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
                 )
 
 
-def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:
+def write_run_script(mount: Path, script: Script) -> None:
     """Write run.sh: the same environment and the same first steps under every executor.
 
     Variables are read from a file: on a command line everybody on the machine could read the passwords of proxies and
     indexes.
     """
-    (mount / "post.sh").write_text(script, encoding="utf-8")
+    (mount / "post.sh").write_text(script.text, encoding="utf-8")
     (mount / "cache").mkdir(exist_ok=True)
-    variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(environment.items()))
+    variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(script.environment.items()))
     private = os.open(mount / "environment", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(private, "w", encoding="utf-8") as stream:
         stream.write(variables)
@@ -302,6 +311,7 @@ __all__ = [
     "Job",
     "JobFailed",
     "Runtime",
+    "Script",
     "apptainer",
     "by_preference",
     "check_name",

@@ -51,9 +51,9 @@ class ImageState:
         """Return the key of the highest layer, which the next layer's key has as its parent."""
         return self.layers[-1].cache_key if self.layers else None
 
-    def add(self, *layers: Layer) -> ImageState:
-        """Return the state with further layers, and the same environment."""
-        return replace(self, layers=(*self.layers, *layers))
+    def add(self, layer: Layer) -> ImageState:
+        """Return the state with one layer more, and the same environment."""
+        return replace(self, layers=(*self.layers, layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.files import open_regular
 from ekiben.core.inner_path import InnerPath
@@ -54,7 +54,11 @@ def prepare(folder: Path) -> tuple[list[Image], Store]:
     for number in range(IMAGES):
         (sample.path / "files/data.bin").write_bytes(random.Random(number).randbytes(1_000_000))
         images.append(
-            build(resolve(find_recipe(str(sample.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+            build(
+                BuildContext(
+                    resolve(find_recipe(str(sample.path))), store, Options(), Progress(io.StringIO(), quiet=True)
+                )
+            )
         )
     return images, store
 

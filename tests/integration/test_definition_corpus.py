@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.export import export
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.errors import DefinitionError, LayerError
 from ekiben.core.files import digest_of
@@ -514,7 +514,7 @@ class Lab:
     def build(self, text: str) -> tuple[ResolvedRecipe, Image]:
         """Our image."""
         resolved = self.resolve(text)
-        return resolved, build(resolved, self.store, Options(engine="apptainer"), quiet())
+        return resolved, build(BuildContext(resolved, self.store, Options(engine="apptainer"), quiet()))
 
     def apptainer(self, *args: str | Path) -> str:
         """Apptainer as the ordinary user starts it: where a machine withholds capabilities root's build fails."""

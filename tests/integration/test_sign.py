@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.pull import pull
-from ekiben.artifacts.push import push
+from ekiben.artifacts.push import PushRequest, push
 from ekiben.core.errors import UsageError
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
@@ -330,7 +330,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def send(files_only: SampleRecipe, store: Store, ref: str, key: Key | None, format: str = "docker") -> str:
-    done = push(image_of(files_only, store), store, Reference.parse(ref), format, quiet(), key=key)
+    done = push(image_of(files_only, store), store, PushRequest(Reference.parse(ref), format, key=key), quiet())
     return done.ref.rpartition("@")[2]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from ekiben.builder.build import Options, stored_image
+from ekiben.builder.build import BuildContext, Options, stored_image
 from ekiben.bundle.write import SECTIONS, write_bundle
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
@@ -78,15 +78,7 @@ def command(
     image = stored_image(resolved, context.store)
     file = check_output_file(output or Path(f"{image.name}.bundle"))
     options = Options(engine=engine, mirror=recipe_options.mirror)
-    index = write_bundle(
-        resolved,
-        image,
-        context.store,
-        file,
-        options,
-        context.progress,
-        snapshots=recipe_options.included,
-        compiler=compiler,
-    )
+    build_context = BuildContext(resolved, context.store, options, context.progress)
+    index = write_bundle(build_context, image, file, snapshots=recipe_options.included, compiler=compiler)
     counts = {section: sum(name.startswith(f"{section}/") for name in index.files) for section in SECTIONS}
     context.print(BundleResult(recipe=resolved.cli_args, file=file, size=file.stat().st_size, counts=counts))

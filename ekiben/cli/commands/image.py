@@ -26,7 +26,7 @@ import click
 from ekiben.artifacts import exporters
 from ekiben.artifacts.exporters import Artifact
 from ekiben.artifacts.make import BuildRequest, make_image
-from ekiben.builder.plan import Action, Options, plan
+from ekiben.builder.plan import Action, BuildContext, Options, plan
 from ekiben.builder.verify import Check
 from ekiben.builder.wheels import format_savings
 from ekiben.cli.context import Context, format_size
@@ -200,7 +200,7 @@ def build_recipe(
             f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)"
         )
     with build_inputs(context, recipe_options, resolved, request) as (options, data):
-        result = make_image(resolved, store, request.make, options, progress, actions)
+        result = make_image(BuildContext(resolved, store, options, progress), request.make, actions)
     task = next(iter(resolved.recipe.file.tasks), "")
     return ImageResult(
         recipe=resolved.cli_args,

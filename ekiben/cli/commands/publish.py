@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from ekiben.builder.build import Options, build
+from ekiben.builder.build import BuildContext, Options, build
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
     Command,
@@ -119,7 +119,7 @@ def command(
     open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
     key = find_key(sign) if sign is not None else None
     options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)
-    image = build(resolved, store, options, context.progress)
+    image = build(BuildContext(resolved, store, options, context.progress))
     published = publish(
         image,
         store,

@@ -19,8 +19,8 @@ from typing import Any
 
 import click
 
-from ekiben.artifacts.push import FORMATS, Pushed, check_push, push
-from ekiben.builder.build import Options, build
+from ekiben.artifacts.push import FORMATS, Pushed, PushRequest, check_push, push
+from ekiben.builder.build import BuildContext, Options, build
 from ekiben.cli.context import Context, format_size
 from ekiben.cli.options import (
     Command,
@@ -106,8 +106,9 @@ def command(
     resolved, store = recipe_options.resolve(recipe), context.store
     options = Options(mirror=recipe_options.mirror, registry=context.settings.registry)
     key = find_key(sign) if sign is not None else None
-    check_push(target, format_)  # before a build of minutes
-    pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
+    request = PushRequest(target, format_, key, sbom)
+    check_push(request)  # before a build of minutes
+    pushed = push(build(BuildContext(resolved, store, options, progress)), store, request, progress)
     use = {
         "docker": f"docker pull {target}",
         "sif": f"apptainer pull oras://{target}",

@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from ekiben.artifacts.reproduce import Comparison, rebuild, refuse_differences
-from ekiben.builder.build import Options, image_name
+from ekiben.builder.build import BuildContext, Options, image_name
 from ekiben.builder.verify import Check, verify_image
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
@@ -168,7 +168,9 @@ def rebuild_and_compare(context: Context, resolved: ResolvedRecipe, options: Opt
     Raises VerifyError when the image came out differently; its JSON is printed all the same.
     """
     began = time.monotonic()
-    comparison = rebuild(resolved, context.store, options, context.progress, user_root=context.default_store)
+    comparison = rebuild(
+        BuildContext(resolved, context.store, options, context.progress), user_root=context.default_store
+    )
     result = RebuildResult(comparison, time.monotonic() - began)
     if context.json:
         context.print(result)

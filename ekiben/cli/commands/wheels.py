@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ekiben.builder.build import Options
+from ekiben.builder.build import BuildContext, Options
 from ekiben.builder.build import import_wheel as build_with_wheel
 from ekiben.builder.wheels import export_wheel as write_wheel
 from ekiben.builder.wheels import find_wheel
@@ -119,7 +119,7 @@ def import_wheel(
     """
     resolved = recipe_options.resolve(recipe)
     options = Options(engine=engine, mirror=recipe_options.mirror)
-    stored = build_with_wheel(resolved, context.store, options, context.progress, wheel, sha256)
+    stored = build_with_wheel(BuildContext(resolved, context.store, options, context.progress), wheel, sha256)
     click.echo(
         f"{stored.wheel} {stored.key[:12]}: verified and stored; the next build of {resolved.recipe.name} uses it"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ekiben.builder._stage import _take, files_for
-from ekiben.builder.build import _Build, import_wheel
+from ekiben.builder.build import BuildContext, _Build, import_wheel
 from ekiben.builder.plan import Options, plan, plan_stages
 from ekiben.builder.wheels import export_wheel, find_wheel, format_savings, read_record, wheels_of
 from ekiben.core.errors import DefinitionError, LayerError, StoreError, UsageError, VerifyError
@@ -376,7 +376,7 @@ def test_a_second_wheel_of_one_key_is_refused(tiny: SampleRecipe, tmp_path: Path
     keep(store, tiny)
     wheel = write_wheel(tmp_path, {SO: extension("sm_90")})
     with pytest.raises(VerifyError, match=r"there is a wheel for roof\.build already \(compiled\), with other bytes"):
-        import_wheel(chain_of(tiny), store, Options(), Progress(quiet=True), wheel)
+        import_wheel(BuildContext(chain_of(tiny), store, Options(), Progress(quiet=True)), wheel)
 
 
 # -------------------------------------------------------------------------------------- compiling, with a script's part
@@ -388,6 +388,7 @@ class Script:
     def __init__(self, store: Store, *scenes: tuple[list[str], dict[str, bytes] | int]) -> None:
         self.store, self.progress, self.scenes = store, Progress(quiet=True), list(scenes)
         self.settings: list[dict[str, str]] = []
+        self.executor = ("script", None)
 
     @contextmanager
     def log(self, step: Any) -> Iterator[Any]:
@@ -398,11 +399,8 @@ class Script:
             yield Log(path, stream, self.progress)
 
     @contextmanager
-    def run_post(
-        self, step: Any, lower: Any, staging: Path, files: Any, log: Any, notes: Any, settings: Any
-    ) -> Iterator[Any]:
+    def run_post(self, step: Any, lower: Any, staging: Path, files: Any, log: Any, settings: Any) -> Iterator[Any]:
         (staging / "mount").mkdir()
-        notes["executor"] = "script"
         self.settings.append(settings)
         lines, end = self.scenes.pop(0)
         for line in lines:
