@@ -60,15 +60,20 @@ class BrokenConnection(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """``may_leave``: a redirect may lead to another origin, without ``secret``, the Authorization header for
-    ``url``'s.
+class Request:
+    """A request to ``url``: of the registry's API also its path below the repository.
+
+    ``push``: with a login that may write; ``other``: a repository that it may read as well. ``secret`` is the
+    Authorization header for the origin of ``url``; with ``may_leave`` a redirect may name another origin, which does
+    not get it.
     """
 
     method: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     data: bytes | None = None
+    push: bool = False
+    other: str = ""
     secret: str | None = None
     may_leave: bool = True
 
@@ -211,7 +216,7 @@ class RegistrySession:
         if names_private(host):  # the others are looked at when they are connected to
             self._check_private(host)
 
-    def _follow(self, request: _Request) -> Response:
+    def _follow(self, request: Request) -> Response:
         """Send a request, and follow redirects where the method allows it: secrets stay with the origin of
         ``request.url``.
 
@@ -236,7 +241,7 @@ class RegistrySession:
             request = replace(request, url=url)
         raise FetchError(f"{self.reference}: {self.reference.host} redirects more than {MAX_REDIRECTS} times")
 
-    def _send(self, request: _Request, first: Origin) -> Response:
+    def _send(self, request: Request, first: Origin) -> Response:
         from requests import RequestException
 
         at_registry = self._at_registry(request.url)
@@ -273,29 +278,19 @@ class RegistrySession:
     # -- requests to the registry
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        data: bytes | None = None,
-        stream: bool = False,
-        good: Sequence[int] = (200,),
-        push: bool = False,
-        other: str = "",
-        again: bool = True,
+        self, request: Request, *, good: Sequence[int] = (200,), stream: bool = False, again: bool = True
     ) -> Response:
         """Send a request, and return the response when its status is in ``good``.
 
-        With ``again``, it is repeated when the server is busy or the connection breaks. Raises FetchError,
-        BrokenConnection.
+        With ``stream``, leave its body to the caller. With ``again``, repeat the request when the server is busy or the
+        connection breaks. Raises FetchError, BrokenConnection.
         """
-        scope = f"repository:{self.reference.repository}:{'pull,push' if push else 'pull'}"
-        scope += f" repository:{other}:pull" if other else ""
-        request = _Request(method, self.absolute(path), headers or {}, data)
+        scope = f"repository:{self.reference.repository}:{'pull,push' if request.push else 'pull'}"
+        scope += f" repository:{request.other}:pull" if request.other else ""
+        absolute = replace(request, url=self.absolute(request.url))
         for pause in (*PAUSES, None) if again else (None,):
             try:
-                answer = self._authorized(request, scope)
+                answer = self._authorized(absolute, scope)
             except BrokenConnection as error:
                 if not again:
                     raise
@@ -309,12 +304,12 @@ class RegistrySession:
                     self._read_error(answer)  # what it says is of no interest, but the connection is
                 return answer
             if answer.status_code not in BUSY or pause is None or (pause := _asked_pause(answer, pause)) is None:
-                raise self._refused(answer, method, path)
+                raise self._refused(answer, request)
             answer.close()
             time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def _authorized(self, request: _Request, scope: str) -> Response:
+    def _authorized(self, request: Request, scope: str) -> Response:
         """Send a request, and once more with what a 401 asks for. What another host asks for, it does not get."""
         known = self._authorizations.get(scope)
         for attempt in range(2):
@@ -339,7 +334,7 @@ class RegistrySession:
         )
         if kind.lower() == "basic":
             if credentials is None:
-                raise self._nobody()
+                raise self._unauthorized()
             return _basic(credentials)
         asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
         if kind.lower() != "bearer" or "realm" not in asked:
@@ -363,18 +358,18 @@ class RegistrySession:
                 "scope": scope,
             }
             headers = {"Content-Type": "application/x-www-form-urlencoded"}
-            request = _Request("POST", realm, headers, urlencode(form).encode(), may_leave=False)
+            request = Request("POST", realm, headers, urlencode(form).encode(), may_leave=False)
         else:
             query = [("service", asked["service"])] if "service" in asked else []
             query += [("scope", item) for item in scope.split(" ")]
             url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(query)}"
-            request = _Request(
+            request = Request(
                 "GET", url, secret=_basic(credentials) if credentials else None, may_leave=not credentials
             )
         answer = self._follow(request)
         if answer.status_code in (401, 403):
             answer.close()
-            raise self._nobody(credentials)
+            raise self._unauthorized(credentials)
         try:
             with answer:
                 fields = Fields.of(parse_json(b"".join(self.received(answer, MAX_MANIFEST)), max_size=MAX_MANIFEST))
@@ -384,7 +379,7 @@ class RegistrySession:
                 f"{self.reference}: {asked['realm']} gives no token: {answer.status_code} {answer.reason}"
             ) from error
 
-    def _nobody(self, credentials: Credentials | None = None) -> FetchError:
+    def _unauthorized(self, credentials: Credentials | None = None) -> FetchError:
         reason = (
             f"the login from {credentials.source} is refused"
             if credentials
@@ -392,7 +387,8 @@ class RegistrySession:
         )
         return FetchError(f"{self.reference}: access refused (401): {reason}", hint=_login(self.reference.host))
 
-    def _refused(self, answer: Response, method: str, path: str) -> FetchError:
+    def _refused(self, answer: Response, request: Request) -> FetchError:
+        method, path = request.method, request.url
         code, text = answer.status_code, self._read_error(answer).decode(errors="replace")[:200]
         if not self._at_registry(answer.url):
             host = urlsplit(answer.url).netloc
@@ -404,7 +400,7 @@ class RegistrySession:
                 f"{self.reference}: {self.reference.host} redirects {method} elsewhere, which is not supported: {code}"
             )
         if code == 401:
-            return self._nobody(find_credentials(self.reference.host, self.reference.repository))
+            return self._unauthorized(find_credentials(self.reference.host, self.reference.repository))
         if code == 403:
             return FetchError(
                 f"{self.reference}: access refused (403): this login may not"
@@ -446,7 +442,8 @@ class RegistrySession:
             raise FetchError(f"{self.reference}: {path} has {limit} bytes, more than {MAX_MANIFEST}")
         for pause in (*PAUSES, None):
             try:
-                with self.ask("GET", path, headers={"Accept": ", ".join(MEDIA_MANIFESTS)}, stream=True) as answer:
+                headers = {"Accept": ", ".join(MEDIA_MANIFESTS)}
+                with self.ask(Request("GET", path, headers), stream=True) as answer:
                     return b"".join(self.received(answer, limit))
             except BrokenConnection as error:
                 if pause is None:
