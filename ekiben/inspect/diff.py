@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypedDict
 
 from ekiben.formats.compare import comparable, hash_chunks
-from ekiben.inspect.image_reader import ImageReader, LayerReader, Tree, parents, python_versions, tree_of
+from ekiben.inspect.image_reader import ImageReader, LayerReader, Tree, parents, python_versions
 from ekiben.packages.installed import DPKG_STATUS, distribution_at, installed_packages
 from ekiben.store import StoredLayer
 
@@ -69,7 +69,7 @@ class ImageDiff(TypedDict):
 
 def compare(before: ImageReader, after: ImageReader) -> ImageDiff:
     """Return everything that differs. Files are compared by kind, mode, owner, size and content; times are not."""
-    trees = tree_of(before), tree_of(after)
+    trees = before.tree, after.tree
     python = [python_versions(tree) for tree in trees]
     debian = [_debian_versions(image) for image in (before, after)]
     files = _compare_files(before, after, trees)
