@@ -362,6 +362,7 @@ def _submit(
 def _preflight(context: Context, run: planning.JobPlan) -> None:
     """Check that the image has the tasks, and that each one whose inputs are there takes its arguments."""
     from ekiben.doctor.preflight import (  # late: for a job that starts
+        JobTask,
         PlannedGpus,
         check_image_of,
         try_arguments,
@@ -374,10 +375,10 @@ def _preflight(context: Context, run: planning.JobPlan) -> None:
     for step in run.steps:
         argv = [word.replace(planning.SEED, step.seeds[0]) if step.seeds else word for word in step.argv]
         if script := scripts.get(argv[0]):
-            reason = untried_reason(script, argv, earlier)
+            task = JobTask(argv, script, PlannedGpus(*_gpus_of(run, step)), tuple(earlier))
+            reason = untried_reason(task)
             if reason is None:
-                gpus = PlannedGpus(*_gpus_of(run, step))
-                try_arguments(run.sif, script, argv, environment, context.log, gpus, follows=bool(earlier))
+                try_arguments(run.sif, task, environment, context.log)
             elif len(run.steps) > 1:
                 context.log(f"{step.name} is not tried: {reason}")
         earlier.append(argv)
