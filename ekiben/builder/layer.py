@@ -202,15 +202,7 @@ class LayerBuilder:
         with self._below(lower) as below, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
                 self.store.remove_finished()
-            entries = normalize(
-                changes.upper,
-                below,
-                epoch=step.epoch,
-                deleted=changes.deleted,
-                opaque=changes.opaque,
-                is_fuse=changes.is_fuse,
-                left_out=left_out,
-            )
+            entries = normalize(changes, below, epoch=step.epoch, left_out=left_out)
             yield refuse_total_removal(entries, below)
         for line in left_out.lines():
             log(line)

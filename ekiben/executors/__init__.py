@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import Protocol, cast
 
 from ekiben.core import plugins
 from ekiben.core.decisions import is_logging, log_decision
@@ -26,6 +26,7 @@ from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
 from ekiben.formats.layer import decode_name
 from ekiben.formats.oci import LayerSource
+from ekiben.formats.upper import Changes
 
 OWNER = "org.ekiben.owner"  # the label of a container with core.process_name() of who made it
 
@@ -78,18 +79,6 @@ class Job:
     scratch: Path
     staging: Path
     log: Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a job changed: the overlay's upper directory, or a tar of it where we may not read it (see
-    ekiben.formats.changeset).
-    """
-
-    upper: Path | IO[bytes]
-    deleted: Collection[str] = ()
-    opaque: Collection[str] = ()
-    is_fuse: bool = False  # made by fuse-overlayfs
 
 
 class JobFailed(Exception):

@@ -33,7 +33,7 @@ from ekiben.formats.layer import (
 )
 from ekiben.formats.left_out import ACLS, DEVICES, LeftOut
 from ekiben.formats.placement import follow_links, resolve_destinations
-from ekiben.formats.upper import Forward, Read, folder_infos, folder_reader, path_of, tar_reader
+from ekiben.formats.upper import Changes, Forward, Read, folder_infos, folder_reader, path_of, tar_reader
 from ekiben.formats.xattrs import (
     COPIED_UP,
     OPAQUE_MARK,
@@ -171,28 +171,18 @@ class Lower:
         return sorted((name for name in names if self.lookup(name)), key=sort_key)
 
 
-def normalize(
-    upper: IO[bytes] | Path,
-    lower: Lower,
-    *,
-    epoch: int,
-    deleted: Collection[str] = (),
-    opaque: Collection[str] = (),
-    left_out: LeftOut | None = None,
-    is_fuse: bool = False,
-) -> Iterator[LayerEntry]:
-    """Yield the canonical entries of an upper directory, or of a tar of one, which must be depth first and sorted.
+def normalize(changes: Changes, lower: Lower, *, epoch: int, left_out: LeftOut | None = None) -> Iterator[LayerEntry]:
+    """Yield the canonical entries of an upper directory; add the paths that no layer keeps to ``left_out``.
 
-    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them; ``left_out`` takes what no
-    layer keeps. Raises LayerError for what no layer can hold, OSError for what cannot be read.
+    Raises LayerError for what no layer can hold, OSError for what cannot be read.
     """
-    if "" in opaque:
+    if "" in changes.opaque:
         raise LayerError("the executor says that all of the layers below was removed; such a layer is not stored")
-    normalizer = _Normalizer(lower, epoch, deleted, opaque, dropped=left_out)
-    normalizer.setgid = {} if is_fuse else None
-    if isinstance(upper, Path):
-        return normalizer.ordered(folder_infos(upper), folder_reader(upper))
-    return _tar_members(normalizer, upper)
+    normalizer = _Normalizer(lower, epoch, changes.deleted, changes.opaque, dropped=left_out)
+    normalizer.setgid = {} if changes.is_fuse else None
+    if isinstance(changes.upper, Path):
+        return normalizer.ordered(folder_infos(changes.upper), folder_reader(changes.upper))
+    return _tar_members(normalizer, changes.upper)
 
 
 def refuse_total_removal(entries: Iterable[LayerEntry], lower: Lower) -> Iterator[LayerEntry]:

@@ -8,12 +8,28 @@ import errno
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ekiben.formats.layer import CHUNK, decode_name, encode_name, read_chunks
 from ekiben.formats.xattrs import COPIED_UP, OPAQUE_MARK, is_acl, is_content, to_pax
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a job changed: the overlay's upper directory, or a tar of it (depth first, sorted) where we may not read it.
+
+    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that do not mark them. ``is_fuse``: the overlay
+    was fuse-overlayfs.
+    """
+
+    upper: Path | IO[bytes]
+    deleted: Collection[str] = ()
+    opaque: Collection[str] = ()
+    is_fuse: bool = False
+
 
 Read = Callable[[tarfile.TarInfo], Iterator[bytes]]  # the data of a file with data, each but once
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ekiben.core.paths import RECIPE_HOME, TESTS
 from ekiben.formats.layer import File
-from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
 from ekiben.spec.recipe import Recipe
@@ -28,15 +28,13 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         for inside, path in recipe.members().items()
     ]
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
-    runtime = runtime_files(
-        environment=resolved.environment,
-        runscript=_runscript(recipe, resolved),
+    scripts = Scripts(
+        run=_runscript(recipe, resolved),
         test=_TEST_SCRIPT,
-        labels=resolved.labels,
-        deffile=resolved.deffile,
-        startscript=_last(resolved, "startscript"),
+        start=_last(resolved, "startscript"),
         help=_help(recipe, resolved),
     )
+    runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts)
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
     metadata: dict[str, Any] = {
         "recipe": recipe.name,

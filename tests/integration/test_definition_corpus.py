@@ -29,6 +29,7 @@ from ekiben.formats.changeset import PLACEHOLDERS, Lower, normalize
 from ekiben.formats.layer import Entry, sort_key, write_entries
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.tar import DigestWriter
+from ekiben.formats.upper import Changes
 from ekiben.resolve.graph import Layer, ResolvedRecipe
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.definition import APPS, REFUSED, UNUSED
@@ -544,7 +545,7 @@ class Lab:
 
 def seed(store: Store, layer: Layer, root: Path) -> Path:
     """Put ``root`` into the store as this layer, and return its blob."""
-    entries = [*normalize(root, Lower([]), epoch=layer.epoch)]
+    entries = [*normalize(Changes(root), Lower([]), epoch=layer.epoch)]
     entries += [(Entry(path, "file", 0o644, mtime=layer.epoch), None) for path in PLACEHOLDERS]
     entries.sort(key=lambda entry: sort_key(entry[0].path))
     store.open_for_writing()
