@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from ekiben.cli.options import (
     sign_option,
 )
 from ekiben.core.command_name import command_name
-from ekiben.publish.publish import Published, open_destination, publish
+from ekiben.publish.publish import Published, PublishOptions, open_destination, publish
 from ekiben.signing.gpg import find_key
 
 
@@ -116,23 +116,14 @@ def command(
     """Check the folder and the key, build, publish."""
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
     # An image takes minutes, a refusal none.
-    open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
+    names = PublishOptions(
+        version=version, tags=tags, pin=pin, current=not no_current, check=not no_verify, module=modulefile
+    )
+    open_destination(folder, names)
     key = find_key(sign) if sign is not None else None
     options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)
     image = build(BuildContext(resolved, store, options, context.progress))
-    published = publish(
-        image,
-        store,
-        folder,
-        context.progress,
-        version=version,
-        tags=tags,
-        pin=pin,
-        current=not no_current,
-        check=not no_verify,
-        key=key,
-        module=modulefile,
-    )
+    published = publish(image, store, folder, replace(names, key=key), context.progress)
     task = next(iter(resolved.recipe.file.tasks), "COMMAND")
     context.print(
         PublishResult(

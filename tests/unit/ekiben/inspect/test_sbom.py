@@ -20,7 +20,7 @@ from ekiben.builder.build import BuildContext, Options, build
 from ekiben.core.errors import UsageError, VerifyError
 from ekiben.core.progress import Progress
 from ekiben.inspect.sbom import sbom_of, sbom_of_image, write_sbom
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredLayer
@@ -300,7 +300,7 @@ def test_sbom_is_the_same_from_store_and_sif(made: Image, store: Store, tmp_path
     told = io.StringIO()
     assert sbom_of(str(tmp_path / "own.sif"), Store(tmp_path / "empty"), Progress(told)) == sbom
     assert "diff_id of layer roof" in told.getvalue()
-    done = publish(made, store, tmp_path / "lab", quiet(), check=False)
+    done = publish(made, store, tmp_path / "lab", PublishOptions(check=False), quiet())
     assert (done.sif.parent / done.record.sbom).read_text() == sbom
     published = run_cli("--store", tmp_path / "empty", "sbom", done.sif.with_suffix(".json"))
     assert (published.stdout, published.stderr) == (sbom, "")
@@ -323,7 +323,7 @@ def test_image_without_package_database_is_published(files_only: SampleRecipe, t
     files_only.replace("images/roof.def", "files/tree /opt/tree", "files/tree/var /var")
     store, told = seeded(files_only, tmp_path / "store", "ground"), io.StringIO()
     made = build(BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), quiet()))
-    done = publish(made, store, tmp_path / "lab", Progress(told), check=False)
+    done = publish(made, store, tmp_path / "lab", PublishOptions(check=False), Progress(told))
     assert done.record.sbom is None
     assert list(done.sif.parent.glob("*.cdx.json")) == []
     assert "no SBOM: layer roof: dpkg's database is broken" in told.getvalue()
