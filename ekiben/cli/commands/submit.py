@@ -225,7 +225,7 @@ def command(
             )
             if not force:
                 jobs.check_same_image(before, run)
-            _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
+            _submit(context, run, runs, force=force, wait=wait, dry_run=dry_run)
         return
     if not image or not argv:
         raise UsageError(
@@ -257,7 +257,7 @@ def command(
         site=profile,
         runs=runs,
     )
-    _submit(ctx, context, run, runs, force=force, wait=wait, dry_run=dry_run)
+    _submit(context, run, runs, force=force, wait=wait, dry_run=dry_run)
 
 
 _ARGUMENTS = {"image": "image", "argv": "task"}
@@ -320,9 +320,7 @@ def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: Im
     )
 
 
-def _submit(
-    ctx: click.Context, context: Context, run: planning.JobPlan, runs: Path, *, force: bool, wait: bool, dry_run: bool
-) -> None:
+def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool, wait: bool, dry_run: bool) -> None:
     """Print what the jobs will lack, check the compute nodes and the image, and submit."""
     environment_text(context.environment, run.request.env)  # refused now, and with --dry-run, too
     for warning in dict.fromkeys(step.warning for step in run.steps if step.warning):
@@ -346,6 +344,7 @@ def _submit(
     if run.sif.is_file() and not force:
         _preflight(context, run)
     ids = jobs.submit(run)
+    ctx = click.get_current_context()
     is_elsewhere = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE  # then the name alone is not found
     context.print(SubmitResult(run.folder, ids, str(run.folder) if is_elsewhere else run.folder.name))
     if wait:
