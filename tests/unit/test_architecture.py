@@ -242,10 +242,9 @@ READ_OTHERWISE = {
     "packages/host_config.py write_host_files shutil.copyfile": (
         "the user's own settings and certificates, which were looked at before"
     ),
-    "packages/lock.py _compile out.read_text": "written by uv, which this process started",
     "packages/outdated.py _read_records archive.open": "an entry of an archive, read up to a limit",
+    "packages/requirements.py compile_lock out.read_text": "written by uv, which this process started",
     "project/create.py create_recipe source.read_text": "the program's own templates",
-    "project/lock.py _compile out.read_text": "written by uv, which this process started",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "resolve/render.py _write_files file.open": "File.open is open_regular",
     "run/contract.py shell_functions _SHELL_FUNCTIONS.read_text": "the program's own",
