@@ -210,7 +210,7 @@ class Image:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing of it is open between calls."""
+        """Do nothing: no file stays open between calls."""
 
     def __repr__(self) -> str:
         return f"ekiben.open({str(self.path)!r})"
@@ -295,7 +295,7 @@ class Image:
             runtime.stop(started)
 
     def _read_top(self, *paths: str) -> list[bytes | None]:
-        """Files of the last layer, which holds all that Ekiben writes of an image."""
+        """Return files of the last layer, which has all that Ekiben writes into an image; None for a missing one."""
         from ekiben.core.files import open_regular
         from ekiben.formats.sif import read_sif
         from ekiben.formats.squashfs import SquashfsReader

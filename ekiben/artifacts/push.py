@@ -59,7 +59,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """What to push: an image to ``reference`` in ``format``, one of FORMATS.
+    """A push of an image to ``reference`` in ``format``, one of FORMATS.
 
     ``key`` signs it: beside the image, and in the SIF. ``sbom`` attaches its SBOM.
     """
@@ -219,7 +219,7 @@ def _known_repositories(store: Store, name: str) -> dict[str, list[str]]:
 
 
 class _Sender:
-    """Sends blobs to one repository, several at once, each once."""
+    """Sends blobs to one repository, several in parallel, each once."""
 
     def __init__(self, store: Store, reference: Reference, progress: Progress) -> None:
         store.open_for_writing()  # checks/ records which repository has which blob

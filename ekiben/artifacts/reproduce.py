@@ -21,7 +21,7 @@ _NAMED = 20  # differing files named for each layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuilt:
-    """One layer, as it was and as it came out again. ``differing``: a line for each entry that is not the same."""
+    """A layer of both builds. ``differing``: a line for each entry that differs."""
 
     name: str
     before: StoredLayer
@@ -58,7 +58,7 @@ def rebuild(context: BuildContext, *, user_root: Path) -> Comparison:
     store, progress = context.store, context.progress
     before = stored_image(context.resolved, store)
     # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
-    # Where that cannot be written, it is a colleague's, and the cache is that beside one's own store.
+    # A colleague's store cannot be written: then the cache beside the user's store is used.
     beside = store.root.parent if os.access(store.root.parent, os.W_OK) else user_root.parent
     try:
         beside.mkdir(parents=True, exist_ok=True)

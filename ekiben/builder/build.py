@@ -3,7 +3,7 @@
 resolve   recipe → layers with cache keys                   (ekiben.resolve.resolve)
 plan      CACHED, PULL or BUILD, and why; decided once      (ekiben.builder.plan)
 build     make each missing layer, bottom first; name the image
-          (for one with build stages: what they hand over, compiled first, kept when the layer passes its test)
+          (for one with build stages: their outputs, compiled first, kept when the layer passes its test)
           one layer (ekiben.builder.layer), one stage (ekiben.builder._stage)
 export    SIF and Docker image out of the store             (ekiben.artifacts.exporters)
 verify    every %test in the finished image                 (ekiben.builder.verify)
@@ -88,7 +88,7 @@ def build(context: BuildContext, actions: Sequence[Action] | None = None) -> Ima
 
 
 def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
-    """Return the image as its layers in the store make it. Raises VerifyError when one is missing."""
+    """Return the image of the layers in the store. Raises VerifyError when one is missing."""
     actions = plan(resolved, store)
     if missing := ", ".join(action.layer.name for action in actions if not action.stored):
         name = resolved.recipe.name
@@ -145,7 +145,7 @@ def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) 
 
 
 class _Build:
-    """The recursion of one build(): a layer needs what build stages hand over, a stage needs layers of its own.
+    """The recursion of one build(): a layer needs outputs of build stages, a stage needs its layers.
 
     ``imported``: wheels to use instead of compiling, by the stage's key.
     """
@@ -159,7 +159,7 @@ class _Build:
         self._cache: LayerCache | None = None
 
     def ensure_layers(self, actions: Sequence[Action]) -> list[StoredLayer]:
-        """Return the layers that stand on each other, bottom first, each made where it is missing."""
+        """Return the layers, bottom first; build those that are missing."""
         done: list[StoredLayer] = []
         for action in actions:
             done.append(action.stored or self._ensure_layer(action, done))
@@ -170,7 +170,7 @@ class _Build:
             self.progress.log(f"layer {action.layer.name}: another process is building it; waiting")
 
         key = action.layer.cache_key
-        if key in self._layers:  # for a build stage, or for the stage before it
+        if key in self._layers:  # built for a build stage, or for an earlier one
             return self._layers[key]
         with self.store.lock(key, on_wait):
             layer = self.store.layer(key)
@@ -185,7 +185,7 @@ class _Build:
         return layer
 
     def _pull(self, action: Action) -> StoredLayer | None:
-        """What the registry has; None when it was not planned so, or does not come."""
+        """Return the registry's layer; None when the plan does not pull it, or the registry no longer has it."""
         registry = self.builder.options.registry
         if registry is None or not action.in_registry:
             return None
@@ -217,7 +217,7 @@ class _Build:
 
     @contextlib.contextmanager
     def _results(self, copies: Sequence[StageCopy], deps: Mapping[str, StageAction]) -> Iterator[Results]:
-        """What the stages hand over, compiled where the store has it not. An error inside drops what is new."""
+        """Yield the outputs of the stages; compile those that are missing. Drop new ones on an error inside."""
         with contextlib.ExitStack() as locks:
             results: dict[str, StoredResult] = {}
             try:
@@ -239,7 +239,7 @@ class _Build:
         from ekiben.builder._stage import compile_stage, files_for
 
         key = stage.cache_key
-        if key in self._locked:  # by this build, for a later stage: to wait for it would be to wait for ever
+        if key in self._locked:  # this build holds the lock, for a later stage: waiting for it would never end
             return self._locked[key]
         if stored := deps[key].stored:
             if self._is_intact(stored):
@@ -295,7 +295,7 @@ class _Build:
 
 
 def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
-    """Before anything is built. Raises DefinitionError when a lock file says that it could not lock something."""
+    """Raise DefinitionError, before a layer is built, for a requirement that its lock file left unresolved."""
     stack = resolved.stack
     locks = {
         file.source
@@ -315,7 +315,7 @@ def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> Non
 
 
 def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
-    """Before anything is built for another architecture.
+    """Check, before a layer is built, that programs of another architecture run here.
 
     Raises EngineError when its programs do not run here, or are to be compiled.
     """
@@ -339,7 +339,7 @@ def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> No
 
 
 def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:
-    """Before anything is built: fetch what stages take from git repositories once. Raises FetchError."""
+    """Fetch the git commits of the stages, before a layer is built. Raises FetchError."""
     from ekiben.packages.git import mount_repositories
 
     for action in actions:
@@ -350,7 +350,7 @@ def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) ->
 
 
 def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """With those that build stages stand on."""
+    """Yield the layers, and those below their build stages."""
     for layer in layers:
         yield layer
         for item in layer.copies:
@@ -363,7 +363,7 @@ def image_name(resolved: ResolvedRecipe) -> str:
 
 
 def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
-    """Let the recipe's name stand for the image of ``layers``."""
+    """Name the image of ``layers`` in the store, and return it."""
     image = _image_of(resolved, layers)
     metadata = {
         "config": image.image_id,

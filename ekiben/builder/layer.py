@@ -73,7 +73,7 @@ class LayerBuilder:
     def make(self, layer: Layer, lower: Sequence[StoredLayer], outputs: Sequence[File] = ()) -> StoredLayer:
         """Put the layer's blob into the store and return its record, which is not stored yet.
 
-        ``outputs`` is what build stages hand over. Raises LayerError, EngineError, FetchError, StoreError;
+        ``outputs`` are files of build stages. Raises LayerError, EngineError, FetchError, StoreError;
         LockMismatchError when ``options.locked`` refuses what was installed.
         """
         from ekiben.formats.changeset import OverlayError
@@ -92,7 +92,7 @@ class LayerBuilder:
                 self._executor = usual
 
     def _other_executor(self, usual: str) -> tuple[str, Executor] | None:
-        """The next best, for a layer that the usual one cannot build; none where an engine was asked for."""
+        """Return the next executor that can be used here; None where an engine was named."""
         if self.options.engine != "auto":
             return None
         try:
@@ -137,7 +137,7 @@ class LayerBuilder:
     def _entries(
         self, layer: Layer, lower: Sequence[StoredLayer], staging: Path, notes: dict[str, Any], outputs: Sequence[File]
     ) -> Iterator[Iterator[LayerEntry]]:
-        """What the layer holds, by its kind."""
+        """Yield the layer's entries, by its kind."""
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
                 assert layer.stage is not None
@@ -157,7 +157,7 @@ class LayerBuilder:
 
     @property
     def uses_git(self) -> bool:
-        """Whether git sources are fetched for a stage; where not, a bundle says where git goes."""
+        """Return whether git sources are fetched; a bundle brings them along."""
         return "GIT_CONFIG_COUNT" not in self.sources.environment
 
     @contextlib.contextmanager
@@ -216,7 +216,7 @@ class LayerBuilder:
             yield Lower([stack.enter_context(self.store.reader(item.digest)) for item in reversed(lower)])
 
     def run_test(self, layer: Layer, layers: Sequence[StoredLayer]) -> None:
-        """Run a layer's own %test on ``layers``, of which it is the last. Raises VerifyError when it fails."""
+        """Run the %test of a layer on ``layers``, of which it is the last. Raises VerifyError when it fails."""
         assert layer.stage is not None
         lines: list[str] = []
         with self.store.staging() as staging:
@@ -239,7 +239,7 @@ class LayerBuilder:
             yield Log(path, stream, self.progress)
 
     def _drift(self, layer: Layer, blob: Path) -> list[str]:
-        """Debian packages whose version is not the locked one."""
+        """Return the Debian packages whose version differs from the lock."""
         if layer.kind == "files":  # they install nothing
             return []
         from ekiben.formats.squashfs.reader import SquashfsReader
@@ -263,15 +263,15 @@ class LayerBuilder:
 
 
 def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
-    """Raise LayerError where a folder that the stage hands over has files of the layers below: they would stay
+    """Raise LayerError where an output folder of the stage has files of the layers below, which would stay
     behind.
     """
     for output in stage.outputs:
         entry = below.lookup(path := output.strip("/"))
         if entry is not None and entry.kind == "dir" and below.children(path):
             raise LayerError(
-                f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only what the stage"
-                " makes is handed over; let it make a folder of its own, or name the files"
+                f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only files that the"
+                " stage creates are copied; let it create a new folder, or name the files"
             )
 
 
@@ -315,7 +315,7 @@ def prepare_job(
 
 
 def _files_tar(files: Sequence[File]) -> bytes:
-    """What %files brings, for the executor to unpack before %post. Lock files and scripts: small."""
+    """Return the files of %files as a tar, which the executor unpacks before %post."""
     import tarfile
 
     buffer = io.BytesIO()

@@ -177,7 +177,7 @@ def _both(lines: list[str], log: Log) -> Log:
 
 
 def _without_settings() -> dict[str, str]:
-    """A user's own APPTAINER_* settings would make the test say something about them."""
+    """Return the environment without the user's APPTAINER_* settings, which could change a test's result."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("APPTAINER", "SINGULARITY"))}
 
 
@@ -228,7 +228,7 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
             except CorruptBlob as error:
                 if store.is_writable():
                     store.drop_blob(error.digest)
-                error.hint = f"`{command_name()} image {image.cli_args}` makes it again"
+                error.hint = f"`{command_name()} image {image.cli_args}` builds it again"
                 raise
             with store.reader(layer.digest) as reader:
                 diff_id, tar_size = tar_digest(reader)

@@ -98,7 +98,7 @@ def fetch_sources(context: BuildContext, staging: Path) -> Path:
 
 
 def _all_stages(copies: Iterable[StageCopy]) -> list[BuildStage]:
-    """Those that other build stages take from, too."""
+    """Return the build stages, and those that they copy from."""
     stages: dict[str, BuildStage] = {}
     for stage in stages_of(copies):
         stages |= {inner.cache_key: inner for inner in _all_stages(stage.copies)} | {stage.cache_key: stage}
@@ -158,7 +158,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def _packages(context: BuildContext, image: Image) -> list[str]:
-    """Every Debian package a layer has, had, or asks for: name=version, or the name alone where no version is known."""
+    """Return each Debian package of the layers and their locks: name=version, or the name of an unknown version."""
     resolved = context.resolved
     locked = resolved.stack.apt_lock().packages
     stages = [stage for definition in resolved.definitions for stage in definition.stages]

@@ -1,4 +1,4 @@
-"""One verified archive of everything a recipe is built from, for machines without a network.
+"""Write a verified archive of the sources of a recipe, for machines without a network.
 
 A bundle is a tar:
 
@@ -59,7 +59,7 @@ def write_bundle(
         if not path.exists():
             raise UsageError(f"--include {path}: no such file or folder")
     if len(included) < len(snapshots):
-        raise UsageError("--include: two of the paths end in the same name, by which a bundle keeps them")
+        raise UsageError("--include: two of the paths have the same last name, and a bundle stores them by it")
     included_files = {
         posixpath.normpath(f"include/{name}/{item.relative_to(path).as_posix()}"): item
         for name, path in sorted(included.items())
@@ -97,7 +97,7 @@ def write_bundle(
 
 
 def _refuse_output(out: Path) -> None:
-    """What can be known before minutes of downloads."""
+    """Check the output file before minutes of downloads."""
     folder = out.absolute().parent
     try:
         if not folder.is_dir():
@@ -111,9 +111,7 @@ def _refuse_output(out: Path) -> None:
 
 
 def _describe(name: str, path: Path) -> BundleFile:
-    """A link stays one where it points at something that is in the bundle, too: the Hugging Face cache is made of
-    them.
-    """
+    """Return a member's record. A link to another member stays a link: the Hugging Face cache consists of links."""
     if path.is_symlink() and link_stays_inside(name, target := str(path.readlink())):
         return BundleFile(link=target)
     return BundleFile(path.stat().st_size, sha256_of(path))

@@ -1,4 +1,4 @@
-"""What a job would fail with after its hours in the queue, found before it is submitted.
+"""Find errors of a job before it is submitted, and not after its hours in the queue.
 
 The image is the recipe's and has the tasks; and each task's own ``--dry-run``, where it has one and a runtime is here,
 accepts the arguments for the job's GPUs: no misspelt setting, no file that is missing, no model that does not fit. Of a
@@ -17,7 +17,7 @@ from ekiben.core.process import run, which
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, read_in_sif, shipped_recipe
 from ekiben.run.launch import RunRequest, Target, launch
 
-_CONCLUSIVE = (2, 3)  # of tasks: a wrong option or setting; it will not fit
+_CONCLUSIVE = (2, 3)  # exit codes of tasks: a wrong option or setting; it will not fit
 _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 
 

@@ -1,4 +1,4 @@
-"""What container runtimes look for inside an image: the files of /.singularity.d."""
+"""The files of /.singularity.d, which container runtimes read in an image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scripts:
-    """What `run`, `test` and `instance start` do in an image, and what `run-help` prints."""
+    """Scripts of `run`, `test` and `instance start` in an image, and the text of `run-help`."""
 
     run: str = ""
     test: str = ""

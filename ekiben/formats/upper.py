@@ -51,7 +51,7 @@ def tar_reader(tar: tarfile.TarFile) -> Read:
 
 
 def folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """As a tar of ``folder`` would tell it, for who may read there: a program less, and a copy of every byte."""
+    """Yield the entries of ``folder`` as a tar of it has them, without the program and the copy of every byte."""
     first_names: dict[int, str] = {}  # inode → the name under which its data comes
     device = folder.stat().st_dev
 
@@ -106,7 +106,7 @@ def _folder_info(path: str, seen: os.stat_result, first_names: dict[int, str], l
 
 
 def _attributes(location: bytes) -> dict[str, str]:
-    """What is content, and the marks of overlays, as pax records."""
+    """Return extended attributes that are content or marks of overlays, as pax records."""
     try:
         names = os.listxattr(location)
     except OSError as error:

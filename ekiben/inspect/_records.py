@@ -49,7 +49,9 @@ class StoredImage:
         """
         layers = self.labels.get(LAYER_LABEL, "").split()
         options = [f"--layer {layer}" for layer in layers]
-        if f"-{self.stack}" in name.removeprefix("-".join([self.recipe, *layers])):  # without, it is the recipe's own
+        if f"-{self.stack}" in name.removeprefix(
+            "-".join([self.recipe, *layers])
+        ):  # without it, the stack is the recipe's
             options.append(f"--stack {self.stack}")
         if self.architecture != host_arch():
             options.append(f"--arch {self.architecture}")
@@ -127,7 +129,7 @@ class CompiledWheel:
 
     @classmethod
     def parse(cls, entry: Fields) -> CompiledWheel:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         source = entry.object("source")
         from_index = bool(source.data) and "commit" not in source
         return cls(
@@ -154,7 +156,7 @@ class ImageMetadata:
 
     @classmethod
     def parse(cls, data: bytes) -> ImageMetadata:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         fields = Fields.of(parse_json(data))
         compiled = fields.objects("compiled") if "compiled" in fields else []
         return cls(

@@ -154,7 +154,7 @@ def _compare_files(before: ImageReader, after: ImageReader, trees: tuple[Tree, T
 
 
 def _digests(image: ImageReader, origins: Mapping[str, int]) -> dict[str, bytes]:
-    """The content's hash of some files, each in the layer it is from; every layer is read once."""
+    """Return the hashes of files, each in its layer. Each layer is read once."""
     digests: dict[str, bytes] = {}
     for number, layer in enumerate(image.layers):
         paths = {path for path, origin in origins.items() if origin == number}
@@ -170,7 +170,7 @@ def _unexplained(
     images: tuple[ImageReader, ImageReader],
     trees: tuple[Tree, Tree],
 ) -> dict[str, list[str]]:
-    """The files that no package's change accounts for: paths by what happened to them."""
+    """Return the changed files that belong to no changed package, by kind of change."""
     owned: set[str] = set()
     for image, tree in zip(images, trees, strict=True):
         python, debian = (

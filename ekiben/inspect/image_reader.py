@@ -176,7 +176,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
         for text in scripts
         for match in _EXPORT.finditer(text.decode(errors="replace"))
     }
-    with contextlib.suppress(ValueError):  # one of ours says what its layers are called
+    with contextlib.suppress(ValueError):  # Ekiben's images name their layers
         metadata = ImageMetadata.parse(image.read("opt/ekiben/image.json") or b"")
         names = [name for name, _ in metadata.layers] + [metadata.recipe]
         if len(names) == len(layers):
@@ -188,7 +188,9 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
 
 
 def _begins_with_users(info: SifInfo, layers: Sequence[LayerReader]) -> bool:
-    """Whether the primary partition is no layer: by its bytes, for a name can be given to anything."""
+    """Return whether the first partition is the table of users and not a layer, by its bytes: any partition can have
+    its name.
+    """
     if len(layers) < 2 or info.layers[0].name != USERS:
         return False
     return layers[0].digest == digest_of(users_partition([layer.reader for layer in layers[1:]], info.created))
@@ -292,8 +294,9 @@ def _broken(layer: LayerReader, reason: str) -> VerifyError:
 
 
 def _check_file_lists(image: ImageReader, known: set[str]) -> None:
-    """A status file that was cut short reads well; dpkg's lists of files tell. (What was removed and not purged keeps
-    its list, but no checksums.)"""
+    """Check dpkg's file lists against its status: a truncated status file is still readable. (A package removed and not
+    purged keeps its list, but no checksums.)
+    """
     tree = image.tree
     layer = image.layers[tree[DPKG_STATUS][1]]
     for path in tree:

@@ -98,7 +98,7 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
     components = {"os": _system(info.distribution)}
     components |= {_key(item): _debian(item, image, info, layers, drift) for item in debian}
     seen = set[tuple[str, str]]()
-    for item in python:  # one that is there twice, for two interpreters, is distinguished by its path
+    for item in python:  # a package of two interpreters is distinguished by its path
         same = plain_name(item.name), item.version
         components[_key(item)] = _python(item, image, info, layers, locks, item.dist_info if same in seen else "")
         seen.add(same)
@@ -396,7 +396,9 @@ def _format_list(value: Any) -> str:
 
 
 def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL, Pedigree | None]:
-    """The package index may have another package of that name (apex): what is from a repository is called after it."""
+    """Return the purl and pedigree of a compiled wheel, named by its repository: an index may have another package of
+    that name.
+    """
     if commit := origin.commit:
         repository = origin.repository
         where = {"vcs_url": f"git+{repository}@{commit}"} if repository else {}
@@ -420,14 +422,14 @@ def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL,
 
 
 def _installed_from(direct_url: bytes | None) -> list[str]:
-    """The wheel's hash as pip wrote it: https://packaging.python.org/specifications/direct-url/"""
+    """Return the wheel's hash as pip wrote it: https://packaging.python.org/specifications/direct-url/"""
     with contextlib.suppress(ValueError):
         return [Fields.of(parse_json(direct_url or b"")).object("archive_info").object("hashes").hex_digest("sha256")]
     return []
 
 
 def _author(metadata: Message) -> str:
-    """A name without its address."""
+    """Return the author's name without the address."""
     for field in ("Author", "Author-email", "Maintainer", "Maintainer-email"):
         author = " ".join(str(metadata[field] or "").split())
         name = re.sub(r'\s*<[^>]*>|\s*\([^)]*\)|"', "", author).strip(" ,")
@@ -489,7 +491,7 @@ def _python_dependencies(packages: Sequence[PythonPackage], image: ImageReader) 
             continue
         done.add((_key(package), extra))
         for line in package.metadata.get_all("Requires-Dist", []):
-            with contextlib.suppress(InvalidRequirement):  # of before there were rules
+            with contextlib.suppress(InvalidRequirement):  # older than the specification
                 requirement = Requirement(str(line))
                 if requirement.marker and not requirement.marker.evaluate(
                     {**environments[_site(package)], "extra": extra}
@@ -534,7 +536,9 @@ def _marker_environment(site: str, image: ImageReader) -> dict[str, str]:
 
 
 def _roots(names: Iterable[str], dependencies: Dependencies) -> list[str]:
-    """What nothing else needs, and of every circle that nobody enters, one: from these all is reached."""
+    """Return components from which all others can be reached: those that no other needs, and one of each remaining
+    cycle.
+    """
     names = sorted(names)
     needed = {name for required in dependencies.values() for name in required}
     roots = [name for name in names if name not in needed]

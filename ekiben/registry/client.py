@@ -1,6 +1,6 @@
 """A client of OCI registries: https://github.com/opencontainers/distribution-spec
 
-Every blob and manifest is checked against its digest. What breaks goes on where it broke: an upload asks how far it
+Every blob and manifest is checked against its digest. Interrupted transfers resume: an upload asks how far it
 came, a download asks for the rest. (docker-registry 2.8 keeps what came in whole pieces; a piece that breaks off makes
 it forget that blob, which then begins anew.) Who one is: ekiben/registry/auth.py. Whom one trusts: the system's
 certificates, SSL_CERT_FILE, and the certs.d/HOST folders of docker and podman. Plain HTTP is used only for localhost
@@ -163,7 +163,7 @@ class Registry:
         empty, content = (dict[str, Any](digest=blob.digest, size=blob.size) for blob in blobs)
         media_type = self._parse(_media_type, subject_data) or MEDIA_MANIFESTS[0]
         title = "org.opencontainers.image.title"
-        if title in annotations:  # what a client calls the file that it pulls
+        if title in annotations:  # the name of a client's file
             content["annotations"] = {title: annotations[title]}
         manifest = {
             "schemaVersion": 2,
@@ -191,8 +191,8 @@ class Registry:
         return digest
 
     def _append_referrer(self, tag: str, item: dict[str, Any]) -> None:
-        """Registries have no locks: whoever finds that another's list took the place of his does it again, which nearly
-        helps.
+        """Append an entry to the list of referrers, and check it: registries have no locks, so another client may
+        overwrite it.
         """
         for _ in range(5):
             items = self._listed(tag)
@@ -258,7 +258,7 @@ class Registry:
                 if failures > len(http.PAUSES):
                     raise FetchError(
                         f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
-                        hint="the same command goes on from there",
+                        hint="the same command resumes it",
                     ) from error
                 time.sleep(http.PAUSES[failures - 1])
                 sha, before = self._hash_again(stream, sha, before)
@@ -268,7 +268,7 @@ class Registry:
             raise FetchError(f"{self.reference}: blob {digest} arrived damaged", hint="run the same command again")
 
     def _check_space(self, digest: str, size: int, stream: BinaryIO) -> None:
-        """A size is what a registry says, and the bytes that it goes on to send may be as many."""
+        """Check that the disk has room for the size that the registry declares."""
         status, volume = os.fstat(stream.fileno()), os.fstatvfs(stream.fileno())
         missing, free = size - status.st_size, volume.f_bavail * volume.f_frsize
         if missing > free:
@@ -278,7 +278,7 @@ class Registry:
             )
 
     def _hash_again(self, stream: BinaryIO, sha: hashlib._Hash, before: int) -> tuple[hashlib._Hash, int]:
-        """A server that knows no ranges began from the start, and so did the file."""
+        """Return a new hash where the server ignored the range, and sent the file from its start."""
         return (hashlib.sha256(), 0) if stream.tell() == 0 and before else (sha, before)
 
     def _receive(
@@ -362,7 +362,7 @@ class Registry:
                 if failures > len(http.PAUSES):
                     raise FetchError(
                         f"{self.reference}: {self.reference.host} broke off at {sent} bytes of {blob.digest}: {error}",
-                        hint="the same command goes on from there",
+                        hint="the same command resumes it",
                     ) from error
                 time.sleep(http.PAUSES[failures - 1])
                 location, offset = self._resume(location)
@@ -375,7 +375,7 @@ class Registry:
         return out
 
     def _resume(self, location: str) -> tuple[str, int]:
-        """Return the URL and the byte to go on from: of the upload at ``location`` when the registry still has it."""
+        """Return the URL and the byte to resume from: of the upload at ``location`` when the registry still has it."""
         if location:
             answer = self.session.ask(Request("GET", location, push=True), good=(204, 404, 400, 416))
             if answer.status_code == 204:

@@ -1,7 +1,7 @@
 """HTTP requests to one repository of a registry: retries, logins, certificates, proxies, and the errors that come of
 them.
 
-A registry names other hosts: where a redirect leads, where an upload goes on, who gives tokens. Each request is sent to
+A registry names other hosts: of redirects, of uploads, of token servers. Each request is sent to
 one origin (scheme, host and port), and what is secret goes to the registry's own, or to the token server that the
 registry itself names: passwords, tokens, client certificates. Cookies are not kept, and ~/.netrc is not read.
 """
@@ -51,7 +51,7 @@ MAX_REDIRECTS = 10
 BUSY = {429, 500, 502, 503, 504}
 _URL_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"  # RFC 3986
 _REDIRECTS = {301, 302, 303, 307, 308}
-_TOKEN = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
+_TOKEN = re.compile(r"[\x21-\x7e]+")  # characters allowed in a header
 _LOCAL = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
 
@@ -115,7 +115,7 @@ class RegistrySession:
         return self._base
 
     def _local_scheme(self, host: str) -> str:
-        """A registry on this machine may speak either."""
+        """Ask a registry on this machine whether it uses http or https."""
         from requests import RequestException
 
         try:
@@ -169,11 +169,11 @@ class RegistrySession:
             self._check_private(address)
 
     def _check_private(self, host: str) -> None:
-        """Raise FetchError when the registry is on the internet: it would make this machine ask what it cannot reach
-        itself.
+        """Raise FetchError when a registry on the internet redirects to a private address, which only this machine can
+        reach.
         """
         is_public = False in self._addresses
-        if not self._addresses:  # by a proxy, none is known
+        if not self._addresses:  # behind a proxy, none is known
             is_public = not names_private(self._registry_origin[1])
         if is_public:
             raise FetchError(
@@ -301,7 +301,7 @@ class RegistrySession:
             self._answered = True
             if answer.status_code in good:
                 if not stream:
-                    self._read_error(answer)  # what it says is of no interest, but the connection is
+                    self._read_error(answer)  # read to its end, so that the connection can be used again
                 return answer
             if answer.status_code not in BUSY or pause is None or (pause := _asked_pause(answer, pause)) is None:
                 raise self._refused(answer, request)
@@ -310,7 +310,7 @@ class RegistrySession:
         raise AssertionError("the last try returns or raises")
 
     def _authorized(self, request: Request, scope: str) -> Response:
-        """Send a request, and once more with what a 401 asks for. What another host asks for, it does not get."""
+        """Send a request, and again with a login after the registry's 401. Another host's 401 gets none."""
         known = self._authorizations.get(scope)
         for attempt in range(2):
             answer = self._follow(replace(request, secret=known if self._at_registry(request.url) else None))
@@ -324,7 +324,7 @@ class RegistrySession:
         return answer
 
     def _authorize(self, challenge: str, scope: str) -> str:
-        """The header that answers a 401."""
+        """Return the header that answers a 401."""
         kind, _, rest = challenge.partition(" ")
         credentials = find_credentials(self.reference.host, self.reference.repository)
         log_decision(
@@ -464,9 +464,7 @@ class RegistrySession:
             for chunk in answer.iter_content(piece):
                 total += len(chunk)
                 if max_size is not None and total > max_size:
-                    raise FetchError(
-                        f"{self.reference}: the registry sends more than the {max_size} bytes there should be"
-                    )
+                    raise FetchError(f"{self.reference}: the registry sends more than the expected {max_size} bytes")
                 yield chunk
         except (RequestException, HTTPError, OSError) as error:
             raise BrokenConnection(str(error)) from error
@@ -479,7 +477,7 @@ class _Header:
         self._value, self._only = value, only
 
     def __call__(self, request: Any) -> Any:
-        if self._value and origin(request.url) == self._only:  # of the URL as it is sent
+        if self._value and origin(request.url) == self._only:  # compare the URL that is sent
             request.headers["Authorization"] = self._value
         return request
 
@@ -508,8 +506,8 @@ def _new_session(host: str, context: SSLContext, guard: Guard) -> Session:
 
 
 def _trusted(host: str, *, at_registry: bool) -> SSLContext:
-    """Return whose certificates are trusted by ``host``'s folders; with ``at_registry`` also who we are, which others
-    do not see.
+    """Return a TLS context with the certificates of ``host``'s folders; with ``at_registry`` also the client's
+    certificate, which other hosts do not see.
     """
     import ssl
 
@@ -556,7 +554,7 @@ def _login(host: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong at the bottom, without the layers of wrapping above it."""
+    """Return the innermost error's message."""
     while (inner := error.__cause__ or error.__context__) is not None and isinstance(inner, Exception):
         error = inner
     return str(error) or type(error).__name__

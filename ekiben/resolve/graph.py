@@ -1,4 +1,4 @@
-"""What a recipe is resolved into: layers, the build stages they copy from, and the image's own description."""
+"""A resolved recipe: layers, the build stages they copy from, and the image's metadata."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ekiben.spec.stack import Stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One step of an image. ``kind`` says what makes it: the header's bootstrap, a %post, or files alone.
+    """One step of an image. ``kind``: the header's bootstrap, a %post, or files alone.
 
     ``environment`` is what the step below leaves behind and what runs with; ``inputs`` is the readable form of the key.
     ``copies`` is what it takes from build stages.
@@ -58,7 +58,7 @@ class ImageState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildStage:
-    """A stage that hands files to a later one and never ships. ``name`` is <layer>.<stage>.
+    """A stage whose files a later one copies, and which never ships. ``name`` is <layer>.<stage>.
 
     ``layers`` are those below it, bottom first; ``outputs`` the paths that later stages copy. A stage with a ``wheel``
     compiles that package: its key names what decides about compiled code, and not the layers below. ``job_memory``, in

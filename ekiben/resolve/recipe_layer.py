@@ -67,7 +67,7 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
 
 
 def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
-    """How a stage made a package: the image says it itself, for the stage and its compilers are not in it."""
+    """Return how a stage made a package: the image contains neither the stage nor its compilers."""
     inputs, arguments = stage.inputs, stage.stage.arguments
     pins = [pin for file in stage.files for pin in _pins(file)]
     source: dict[str, Any] = {"name": pins[0][0], "version": pins[0][1], "sha256": pins[0][2]} if len(pins) == 1 else {}
@@ -102,7 +102,7 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
 
 
 def _pins(file: File) -> list[tuple[str, str, list[str]]]:
-    """Name, version and hashes of what a lock file of Python packages pins."""
+    """Return name, version and hashes of the pins of a lock file of Python packages."""
     if file.source is None or file.source.suffix != ".lock":
         return []
     return read_pins(file.text())
@@ -117,13 +117,14 @@ def _command(recipe: Recipe, name: str) -> bytes:
 
 
 def _quoted(path: str) -> str:
-    """In double quotes, as it always was, where the shell reads nothing in them."""
+    """Return text in double quotes where the shell expands nothing in them."""
     return shlex.quote(path) if re.search(r'[$`"\\!]', path) else f'"{path}"'
 
 
 def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
-    """A task runs. Without words the recipe's default task does. Else the %runscript of the highest layer that has one;
-    without, what words say, or what there is to run."""
+    """Return the %runscript: it runs a task by name. Without arguments it runs the recipe's default task, else the
+    %runscript of the highest layer that has one, else it runs the arguments or lists the tasks.
+    """
     execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
     if recipe.file.default_task:
         return f"{execute}exec {recipe.file.default_task}\n"
@@ -160,7 +161,7 @@ def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
 
 
 def _test_files(resolved: ResolvedRecipe) -> list[File]:
-    """A child passes its parents' tests: every %test of the chain is a file, run bottom first."""
+    """Return every %test of the image as a file, run bottom first: a child passes its parents' tests."""
     return [
         File(f"{TESTS}/{number:02}-{name}.sh", 0o644, content=script.encode())
         for number, (name, script) in enumerate(resolved.tests, 1)

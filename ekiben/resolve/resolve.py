@@ -1,4 +1,4 @@
-"""From a recipe to its layers, bottom first, each with its cache key."""
+"""Resolve a recipe to its layers, bottom first, each with its cache key."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ from ekiben.spec.source_folders import local_path
 from ekiben.spec.stack import Stack, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
-WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
-MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
-MINIMUM_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
-ABOVE_LABEL = "org.ekiben.above"  # of a layer: those whose files it replaces, which lie below it in one image
+WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it compiles
+MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: the memory of one compiler job, in GiB, as measured
+MINIMUM_LABEL = (
+    "org.ekiben.least-capability"  # of a build stage: the lowest compute capability that the package supports
+)
+ABOVE_LABEL = "org.ekiben.above"  # of a layer: the layers below it whose files it replaces
 ARCH_LABEL = "org.ekiben.architectures"  # of a build stage: the only architectures that it compiles for
 
 
@@ -72,9 +74,9 @@ def resolve(
     images = _Images(recipe, bound, arguments or {})
     definitions = images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))
     for layer in recipe.layers:
-        definitions = images.put_on(definitions, layer)
+        definitions = images.add_layer(definitions, layer)
     if recipe.added_layer and recipe.added_layer not in [item.name for item in definitions]:
-        definitions = images.put_on(definitions, recipe.added_layer)
+        definitions = images.add_layer(definitions, recipe.added_layer)
     state = images.state_of(definitions)
     images.check_arguments()
     labels: dict[str, str] = {}
@@ -171,8 +173,8 @@ class _Images:
                 if named and (folder := local_path(value)):
                     self.recipe.sources.check(folder, f"{definition.path}: {name}")
 
-    def put_on(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
-        """Put a layer on ``definitions``, bottom first; or in the place of the one whose packages it has, too, or below
+    def add_layer(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
+        """Add a layer on top of ``definitions``, bottom first; in place of the layer with the same packages; or below
         the one that replaces its files.
 
         Raises DefinitionError when there is no such layer, the stack lacks it, or it leaves out one of them.
@@ -188,7 +190,7 @@ class _Images:
             raise DefinitionError(
                 f"{asked_by}: '{self.recipe.file.name}' has '{less[0]}', with the same packages and more"
             )
-        over = [number for number, item in enumerate(definitions) if name in _covered(item)]
+        over = [number for number, item in enumerate(definitions) if name in _replaced_by(item)]
         position = min([*same, *over], default=len(definitions))
         replaced = ", ".join(definitions[number].name for number in same)
         covering = ", ".join(definitions[number].name for number in over)
@@ -199,14 +201,14 @@ class _Images:
         above = [item for number, item in enumerate(definitions[position:], position) if number not in same]
         below = list(definitions[:position])
         for step in (name, *(item.name for item in above)):
-            below = self._stand_on(below, step, asked_by)
+            below = self._rebase(below, step, asked_by)
         return below
 
-    def _stand_on(self, below: Sequence[Definition], name: str, asked_by: str) -> list[Definition]:
-        """Return the layer ``name`` and all below it: on its usual parent where that has all of ``below``, else on
+    def _rebase(self, below: Sequence[Definition], name: str, asked_by: str) -> list[Definition]:
+        """Return the layer ``name`` and all below it: with its usual parent where that has all of ``below``, else with
         ``below``.
 
-        Raises DefinitionError where it can stand on neither.
+        Raises DefinitionError where neither is possible.
         """
         definitions = self.definitions_of(name, asked_by)
         lost = _missing(below, definitions)
@@ -224,8 +226,8 @@ class _Images:
             )
         if lost:
             raise DefinitionError(
-                f"{asked_by}: '{name}' stands on '{definitions[-2].name if definitions[1:] else 'nothing'}' (From: in"
-                f" {definitions[-1].path}), and '{self.recipe.file.name}' would be without {', '.join(lost)}"
+                f"{asked_by}: '{name}' is on top of '{definitions[-2].name if definitions[1:] else 'nothing'}' (From:"
+                f" in {definitions[-1].path}), and '{self.recipe.file.name}' would be without {', '.join(lost)}"
             )
         return definitions
 
@@ -236,7 +238,7 @@ class _Images:
             for copy in stage.files:
                 lock = definition.root / copy.source
                 if lock.suffix == ".lock" and lock.is_relative_to(folder) and not lock.exists():
-                    raise DefinitionError(f"{asked_by}: stack '{self.stack.name}' lacks it: there is no {lock}")
+                    raise DefinitionError(f"{asked_by}: stack '{self.stack.name}' lacks it: missing {lock}")
 
     def definitions_of(self, name: str, asked_by: str) -> list[Definition]:
         """Return a layer's definition and all below it, bottom first."""
@@ -257,7 +259,7 @@ class _Images:
         for definition in definitions:
             if definition.name in circle:
                 raise DefinitionError(
-                    f"{definition.path}: a stage of it stands on itself: {' → '.join([*circle, definition.name])}"
+                    f"{definition.path}: a stage of it is its own parent: {' → '.join([*circle, definition.name])}"
                 )
             state = self._add_definition(definition, state, [*circle, definition.name])
         return state
@@ -329,14 +331,14 @@ class _Images:
         )
 
     def _stages(self, definition: Definition, below: ImageState, circle: Sequence[str]) -> tuple[StageCopy, ...]:
-        """What the last stage takes of those before it, each resolved with all it stands on."""
+        """Return the lines of ``%files from`` of the last stage, with their stages resolved."""
         if len(definition.stages) > 1:
             check_torch(self.stack)
         stages: dict[str, BuildStage] = {}
         for stage in definition.stages[:-1]:
             if stage.parent is None or stage.name is None:
                 requirement = (
-                    "needs a name (Stage: build)" if stage.parent else "stands on a layer (Bootstrap: localimage)"
+                    "needs a name (Stage: build)" if stage.parent else "needs a layer below (Bootstrap: localimage)"
                 )
                 raise DefinitionError(f"{definition.path}: a build stage {requirement}")
             state = self.state_of(self.definitions_of(stage.parent, str(definition.path)), circle)
@@ -381,7 +383,7 @@ class _Images:
             )
         if wheel:
             # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
-            # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.
+            # the build stage has below it (the compiler), with its environment, are the build's flags.
             shipped = {layer.cache_key for layer in runtime.layers}
             inputs |= {
                 "wheel": wheel,
@@ -452,18 +454,18 @@ def _missing(required: Sequence[Definition], definitions: Sequence[Definition]) 
 
 
 def _packages_of(definition: Definition) -> set[str]:
-    """Return what a layer installs: the names of its lock files, and the packages whose wheels it compiles."""
+    """Return the names of a layer's lock files, and of the packages whose wheels it compiles."""
     locks = {Path(copy.source).name for copy in definition.final.files if copy.source.endswith(".lock")}
     return locks.union(stage.labels[WHEEL_LABEL] for stage in definition.stages if WHEEL_LABEL in stage.labels)
 
 
-def _covered(definition: Definition) -> list[str]:
+def _replaced_by(definition: Definition) -> list[str]:
     """Return the layers whose files a layer replaces where it lies above them."""
     return definition.final.labels.get(ABOVE_LABEL, "").split()
 
 
 def _definition_files(folder: Path) -> list[Path]:
-    """Raises OSError for a folder that cannot be read."""
+    """Return the definition files of a folder. Raises OSError for a folder that cannot be read."""
     return [path for path in folder.iterdir() if path.suffix == ".def"] if folder.is_dir() else []
 
 

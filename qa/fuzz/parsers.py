@@ -973,7 +973,7 @@ _READERS = {
     "advisories": "packages/outdated.py:_read_records",
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
-    "requirements": "packages/requirements.py:_of_project,read_requirements",
+    "requirements": "packages/requirements.py:_project_requirements,read_requirements",
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """

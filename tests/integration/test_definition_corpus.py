@@ -72,7 +72,7 @@ MODES = "files have mode 0644, or 0755 where their owner may execute them"
 LOGS = "logs, caches and locks that differ from run to run are left out"
 QUOTES = "quotes around an argument's value are removed"
 COMMENT = "an argument after a `#` of its line has its value, too"
-HOLLOW = "a stage's empty folders are not handed over"
+HOLLOW = "a stage's empty folders are not copied"
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ REFUSED_SECTIONS: dict[str, Refusal] = {
         for name in APPS
     },
     "another shell": ("%post -c /bin/bash\n    true\n", "only /bin/sh runs here", "`%post -c /bin/bash`"),
-    "options of a script": ("%test -c /bin/bash\n    true\n", "%test takes no words", "`%test -c`"),
+    "options of a script": ("%test -c /bin/bash\n    true\n", "%test takes no arguments", "`%test -c`"),
     "script in %environment": (
         "%environment\n    if true; then A=b; fi\n",
         "takes only 'export NAME=value' lines",
@@ -346,12 +346,12 @@ REFUSED_HEADERS: dict[str, Refusal] = {
     "a file": ("Bootstrap: localimage\nFrom: /srv/base.sif\n", "a layer is named, not a file", "`From:` with a path"),
     "a key of another agent": (
         f"{HEADER}Include: curl\n",
-        "says nothing to Bootstrap: localimage",
+        "is not used with Bootstrap: localimage",
         "a key of another agent",
     ),
     "a mirror": (
         "Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://mirror.example.org/\n",
-        "MirrorURL: of one's own is not used",
+        "MirrorURL: is not used",
         "`MirrorURL:`",
     ),
     "an unknown key": (f"{HEADER}IncludeCmd: yes\n", "unknown key 'IncludeCmd'", "other keys"),
@@ -398,7 +398,7 @@ REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
     "a folder of the layers below": (
         "printf x >/etc/new",
         "%files from first\n    /etc /opt/etc",
-        "only what the stage makes is handed over",
+        "only files that the stage creates are copied",
         "a folder with files of the layers below",
     ),
     "two sources": (
@@ -410,7 +410,7 @@ REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
     "a link": (
         "ln -s nowhere /opt/x",
         "%files from first\n    /opt/x /opt/x",
-        "only plain files are handed over",
+        "only regular files are copied",
         "a stage's links",
     ),
     "a pattern": (

@@ -313,7 +313,7 @@ def test_layer_with_a_foreign_key_is_refused(files_only: SampleRecipe, store: St
         LayerCache(f"{host}/lab/wrong", Progress(log)).fetch(image.layers[1].cache_key, Store(tmp_path / "mine"))
         is None
     )
-    assert "is another layer than its tag says" in log.getvalue()
+    assert "differs from its tag" in log.getvalue()
 
 
 def test_push_and_pull(run_cli: RunCli, files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:

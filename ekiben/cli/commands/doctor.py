@@ -61,11 +61,11 @@ class DoctorResult:
         return any(worst(section.findings) == "error" for section in self.sections if section.check != "suit")
 
     def to_json(self) -> Any:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return report(self.sections)
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield text(self.sections)
 
 

@@ -29,7 +29,7 @@ from ekiben.artifacts.make import BuildRequest, make_image
 from ekiben.builder.plan import Action, BuildContext, Options, plan
 from ekiben.builder.verify import Check
 from ekiben.builder.wheels import format_savings
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
     OutputFile,
@@ -45,6 +45,7 @@ from ekiben.cli.options import (
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
+from ekiben.core.files import format_size
 from ekiben.core.progress import Progress
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store
@@ -77,7 +78,7 @@ class ImageResult:
     is_verified: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {
             "recipe": self.image.recipe,
             "stack": self.image.stack,
@@ -99,7 +100,7 @@ class ImageResult:
         }
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         image = self.image
         yield f"image   {image.name}  {image.image_id[:19]}  {format_size(image.size)} in {len(image.layers)} layers"
         for item in self.artifacts:

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from ekiben.builder.build import BuildContext, Options, build
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
     PathType,
@@ -34,6 +34,7 @@ from ekiben.cli.options import (
     sign_option,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.files import format_size
 from ekiben.publish.publish import Published, PublishOptions, open_destination, publish
 from ekiben.signing.gpg import find_key
 
@@ -51,12 +52,12 @@ class PublishResult:
     is_current: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         done = self.published
         return {**done.record.data, "path": str(done.sif), "bytes_copied": done.bytes_copied, "module": done.module}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         done = self.published
         sif = done.sif.with_name("current") if self.is_current else done.sif
         copied = f", {format_size(done.bytes_copied)} of layers copied" if done.created else "  (existing)"

@@ -67,11 +67,11 @@ class SubmitResult:
     name: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {"run": str(self.folder), "jobs": self.ids}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield f"run     {self.folder}"
         yield from (f"job     {id}  {step}" for step, id in self.ids.items())
         yield f"watch   {command_name()} logs -f {self.name}"
@@ -86,11 +86,11 @@ class SubmitPreview:
     program: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {"run": str(self.folder), "scripts": dict(self.scripts), "program": self.program}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield from self.scripts.values()
         yield self.program.removesuffix("\n")
 

@@ -20,7 +20,7 @@ from ekiben.builder.build import BuildContext, Options
 from ekiben.builder.build import import_wheel as build_with_wheel
 from ekiben.builder.wheels import export_wheel as write_wheel
 from ekiben.builder.wheels import find_wheel
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     CommandGroup,
     NameType,
@@ -34,6 +34,7 @@ from ekiben.cli.options import (
     recipe_options,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.files import format_size
 from ekiben.store import StoredResult
 
 
@@ -44,11 +45,11 @@ class WheelsResult:
     wheels: Sequence[StoredResult]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return [asdict(wheel) for wheel in self.wheels]
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         for item in self.wheels:
             origin = "" if item.origin == "compiled" else f"{item.origin}, "
             seconds = f"compiled in {item.seconds:.0f} s" if item.seconds else "compiled elsewhere"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ekiben.builder._stage import _take, files_for
+from ekiben.builder._stage import _collect_outputs, files_for
 from ekiben.builder.build import BuildContext, _Build, import_wheel
 from ekiben.builder.plan import Options, plan, plan_stages
 from ekiben.builder.wheels import export_wheel, find_wheel, format_savings, read_record, wheels_of
@@ -358,7 +358,7 @@ def test_an_export_never_replaces_another_wheel_of_its_name(tiny: SampleRecipe, 
     wheel = export_wheel(store, kept, tmp_path)
     assert export_wheel(store, kept, tmp_path) == wheel
     wheel.write_bytes(b"PK for other GPUs")
-    with pytest.raises(StoreError, match="is another wheel of that name"):
+    with pytest.raises(StoreError, match="exists and differs"):
         export_wheel(store, kept, tmp_path)
     assert wheel.read_bytes() == b"PK for other GPUs"
 
@@ -532,9 +532,9 @@ def test_empty_folder_of_an_output_is_reported(plain: SampleRecipe, tmp_path: Pa
     entries: list[LayerEntry] = [(Entry(path, "dir"), None) for path in folders]
     entries += [(Entry(path, "file", 0o600, size=1), [b"x"]) for path in ("opt/out/sub/two", "opt/tool")]
     with store.staging() as staging:
-        outputs, left_out = _take(stage, entries, staging, store)
+        outputs, left_out = _collect_outputs(stage, entries, staging, store)
     assert [(output.path, output.mode) for output in outputs] == [("/opt/out/sub/two", 0o644), ("/opt/tool", 0o644)]
-    assert left_out == ["/opt/out/hollow is an empty folder, and only files are handed over"]
+    assert left_out == ["/opt/out/hollow is an empty folder, and only files are copied"]
 
 
 def test_rendered_names_with_blanks_are_in_double_quotes(plain: SampleRecipe, tmp_path: Path) -> None:
@@ -609,9 +609,9 @@ def test_compilation_killed_for_memory_resumes_with_half_the_jobs(
         (
             {"opt/wheels/tiny/a.whl": b"", "opt/wheels/tiny/b.whl": b""},
             LayerError,
-            "hands over 2 files where one wheel is wanted",
+            "has 2 outputs, and one wheel is expected",
         ),
-        ({"opt/wheels/tiny/readme": b""}, LayerError, "hands over 1 files where one wheel is wanted"),
+        ({"opt/wheels/tiny/readme": b""}, LayerError, "has 1 outputs, and one wheel is expected"),
         ({"opt/wheels/tiny/tiny-1.0-cp311-cp311-linux_x86_64.whl": b"PK"}, VerifyError, "cannot be read"),
     ],
 )

@@ -133,7 +133,7 @@ def test_too_many_layers_and_unknown_architectures_are_refused(tmp_path: Path) -
     layer = blob(tmp_path / "a", b"a")
     with pytest.raises(StoreError, match="holds 1 to 47 layers, not 48") as caught:
         make(tmp_path / "x.sif", *[layer] * 48)
-    assert caught.value.hint == "make it --squash"
+    assert caught.value.hint == "use --squash"
     make(tmp_path / "x.sif", *[layer] * 47)
     assert len(read_sif(tmp_path / "x.sif").layers) == 47
     with pytest.raises(StoreError, match="'vax'; known: amd64"):

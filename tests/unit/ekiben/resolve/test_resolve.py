@@ -245,12 +245,12 @@ class TestRefused:
             (
                 "Bootstrap: debootstrap\nOSVersion: bookworm\nStage: a\n",
                 "%files from a\n    /x\n",
-                "a build stage stands on a layer",
+                "a build stage needs a layer below",
             ),
             (
                 "Bootstrap: localimage\nFrom: roof.sif\nStage: a\n",
                 "%files from a\n    /x\n",
-                "a stage of it stands on itself: roof → roof",
+                "a stage of it is its own parent: roof → roof",
             ),
             (
                 "Bootstrap: localimage\nFrom: wals.sif\nStage: a\n",
