@@ -269,9 +269,7 @@ def _is_in(path: str, output: str) -> bool:
 
 
 def _read_measured(path: Path) -> dict[str, int]:
-    """Return the memory of the largest job, as the stage's script wrote it; nothing where it wrote none, or something
-    else.
-    """
+    """Return the memory of the largest job, as the stage's script wrote it; nothing where it did not."""
     try:
         return {"job_memory": Fields.of(parse_json(read_regular(path))).size("job_memory")}
     except (OSError, ValueError):

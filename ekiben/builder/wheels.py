@@ -99,9 +99,7 @@ def _read_extension(data: bytes) -> Extension:
 
 
 def _check_record(archive: zipfile.ZipFile, name: str) -> None:
-    """Check each file against the wheel's RECORD:
-    https://packaging.python.org/specifications/recording-installed-packages/
-    """
+    """Check files against RECORD: packaging.python.org/specifications/recording-installed-packages/"""
     records = [item for item in archive.namelist() if item.endswith(".dist-info/RECORD")]
     if len(records) != 1:
         raise VerifyError(f"{name} has no RECORD of its files")

@@ -22,9 +22,7 @@ _LOCK = "lock"
 
 
 class Owner:
-    """Temporary paths of this process in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without
-    locks.
-    """
+    """Temporary paths of this process in ``folder``: HOST__PID-TOKEN__…, or HOST__PID__… without locks."""
 
     def __init__(self, folder: InnerPath) -> None:
         self.folder = folder

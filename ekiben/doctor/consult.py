@@ -5,7 +5,6 @@ Each finding says what it rests on; a fact that nobody stated is reported as unk
 
 from __future__ import annotations
 
-import grp
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ekiben.run.site import SiteFile
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import StackFile
 from ekiben.store import Store
+from ekiben.store.shared import group_name
 
 if TYPE_CHECKING:
     from ekiben.resolve.graph import ResolvedRecipe
@@ -48,9 +48,7 @@ def check(rules: Iterable[Rule], site: SiteFile, checked: CheckedImage) -> list[
 def check_image(
     site: SiteFile, image: ImageRequirements, stacks: Sequence[StackFile] = (), *, gpu: bool = True
 ) -> list[Finding]:
-    """Check whether ``image`` runs on a node of ``site``; ``stacks``: what could be used instead; not ``gpu``: without
-    GPUs.
-    """
+    """Check whether ``image`` runs on a node of ``site``. ``stacks``: alternatives; not ``gpu``: without GPUs."""
     checked = CheckedImage(image, device_code.better_stack(site.node, stacks))
     return check(IMAGE_RULES if gpu else CPU_RULES, site, checked)
 
@@ -106,7 +104,7 @@ def check_here(
             else requirements_of_sif(image.sif, store, log, gpu=gpu)
         )
     except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
-        return [Finding("warning", "image", f"what is in it could not be read: {error}")]
+        return [Finding("warning", "image", f"its content could not be read: {error}")]
     if requirements is None:
         return []
     site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
@@ -165,7 +163,7 @@ def consult(
     if site is None:
         title = f"building on {described(where)}"
         sections.append(
-            Section("build", title, building.check_build(build_host(store.root, output), needed, _group_name))
+            Section("build", title, building.check_build(build_host(store.root, output), needed, group_name))
         )
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
 
@@ -210,13 +208,6 @@ def _requirements_in_store(name: str, store: Store, log: Callable[[str], None]) 
 def known_stacks() -> list[StackFile]:
     """Return every stack of images/stacks."""
     return [read_yaml(path, StackFile) for path in sorted((PROJECT_ROOT / "images" / "stacks").glob("*/stack.yaml"))]
-
-
-def _group_name(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
 
 
 def described(site: SiteFile) -> str:

@@ -28,9 +28,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckedImage:
-    """What a rule may look at beside the site: the image, and the option that names a stack which fits the site's
-    GPUs.
-    """
+    """The image that rules check, and the option that names a stack for the site's GPUs."""
 
     image: ImageRequirements
     better_stack: str | None = None

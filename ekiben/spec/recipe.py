@@ -251,9 +251,7 @@ def _is_plain(path: str) -> bool:
 
 
 def recipe_folders() -> dict[str, Path]:
-    """Return every recipe by name: recipes/<name>/recipe.yaml of this project, then of the folders that config.yaml
-    names.
-    """
+    """Return every recipe by name: of this project, then of the folders that config.yaml names."""
     return {name: folders[0] for name, folders in sorted(_folders_by_name().items())}
 
 
