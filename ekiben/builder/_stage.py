@@ -107,7 +107,7 @@ def work_folder(name: str, key: str, store: Store) -> Path:
 
 
 def remove_work(result: StoredResult, store: Store) -> None:
-    """Remove what compilers left behind of a result that is kept."""
+    """Remove the compilers' files of a stored result."""
     remove_tree(work_folder(result.name, result.key, store))
     store.drop_compile_stats(result.key)
 

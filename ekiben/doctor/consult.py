@@ -148,7 +148,11 @@ def consult(
     if subject is not None:
         requirements, missing = _requirements_of(subject, store, log)
         title = f"{subject.title} on {described(where)}"
-        notes = [Finding("info", "image", f"not built yet: by what {requirements.name} declares")] if missing else []
+        notes = (
+            [Finding("info", "image", f"not built yet: checked by the declarations of {requirements.name}")]
+            if missing
+            else []
+        )
         findings = [*notes, *check_image(where, requirements, known_stacks())]
         if subject.ask:
             log(f"asking {subject.task} --dry-run for the memory it expects")

@@ -195,7 +195,7 @@ def refuse_total_removal(entries: Iterable[LayerEntry], lower: Lower) -> Iterato
         yield entry, data
     if had and not left:
         raise LayerError(
-            "the layer removes all that is in the layers below, which no script that ends well can do; it is not stored"
+            "the layer removes all that is in the layers below, which no successful script does; it is not stored"
         )
 
 

@@ -453,7 +453,7 @@ def _locks(image: ImageReader) -> Locks:
 # -- what needs what
 # ------------------------------------------------------------------------------------------------------
 
-Dependencies = dict[str, set[str]]  # by the names of write_sbom's components
+Dependencies = dict[str, set[str]]  # by the keys of components in write_sbom()
 
 
 def _debian_dependencies(packages: Sequence[DebianPackage]) -> Dependencies:

@@ -1,4 +1,4 @@
-"""apt: where Debian packages come from, and which versions are wanted."""
+"""Settings of apt: the sources of Debian packages, and their pinned versions."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def publish(
                 created = True
                 bytes_copied += _put(request)
                 if (record := _find_intact(request)) is None:
-                    continue  # a prune that had begun before it was announced here took it away
+                    continue  # a prune that began before this announcement removed it
             _write(shared, folder / f"{record.file}.sha256", _sum_line(record.sha256, record.file))
             if options.pin:
                 _write(shared, folder / f"{record.stem}.pin", b"")

@@ -1,4 +1,4 @@
-"""GPU architectures: which compute capabilities a CUDA version compiles for, and which of a stack's are wanted."""
+"""GPU architectures: the compute capabilities that a CUDA version supports, and those that a build selects."""
 
 from __future__ import annotations
 

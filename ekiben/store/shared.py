@@ -301,7 +301,7 @@ class SharedStore(Store):
         try:
             with layer.open_folder() as folder:
                 links = [(folder.status(name).st_mtime, name) for name in folder.names() if not name.startswith(".")]
-        except OSError:  # there is none, or prune is at work
+        except OSError:  # there is none, or prune is removing it
             return []
         return [layer / name for _, name in sorted(links, reverse=True)]
 

@@ -184,8 +184,8 @@ def test_bundle_commands_and_offline(
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("no/x.bundle", "-o no/x.bundle: there is no folder {}/no; make it first"),
-        ("file/x.bundle", "-o file/x.bundle: there is no folder {}/file; make it first"),
+        ("no/x.bundle", "-o no/x.bundle: there is no folder {}/no; create it first"),
+        ("file/x.bundle", "-o file/x.bundle: there is no folder {}/file; create it first"),
         ("there", "-o there: is a folder; name a file in it"),
     ],
 )
