@@ -41,7 +41,7 @@ STACK_RULES = device_code.RULES
 
 
 def check(rules: Iterable[Rule], site: SiteFile, checked: CheckedImage) -> list[Finding]:
-    """Return what ``rules`` find."""
+    """Return the findings of ``rules``."""
     return [finding for rule in rules for finding in rule(site, checked)]
 
 
