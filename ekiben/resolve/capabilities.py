@@ -86,7 +86,7 @@ def supported_archs(capabilities: Iterable[str], minimum: str | None, where: Pat
     if not supported:
         raise UsageError(
             f"{where}: what it compiles needs compute capability {minimum} or later; "
-            f"wanted are only {', '.join(capabilities)}"
+            f"the build selects only {', '.join(capabilities)}"
         )
     return supported
 
