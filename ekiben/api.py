@@ -18,24 +18,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from ekiben.core.errors import EkibenError, StoreError, UsageError
+from ekiben.core.errors import EkibenError, StoreError, UsageError, nearest
 from ekiben.core.process import quoted
 from ekiben.run.containers import Inspection, Instance, Result, Runtime
 from ekiben.run.contract import gives_gpus
 
 if TYPE_CHECKING:
     from ekiben.resolve.graph import ResolvedRecipe
-    from ekiben.spec.recipe import Recipe
     from ekiben.store import Store
 
 __all__ = [
+    "BuildOptions",
     "ExecutionError",
     "Image",
     "Inspection",
     "Metadata",
     "PlannedLayer",
+    "RecipeOptions",
     "Result",
     "RunningImage",
     "build",
@@ -83,28 +84,46 @@ class Metadata:
     labels: Mapping[str, str]
 
 
-def plan(
-    recipe: str | Path,
-    *,
-    stack: str | None = None,
-    arguments: Mapping[str, str] | None = None,
-    gpu_arch: str | None = None,
-    arch: str | None = None,
-    store: Path | None = None,
-    layers: Sequence[str] = (),
-    include: Sequence[str | Path] = (),
-) -> list[PlannedLayer]:
+class RecipeOptions(TypedDict, total=False):
+    """Keyword arguments of plan() and build(): which layers a recipe has.
+
+    stack: a stack to use instead of the recipe's.
+    arguments: values for arguments of the definition files; ``mirror`` is a Debian archive.
+    gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
+    arch: "amd64" or "arm64" (default: this machine's).
+    store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
+    layers: layers to add to the recipe's, in this order.
+    include: files and folders outside the recipe's folder that it may use.
+    """
+
+    stack: str | None
+    arguments: Mapping[str, str] | None
+    gpu_arch: str | None
+    arch: str | None
+    store: Path | None
+    layers: Sequence[str]
+    include: Sequence[str | Path]
+
+
+class BuildOptions(RecipeOptions, total=False):
+    """Keyword arguments of build().
+
+    output: the file (default: ./NAME.sif).
+    engine: what runs the layers' scripts (default: "auto", the first that can).
+    locked: refuse versions other than the locked ones (default: False).
+    verify: run the tests (default: True).
+    """
+
+    output: str | Path | None
+    engine: str
+    locked: bool
+    verify: bool
+
+
+def plan(recipe: str | Path, **options: Unpack[RecipeOptions]) -> list[PlannedLayer]:
     """Return each layer of a recipe, bottom first, and whether it would be built. Nothing is run or written.
 
-    Args:
-        recipe: a name, or the folder of a recipe of one's own.
-        stack: another stack than the recipe's own.
-        arguments: values for arguments of the definition files.
-        gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
-        arch: "amd64" or "arm64" (default: this machine's).
-        store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
-        layers: layers to put on the recipe's, in this order.
-        include: files and folders outside the recipe's own that it may use.
+    ``recipe`` is a name or a folder.
 
     Raises:
         UsageError: there is no such recipe.
@@ -112,73 +131,45 @@ def plan(
     """
     from ekiben.builder.build import plan as plan_layers
 
-    actions = plan_layers(
-        _resolve(_find(recipe, layers, include), stack, arguments, gpu_arch, arch), _open_store(store)
-    )
+    _refuse_unknown("plan", options, RecipeOptions)
+    actions = plan_layers(_resolve(recipe, options), _open_store(options.get("store")))
     return [
         PlannedLayer(item.layer.name, item.layer.cache_key, item.stored is not None, item.reason) for item in actions
     ]
 
 
-def build(
-    recipe: str | Path,
-    *,
-    output: str | Path | None = None,
-    stack: str | None = None,
-    arguments: Mapping[str, str] | None = None,
-    gpu_arch: str | None = None,
-    arch: str | None = None,
-    engine: str = "auto",
-    locked: bool = False,
-    verify: bool = True,
-    store: Path | None = None,
-    layers: Sequence[str] = (),
-    include: Sequence[str | Path] = (),
-) -> Image:
+def build(recipe: str | Path, **options: Unpack[BuildOptions]) -> Image:
     """Build a recipe's missing layers, write its SIF, run every test in it, and open it.
 
-    Args:
-        recipe: a name, or the folder of a recipe of one's own.
-        output: the file (default: ./NAME.sif).
-        stack: another stack than the recipe's own.
-        arguments: values for arguments of the definition files; ``mirror`` is a Debian archive.
-        gpu_arch: compute capabilities to compile for, as "8.0,9.0", or "native".
-        arch: "amd64" or "arm64" (default: this machine's).
-        engine: what runs the layers' scripts; "auto" takes the first that can.
-        locked: refuse what cannot be had exactly as locked.
-        verify: run the tests.
-        store: the store (default: $EKIBEN_STORE, else ~/.cache/ekiben/store).
-        layers: layers to put on the recipe's, in this order.
-        include: files and folders outside the recipe's own that it may use.
+    ``recipe`` is a name or a folder.
 
     Raises:
         UsageError: there is no such recipe or engine.
         DefinitionError: the recipe, its stack or a definition file is wrong.
         EngineError: nothing here can build it.
         LayerError: a layer's script failed.
-        FetchError: a package could not be had.
+        FetchError: a package could not be downloaded.
         VerifyError: a test failed.
-        LockMismatchError: ``locked``, and something is not as locked.
+        LockMismatchError: with ``locked``, for a version other than the locked one.
     """
     from ekiben.artifacts.make import BuildRequest, make_image
-    from ekiben.builder.plan import Options
+    from ekiben.builder.plan import BuildContext, Options
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
 
-    resolved, layer_store = (
-        _resolve(_find(recipe, layers, include), stack, arguments, gpu_arch, arch),
-        _open_store(store),
-    )
-    progress = Progress()
-    options = Options(
-        engine=engine,
-        locked=locked,
-        mirror=(arguments or {}).get("mirror"),
+    _refuse_unknown("build", options, BuildOptions)
+    output = options.get("output")
+    build_options = Options(
+        engine=options.get("engine", "auto"),
+        locked=options.get("locked", False),
+        mirror=(options.get("arguments") or {}).get("mirror"),
         registry=read_settings(os.environ).registry,
     )
-    request = BuildRequest(formats=("sif",), output=Path(output) if output else None, verify=verify)
-    result = make_image(resolved, layer_store, request, options, progress)
-    return Image(Path(result.artifacts[0].ref))
+    context = BuildContext(_resolve(recipe, options), _open_store(options.get("store")), build_options, Progress())
+    request = BuildRequest(
+        formats=("sif",), output=Path(output) if output else None, verify=options.get("verify", True)
+    )
+    return Image(Path(make_image(context, request).artifacts[0].ref))
 
 
 def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
@@ -219,7 +210,7 @@ class Image:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing of it is open between calls."""
+        """Do nothing: no file stays open between calls."""
 
     def __repr__(self) -> str:
         return f"ekiben.open({str(self.path)!r})"
@@ -281,7 +272,10 @@ class Image:
             UsageError: ``argv`` is empty, or a folder is not there.
             ExecutionError: ``check``, and the exit code is not 0.
         """
-        return _execute(Runtime(), self.path, argv, gpu, binds, environment, on_line, check)
+        result = Runtime().execute(
+            self.path, argv, gpu=_gives_gpus(gpu), binds=binds, environment=environment, on_line=on_line
+        )
+        return _checked(argv, result) if check else result
 
     @contextlib.contextmanager
     def instance(
@@ -293,7 +287,7 @@ class Image:
             UsageError: ``name`` cannot be an instance's, or a folder of ``binds`` is not there.
             EngineError: it does not start, or cannot be stopped.
         """
-        runtime, gpu = Runtime(), gives_gpus(os.environ) if gpu is None else gpu
+        runtime, gpu = Runtime(), _gives_gpus(gpu)
         started = runtime.start(self.path, name=name, gpu=gpu, binds=binds)
         try:
             yield RunningImage(runtime, started, gpu)
@@ -301,7 +295,7 @@ class Image:
             runtime.stop(started)
 
     def _read_top(self, *paths: str) -> list[bytes | None]:
-        """Files of the last layer, which holds all that Ekiben writes of an image."""
+        """Return files of the last layer, which has all that Ekiben writes into an image; None for a missing one."""
         from ekiben.core.files import open_regular
         from ekiben.formats.sif import read_sif
         from ekiben.formats.squashfs import SquashfsReader
@@ -346,43 +340,42 @@ class RunningImage:
         check: bool = False,
     ) -> Result:
         """Run a program in the instance, as Image.execute() does."""
-        return _execute(self._runtime, self._started, argv, self._gpu, (), environment, on_line, check)
+        result = self._runtime.execute(self._started, argv, gpu=self._gpu, environment=environment, on_line=on_line)
+        return _checked(argv, result) if check else result
 
 
-def _execute(
-    runtime: Runtime,
-    target: Path | Instance,
-    argv: Sequence[str],
-    gpu: bool | None,
-    binds: Sequence[Path],
-    environment: Mapping[str, str] | None,
-    on_line: Callable[[str], None] | None,
-    check: bool,
-) -> Result:
-    has_gpu = gives_gpus(os.environ) if gpu is None else gpu
-    result = runtime.execute(target, argv, gpu=has_gpu, binds=binds, environment=environment, on_line=on_line)
-    if check and result.exit_code:
+def _gives_gpus(gpu: bool | None) -> bool:
+    return gives_gpus(os.environ) if gpu is None else gpu
+
+
+def _checked(argv: Sequence[str], result: Result) -> Result:
+    if result.exit_code:
         raise ExecutionError(argv, result)
     return result
 
 
-def _resolve(
-    recipe: Recipe,
-    stack: str | None,
-    arguments: Mapping[str, str] | None,
-    gpu_arch: str | None,
-    arch: str | None,
-) -> ResolvedRecipe:
+def _refuse_unknown(function: str, options: Mapping[str, object], known: type) -> None:
+    """Raise TypeError, as Python does, for a keyword that is not one of ``known``."""
+    for name in options:
+        if name not in known.__annotations__:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument '{name}'.{nearest(name, known.__annotations__)}"
+            )
+
+
+def _resolve(recipe: str | Path, options: RecipeOptions) -> ResolvedRecipe:
     from ekiben.resolve.resolve import resolve
-
-    return resolve(recipe, stack=stack, arguments=arguments, gpu_arch=gpu_arch, arch=arch)
-
-
-def _find(recipe: str | Path, layers: Sequence[str], include: Sequence[str | Path]) -> Recipe:
     from ekiben.spec.recipe import find_recipe
 
     name = f"{recipe}/" if isinstance(recipe, Path) else recipe  # a Path is a folder, also one of one word
-    return replace(find_recipe(name, map(Path, include)), layers=tuple(layers))
+    recipe_file = find_recipe(name, map(Path, options.get("include", ())))
+    return resolve(
+        replace(recipe_file, layers=tuple(options.get("layers", ()))),
+        stack=options.get("stack"),
+        arguments=options.get("arguments"),
+        gpu_arch=options.get("gpu_arch"),
+        arch=options.get("arch"),
+    )
 
 
 def _open_store(path: Path | None) -> Store:

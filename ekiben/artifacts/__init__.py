@@ -1,4 +1,4 @@
-"""What people take out of a stored image.
+"""Exports of a stored image.
 
 export        build an image and export it in the formats asked for, with one repair of damaged blobs
 make          the same with its tests: what `build`, `notebook` and the Python interface do

@@ -8,38 +8,35 @@ from pathlib import Path
 from ekiben.artifacts import exporters
 from ekiben.artifacts.exporters import Artifact, Exporter, ExportOptions
 from ekiben.builder.build import build
-from ekiben.builder.plan import Action, Options, plan
+from ekiben.builder.plan import Action, BuildContext, plan
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError
 from ekiben.core.output import check_output_file
 from ekiben.core.progress import Progress
-from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store
 
 _DEFAULT = ExportOptions()
 
 
 def build_and_export(
-    resolved: ResolvedRecipe,
-    store: Store,
-    options: Options,
-    progress: Progress,
+    context: BuildContext,
     actions: Sequence[Action] | None = None,
     *,
     formats: Sequence[str] = (),
     output: Path | None = None,
-    export_options: ExportOptions = _DEFAULT,
+    options: ExportOptions = _DEFAULT,
 ) -> tuple[Image, list[Artifact]]:
     """Build the image as ``actions`` say (by default plan()'s) and export it.
 
     Once, a damaged blob met on the way is dropped and made again, and so is a layer that was removed after it was
     planned.
     """
+    store, progress = context.store, context.progress
     try:
-        image = build(resolved, store, options, progress, actions)
-        return image, export(image, store, progress, formats=formats, output=output, options=export_options)
+        image = build(context, actions)
+        return image, export(image, store, progress, formats=formats, output=output, options=options)
     except StoreError:
-        now = plan(resolved, store)
+        now = plan(context.resolved, store)
         damaged = _damaged_blobs(now, store)
         planned = {action.layer.cache_key for action in actions or () if action.stored}
         if not damaged and all(action.stored or action.layer.cache_key not in planned for action in now):
@@ -47,8 +44,8 @@ def build_and_export(
     for error in damaged:
         progress.log(f"{error}; it will be rebuilt")
         store.drop_blob(error.digest)
-    image = build(resolved, store, options, progress)
-    return image, export(image, store, progress, formats=formats, output=output, options=export_options)
+    image = build(context)
+    return image, export(image, store, progress, formats=formats, output=output, options=options)
 
 
 def _damaged_blobs(actions: Sequence[Action], store: Store) -> list[CorruptBlob]:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 from ekiben.artifacts.export import build_and_export
 from ekiben.artifacts.exporters import Artifact, ExportOptions
-from ekiben.builder.plan import Action, Options
+from ekiben.builder.plan import Action, BuildContext
 from ekiben.builder.verify import Check, verify
-from ekiben.core.progress import Progress
-from ekiben.resolve.graph import ResolvedRecipe
-from ekiben.store import Image, Store
+from ekiben.store import Image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,34 +36,24 @@ class BuiltImage:
     checks: list[Check]
 
 
-def make_image(
-    resolved: ResolvedRecipe,
-    store: Store,
-    request: BuildRequest,
-    options: Options,
-    progress: Progress,
-    actions: Sequence[Action] | None = None,
-) -> BuiltImage:
+def make_image(context: BuildContext, request: BuildRequest, actions: Sequence[Action] | None = None) -> BuiltImage:
     """Build what is missing as ``actions`` say (by default plan()'s), export it, and run the tests in each export.
 
     A new SIF, and an engine's image, takes the name of the one that is there when it has passed. Raises VerifyError
     when a test fails, and what build_and_export() raises.
     """
-    checks: dict[str, list[Check]] = {}
+    store, progress, checks = context.store, context.progress, dict[str, list[Check]]()
 
     def check(image: Image, artifact: Artifact) -> None:
         sifs, loaded = ([Path(artifact.ref)], []) if artifact.kind == "sif" else ([], [artifact.kind])
         checks[artifact.kind] = verify(image, store, progress, sifs=sifs, loaded=loaded)
 
     image, artifacts = build_and_export(
-        resolved,
-        store,
-        options,
-        progress,
+        context,
         actions,
         formats=request.formats,
         output=request.output,
-        export_options=ExportOptions(
+        options=ExportOptions(
             squash=request.squash, with_sha256=request.verify, check=check if request.verify else None
         ),
     )

@@ -67,7 +67,7 @@ class Partial:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to resume."""
+        """Return whether the file is empty, and nothing can be resumed."""
         self.stream.flush()
         return os.fstat(self.stream.fileno()).st_size == 0
 
@@ -77,7 +77,7 @@ def partial_file(out: Path, digest: str, store: Store) -> Iterator[Partial]:
     """Yield the file that will be ``out``, resumed where an earlier process left it; it is kept when the block breaks
     off.
 
-    Of two at once for one ``out``, the second begins a file of its own. Raises StoreError.
+    Of two processes for one ``out``, the second begins another file. Raises StoreError.
     """
     record = _record_name(out)
     try:
@@ -189,13 +189,13 @@ def _record(store: Store, record: str, folder_name: str, file_name: str, digest:
 
 
 def _is_private(folder: Folder) -> bool:
-    """Whether it is this user's, and nobody else may make an entry in it."""
+    """Return whether this user owns the folder, and nobody else may create an entry in it."""
     status = folder.status()
     return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def _lock(stream: BinaryIO) -> bool:
-    """Whether nobody else writes to the file. Where there are no locks, its digest decides."""
+    """Return whether no other process writes to the file. Without locks, its digest decides."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -54,7 +54,7 @@ def pull(
     _, digest = registry.fetch_manifest()
     signer = check_pushed(registry, digest, keys) if keys else None
     if keys:
-        registry = Registry(replace(reference, digest=digest))  # whose tag may have moved since
+        registry = Registry(replace(reference, digest=digest))  # its tag may have moved since
     manifest = registry.manifest(platform())
     kind = manifest.config.media_type
     out = check_output_file(out or Path(f"{reference.repository.rpartition('/')[2]}.sif"))
@@ -114,7 +114,7 @@ def _check_pulled(reference: Reference, partial: Partial, keys: Keys | None) -> 
 
 
 def _pull_image(registry: Registry, manifest: Manifest, store: Store, out: Path, progress: Progress) -> Artifact:
-    """Each layer's tar becomes the squashfs that it was made of, so the SIF is the one that was built."""
+    """Compress each layer's tar to the squashfs of the build: the SIF is the one that was built."""
     config = registry.config(manifest)
     diff_ids = config.diff_ids
     foreign = FetchError(

@@ -57,47 +57,52 @@ class Pushed:
     sbom: str = ""
 
 
-def check_push(reference: Reference, format: str) -> None:
-    """Ask the registry whether it takes an upload, which need not be made first.
+@dataclass(frozen=True, slots=True)
+class PushRequest:
+    """A push of an image to ``reference`` in ``format``, one of FORMATS.
 
-    Raises UsageError for a reference that ``format`` is not pushed to, FetchError when the registry is not there or
-    refuses.
+    ``key`` signs it: beside the image, and in the SIF. ``sbom`` attaches its SBOM.
     """
-    _check_reference(reference, format)
-    Registry(reference).check_push()
 
+    reference: Reference
+    format: str
+    key: Key | None = None
+    sbom: bool = False
 
-def _check_reference(reference: Reference, format: str) -> None:
-    if reference.digest:
-        raise UsageError(f"{reference}: a push determines the digest; give a tag instead")
-    if format == "layers" and reference.tag:
-        raise UsageError(f"{reference}: layers are tagged with their keys; give a repository without a tag")
-
-
-def push(
-    image: Image,
-    store: Store,
-    reference: Reference,
-    format: str,
-    progress: Progress,
-    *,
-    key: Key | None = None,
-    sbom: bool = False,
-) -> Pushed:
-    """Send ``image`` to ``reference`` in ``format``, one of FORMATS.
-
-    ``key`` signs it: beside the image, and in the SIF. ``sbom`` attaches its SBOM. Raises FetchError, StoreError,
-    EngineError; UsageError when the arguments contradict each other; VerifyError when a package database of the image
-    is broken, with ``sbom``.
-    """
-    _check_reference(reference, format)
-    if format == "layers":
-        if sbom:
+    def check(self) -> None:
+        """Raise UsageError when the fields contradict each other."""
+        if self.reference.digest:
+            raise UsageError(f"{self.reference}: a push determines the digest; give a tag instead")
+        if self.format != "layers":
+            return
+        if self.reference.tag:
+            raise UsageError(f"{self.reference}: layers are tagged with their keys; give a repository without a tag")
+        if self.sbom:
             raise UsageError("--sbom: layers have no SBOM; push the image")
-        if key:
+        if self.key:
             raise UsageError("--sign: layers are not signed, a build identifies them by their keys; sign the image")
+
+
+def check_push(request: PushRequest) -> None:
+    """Ask the registry whether it accepts an upload, before the image is built.
+
+    Raises UsageError when the request contradicts itself, FetchError when the registry does not answer or refuses.
+    """
+    request.check()
+    Registry(request.reference).check_push()
+
+
+def push(image: Image, store: Store, request: PushRequest, progress: Progress) -> Pushed:
+    """Send ``image`` to a registry.
+
+    Raises FetchError, StoreError, EngineError; UsageError when the request contradicts itself; VerifyError when a
+    package database of the image is broken, with ``sbom``.
+    """
+    request.check()
+    reference, format, key = request.reference, request.format, request.key
+    if format == "layers":
         return _push_layers(image, store, reference, progress)
-    document = _make_sbom(image, store) if sbom else None  # first: it may fail, and then nothing is sent
+    document = _make_sbom(image, store) if request.sbom else None  # first: it may fail, and then nothing is sent
     sender = _Sender(store, reference, progress)
     config, layers, media_type = _docker(image, store) if format == "docker" else _sif(image, store, progress, key)
     config_blob = _bytes_blob(config)
@@ -214,7 +219,7 @@ def _known_repositories(store: Store, name: str) -> dict[str, list[str]]:
 
 
 class _Sender:
-    """Sends blobs to one repository, several at once, each once."""
+    """Sends blobs to one repository, several in parallel, each once."""
 
     def __init__(self, store: Store, reference: Reference, progress: Progress) -> None:
         store.open_for_writing()  # checks/ records which repository has which blob

@@ -6,16 +6,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.artifacts.exporters.sif import make_sif
-from ekiben.builder.build import Options, build, stored_image
+from ekiben.builder.build import BuildContext, build, stored_image
 from ekiben.core.errors import StoreError, VerifyError
 from ekiben.core.files import digest_of
-from ekiben.core.progress import Progress
 from ekiben.formats.compare import layer_differences
-from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store, StoredLayer
 
 _NAMED = 20  # differing files named for each layer
@@ -23,7 +21,7 @@ _NAMED = 20  # differing files named for each layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuilt:
-    """One layer, as it was and as it came out again. ``differing``: a line for each entry that is not the same."""
+    """A layer of both builds. ``differing``: a line for each entry that differs."""
 
     name: str
     before: StoredLayer
@@ -50,18 +48,17 @@ class Comparison:
         return all(layer.same for layer in self.layers) and len({*self.image_ids}) == len({*self.sif_digests}) == 1
 
 
-def rebuild(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, *, user_root: Path
-) -> Comparison:
-    """Build ``resolved`` from nothing but downloads, and compare. ``user_root``: the user's own store, beside which the
-    rebuilt one lies where nothing can be written beside ``store``.
+def rebuild(context: BuildContext, *, user_root: Path) -> Comparison:
+    """Build a recipe from nothing but downloads, and compare. ``user_root``: the user's own store, beside which the
+    rebuilt one lies where nothing can be written beside the store.
 
     Raises VerifyError when it is not built yet, StoreError when there is no folder to rebuild in, and what build()
     raises.
     """
-    before = stored_image(resolved, store)
+    store, progress = context.store, context.progress
+    before = stored_image(context.resolved, store)
     # Beside the store, so that the cache of downloads is the same one; what is removed afterwards is this store alone.
-    # Where that cannot be written, it is a colleague's, and the cache is that beside one's own store.
+    # A colleague's store cannot be written: then the cache beside the user's store is used.
     beside = store.root.parent if os.access(store.root.parent, os.W_OK) else user_root.parent
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -72,7 +69,7 @@ def rebuild(
             hint="EKIBEN_STORE names a store of your own; the rebuilt one lies beside it",
         ) from error
     try:
-        after = build(resolved, fresh, options, progress)
+        after = build(replace(context, store=fresh))
         with progress.step(f"compare {len(before.layers)} layers"):
             layers = tuple(
                 _compare(one, other, store, fresh) for one, other in zip(before.layers, after.layers, strict=True)

@@ -1,4 +1,4 @@
-"""How many compiler jobs side by side: by the cores and the memory this process is really allowed, and by what one job
+"""The number of parallel compiler jobs: by the cores and the memory this process may really use, and by what one job
 of the package was seen to need. Never part of a key.
 
 A container or a batch job is often allowed a fraction of the machine; what asks the machine (nproc, free) is then
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 GIB = 1 << 30
-UNKNOWN_JOB = 4 * GIB  # of a package never compiled here: nvcc's jobs were seen to take 1 to 7 GiB
-SPARE = GIB  # for what is not a compiler: the build itself, the linker's start
+UNKNOWN_JOB = 4 * GIB  # default of a package never compiled here: nvcc's jobs took 1 to 7 GiB
+SPARE = GIB  # reserved for the build itself and the linker
 _CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 _REPORT_SECONDS = 60.0  # between two lines of a plain log
@@ -110,7 +110,7 @@ def _cgroup_cores(folder: Path) -> float:
 
 
 def _cgroup_memory(folder: Path) -> int:
-    """What is left below the limit; pages of files, which go when they are needed, do not count as used."""
+    """Return the bytes below the limit. Cached pages do not count as used, for the kernel drops them."""
     for limit, used, inactive in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -142,7 +142,7 @@ def oom_kills(*, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """``count`` compilers side by side, each with ``threads`` of nvcc's own; ``reason`` for the log."""
+    """``count`` parallel compilers, each with ``threads`` of nvcc; ``reason`` is for the log."""
 
     count: int
     threads: int
@@ -161,7 +161,7 @@ class Jobs:
 
 
 def jobs_for(allowed: Allowance, job_memory: int | None, *, units: int | None = None, capabilities: int = 1) -> Jobs:
-    """Return how many jobs compile at once.
+    """Return the number of parallel compiler jobs.
 
     ``job_memory``: bytes measured for one; ``units``: files to compile, or None.
     """
@@ -215,7 +215,7 @@ class Compilation:
         return f"{self.done} of {of} units compiled, about {minutes(left)} left"
 
     def is_due(self) -> bool:
-        """Whether a plain log should have a line again."""
+        """Return whether a plain log needs its next line."""
         if (now := self._clock()) - self._last_report < _REPORT_SECONDS:
             return False
         self._last_report = now

@@ -1,11 +1,11 @@
-"""Build stages: compile one, take its outputs, check them.
+"""Build stages: compile one, collect its outputs, check them.
 
 compile   the stage's %post on its own layers, with as many jobs as are allowed; a kill for lack of memory halves them
-take      the files that later stages name, each a blob; the rest of what the stage changed is dropped
-check     what can be read off a wheel (ekiben.builder.wheels)
+collect   the files that later stages copy, each a blob; other changes of the stage are dropped
+check     a wheel, without running it (ekiben.builder.wheels)
 
 The result is kept when the layer that holds it has passed its %test (ekiben.builder.build). What was compiled when a
-stage failed lies in the cache, and the next attempt goes on from there.
+stage failed is in the cache, and the next attempt resumes from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ekiben.store import CompileStats, StageOutput, Store, StoredLayer, StoredRe
 def compile_stage(
     stage: BuildStage, lower: Sequence[StoredLayer], files: Sequence[File], builder: LayerBuilder
 ) -> StoredResult:
-    """Run the stage's %post and take what it hands over: one result, its blobs in the store and its record not yet.
+    """Run the stage's %post and store its outputs as blobs. Return the result, whose record is not stored yet.
 
     Raises LayerError, StoreError; VerifyError when it is no wheel for this stage.
     """
@@ -53,23 +53,23 @@ def compile_stage(
     )
     work = work_folder(stage.name, stage.cache_key, store)
     make_folders(work)
-    goes_on = any(work.iterdir())  # then what is compiled now is not all there is to it
+    resumes = any(work.iterdir())  # then what is compiled now is not all there is to it
     os.utime(work)  # it is in use: prune leaves it alone
     paths = {
         "EKIBEN_WORK": f"/{BUILD_MOUNT}/cache/work/{work.name}",
         "EKIBEN_MEASURED": f"/{BUILD_MOUNT}/measured.json",
     }
-    spent, notes = _Spent(stage.cache_key, store, goes_on=goes_on), dict[str, Any]()
+    timer = _CompileTimer(stage.cache_key, store, resumes=resumes)
     with builder.log(stage) as log:
         while True:
-            progress.log(f"stage {stage.name}: {jobs.count} jobs side by side: {jobs.reason}")
+            progress.log(f"stage {stage.name}: {jobs.count} parallel compiler jobs: {jobs.reason}")
             compilation, kills = Compilation(stats.get("units")), oom_kills()
-            log.read_state = _follow(compilation, spent, progress)
+            log.read_state = _line_reader(compilation, timer, progress)
             try:
                 with store.staging() as staging:
                     settings = {**jobs.environment, **paths}
-                    with builder.run_post(stage, lower, staging, files, log.line, notes, settings) as changed:
-                        outputs, left_out = _take(stage, changed, staging, store)
+                    with builder.run_post(stage, lower, staging, files, log.line, settings) as changed:
+                        outputs, left_out = _collect_outputs(stage, changed, staging, store)
                     for line in left_out:
                         progress.log(f"stage {stage.name}: {line}")
                     measured = _read_measured(staging / "mount/measured.json")
@@ -80,14 +80,14 @@ def compile_stage(
                     raise LayerError(
                         _describe_failure(stage, log, error, compilation, killed, allowed.memory)
                     ) from error
-                jobs, goes_on = jobs.halved(), True
+                jobs, resumes = jobs.halved(), True
                 progress.log(f"stage {stage.name}: a compiler was killed for lack of memory; on with half the jobs")
-    seconds = spent.total()
+    seconds = timer.total()
     if stage.wheel:
-        _keep_stats(stage.wheel, measured, 0 if goes_on else compilation.done, seconds, jobs.count, store)
+        _keep_stats(stage.wheel, measured, 0 if resumes else compilation.done, seconds, jobs.count, store)
     compiled = {"units": compilation.done, "jobs": jobs.count, **measured}
-    in_all = f", {minutes(seconds)} with what was compiled before" if spent.earlier else ""
-    progress.log(f"stage {stage.name}: {compilation.done} units compiled in {minutes(spent.now())}{in_all}")
+    in_all = f", {minutes(seconds)} with what was compiled before" if timer.earlier else ""
+    progress.log(f"stage {stage.name}: {compilation.done} units compiled in {minutes(timer.now())}{in_all}")
     return StoredResult(
         name=stage.name,
         key=stage.cache_key,
@@ -95,14 +95,14 @@ def compile_stage(
         files=tuple(outputs),
         inputs=stage.inputs,
         origin="compiled",
-        executor=notes["executor"],
+        executor=builder.executor[0],
         seconds=seconds,
-        notes={**_proof(stage, outputs, store), **compiled},
+        notes={**_wheel_notes(stage, outputs, store), **compiled},
     )
 
 
 def work_folder(name: str, key: str, store: Store) -> Path:
-    """Return where a stage compiles, and goes on after a failure."""
+    """Return the folder where a stage compiles, and resumes after a failure."""
     return store.cache / "work" / f"{name}-{key[:12]}"
 
 
@@ -148,7 +148,7 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
             digest = "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
         size = (staging / "blob").stat().st_size
         store.put_file(staging / "blob", digest)
-    folder = stage.hands_over[0].rstrip("/")
+    folder = stage.outputs[0].rstrip("/")
     path = folder if folder.endswith(".whl") else f"{folder}/{wheel.name}"
     result = record or StoredResult(
         name=stage.name,
@@ -164,15 +164,15 @@ def import_result(stage: BuildStage, wheel: Path, record: StoredResult | None, s
     return replace(result, name=stage.name, files=(StageOutput(path, 0o644, digest, size),), origin="imported")
 
 
-class _Spent:
-    """How long a stage has compiled in all: earlier attempts count as far as the last unit that they finished.
+class _CompileTimer:
+    """The time that a stage has compiled: earlier attempts count up to the last unit that they finished.
 
     The record is in the store, not in the work folder: a stage's %post can put a link in that one's place.
     """
 
-    def __init__(self, key: str, store: Store, *, goes_on: bool) -> None:
+    def __init__(self, key: str, store: Store, *, resumes: bool) -> None:
         self._key, self._store, self._began = key, store, time.monotonic()
-        self.earlier = max(0.0, store.compile_stats(key).get("seconds", 0.0)) if goes_on else 0.0
+        self.earlier = max(0.0, store.compile_stats(key).get("seconds", 0.0)) if resumes else 0.0
 
     def now(self) -> float:
         """Return the seconds of this attempt."""
@@ -188,10 +188,10 @@ class _Spent:
             self._store.put_compile_stats(self._key, {"seconds": self.total()})
 
 
-def _follow(compilation: Compilation, spent: _Spent, progress: Progress) -> Callable[[str], str | None]:
+def _line_reader(compilation: Compilation, timer: _CompileTimer, progress: Progress) -> Callable[[str], str | None]:
     def read_state(line: str) -> str | None:
         if state := compilation.line(line):
-            spent.keep()
+            timer.keep()
         if state and compilation.is_due():
             progress.mark(state)
         return state or (line if not compilation.done else None)
@@ -199,10 +199,10 @@ def _follow(compilation: Compilation, spent: _Spent, progress: Progress) -> Call
     return read_state
 
 
-def _take(
+def _collect_outputs(
     stage: BuildStage, changed: Iterable[LayerEntry], staging: Path, store: Store
 ) -> tuple[list[StageOutput], list[str]]:
-    """Return the outputs, and what of them is not handed over, in sentences.
+    """Return the outputs, and a sentence for each part of them that is left out.
 
     Raises LayerError when an output was not made, or is not a file or a folder of files.
     """
@@ -210,15 +210,13 @@ def _take(
     folders: list[str] = []
     for entry, chunks in changed:
         path = "/" + entry.path
-        if entry.kind == "whiteout" or not any(_is_in(path, output) for output in stage.hands_over):
+        if entry.kind == "whiteout" or not any(_is_in(path, output) for output in stage.outputs):
             continue
         if entry.kind == "dir":
             folders.append(path)
             continue
         if entry.kind != "file":
-            raise LayerError(
-                f"%files from {stage.stage.name}: {path} is a {entry.kind}; only plain files are handed over"
-            )
+            raise LayerError(f"%files from {stage.stage.name}: {path} is a {entry.kind}; only regular files are copied")
         digest, blob = hashlib.sha256(), staging / "blob"
         with blob.open("wb") as out:
             for chunk in chunks or ():
@@ -227,23 +225,23 @@ def _take(
         name = f"sha256:{digest.hexdigest()}"
         store.put_file(blob, name)
         outputs.append(StageOutput(path, 0o755 if entry.mode & 0o100 else 0o644, name, entry.size))
-    for output in stage.hands_over:
+    for output in stage.outputs:
         if not any(_is_in(file.path, output) for file in outputs):
             raise LayerError(f"%files from {stage.stage.name}: the stage made nothing at {output}")
     hollow = {folder for folder in folders if not any(_is_in(file.path, folder) for file in outputs)}
     tops = sorted(folder for folder in hollow if folder.rpartition("/")[0] not in hollow)
-    return outputs, [f"{folder} is an empty folder, and only files are handed over" for folder in tops]
+    return outputs, [f"{folder} is an empty folder, and only files are copied" for folder in tops]
 
 
-def _proof(stage: BuildStage, outputs: Sequence[StageOutput], store: Store) -> dict[str, Any]:
-    """What is read off the wheel. Raises LayerError without a wheel, VerifyError; the blobs are then dropped."""
+def _wheel_notes(stage: BuildStage, outputs: Sequence[StageOutput], store: Store) -> dict[str, Any]:
+    """Return what the wheel shows of itself. Raises LayerError without a wheel, VerifyError; its blobs are dropped."""
     if stage.wheel is None:
         return {}
     wheels = [file for file in outputs if file.path.endswith(".whl")]
     try:
         if len(wheels) != 1 or len(outputs) != 1:
             raise LayerError(
-                f"stage {stage.name} hands over {len(outputs)} files where one wheel is wanted: "
+                f"stage {stage.name} has {len(outputs)} outputs, and one wheel is expected: "
                 + ", ".join(file.path for file in outputs)
             )
         with store.staging() as staging:
@@ -283,7 +281,7 @@ def _read_measured(path: Path) -> dict[str, int]:
 def _describe_failure(
     stage: BuildStage, log: Log, error: JobFailed, compilation: Compilation, killed: bool, memory: int
 ) -> str:
-    kept = f"What was compiled ({compilation.done} units) is kept: the same command goes on from there."
+    kept = f"What was compiled ({compilation.done} units) is kept: the same command resumes from it."
     if compilation.is_disk_full:
         return (
             f"stage {stage.name}: no space left on the disk while it compiled. {kept} Make room ({command_name()}"

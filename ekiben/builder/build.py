@@ -3,7 +3,7 @@
 resolve   recipe → layers with cache keys                   (ekiben.resolve.resolve)
 plan      CACHED, PULL or BUILD, and why; decided once      (ekiben.builder.plan)
 build     make each missing layer, bottom first; name the image
-          (for one with build stages: what they hand over, compiled first, kept when the layer passes its test)
+          (for one with build stages: their outputs, compiled first, kept when the layer passes its test)
           one layer (ekiben.builder.layer), one stage (ekiben.builder._stage)
 export    SIF and Docker image out of the store             (ekiben.artifacts.exporters)
 verify    every %test in the finished image                 (ekiben.builder.verify)
@@ -19,13 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben.builder.layer import LayerBuilder, prepare_job, refuse_drift
-from ekiben.builder.plan import Action, Options, StageAction, ask_registry, plan, plan_layers, plan_stages
+from ekiben.builder.plan import (
+    Action,
+    BuildContext,
+    Options,
+    StageAction,
+    ask_registry,
+    plan,
+    plan_layers,
+    plan_stages,
+)
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.emulation import check_programs
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import CorruptBlob, DefinitionError, EngineError, StoreError, VerifyError
-from ekiben.core.progress import Progress
 from ekiben.formats import oci
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
 from ekiben.store import Image, Store, StoredLayer, StoredResult
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
     from ekiben.store.remote import LayerCache
 
 __all__ = [
+    "BuildContext",
     "Options",
     "ask_registry",
     "build",
@@ -48,19 +57,14 @@ __all__ = [
 Results = Mapping[str, StoredResult]  # by the stage's key
 
 
-def build(
-    resolved: ResolvedRecipe,
-    store: Store,
-    options: Options,
-    progress: Progress,
-    actions: Sequence[Action] | None = None,
-) -> Image:
-    """Obey ``actions``, by default plan()'s: make every missing layer, bottom first, and name the image.
+def build(context: BuildContext, actions: Sequence[Action] | None = None) -> Image:
+    """Build the layers that ``actions`` (by default plan()'s) say are missing, bottom first, and name the image.
 
     Raises LayerError, EngineError (also for another architecture that does not run here), StoreError, FetchError;
     LockMismatchError when ``options.locked`` refuses a layer; DefinitionError when a lock file that is needed could not
     lock something.
     """
+    resolved, store, options, progress = context.resolved, context.store, context.options, context.progress
     if actions is None:
         actions = plan(resolved, store, registry=options.registry, progress=progress)
     layers = [action.stored for action in actions if action.stored]
@@ -77,14 +81,14 @@ def build(
             scripts = [
                 item.layer.cache_key for item in actions if item.layer.kind == "post" and item.decision == "BUILD"
             ]
-            builder = LayerBuilder(resolved, store, options, progress, scripts[-1] if scripts else None)
+            builder = LayerBuilder(context, scripts[-1] if scripts else None)
             _refuse_missing_commits(actions, builder)
             return _named(resolved, store, _Build(builder).ensure_layers(actions))
     return _named(resolved, store, layers)
 
 
 def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
-    """Return the image as its layers in the store make it. Raises VerifyError when one is missing."""
+    """Return the image of the layers in the store. Raises VerifyError when one is missing."""
     actions = plan(resolved, store)
     if missing := ", ".join(action.layer.name for action in actions if not action.stored):
         name = resolved.recipe.name
@@ -92,18 +96,15 @@ def stored_image(resolved: ResolvedRecipe, store: Store) -> Image:
     return _image_of(resolved, [action.stored for action in actions if action.stored])
 
 
-def ensure_layers(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, layers: Sequence[Layer]
-) -> list[StoredLayer]:
-    """Make layers that a build stage stands on, where the store has them not. Raises as build() does."""
+def ensure_layers(context: BuildContext, layers: Sequence[Layer]) -> list[StoredLayer]:
+    """Return the layers below a build stage; build those that the store lacks. Raises as build() does."""
+    store = context.store
     store.open_for_writing()
     with store.building(layer.cache_key for layer in layers):
-        return _Build(LayerBuilder(resolved, store, options, progress)).ensure_layers(plan_layers(layers, store))
+        return _Build(LayerBuilder(context)).ensure_layers(plan_layers(layers, store))
 
 
-def import_wheel(
-    resolved: ResolvedRecipe, store: Store, options: Options, progress: Progress, wheel: Path, sha256: str | None = None
-) -> StoredResult:
+def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) -> StoredResult:
     """Take a wheel compiled elsewhere: check it, make the layer it is for, run that layer's %test, keep both.
 
     Raises UsageError when the recipe compiles no such package; VerifyError when the wheel is not for it.
@@ -111,6 +112,7 @@ def import_wheel(
     from ekiben.builder import wheels
     from ekiben.builder._stage import import_result
 
+    resolved, store = context.resolved, context.store
     digest = wheels.digest_of(wheel)
     if sha256 and digest != f"sha256:{sha256.lower().removeprefix('sha256:')}":
         raise VerifyError(f"{wheel} has the hash {digest[7:]}, not the one asked for; it is not taken")
@@ -129,7 +131,7 @@ def import_wheel(
     with store.building(layer.cache_key for layer in _all_layers(resolved.layers)):
         imported = import_result(stage, wheel, record, store)
         count = next(number for number, layer in enumerate(resolved.layers, 1) if stage in stages_of(layer.copies))
-        recursion = _Build(LayerBuilder(resolved, store, options, progress), {stage.cache_key: imported})
+        recursion = _Build(LayerBuilder(context), {stage.cache_key: imported})
         layer = recursion.ensure_layers(plan_layers(resolved.layers[:count], store))[-1]
         if (
             store.result(stage.cache_key) is None
@@ -143,7 +145,7 @@ def import_wheel(
 
 
 class _Build:
-    """The recursion of one build(): a layer needs what build stages hand over, a stage needs layers of its own.
+    """The recursion of one build(): a layer needs outputs of build stages, a stage needs its layers.
 
     ``imported``: wheels to use instead of compiling, by the stage's key.
     """
@@ -157,7 +159,7 @@ class _Build:
         self._cache: LayerCache | None = None
 
     def ensure_layers(self, actions: Sequence[Action]) -> list[StoredLayer]:
-        """Return the layers that stand on each other, bottom first, each made where it is missing."""
+        """Return the layers, bottom first; build those that are missing."""
         done: list[StoredLayer] = []
         for action in actions:
             done.append(action.stored or self._ensure_layer(action, done))
@@ -168,7 +170,7 @@ class _Build:
             self.progress.log(f"layer {action.layer.name}: another process is building it; waiting")
 
         key = action.layer.cache_key
-        if key in self._layers:  # for a build stage, or for the stage before it
+        if key in self._layers:  # built for a build stage, or for an earlier one
             return self._layers[key]
         with self.store.lock(key, on_wait):
             layer = self.store.layer(key)
@@ -183,7 +185,7 @@ class _Build:
         return layer
 
     def _pull(self, action: Action) -> StoredLayer | None:
-        """What the registry has; None when it was not planned so, or does not come."""
+        """Return the registry's layer; None when the plan does not pull it, or the registry no longer has it."""
         registry = self.builder.options.registry
         if registry is None or not action.in_registry:
             return None
@@ -215,7 +217,7 @@ class _Build:
 
     @contextlib.contextmanager
     def _results(self, copies: Sequence[StageCopy], deps: Mapping[str, StageAction]) -> Iterator[Results]:
-        """What the stages hand over, compiled where the store has it not. An error inside drops what is new."""
+        """Yield the outputs of the stages; compile those that are missing. Drop new ones on an error inside."""
         with contextlib.ExitStack() as locks:
             results: dict[str, StoredResult] = {}
             try:
@@ -237,7 +239,7 @@ class _Build:
         from ekiben.builder._stage import compile_stage, files_for
 
         key = stage.cache_key
-        if key in self._locked:  # by this build, for a later stage: to wait for it would be to wait for ever
+        if key in self._locked:  # this build holds the lock, for a later stage: waiting for it would never end
             return self._locked[key]
         if stored := deps[key].stored:
             if self._is_intact(stored):
@@ -293,7 +295,7 @@ class _Build:
 
 
 def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
-    """Before anything is built. Raises DefinitionError when a lock file says that it could not lock something."""
+    """Raise DefinitionError, before a layer is built, for a requirement that its lock file left unresolved."""
     stack = resolved.stack
     locks = {
         file.source
@@ -313,7 +315,7 @@ def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> Non
 
 
 def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:
-    """Before anything is built for another architecture.
+    """Check, before a layer is built, that programs of another architecture run here.
 
     Raises EngineError when its programs do not run here, or are to be compiled.
     """
@@ -337,7 +339,7 @@ def _refuse_emulation(resolved: ResolvedRecipe, actions: Sequence[Action]) -> No
 
 
 def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) -> None:
-    """Before anything is built: fetch what stages take from git repositories once. Raises FetchError."""
+    """Fetch the git commits of the stages, before a layer is built. Raises FetchError."""
     from ekiben.packages.git import mount_repositories
 
     for action in actions:
@@ -348,7 +350,7 @@ def _refuse_missing_commits(actions: Sequence[Action], builder: LayerBuilder) ->
 
 
 def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
-    """With those that build stages stand on."""
+    """Yield the layers, and those below their build stages."""
     for layer in layers:
         yield layer
         for item in layer.copies:
@@ -361,7 +363,7 @@ def image_name(resolved: ResolvedRecipe) -> str:
 
 
 def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]) -> Image:
-    """Let the recipe's name stand for the image of ``layers``."""
+    """Name the image of ``layers`` in the store, and return it."""
     image = _image_of(resolved, layers)
     metadata = {
         "config": image.image_id,

@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben.builder.bases import load_base
-from ekiben.builder.plan import Options
+from ekiben.builder.plan import BuildContext
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
 from ekiben.core.files import make_folders
 from ekiben.core.progress import Progress
+from ekiben.executors import Executor, Job, JobFailed, Script, choose, write_run_script
 from ekiben.formats.changeset import file_entries
 from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
-from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe
+from ekiben.resolve.graph import BuildStage, Layer
 from ekiben.spec.definition import expand
 from ekiben.store import Store, StoredLayer, bind_layers
 
 if TYPE_CHECKING:
-    from ekiben.executors import Executor, Job
     from ekiben.formats.changeset import Lower
     from ekiben.formats.layer import LayerEntry
     from ekiben.packages.host_config import PackageSources
@@ -44,16 +44,10 @@ class LayerBuilder:
     on.
     """
 
-    def __init__(
-        self,
-        resolved: ResolvedRecipe,
-        store: Store,
-        options: Options,
-        progress: Progress,
-        last_script: str | None = None,
-    ) -> None:
-        self.store, self.progress, self.options = store, progress, options
-        self._recipe, self._stack, self._last_script = resolved.recipe.name, resolved.stack, last_script
+    def __init__(self, context: BuildContext, last_script: str | None = None) -> None:
+        self.store, self.progress, self.options = context.store, context.progress, context.options
+        self._recipe, self._stack = context.resolved.recipe.name, context.resolved.stack
+        self._last_script = last_script
         self._executor: tuple[str, Executor] | None = None
         self._sources: PackageSources | None = None
 
@@ -70,8 +64,6 @@ class LayerBuilder:
     def executor(self) -> tuple[str, Executor]:
         """Return the executor that runs the scripts."""
         if self._executor is None:
-            from ekiben.executors import choose
-
             with self.store.staging() as staging:
                 name, executor, reason = choose(self.options.engine, folder=staging)
             self.progress.log(f"engine {name}: {reason}")
@@ -81,7 +73,7 @@ class LayerBuilder:
     def make(self, layer: Layer, lower: Sequence[StoredLayer], outputs: Sequence[File] = ()) -> StoredLayer:
         """Put the layer's blob into the store and return its record, which is not stored yet.
 
-        ``outputs`` is what build stages hand over. Raises LayerError, EngineError, FetchError, StoreError;
+        ``outputs`` are files of build stages. Raises LayerError, EngineError, FetchError, StoreError;
         LockMismatchError when ``options.locked`` refuses what was installed.
         """
         from ekiben.formats.changeset import OverlayError
@@ -100,9 +92,7 @@ class LayerBuilder:
                 self._executor = usual
 
     def _other_executor(self, usual: str) -> tuple[str, Executor] | None:
-        """The next best, for a layer that the usual one cannot build; none where an engine was asked for."""
-        from ekiben.executors import choose
-
+        """Return the next executor that can be used here; None where an engine was named."""
         if self.options.engine != "auto":
             return None
         try:
@@ -147,7 +137,7 @@ class LayerBuilder:
     def _entries(
         self, layer: Layer, lower: Sequence[StoredLayer], staging: Path, notes: dict[str, Any], outputs: Sequence[File]
     ) -> Iterator[Iterator[LayerEntry]]:
-        """What the layer holds, by its kind."""
+        """Yield the layer's entries, by its kind."""
         with contextlib.ExitStack() as stack:
             if layer.kind == "bootstrap":
                 assert layer.stage is not None
@@ -158,17 +148,16 @@ class LayerBuilder:
             if layer.kind == "files":
                 yield file_entries(files, stack.enter_context(self._below(lower)), epoch=layer.epoch)
                 return
-            from ekiben.executors import JobFailed
-
             log = stack.enter_context(self.log(layer))
             try:
-                yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line, notes))
+                notes["executor"] = self.executor[0]
+                yield stack.enter_context(self.run_post(layer, lower, staging, files, log.line))
             except JobFailed as error:
                 raise LayerError(log.failure(layer, error.returncode)) from error
 
     @property
     def uses_git(self) -> bool:
-        """Whether git sources are fetched for a stage; where not, a bundle says where git goes."""
+        """Return whether git sources are fetched; a bundle brings them along."""
         return "GIT_CONFIG_COUNT" not in self.sources.environment
 
     @contextlib.contextmanager
@@ -179,13 +168,11 @@ class LayerBuilder:
         staging: Path,
         files: Sequence[File],
         log: LogLine,
-        notes: dict[str, Any],
         settings: Mapping[str, str] | None = None,
     ) -> Iterator[Iterator[LayerEntry]]:
         """Run a step's %post on the layers below; inside the context what it changed can be read, once.
 
-        ``settings`` are variables that are no input; ``notes`` takes the executor's name. Raises JobFailed,
-        EngineError.
+        ``settings`` are variables that are no input. Raises JobFailed, EngineError.
         """
         from ekiben.formats.changeset import is_excluded, normalize, refuse_total_removal
         from ekiben.formats.left_out import LeftOut
@@ -193,7 +180,7 @@ class LayerBuilder:
         from ekiben.packages.git import mount_repositories
         from ekiben.packages.host_config import write_host_files
 
-        notes["executor"], executor = self.executor
+        _, executor = self.executor
         for item in lower:
             self.store.check_blob(item.digest)
         assert step.stage is not None
@@ -209,28 +196,13 @@ class LayerBuilder:
         for file in files:
             if is_excluded(path := file.destination.lstrip("/")):
                 left_out.add(path)
-        job = prepare_job(
-            step.name,
-            step.stage.post,
-            {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})},
-            lower,
-            self.store,
-            staging,
-            files=files,
-            log=log,
-        )
+        variables = {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})}
+        script = Script(step.name, step.stage.post, variables)
+        job = prepare_job(script, lower, self.store, staging, files=files, log=log)
         with self._below(lower) as below, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
                 self.store.remove_finished()
-            entries = normalize(
-                changes.upper,
-                below,
-                epoch=step.epoch,
-                deleted=changes.deleted,
-                opaque=changes.opaque,
-                is_fuse=changes.is_fuse,
-                left_out=left_out,
-            )
+            entries = normalize(changes, below, epoch=step.epoch, left_out=left_out)
             yield refuse_total_removal(entries, below)
         for line in left_out.lines():
             log(line)
@@ -244,16 +216,13 @@ class LayerBuilder:
             yield Lower([stack.enter_context(self.store.reader(item.digest)) for item in reversed(lower)])
 
     def run_test(self, layer: Layer, layers: Sequence[StoredLayer]) -> None:
-        """Run a layer's own %test on ``layers``, of which it is the last. Raises VerifyError when it fails."""
-        from ekiben.executors import JobFailed
-
+        """Run the %test of a layer on ``layers``, of which it is the last. Raises VerifyError when it fails."""
         assert layer.stage is not None
         lines: list[str] = []
         with self.store.staging() as staging:
             settings = {**expand(layer.stage.environment, layer.environment), **build_environment(layer.epoch)}
-            job = prepare_job(
-                f"{layer.name}-test", layer.stage.test, settings, layers, self.store, staging, log=lines.append
-            )
+            script = Script(f"{layer.name}-test", layer.stage.test, settings)
+            job = prepare_job(script, layers, self.store, staging, log=lines.append)
             try:
                 self.executor[1].try_run(job)
             except JobFailed as error:
@@ -270,7 +239,7 @@ class LayerBuilder:
             yield Log(path, stream, self.progress)
 
     def _drift(self, layer: Layer, blob: Path) -> list[str]:
-        """Debian packages whose version is not the locked one."""
+        """Return the Debian packages whose version differs from the lock."""
         if layer.kind == "files":  # they install nothing
             return []
         from ekiben.formats.squashfs.reader import SquashfsReader
@@ -294,15 +263,15 @@ class LayerBuilder:
 
 
 def _refuse_shared_folders(stage: BuildStage, below: Lower) -> None:
-    """Raise LayerError where a folder that the stage hands over has files of the layers below: they would stay
+    """Raise LayerError where an output folder of the stage has files of the layers below, which would stay
     behind.
     """
-    for output in stage.hands_over:
+    for output in stage.outputs:
         entry = below.lookup(path := output.strip("/"))
         if entry is not None and entry.kind == "dir" and below.children(path):
             raise LayerError(
-                f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only what the stage"
-                " makes is handed over; let it make a folder of its own, or name the files"
+                f"%files from {stage.stage.name}: {output} is a folder of the layers below, and only files that the"
+                " stage creates are copied; let it create a new folder, or name the files"
             )
 
 
@@ -316,9 +285,7 @@ def refuse_drift(drift: Sequence[str]) -> None:
 
 
 def prepare_job(
-    name: str,
-    script: str,
-    environment: Mapping[str, str],
+    script: Script,
     lower: Sequence[StoredLayer],
     store: Store,
     staging: Path,
@@ -326,9 +293,7 @@ def prepare_job(
     files: Sequence[File] = (),
     log: LogLine,
 ) -> Job:
-    """Make the folders a job needs, with its run.sh; the caller adds what the host lends."""
-    from ekiben.executors import Job, write_run_script
-
+    """Make the folders that a job needs, with its run.sh. The caller adds the host's files."""
     mount, scratch = staging / "mount", staging / "scratch"
     mount.mkdir(exist_ok=True)
     scratch.mkdir()
@@ -337,9 +302,9 @@ def prepare_job(
         make_folders(cache / folder)
     if files:
         (mount / "files.tar").write_bytes(_files_tar(files))
-    write_run_script(mount, environment, script)
+    write_run_script(mount, script)
     return Job(
-        name=name,
+        name=script.name,
         lower=bind_layers(store, lower),
         mount=mount,
         cache=cache,
@@ -350,7 +315,7 @@ def prepare_job(
 
 
 def _files_tar(files: Sequence[File]) -> bytes:
-    """What %files brings, for the executor to unpack before %post. Lock files and scripts: small."""
+    """Return the files of %files as a tar, which the executor unpacks before %post."""
     import tarfile
 
     buffer = io.BytesIO()

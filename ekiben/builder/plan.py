@@ -1,4 +1,4 @@
-"""What a build would do, layer by layer, and why: decided once, before anything runs.
+"""Plan a build, layer by layer, with reasons: decided once, before anything runs.
 
 Every skip and every run carries its reason. build() obeys, and asks the store again only for what is missing.
 """
@@ -24,9 +24,9 @@ Decision = Literal["CACHED", "PULL", "BUILD"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What is done for one layer, and why.
+    """The action for one layer, and its reason.
 
-    ``stored`` is the layer when the store has it; ``stage_deps`` is what the build stages it copies from come to, in
+    ``stored`` is the layer when the store has it; ``stage_deps`` are the actions of the build stages it copies from, in
     order; ``in_registry``: it is pulled.
     """
 
@@ -44,9 +44,9 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class StageAction:
-    """What is done for a build stage, or for a layer that only build stages stand on.
+    """The action for a build stage, or for a layer that is below build stages alone.
 
-    ``stored`` is the outputs of the stage, when the store has them; else ``layers`` is what the stage stands on, bottom
+    ``stored`` is the outputs of the stage, when the store has them; else ``layers`` are those below the stage, bottom
     first.
     """
 
@@ -69,7 +69,7 @@ class StageAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How missing layers are made.
+    """Options of building missing layers.
 
     ``sources`` replaces the site's mirrors and indexes; ``registry`` has layers by key.
     """
@@ -79,6 +79,16 @@ class Options:
     locked: bool = False
     sources: PackageSources | None = None
     registry: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """A build of one recipe: the store of its layers, how missing ones are made, and where progress is shown."""
+
+    resolved: ResolvedRecipe
+    store: Store
+    options: Options
+    progress: Progress
 
 
 def plan(
@@ -111,7 +121,7 @@ def _log_actions(actions: Iterable[Action], store: Store, registry: str | None) 
 
 
 def plan_layers(layers: Sequence[Layer], store: Store) -> list[Action]:
-    """Decide for layers that stand on each other, bottom first."""
+    """Plan layers, each on the one before, bottom first."""
     return _Lookup(store).actions(layers)
 
 
@@ -125,22 +135,22 @@ def ask_registry(actions: Sequence[Action], cache: LayerCache) -> list[Action]:
     reason = f"from {cache.registry.reference}"
     has = lru_cache(maxsize=None)(cache.has)
 
-    def of_stage(dep: StageAction) -> StageAction:
+    def plan_stage(dep: StageAction) -> StageAction:
         if isinstance(dep.step, BuildStage):
-            return replace(dep, layers=tuple(map(of_layer, dep.layers)))
+            return replace(dep, layers=tuple(map(plan_layer, dep.layers)))
         return replace(dep, reason=reason, in_registry=True) if has(dep.step.cache_key) else dep
 
-    def of_layer(action: Action) -> Action:
+    def plan_layer(action: Action) -> Action:
         if action.stored is None and has(action.layer.cache_key):
             return replace(action, reason=reason, stage_deps=(), in_registry=True)
-        return replace(action, stage_deps=tuple(map(of_stage, action.stage_deps)))
+        return replace(action, stage_deps=tuple(map(plan_stage, action.stage_deps)))
 
-    return list(map(of_layer, actions))
+    return list(map(plan_layer, actions))
 
 
 @dataclass(slots=True)
 class _Lookup:
-    """Looks each layer and each build stage up once, however many stages stand on it."""
+    """Looks up each layer and each build stage once, however many stages need it."""
 
     store: Store
     layers: dict[str, StoredLayer | None] = field(default_factory=dict)
@@ -168,7 +178,7 @@ class _Lookup:
         return actions
 
     def stages(self, copies: Iterable[StageCopy], shipped: Sequence[Layer]) -> Iterator[StageAction]:
-        """A stage's own stages and the missing layers that are not ``shipped`` come before it."""
+        """Yield the build stages; before each, its own stages and its missing layers that are not ``shipped``."""
         shipped_keys = {layer.cache_key for layer in shipped}
         for stage in stages_of(copies):
             if stored := self.result(stage.cache_key):
@@ -194,7 +204,7 @@ def _reason(step: Layer | BuildStage, store: Store, *, parent_is_rebuilt: bool) 
     return ", ".join(changes) or "its data is gone from the store"
 
 
-_CHANGES = {"parent": "parent changed", "post": "%post changed", "from": "what a build stage hands over changed"}
+_CHANGES = {"parent": "parent changed", "post": "%post changed", "from": "outputs of a build stage changed"}
 
 
 def _change(field: str, before: Any, now: Any) -> str:
@@ -204,17 +214,17 @@ def _change(field: str, before: Any, now: Any) -> str:
         return f"compute capabilities changed: {' '.join(before or ())} → {' '.join(now)}"
     if field == "files":
         old, new = ({item[0]: item[1:] for item in files or []} for files in (before, now))
-        return "file changed: " + _few(_differing(old, new))
+        return "file changed: " + _format_first(_changed_keys(old, new))
     if field == "packages":
-        return "Debian packages changed: " + _few(_differing(before or {}, now or {}))
+        return "Debian packages changed: " + _format_first(_changed_keys(before or {}, now or {}))
     if field == "environment":
-        return "environment changed: " + ", ".join(_differing(before or {}, now or {}))
+        return "environment changed: " + ", ".join(_changed_keys(before or {}, now or {}))
     return f"{field} changed"
 
 
-def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
 
 
-def _few(names: Sequence[str]) -> str:
+def _format_first(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

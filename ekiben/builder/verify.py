@@ -21,7 +21,7 @@ from ekiben.core.errors import CorruptBlob, EngineError, StoreError, UsageError,
 from ekiben.core.inner_path import AnyPath
 from ekiben.core.process import stream
 from ekiben.core.progress import Progress
-from ekiben.executors import JobFailed, by_preference, runtimes
+from ekiben.executors import JobFailed, Script, by_preference, runtimes
 from ekiben.executors.apptainer import program
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store, check_sif
@@ -143,7 +143,8 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
     def run(lines: list[str]) -> int:
         with store.staging() as staging:
             settings = {**image.environment, **build_environment(image.epoch)}
-            job = prepare_job("verify", f". {TEST}\n", settings, image.layers, store, staging, log=_both(lines, log))
+            script = Script("verify", f". {TEST}\n", settings)
+            job = prepare_job(script, image.layers, store, staging, log=_both(lines, log))
             try:
                 executor.try_run(job)
             except JobFailed as error:
@@ -176,7 +177,7 @@ def _both(lines: list[str], log: Log) -> Log:
 
 
 def _without_settings() -> dict[str, str]:
-    """A user's own APPTAINER_* settings would make the test say something about them."""
+    """Return the environment without the user's APPTAINER_* settings, which could change a test's result."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("APPTAINER", "SINGULARITY"))}
 
 
@@ -227,7 +228,7 @@ def _check_layers(image: Image, store: Store, progress: Progress) -> None:
             except CorruptBlob as error:
                 if store.is_writable():
                     store.drop_blob(error.digest)
-                error.hint = f"`{command_name()} build {image.cli_args}` makes it again"
+                error.hint = f"`{command_name()} build {image.cli_args}` builds it again"
                 raise
             with store.reader(layer.digest) as reader:
                 diff_id, tar_size = tar_digest(reader)

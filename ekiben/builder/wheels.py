@@ -99,7 +99,7 @@ def _read_extension(data: bytes) -> Extension:
 
 
 def _check_record(archive: zipfile.ZipFile, name: str) -> None:
-    """Every file as the wheel's own RECORD has it:
+    """Check each file against the wheel's RECORD:
     https://packaging.python.org/specifications/recording-installed-packages/
     """
     records = [item for item in archive.namelist() if item.endswith(".dist-info/RECORD")]
@@ -187,7 +187,7 @@ def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
     target = folder / Path(wheel.path).name
     if target.exists() and digest_of(target) != wheel.digest:
         raise StoreError(
-            f"{target} is another wheel of that name: for other GPUs, or another stack",
+            f"{target} exists and differs: it is for other GPUs, or for another stack",
             hint="name another folder with -o, or remove it and its .json",
         )
     record = json.dumps({"format": RECORD_FORMAT, **asdict(result)}, indent=1, sort_keys=True) + "\n"

@@ -1,4 +1,4 @@
-"""One verified archive of everything a recipe is built from, for machines without a network.
+"""Verified archives of the sources of a recipe, for machines without a network.
 
 write   Fetch it and write it.
 read    Unpack and check it, and build from it.

@@ -7,21 +7,20 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ekiben.builder.build import Options, ensure_layers, prepare_job
+from ekiben.builder.build import BuildContext, ensure_layers, prepare_job
 from ekiben.bundle._index import sha256_of
 from ekiben.core.command_name import command_name
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import FetchError
 from ekiben.core.paths import BUILD_MOUNT
-from ekiben.core.progress import Progress
-from ekiben.executors import JobFailed, choose
+from ekiben.executors import JobFailed, Script, choose
 from ekiben.formats.layer import File
 from ekiben.packages.git import git_sources, keep_repository, write_kept
 from ekiben.packages.host_config import site_sources, write_host_files
 from ekiben.packages.installed import DPKG_STATUS, installed_packages
 from ekiben.packages.lock import packages_of
-from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
-from ekiben.store import Image, Store, StoredLayer
+from ekiben.resolve.graph import BuildStage, Layer, StageCopy, stages_of
+from ekiben.store import Image, StoredLayer
 
 _INSIDE = f"/{BUILD_MOUNT}/bundle"
 
@@ -52,46 +51,36 @@ _FETCH_ARCHIVES = _FETCH_WHEELS.replace("/wheels", "/sources").replace(
 )
 
 
-def fetch_packages(
-    resolved: ResolvedRecipe,
-    image: Image,
-    store: Store,
-    staging: Path,
-    options: Options,
-    progress: Progress,
-    *,
-    compiler: bool,
-) -> Path:
+def fetch_packages(context: BuildContext, image: Image, staging: Path, *, compiler: bool) -> Path:
     """Download the Debian and Python packages of every layer, and with ``compiler`` of the build stages.
 
-    Returns their folder.
-
-    Raises FetchError.
+    Returns their folder. Raises FetchError.
     """
+    resolved = context.resolved
     stages = _all_stages(item for layer in resolved.layers for item in layer.copies) if compiler else []
     below: list[Layer | BuildStage] = [*stages, *(layer for stage in stages for layer in stage.layers)]
     asked = packages_of(step.stage for step in below if step.stage)
     mount = make_folder(staging / "mount")
-    (mount / "packages").write_text("\n".join(_packages(resolved, image, store)) + "\n", encoding="utf-8")
+    (mount / "packages").write_text("\n".join(_packages(context, image)) + "\n", encoding="utf-8")
     (mount / "asked").write_text("\n".join(asked), encoding="utf-8")
     files = [file for step in (*resolved.layers, *below) for file in step.files]
     locks = list(dict.fromkeys(file for file in files if _is_lock(file) and not _is_source_lock(file)))
     _copy_locks(locks, mount)
     script = _FETCH_DEBS + (_FETCH_WHEELS if locks else "")
-    with progress.step(f"fetch packages in {image.name}"):
-        _run_in(image.layers, script, resolved.environment, resolved, store, staging, options, progress)
+    with context.progress.step(f"fetch packages in {image.name}"):
+        _run(context, image.layers, script, resolved.environment, staging)
     return mount / "bundle"
 
 
-def fetch_sources(resolved: ResolvedRecipe, store: Store, staging: Path, options: Options, progress: Progress) -> Path:
+def fetch_sources(context: BuildContext, staging: Path) -> Path:
     """Download what the build stages compile, and return the folder.
 
     pip has to run a source distribution's build to learn its name, so each is fetched in the layers of its stage.
     Raises FetchError.
     """
     folder, kept = make_folder(staging / "sources"), dict[str, str]()
-    for number, stage in enumerate(_all_stages(item for layer in resolved.layers for item in layer.copies)):
-        with progress.step(f"fetch the source of {stage.name}"):
+    for number, stage in enumerate(_all_stages(item for layer in context.resolved.layers for item in layer.copies)):
+        with context.progress.step(f"fetch the source of {stage.name}"):
             for source in git_sources(stage.stage.arguments):
                 kept |= keep_repository(source, folder)
             locks = [file for file in stage.files if _is_source_lock(file)]
@@ -99,8 +88,8 @@ def fetch_sources(resolved: ResolvedRecipe, store: Store, staging: Path, options
                 continue
             scratch = make_folder(staging / f"source-{number}")
             _copy_locks(locks, make_folder(scratch / "mount"))
-            layers = ensure_layers(resolved, store, options, progress, stage.layers)
-            _run_in(layers, _FETCH_ARCHIVES, stage.environment, resolved, store, scratch, options, progress)
+            layers = ensure_layers(context, stage.layers)
+            _run(context, layers, _FETCH_ARCHIVES, stage.environment, scratch)
             for path in (scratch / "mount/bundle/sources").iterdir():
                 path.rename(folder / path.name)
     if kept:
@@ -109,7 +98,7 @@ def fetch_sources(resolved: ResolvedRecipe, store: Store, staging: Path, options
 
 
 def _all_stages(copies: Iterable[StageCopy]) -> list[BuildStage]:
-    """Those that other build stages take from, too."""
+    """Return the build stages, and those that they copy from."""
     stages: dict[str, BuildStage] = {}
     for stage in stages_of(copies):
         stages |= {inner.cache_key: inner for inner in _all_stages(stage.copies)} | {stage.cache_key: stage}
@@ -131,30 +120,29 @@ def _copy_locks(locks: Sequence[File], mount: Path) -> None:
             shutil.copyfileobj(lock, out)
 
 
-def _run_in(
+def _run(
+    context: BuildContext,
     layers: Sequence[StoredLayer],
     script: str,
     environment: Mapping[str, str],
-    resolved: ResolvedRecipe,
-    store: Store,
     staging: Path,
-    options: Options,
-    progress: Progress,
 ) -> None:
     """Run ``script`` on ``layers``, with the network. Raises FetchError."""
+    resolved, options = context.resolved, context.options
     _, executor, _ = choose(options.engine)
     host_environment = write_host_files(staging / "mount", site_sources(resolved.stack, options.mirror))
     lines: list[str] = []
 
     def log(line: str) -> None:
         lines.append(line)
-        progress.note(line)
+        context.progress.note(line)
 
     settings = {**environment, **build_environment(resolved.stack.file.epoch), **host_environment}
     # pip knows no SSL_CERT_FILE, and a site's authority may be in the host's bundle only.
     settings |= {"PIP_CERT": host_environment.get("PIP_CERT", "/etc/ssl/certs/ca-certificates.crt")}
     try:
-        executor.try_run(prepare_job("bundle", script, settings, layers, store, staging, log=log))
+        job = prepare_job(Script("bundle", script, settings), layers, context.store, staging, log=log)
+        executor.try_run(job)
     except JobFailed as error:
         tail = "\n".join(f"  {line}" for line in lines[-12:])
         raise FetchError(
@@ -169,13 +157,14 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def _packages(resolved: ResolvedRecipe, image: Image, store: Store) -> list[str]:
-    """Every Debian package a layer has, had, or asks for: name=version, or the name alone where no version is known."""
+def _packages(context: BuildContext, image: Image) -> list[str]:
+    """Return each Debian package of the layers and their locks: name=version, or the name of an unknown version."""
+    resolved = context.resolved
     locked = resolved.stack.apt_lock().packages
     stages = [stage for definition in resolved.definitions for stage in definition.stages]
     versions = {name: locked.get(name, "") for name in packages_of(stages)}
     for layer in image.layers:
-        with store.reader(layer.digest) as reader:
+        with context.store.reader(layer.digest) as reader:
             if (entry := reader.lookup(DPKG_STATUS)) and entry.kind == "file":
                 versions |= installed_packages(reader.read_file(DPKG_STATUS).decode())
     return [f"{name}={version}" if version else name for name, version in sorted(versions.items())]

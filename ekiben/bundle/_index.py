@@ -1,4 +1,4 @@
-"""What bundle.json says, and how a recipe's locks are compared with it."""
+"""bundle.json, and the comparison of a recipe's locks with it."""
 
 from __future__ import annotations
 

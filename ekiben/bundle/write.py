@@ -1,4 +1,4 @@
-"""One verified archive of everything a recipe is built from, for machines without a network.
+"""Write a verified archive of the sources of a recipe, for machines without a network.
 
 A bundle is a tar:
 
@@ -27,13 +27,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ekiben.builder.build import Options
+from ekiben.builder.build import BuildContext
 from ekiben.bundle._fetch import fetch_packages, fetch_sources, index_debs, make_folder
 from ekiben.bundle._index import INDEX, SECTIONS, BundleFile, BundleIndex, link_stays_inside, lock_digests, sha256_of
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.files import open_regular, tree_paths
-from ekiben.core.progress import Progress
 from ekiben.resolve.graph import ResolvedRecipe, stages_of
 from ekiben.store import Image, Store
 
@@ -41,20 +40,14 @@ __all__ = ["SECTIONS", "write_bundle"]
 
 
 def write_bundle(
-    resolved: ResolvedRecipe,
-    image: Image,
-    store: Store,
-    out: Path,
-    options: Options,
-    progress: Progress,
-    *,
-    snapshots: Sequence[Path] = (),
-    compiler: bool = False,
+    context: BuildContext, image: Image, out: Path, *, snapshots: Sequence[Path] = (), compiler: bool = False
 ) -> BundleIndex:
-    """Fetch what ``image`` was built from, and write it to ``out``, which is there only when it is whole. With
-    ``compiler`` what its build stages stand on comes along. Returns bundle.json. Raises UsageError, FetchError,
-    EngineError, StoreError.
+    """Download the sources of ``image`` and write them to ``out``, which appears when it is complete.
+
+    ``snapshots``: models and data to include. ``compiler``: include the layers below its build stages. Returns
+    bundle.json. Raises UsageError, FetchError, EngineError, StoreError.
     """
+    resolved, store = context.resolved, context.store
     _refuse_output(out)
     if (base := resolved.definitions[0].final).bootstrap != "debootstrap":
         raise UsageError(
@@ -66,7 +59,7 @@ def write_bundle(
         if not path.exists():
             raise UsageError(f"--include {path}: no such file or folder")
     if len(included) < len(snapshots):
-        raise UsageError("--include: two of the paths end in the same name, by which a bundle keeps them")
+        raise UsageError("--include: two of the paths have the same last name, and a bundle stores them by it")
     included_files = {
         posixpath.normpath(f"include/{name}/{item.relative_to(path).as_posix()}"): item
         for name, path in sorted(included.items())
@@ -75,9 +68,7 @@ def write_bundle(
     }
     store.open_for_writing()
     with store.staging() as staging:
-        folder = fetch_packages(
-            resolved, image, store, make_folder(staging / "packages"), options, progress, compiler=compiler
-        )
+        folder = fetch_packages(context, image, make_folder(staging / "packages"), compiler=compiler)
         index_debs(folder / "debs", resolved.stack.file.suite)
         files = {
             f"{section}/{path.name}": path
@@ -85,14 +76,14 @@ def write_bundle(
             for path in sorted((folder / section).glob("*"))
         }
         files |= _compiled(resolved, store, staging)
-        sources = fetch_sources(resolved, store, staging, options, progress)
+        sources = fetch_sources(context, staging)
         files |= {
             f"sources/{path.relative_to(sources).as_posix()}": path
             for path in sorted(sources.rglob("*"))
             if path.is_file()
         }
         files |= included_files
-        with progress.step(f"write {out}"):
+        with context.progress.step(f"write {out}"):
             index = BundleIndex(
                 recipe=resolved.recipe.name,
                 stack=resolved.stack.name,
@@ -106,7 +97,7 @@ def write_bundle(
 
 
 def _refuse_output(out: Path) -> None:
-    """What can be known before minutes of downloads."""
+    """Check the output file before minutes of downloads."""
     folder = out.absolute().parent
     try:
         if not folder.is_dir():
@@ -120,9 +111,7 @@ def _refuse_output(out: Path) -> None:
 
 
 def _describe(name: str, path: Path) -> BundleFile:
-    """A link stays one where it points at something that is in the bundle, too: the Hugging Face cache is made of
-    them.
-    """
+    """Return a member's record. A link to another member stays a link: the Hugging Face cache consists of links."""
     if path.is_symlink() and link_stays_inside(name, target := str(path.readlink())):
         return BundleFile(link=target)
     return BundleFile(path.stat().st_size, sha256_of(path))

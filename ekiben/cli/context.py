@@ -26,7 +26,7 @@ class Result(Protocol):
     """What a command found or did: a frozen dataclass."""
 
     def to_json(self) -> Any:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
 
     def to_lines(self) -> Iterable[str]:
         """Return what is printed otherwise."""
@@ -111,12 +111,3 @@ class Context:
             return
         for line in result.to_lines():
             click.echo(printable(line))
-
-
-def format_size(count: float) -> str:
-    """Format bytes in decimal units, as 1.50 GB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

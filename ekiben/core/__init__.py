@@ -1,4 +1,4 @@
-"""What knows no image: errors, processes, progress, files, settings."""
+"""Modules that know no image: errors, processes, progress, files, settings."""
 
 __all__ = [
     "atomic",

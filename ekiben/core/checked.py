@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")  # of a recipe or an image: what a Docker repository name may be
+NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")  # names of recipes and images are Docker repository names
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -112,7 +112,7 @@ def without_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = {name: value for name, value in record.items() if name != _CHECKSUM}
     if _CHECKSUM in record and record[_CHECKSUM] != _checksum(fields):
-        raise ValueError("is damaged: its checksum is another")
+        raise ValueError("is damaged: checksum mismatch")
     return fields
 
 
@@ -138,7 +138,7 @@ def read_regular(path: Path, *, max_size: int = MAX_JSON, follow: bool = False) 
         if status.st_size > max_size:
             raise ValueError(f"has {status.st_size} bytes, more than {max_size}")
         with open(handle, "rb", closefd=False) as stream:
-            return stream.read(status.st_size)  # max_size would be reserved at once
+            return stream.read(status.st_size)  # reading max_size would allocate all of it
     finally:
         os.close(handle)
 

@@ -51,6 +51,6 @@ def typed_name(argv: Sequence[str], orig_argv: Sequence[str]) -> str:
         return shlex.quote(script)
     if (
         command == ["python3", script] and "/" in script and os.access(script, os.X_OK)
-    ):  # by its first line, `env python3`
+    ):  # started through its first line, `env python3`
         return shlex.quote(script)
     return shlex.join(command)

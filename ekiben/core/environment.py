@@ -1,4 +1,4 @@
-"""What a build's scripts see of the host, and what is the same for all of them."""
+"""The environment of a build's scripts: what they see of the host, and constants."""
 
 from __future__ import annotations
 

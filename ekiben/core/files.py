@@ -30,10 +30,10 @@ Model = TypeVar("Model")
 _MAX_DEPTH = 32  # levels of YAML
 _NUMBERS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
-_UNFINISHED = ".part"  # of a file that is being written
+_UNFINISHED = ".part"  # suffix of a file that is being written
 _LOCKED = f".locked{_UNFINISHED}"  # and was locked before it had a name
 _YOUNG = 1  # seconds
-_FEW_INODES = 64  # what failed has removed its own files by the time one looks
+_FEW_INODES = 64  # a failed process may have removed its files meanwhile
 
 _KINDS = {str: "a string", int: "a whole number", bool: "true or false", dict: "a mapping", tuple: "a list"}
 
@@ -125,7 +125,7 @@ def read_source(path: Path, *, default: str | None = None, errors: str = "strict
 def parse_yaml(data: bytes) -> Any:
     """Return the values of a YAML document.
 
-    Raises ValueError for deep nesting, for a key that is there twice, and for a number to the base of 60, too.
+    Raises ValueError for deep nesting, for a duplicate key, and for a number to the base of 60.
     """
     import yaml  # late: most of this module's users read none
 
@@ -184,7 +184,7 @@ def _refuse_misread(node: Any) -> None:
             name = (item[0].tag, item[0].value) if pairs and isinstance(item[0].value, str) else None
             if name and name in names:
                 raise ValueError(
-                    f"'{name[1]}' is there twice, in lines {names[name]} and {item[0].start_mark.line + 1}; leave one"
+                    f"duplicate key '{name[1]}', in lines {names[name]} and {item[0].start_mark.line + 1}; remove one"
                 )
             if name:
                 names[name] = item[0].start_mark.line + 1

@@ -139,7 +139,7 @@ class Folder:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            if not self.is_folder(name):  # the temporary name says nothing to a user
+            if not self.is_folder(name):  # the temporary name means nothing to a user
                 reason = "it is a file" if self.link_target(name) is None else "it is a link"
                 raise NotADirectoryError(errno.ENOTDIR, reason, str(self.path / name)) from error
         finally:
@@ -208,7 +208,7 @@ class Folder:
         """Yield a file, private until its mode is changed, that gets ``name`` when the block ends without an exception.
 
         within: the folder of the same file system, by default this one, where it is called ``temporary`` until then.
-        Raises OSError, also when its temporary name is another file by then.
+        Raises OSError, also when the temporary name is a different file by then.
         """
         source, temporary = within or self, temporary or f".{name}.{secrets.token_hex(4)}"
         stream = source.create(temporary)
@@ -216,7 +216,7 @@ class Folder:
             with stream:
                 yield stream
                 if not os.path.samestat(os.fstat(stream.fileno()), source.status(temporary)):
-                    raise OSError(errno.ESTALE, "it is another file by now", str(source.path / temporary))
+                    raise OSError(errno.ESTALE, "a different file has this name now", str(source.path / temporary))
                 source.move(temporary, name, self)
         finally:
             with contextlib.suppress(OSError):

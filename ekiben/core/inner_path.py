@@ -226,7 +226,7 @@ class InnerPath:
         return 0
 
 
-AnyPath: TypeAlias = Path | InnerPath  # of a file that is the user's own, or below a folder that others may write
+AnyPath: TypeAlias = Path | InnerPath  # a path of the user's, or below a folder that others may write
 
 
 def program_files(paths: Iterable[AnyPath], stack: contextlib.ExitStack) -> tuple[list[Path], list[int]]:

@@ -1,4 +1,4 @@
-"""Where results may be written: checked before anything is built for them."""
+"""Check output files and folders before anything is built for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_output_file(path: Path, label: str = "") -> Path:
 
 
 def _check_link(path: Path, label: str) -> None:
-    """In a folder that others may write, a link of theirs would lead to a file of one's own."""
+    """Refuse another user's link in a shared folder: it could lead to a file of this user."""
     with contextlib.suppress(OSError):
         status = path.lstat()
         if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):

@@ -1,8 +1,8 @@
-"""Temporary paths that say whose they are: what a killed process left is removed, what is in use is kept.
+"""Temporary paths that name their process: those of killed processes are removed, those in use are kept.
 
-A process id says so within one PID namespace only: of two containers with one host name, each takes the other's
-processes for dead. So the owner holds a lock on a file beside what it makes, which is seen in every namespace of a
-machine, and on other machines where the file system has locks. Where it has none, the process id has to do.
+A process id is valid within one PID namespace only: of two containers with one host name, each would take the other's
+processes for dead. So the process locks a file beside each temporary path. The lock is visible in every namespace of a
+machine, and on other machines where the file system has locks. Without locks, the process id decides.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOCK = "lock"
 
 
 class Owner:
-    """What this process makes in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without
+    """Temporary paths of this process in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without
     locks.
     """
 
@@ -55,7 +55,7 @@ class Owner:
                     self._handle = -1
 
     def has_prefix(self, name: str) -> bool:
-        """Whether ``name`` begins like that."""
+        """Return whether ``name`` begins with one of the prefixes."""
         return name.startswith((self._locked_prefix, _unlocked_prefix()))
 
     @property
@@ -64,7 +64,7 @@ class Owner:
 
 
 def is_abandoned(folder: Folder, name: str) -> bool:
-    """Whether the process of this host that made ``name`` in ``folder``, by an Owner's name, has ended."""
+    """Return whether the process of this host that created ``name``, as an Owner names entries, has ended."""
     host, process, *_ = [*name.split("__"), ""]
     pid, _, token = process.partition("-")
     if host != os.uname().nodename or not pid.isdigit():

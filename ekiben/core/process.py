@@ -85,7 +85,7 @@ def run(
         done = subprocess.CompletedProcess(
             list(argv), TIMED_OUT, "", f"{os.fspath(argv[0])}: no answer within {timeout:.0f} s"
         )
-    except OSError as error:  # as a shell would tell it
+    except OSError as error:  # as a shell reports it
         done = subprocess.CompletedProcess(list(argv), 127, "", f"{os.fspath(argv[0])}: {error.strerror}")
     if check and done.returncode:
         raise ProcessError(argv, done.returncode, done.stderr or done.stdout)
@@ -168,10 +168,10 @@ def _end_group(child: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
             child.wait(patience)
             break
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # what the first one started and left behind
+        os.killpg(child.pid, signal.SIGKILL)  # processes that the first one left behind
 
 
-MARK = "EKIBEN_STAGING"  # in the environment of what is started without a mount to know it by
+MARK = "EKIBEN_STAGING"  # marks processes that have no mount to identify them
 
 
 def end_orphans(staging: str) -> None:
@@ -179,7 +179,7 @@ def end_orphans(staging: str) -> None:
     MARK.
     """
     mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
-    # Where all see the mount, as this process does, it says nothing about who uses it.
+    # A mount that all processes see does not show who uses it.
     is_private = mounted not in Path("/proc/self/mountinfo").read_bytes()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():

@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, stream: TextIO = sys.stderr, *, quiet: bool = False) -> None:
         self._stream, self._quiet = stream, quiet
         self._live = stream.isatty() and not quiet and os.environ.get("TERM") != "dumb"
-        self._display: Display | None = None  # of one task, the step
+        self._display: Display | None = None  # the step is its only task
         self._title, self._noted = "", 0.0
 
     def log(self, line: str) -> None:
@@ -53,7 +53,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, title: str, *, total: int = 0) -> Iterator[None]:
-        """Show a step while the block runs, and how long it took. ``total``: bytes that count() will report."""
+        """Show a step while the block runs, and then its duration. ``total``: bytes that count() will report."""
         self._title, began = title, time.monotonic()
         if not self._live:
             self.log(f"{title} …")

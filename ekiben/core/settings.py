@@ -58,7 +58,7 @@ class JobDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What config.yaml holds."""
+    """The content of config.yaml."""
 
     shared: str | None = None
     registry: str | None = None

@@ -93,7 +93,7 @@ def ask_task(target: Target, argv: Sequence[str], environment: Mapping[str, str]
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
         return Finding("warning", "memory", f"{task} --dry-run ended with exit code {done.returncode}: {''.join(last)}")
     if not (match := _EXPECTED.search(done.stdout)):
-        return Finding("info", "memory", f"{task} --dry-run says nothing of memory")
+        return Finding("info", "memory", f"{task} --dry-run does not print the memory")
     return float(match[1])
 
 
@@ -130,7 +130,7 @@ def _foreign(arch: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked: an image, called ``title``.
+    """An image to check, called ``title``.
 
     ``resolve``: resolves its recipe; ``task``: whose memory is checked, too; ``ask``: returns what it expects.
     """

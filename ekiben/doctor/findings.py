@@ -1,4 +1,4 @@
-"""What the doctor says: findings with a level, sections of them, and what a rule is."""
+"""Findings of doctor with a level, sections of them, and the type of a rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = ("ok", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule says.
+    """The result of one rule.
 
     ``level``: ok, info, warning or error; ``message`` names the facts it rests on; ``fix``: what helps.
     """

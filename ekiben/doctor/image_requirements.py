@@ -1,4 +1,4 @@
-"""What an image is made of, as far as it decides where it runs: device code, CUDA, torch, glibc. Read from its layers.
+"""An image's requirements: device code, CUDA, torch, glibc. They are read from its layers.
 
 Nothing is run. A layer is read once (some seconds for one with torch), and what was found is kept in the store under
 the layer's digest, or under a SIF's id.
@@ -22,7 +22,7 @@ from ekiben.gpu.device_code import DeviceCode, read_device_code
 from ekiben.packages.installed import distribution_at
 from ekiben.store import Store, StoredLayer
 
-FORMAT = 2  # of what is kept in the store; raise it when more is read
+FORMAT = 2  # format of the stored result; raise it when more is read
 _LIBRARY = re.compile(r"\.so(\.\d+)*$")
 _COMPAT = re.compile(r"^usr/local/cuda[^/]*/compat/libcuda\.so\.(\d[\d.]*)$")
 _GLIBC = re.compile(rb"GNU C Library [^\n]* release version (\d+\.\d+)")
@@ -81,7 +81,7 @@ def requirements_of_layers(
     requirements = []
     for layer in layers:
         key = f"facts-{layer.digest[7:]}"
-        requirements.append(_kept(store, key) or _keep(store, key, _of_blob(store, layer, log)))
+        requirements.append(_kept(store, key) or _keep(store, key, _scan_blob(store, layer, log)))
     return _stacked(name, requirements, size=sum(layer.size for layer in layers), partitions=len(layers), arch=arch)
 
 
@@ -92,12 +92,12 @@ def requirements_of_sif(path: Path, store: Store, log: Callable[[str], None], *,
     """
     info, size = read_sif(path), path.stat().st_size
     key = f"facts-{info.id}-{size}"
-    merged = _kept(store, key) or (_keep(store, key, _of_sif(path, info, log)) if gpu else LayerRequirements())
+    merged = _kept(store, key) or (_keep(store, key, _scan_sif(path, info, log)) if gpu else LayerRequirements())
     requirements = _stacked(str(path), [merged], size=size, partitions=len(info.layers), arch=info.arch)
     return replace(requirements, zstd=any(compression(path, partition.offset) == "zstd" for partition in info.layers))
 
 
-def _of_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> LayerRequirements:
+def _scan_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> LayerRequirements:
     if layer.size > 100e6:
         log(f"reading what layer {layer.name} has device code for (once)")
     try:
@@ -107,7 +107,7 @@ def _of_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> La
         raise StoreError(f"blob {layer.digest} cannot be read: {error.strerror}") from error
 
 
-def _of_sif(path: Path, info: SifInfo, log: Callable[[str], None]) -> LayerRequirements:
+def _scan_sif(path: Path, info: SifInfo, log: Callable[[str], None]) -> LayerRequirements:
     log(f"reading what {path} has device code for (once)")
     try:
         with open_regular(path) as file:
@@ -172,9 +172,7 @@ def _read_library(image: SquashfsReader, path: str, libraries: dict[str, DeviceC
 
 
 def _merged(layers: Iterable[LayerRequirements]) -> LayerRequirements:
-    """As an overlay shows them, bottom first: what a layer removed is gone, what it has again replaces what was
-    there.
-    """
+    """Merge layers as an overlay shows them, bottom first: an upper layer removes and replaces files of lower ones."""
     libraries, packages, damaged = dict[str, DeviceCode](), dict[str, str](), dict[str, str]()
     glibc = torch_cuda = compat = None
     network: set[str] = set()
@@ -261,7 +259,7 @@ def _keep(store: Store, key: str, requirements: LayerRequirements) -> LayerRequi
             for path, code in requirements.libraries.items()
         },
     }
-    with contextlib.suppress(StoreError):  # where it cannot be written it is read again next time
+    with contextlib.suppress(StoreError):  # without it, the image is scanned again next time
         if not store.is_writable():
             store.open_for_writing()
         store.put_check(key, record)

@@ -39,13 +39,13 @@ class Filesystem:
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes see it: slow for small files, and unsuitable for what root of a user namespace writes."""
+        """Return whether other nodes see the folder: slow for small files, and not usable for user namespaces."""
         return self.type in _SHARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildHost:
-    """What decides whether this user can build here. ``engines``: each one's reason why not, or None."""
+    """Facts that decide whether this user can build here. ``engines``: why each cannot be used, or None."""
 
     user: str
     uid: int
@@ -114,7 +114,7 @@ def _system() -> str | None:
 
 
 def _kernel_reads_zstd() -> bool | None:
-    """From the kernel's own configuration, where it can be read."""
+    """Return whether the kernel reads zstd, by its configuration where that can be read."""
     for path in (Path("/proc/config.gz"), Path(f"/boot/config-{platform.release()}")):
         with contextlib.suppress(OSError):
             data = path.read_bytes()
@@ -200,7 +200,7 @@ def _mount_of(path: Path) -> tuple[str, set[str]]:
 
 
 def _quota(path: Path, kind: str) -> int | None:
-    """What is left of the user's quota there, in bytes; None without one."""
+    """Return the bytes left of the user's quota in a folder; None without a quota."""
     if kind == "lustre" and (lfs := which("lfs")):
         return left_of_lustre(run([lfs, "quota", "-q", "-u", str(os.getuid()), os.fspath(path)], check=False).stdout)
     if quota := which("quota"):
@@ -270,7 +270,7 @@ def read_flag(path: str) -> str:
 
 
 def _subordinate(table: str, user: str) -> int:
-    """How many subordinate ids the user has in /etc/subuid or /etc/subgid."""
+    """Return the number of subordinate ids of the user in /etc/subuid or /etc/subgid."""
     with contextlib.suppress(OSError):
         ranges = [line.split(":") for line in Path(table).read_text(encoding="utf-8").splitlines()]
         return sum(

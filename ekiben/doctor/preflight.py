@@ -1,4 +1,4 @@
-"""What a job would fail with after its hours in the queue, found before it is submitted.
+"""Find errors of a job before it is submitted, and not after its hours in the queue.
 
 The image is the recipe's and has the tasks; and each task's own ``--dry-run``, where it has one and a runtime is here,
 accepts the arguments for the job's GPUs: no misspelt setting, no file that is missing, no model that does not fit. Of a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.core.errors import UsageError, nearest
@@ -17,7 +17,7 @@ from ekiben.core.process import run, which
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, read_in_sif, shipped_recipe
 from ekiben.run.launch import RunRequest, Target, launch
 
-_CONCLUSIVE = (2, 3)  # of tasks: a wrong option or setting; it will not fit
+_CONCLUSIVE = (2, 3)  # exit codes of tasks: a wrong option or setting; it will not fit
 _RUNTIME_FAILED = 255  # Apptainer's and SingularityCE's own exit code
 
 
@@ -66,17 +66,28 @@ class PlannedGpus:
         return ["--gpus", str(self.count), *(["--on", self.model] if self.model else [])]
 
 
-def untried_reason(script: bytes, argv: Sequence[str], earlier: Sequence[Sequence[str]]) -> str | None:
-    """Return why ``argv`` is not tried before it is submitted, or None. earlier: the argv of the tasks before it in the
-    chain.
+@dataclass(frozen=True, slots=True)
+class JobTask:
+    """A task of a job that is not submitted yet: its arguments, and its entrypoint's ``script`` as the image has it.
+
+    ``earlier``: the arguments of the tasks that the job runs before it.
     """
+
+    argv: Sequence[str]
+    script: bytes
+    gpus: PlannedGpus = PlannedGpus(0)
+    earlier: Sequence[Sequence[str]] = ()
+
+
+def untried_reason(task: JobTask) -> str | None:
+    """Return why a task is not tried before it is submitted, or None."""
     if which("apptainer", "singularity") is None:
         return "there is neither apptainer nor singularity here"
-    if b'"--dry-run"' not in script:
+    if b'"--dry-run"' not in task.script:
         return "it has no --dry-run"
-    for word in argv[1:]:
+    for word in task.argv[1:]:
         path = word.rpartition("=")[2]
-        for before in earlier:
+        for before in task.earlier:
             if not Path(path).exists() and any(_is_within(path, output) for output in outputs_of(before)):
                 return f"it reads {path}, which {before[0]} writes"
     return None
@@ -97,40 +108,31 @@ def _is_within(path: str, output: str) -> bool:
     return os.path.abspath(path) == os.path.abspath(output) or Path(output).absolute() in Path(path).absolute().parents
 
 
-def try_arguments(
-    sif: Path,
-    script: bytes,
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    log: Callable[[str], None],
-    gpus: PlannedGpus = PlannedGpus(0),
-    *,
-    follows: bool = False,
-) -> None:
-    """Run ``argv`` with --dry-run in the image, where its ``script`` has that option and a runtime is here.
+def try_arguments(sif: Path, task: JobTask, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
+    """Run a task with --dry-run in the image, where it has that option and a runtime is here.
 
-    follows: tasks of a chain come before it. They may write files that it lacks now, so only a wrong option or setting,
-    or a model that does not fit, is an error then; anything else is a warning.
+    Tasks before it may write files that it lacks now. Then only a wrong option or setting, or a model that does not
+    fit, is an error; anything else is a warning.
 
-    Raises UsageError with what the task says when it ends with an error.
+    Raises UsageError with the task's last lines when it ends with an error.
     """
-    program = which("apptainer", "singularity")
-    task, *arguments = argv
-    if program is None or b'"--dry-run"' not in script:
+    program, gpus = which("apptainer", "singularity"), task.gpus
+    name, *arguments = task.argv
+    if program is None or b'"--dry-run"' not in task.script:
         return
-    options = gpus.options(script, arguments)
-    shown = " ".join([task, "--dry-run", *options])
+    options = gpus.options(task.script, arguments)
+    shown = " ".join([name, "--dry-run", *options])
     log(f"trying {shown} with these arguments")
-    request = RunRequest(argv=[task, "--dry-run", *options, *arguments], gpu=False)
+    request = RunRequest(argv=[name, "--dry-run", *options, *arguments], gpu=False)
     ready = launch(Target(program, str(sif)), request, environment)
     done = run(ready.argv, env=ready.environment, check=False)
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
     if done.returncode == _RUNTIME_FAILED:
-        log(f"{task} --dry-run could not be tried here: {' '.join(lines)}")
+        log(f"{name} --dry-run could not be tried here: {' '.join(lines)}")
     elif done.returncode and gpus.model and any(line.startswith(f"error: --on {gpus.model}") for line in lines):
-        log(f"{task} knows no memory size of {gpus.model}: whether it fits is not checked")
-        try_arguments(sif, script, argv, environment, log, PlannedGpus(gpus.count), follows=follows)
-    elif done.returncode and follows and done.returncode not in _CONCLUSIVE:
+        log(f"{name} knows no memory size of {gpus.model}: whether it fits is not checked")
+        try_arguments(sif, replace(task, gpus=PlannedGpus(gpus.count)), environment, log)
+    elif done.returncode and task.earlier and done.returncode not in _CONCLUSIVE:
         log(
             f"warning: {shown} ended with exit code {done.returncode}, and a task before it may write what it lacks:"
             f" {' '.join(lines)}"

@@ -58,7 +58,7 @@ def _storage(environment: Mapping[str, str]) -> dict[str, Storage]:
 
 
 def _network() -> Network | None:
-    """From /sys/class/infiniband: what NCCL would find."""
+    """Read the network devices that NCCL would use from /sys/class/infiniband."""
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     if not ports:
         return None

@@ -1,4 +1,4 @@
-"""What runs a layer's %post: executors, each a module of this folder that fits one Protocol.
+"""Executors run a layer's %post. Each is a module of this folder that fits one Protocol.
 
 To add an executor, add one file here and nothing elsewhere; its name is the file's name. It has `PREFERENCE`,
 `unavailable`, `execute`, `try_run`, `remove_cached_images` and `remove_abandoned` (see `Executor`); with `load`,
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import Protocol, cast
 
 from ekiben.core import plugins
 from ekiben.core.decisions import is_logging, log_decision
@@ -26,6 +26,7 @@ from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
 from ekiben.formats.layer import decode_name
 from ekiben.formats.oci import LayerSource
+from ekiben.formats.upper import Changes
 
 OWNER = "org.ekiben.owner"  # the label of a container with core.process_name() of who made it
 
@@ -53,6 +54,15 @@ _END = b"EKIBEN END"
 FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && printf "{_END.decode()}\\0"')
 
 
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A shell script, its name in logs and in the names of containers, and its variables."""
+
+    name: str
+    text: str
+    environment: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A script to run as root on a stack of layers, bottom first.
@@ -71,18 +81,6 @@ class Job:
     log: Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What a job changed: the overlay's upper directory, or a tar of it where we may not read it (see
-    ekiben.formats.changeset).
-    """
-
-    upper: Path | IO[bytes]
-    deleted: Collection[str] = ()
-    opaque: Collection[str] = ()
-    is_fuse: bool = False  # made by fuse-overlayfs
-
-
 class JobFailed(Exception):
     """A script ended with an exit code other than 0."""
 
@@ -97,19 +95,19 @@ class Executor(Protocol):
     PREFERENCE: int  # `auto` takes the usable one with the smallest: no daemon and no root first
 
     def unavailable(self) -> str | None:
-        """Why this executor cannot be used here, or None."""
+        """Return why this executor cannot be used here, or None."""
 
     def execute(self, job: Job) -> AbstractContextManager[Changes]:
         """Run the job; inside the context its changes can be read, once. Raises JobFailed, EngineError."""
 
     def try_run(self, job: Job) -> None:
-        """Run the job and forget its changes. Raises JobFailed, EngineError."""
+        """Run the job and discard its changes. Raises JobFailed, EngineError."""
 
     def remove_cached_images(self) -> int:
-        """Remove the layers kept as images for the next build; how many images those were."""
+        """Remove the layers kept as images for the next build, and return their number."""
 
     def remove_abandoned(self, *, dry_run: bool = False) -> list[str]:
-        """Remove the containers of this user's killed commands; their names, none where the engine cannot be used.
+        """Remove the containers of this user's killed commands, and return their names.
 
         With ``dry_run`` they stay.
         """
@@ -126,7 +124,7 @@ class Runtime(Executor, Protocol):
     """An executor that also keeps images for people, and runs their tasks."""
 
     def load(self, config: bytes, layers: Sequence[LayerSource], name: str, scratch: Path) -> None:
-        """Bring the image of ``config`` and ``layers`` in under ``name``; files go to ``scratch`` meanwhile.
+        """Load the image of ``config`` and ``layers`` under ``name``; ``scratch`` is for temporary files.
 
         Raises EngineError, StoreError.
         """
@@ -135,7 +133,7 @@ class Runtime(Executor, Protocol):
         """Return the id of the image ``name``, "" where there is none. Raises EngineError."""
 
     def try_image(self, image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
-        """Run a command in a container of the image that has no network and goes away; its exit code."""
+        """Run a command in a new container of the image, without a network, and return its exit code."""
 
     def run_argv(self, gpu: bool) -> list[str]:
         """Return the arguments that begin a task's command, as this user, with all GPUs or none.
@@ -223,7 +221,7 @@ def _overlay_defect(executor: Executor, folder: Path | None) -> str | None:
 
 @contextlib.contextmanager
 def shared_packages(job: Job) -> Iterator[None]:
-    """Give a job links to the packages fetched before: apt locks its cache, so two builds cannot have one."""
+    """Link the packages of earlier jobs into the job's apt cache: apt locks its cache, so each job has one."""
     shared, job_packages = job.cache / "apt", job.mount / "apt"
     (job_packages / "partial").mkdir(parents=True, exist_ok=True)
     _link_packages(shared, job_packages)
@@ -235,12 +233,12 @@ def shared_packages(job: Job) -> Iterator[None]:
 
 def _link_packages(source: Path, target: Path) -> None:
     for package in source.glob("*.deb"):
-        with contextlib.suppress(OSError):  # it is there, or on another file system
+        with contextlib.suppress(OSError):  # it exists, or is on another file system
             os.link(package, target / package.name)
 
 
 def marked_folders(listing: bytes, upper: str) -> set[str]:
-    """Return the folders that hide those below, of the output of FIND_MARKED with ``upper``.
+    """Return the opaque folders that FIND_MARKED listed for ``upper``.
 
     Raises EngineError when it is cut.
     """
@@ -253,7 +251,7 @@ def marked_folders(listing: bytes, upper: str) -> set[str]:
 
 
 def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
-    """Raise EngineError where these layers have no GNU tar and find, with which their changes are read from inside."""
+    """Raise EngineError where these layers lack GNU tar or find, which read the changes from inside."""
     from ekiben.formats.changeset import Lower  # late: most invocations build nothing
     from ekiben.formats.placement import real_path
 
@@ -275,15 +273,15 @@ def check_tools(layers: Sequence[LayerSource], engine: str) -> None:
                 )
 
 
-def write_run_script(mount: Path, environment: Mapping[str, str], script: str) -> None:
+def write_run_script(mount: Path, script: Script) -> None:
     """Write run.sh: the same environment and the same first steps under every executor.
 
     Variables are read from a file: on a command line everybody on the machine could read the passwords of proxies and
     indexes.
     """
-    (mount / "post.sh").write_text(script, encoding="utf-8")
+    (mount / "post.sh").write_text(script.text, encoding="utf-8")
     (mount / "cache").mkdir(exist_ok=True)
-    variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(environment.items()))
+    variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(script.environment.items()))
     private = os.open(mount / "environment", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(private, "w", encoding="utf-8") as stream:
         stream.write(variables)
@@ -302,6 +300,7 @@ __all__ = [
     "Job",
     "JobFailed",
     "Runtime",
+    "Script",
     "apptainer",
     "by_preference",
     "check_name",

@@ -44,8 +44,8 @@ def client() -> DockerClient:
 def _ask_once(where: str) -> None:
     """Wait for a first byte of a daemon, and close.
 
-    Where none comes, the SDK would leave its own Unix socket open, or wait for ten minutes: what takes a request and
-    answers nothing may be anything. One that speaks TLS answers this, too.
+    Without an answer, the SDK would leave its Unix socket open, or wait for ten minutes. The socket may belong to any
+    program. A daemon with TLS answers this, too.
     """
     path, address = where.removeprefix("unix://"), urlsplit(where)
     if path.startswith("/"):
@@ -134,7 +134,7 @@ def load_image(config: bytes, layers: Sequence[oci.LayerSource], name: str, *, l
 
 
 def _present(diff_ids: list[str], name: str) -> set[str]:
-    """Which of the layers the daemon has. The image that had ``name`` before, most often, has all but the last."""
+    """Return the layers that the daemon has. An earlier image of this name usually has all but the last."""
     if _layers_of(name)[: len(diff_ids) - 1] == diff_ids[:-1]:
         return set(diff_ids[:-1])
     known = known_layers()
@@ -142,5 +142,5 @@ def _present(diff_ids: list[str], name: str) -> set[str]:
 
 
 def _load(archive: Iterable[bytes]) -> str:
-    """What the daemon says to an archive."""
+    """Load an archive, and return the daemon's messages."""
     return " ".join(str(line) for line in client().api.load_image(archive) or ())

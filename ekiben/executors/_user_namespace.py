@@ -59,7 +59,7 @@ def mount_lines(lower: Sequence[tuple[Path, int]], libexec: str) -> list[str]:
             f"setpriv --pdeathsig KILL {serve} >/dev/null &",
             'served="$served $!"',
             f"until mountpoint -q {name}; do kill -0 $! || exit; sleep 0.01; done",
-        ]  # where it hangs, Apptainer's own would, too
+        ]  # where it hangs, Apptainer would hang, too
     mount = (
         "mount -t overlay overlay merged -o"
         f" lowerdir={':'.join(reversed(names))},upperdir=upper,workdir=work,{_OPTIONS}"

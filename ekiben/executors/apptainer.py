@@ -183,7 +183,7 @@ def _check_capabilities(job: Job, line: str) -> None:
 
 
 def _with_overlays(job: Job, overlay: Path) -> Argv:
-    """Each overlay lies on those before.
+    """Mount overlays, each on the one before.
 
     Their names are relative: the option ends a path at ',' and ':', without an escape.
     """
@@ -199,9 +199,10 @@ def _with_overlays(job: Job, overlay: Path) -> Argv:
 
 
 def _with_kernel_mounts(job: Job, overlay: Path, squashfs: Sequence[tuple[Path, int]]) -> Argv:
-    """As root Apptainer mounts an overlay with so few capabilities that a setgid bit is lost without a word, and with
-    whatever the kernel does about renamed directories by default; as a user it takes fuse-overlayfs. So the mounts are
-    ours, in a namespace that ends with the script. Names are relative: mount's options hold a page, and no commas."""
+    """Mount the kernel's overlay in a namespace that ends with the script. As root Apptainer's overlay loses setgid
+    bits and follows the kernel's default for renamed directories; as a user Apptainer takes fuse-overlayfs. Names are
+    relative: mount's options hold one page, and no commas.
+    """
     for name in ("upper", "work", "merged"):
         (overlay / name).mkdir()
     is_root, merged = os.geteuid() == 0, overlay / "merged"
@@ -264,7 +265,9 @@ def _base_argv(*, fakeroot: bool) -> list[str | Path]:
 
 
 def _environment() -> dict[str, str]:
-    """A user's own APPTAINER_* settings (binds, overlays, --nv) are for running images, not for building them."""
+    """Return the environment without the user's APPTAINER_* settings (binds, overlays, --nv), which are for running
+    images.
+    """
     return {
         name: value
         for name, value in os.environ.items()
@@ -273,7 +276,9 @@ def _environment() -> dict[str, str]:
 
 
 def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
-    """The bottom layer's own tools on ``folder``, with the owners seen as the script saw them, for who is not root."""
+    """Return a command of the bottom layer's tools on ``folder``, with the owners that the script saw; for users
+    without root.
+    """
     bottom = job.lower[0].file()
     return [*_base_argv(fakeroot=True), *bind_args(folder, f"/{BUILD_MOUNT}"), bottom, *command]
 
@@ -284,7 +289,7 @@ def _find_marks(job: Job, upper: Path) -> set[str]:
 
 
 def _remove(job: Job, overlay: Path) -> None:
-    """Files of subordinate ids can only be removed from inside; root's go with the staging folder."""
+    """Remove files of subordinate ids from inside the namespace. Root's files go with the staging folder."""
     if os.geteuid() == 0:
         return
     remove_tree(overlay)
@@ -297,7 +302,7 @@ def _remove(job: Job, overlay: Path) -> None:
 
 
 def _remove_abandoned(job: Job) -> None:
-    """What killed builds left in staging, and the store itself could not remove."""
+    """Remove files of killed builds that the store itself could not remove."""
     with Folder.open(job.staging) as staging:
         left = [name for name in staging.names() if is_abandoned(staging, name) and staging.is_folder(name)]
     for name in left:

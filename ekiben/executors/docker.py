@@ -58,13 +58,13 @@ def execute(job: Job) -> Iterator[Changes]:
 
 
 def _now(job: Job) -> float:
-    """The kernel's clock as files see it."""
+    """Return the kernel's time, as files have it."""
     (job.mount / "started").touch()
     return (job.mount / "started").stat().st_ctime_ns / 1e9
 
 
 def _changes(job: Job, container: Any, started: float) -> tuple[list[str], list[str]]:
-    """What was written and what is gone since ``started``.
+    """Return the files that were written and removed since ``started``.
 
     Not asked of the daemon: where it compares sizes and times it overlooks a file with both unchanged, and its JSON
     has no names that are not UTF-8. A file's ctime cannot be set by hand.
@@ -185,7 +185,7 @@ def _run(job: Job, container: Any) -> None:
 
 
 def _exit_code(execution: str) -> int:
-    """The stream of a program's output may end before the program: then it has no exit code yet."""
+    """Wait for a program's exit code: its output may end before the program does."""
     while (state := client().api.exec_inspect(execution))["Running"] or state["ExitCode"] is None:
         time.sleep(0.05)
     return int(state["ExitCode"])
@@ -193,7 +193,7 @@ def _exit_code(execution: str) -> int:
 
 @contextlib.contextmanager
 def _output(job: Job, container: Any, command: Sequence[str]) -> Iterator[IO[bytes]]:
-    """A program's stdout, as a file.
+    """Return a program's stdout as a file.
 
     Raises EngineError when the program fails or the file is not all that it wrote, OSError when the disk is full.
 

@@ -3,7 +3,7 @@
 layer           entries in canonical order, and what takes them
 changeset       what a script changed, as a layer's entries
 left_out        what a script wrote and no layer keeps, with the reason
-placement       where the files of %files go on the layers below
+placement       destinations of %files on the layers below
 upper           an overlay's upper directory, as a stream
 xattrs          which extended attributes are content, and their form
 tar             the OCI form of a layer

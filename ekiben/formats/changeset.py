@@ -1,4 +1,4 @@
-"""What a %post changed, as the layer's canonical entries.
+"""Turn the changes of a %post into the layer's canonical entries.
 
 Executors give the changes in the form in which their overlay keeps them: the upper directory, or a tar of it, depth
 first, in which a deletion is a character device 0:0 (overlayfs), a list of deleted paths (docker), and a directory that
@@ -33,7 +33,7 @@ from ekiben.formats.layer import (
 )
 from ekiben.formats.left_out import ACLS, DEVICES, LeftOut
 from ekiben.formats.placement import follow_links, resolve_destinations
-from ekiben.formats.upper import Forward, Read, folder_infos, folder_reader, path_of, tar_reader
+from ekiben.formats.upper import Changes, Forward, Read, folder_infos, folder_reader, path_of, tar_reader
 from ekiben.formats.xattrs import (
     COPIED_UP,
     OPAQUE_MARK,
@@ -90,7 +90,7 @@ PLACEHOLDERS = ("etc/hostname", "etc/hosts", "etc/machine-id", "etc/resolv.conf"
 
 
 def is_excluded(path: str) -> bool:
-    """Whether no layer keeps this path."""
+    """Return whether layers leave out this path."""
     if any(path.startswith(folder + "/") for folder in EXCLUDED_BELOW):
         return True
     return any(fnmatchcase(path, pattern) for pattern in EXCLUDED)
@@ -134,7 +134,7 @@ class Lower:
         return self._merge(path)[0]
 
     def _merge(self, path: str) -> tuple[Entry | None, Sequence[Tree]]:
-        """The entry, and for a directory the layers that it is merged from."""
+        """Return the entry, and for a directory the layers that it is merged from."""
         if (known := self._folders.get(path)) is not None:
             return known
         among = self._merge(path.rpartition("/")[0])[1] if path else self.trees
@@ -158,7 +158,7 @@ class Lower:
         return self._holder(path).read_file(path)
 
     def has_other_names(self, path: str) -> bool:
-        """Whether a file that ``lookup`` found has several names (hard links)."""
+        """Return whether a file that ``lookup`` returned has several names (hard links)."""
         return self._holder(path).has_other_names(path)
 
     def _holder(self, path: str) -> Tree:
@@ -171,28 +171,18 @@ class Lower:
         return sorted((name for name in names if self.lookup(name)), key=sort_key)
 
 
-def normalize(
-    upper: IO[bytes] | Path,
-    lower: Lower,
-    *,
-    epoch: int,
-    deleted: Collection[str] = (),
-    opaque: Collection[str] = (),
-    left_out: LeftOut | None = None,
-    is_fuse: bool = False,
-) -> Iterator[LayerEntry]:
-    """Yield the canonical entries of an upper directory, or of a tar of one, which must be depth first and sorted.
+def normalize(changes: Changes, lower: Lower, *, epoch: int, left_out: LeftOut | None = None) -> Iterator[LayerEntry]:
+    """Yield the canonical entries of an upper directory; add the paths that no layer keeps to ``left_out``.
 
-    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that don't mark them; ``left_out`` takes what no
-    layer keeps. Raises LayerError for what no layer can hold, OSError for what cannot be read.
+    Raises LayerError for what no layer can hold, OSError for what cannot be read.
     """
-    if "" in opaque:
+    if "" in changes.opaque:
         raise LayerError("the executor says that all of the layers below was removed; such a layer is not stored")
-    normalizer = _Normalizer(lower, epoch, deleted, opaque, dropped=left_out)
-    normalizer.setgid = {} if is_fuse else None
-    if isinstance(upper, Path):
-        return normalizer.ordered(folder_infos(upper), folder_reader(upper))
-    return _tar_members(normalizer, upper)
+    normalizer = _Normalizer(lower, epoch, changes.deleted, changes.opaque, dropped=left_out)
+    normalizer.setgid = {} if changes.is_fuse else None
+    if isinstance(changes.upper, Path):
+        return normalizer.ordered(folder_infos(changes.upper), folder_reader(changes.upper))
+    return _tar_members(normalizer, changes.upper)
 
 
 def refuse_total_removal(entries: Iterable[LayerEntry], lower: Lower) -> Iterator[LayerEntry]:
@@ -250,7 +240,7 @@ class _Normalizer:
             str, str
         ] = {}  # a file that is below as it is → where its data stands in this layer, if anywhere
         self.fifos: dict[str, Entry] = {}
-        self.setgid: dict[str, int] | None = None  # of fuse-overlayfs: a folder that hands its group down → that group
+        self.setgid: dict[str, int] | None = None  # with fuse-overlayfs: a setgid folder → its group
         self.waiting: list[Entry] = []  # directories on the way down, not written until something in them is
         for path in deleted:
             self.delete(path)
@@ -265,7 +255,7 @@ class _Normalizer:
             self.delete(name)
         for path, info in infos:
             if path == "etc/localtime" and _means_utc(info) and not self.lower.lookup(path):
-                continue  # as without it: what Debian's packages make, unasked
+                continue  # means the default, and Debian's packages create it
             if path not in ("", ".") and (path in self.keep or not is_excluded(path)):
                 yield from self.entries_of(read, info, path)
             elif (
@@ -324,7 +314,7 @@ class _Normalizer:
         )
 
     def file(self, read: Read, info: tarfile.TarInfo, path: str) -> Iterator[LayerEntry]:
-        """A file, unless the overlay only copied it up: opened for writing, say, and left as it was."""
+        """Yield a file, unless the overlay only copied it up without a change."""
         entry, data = self.entry(info, path), read(info) if info.size else None
         if self.setgid:
             self.check_group(entry, self.lower.lookup(path))
@@ -353,7 +343,7 @@ class _Normalizer:
         if below is not None and below.kind == "fifo":
             raise OverlayError(
                 f"/{entry.path} was a FIFO in a layer below, /{origin}: fuse-overlayfs made it an empty file",
-                hint="build with --engine buildah or podman, or as root; or let the script make it anew",
+                hint="build with --engine buildah or podman, or as root; or let the script create it again",
             )
         if below is None or below.kind != "file" or not self.lower.has_other_names(origin):
             return data
@@ -433,7 +423,7 @@ class _Normalizer:
         return [entry for entry in self.waiting if path.startswith(entry.path + "/")]
 
     def descend(self, path: str) -> Iterator[LayerEntry]:
-        """The directories on the way to ``path`` that were held back."""
+        """Yield the directories above ``path`` that were not written yet."""
         for entry in self.parents_of(path):
             yield entry, None
         self.waiting = []
@@ -564,7 +554,7 @@ def _add_parents(infos: dict[str, tarfile.TarInfo], lower: Lower) -> None:
 
 
 def _names_by_target(infos: Mapping[str, tarfile.TarInfo]) -> dict[str, list[str]]:
-    """The hard links of an archive by the name that they point at."""
+    """Return the hard links of an archive by their targets."""
     names: dict[str, list[str]] = {}
     for path, info in infos.items():
         if info.islnk():
@@ -573,7 +563,7 @@ def _names_by_target(infos: Mapping[str, tarfile.TarInfo]) -> dict[str, list[str
 
 
 def _first_name(infos: dict[str, tarfile.TarInfo], names: dict[str, list[str]], path: str) -> tarfile.TarInfo:
-    """Of several names of one file the first in order carries the data, whichever the archive stored."""
+    """Give the data of a file to the first of its names in order, whichever the archive stored."""
     info = infos[path]
     if not info.islnk():
         return info

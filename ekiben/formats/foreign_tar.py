@@ -15,7 +15,7 @@ from ekiben.formats.layer import CHUNK
 
 _MAX_PATH = 4096  # bytes; of Linux, like the next
 _MAX_NAME = 255
-_MAX_DEPTH = 200  # folders in each other
+_MAX_DEPTH = 200  # levels of folders
 _MAX_ENTRIES = 1_000_000
 _MAX_ID = 2**32 - 1
 _MAX_TIME = 2**33  # seconds; the year 2242

@@ -1,4 +1,4 @@
-"""What a layer is made of: entries in one canonical order, sent to writers in one pass.
+"""Entries of a layer in canonical order, sent to writers in one pass.
 
 The canonical form is what makes equal layers equal bytes under every executor:
 

@@ -1,4 +1,4 @@
-"""What a script wrote and no layer keeps: reported by kind, with the reason."""
+"""Report files that a script wrote and no layer keeps, by kind and reason."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LayerRecord(Protocol):
-    """What an image's config and manifest say of a layer."""
+    """A layer in an image's config and manifest."""
 
     @property
     def name(self) -> str: ...
@@ -57,8 +57,8 @@ MEDIA_CONFIG = "application/vnd.oci.image.config.v1+json"
 MEDIA_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 MEDIA_INDEX = "application/vnd.oci.image.index.v1+json"
 MEDIA_TAR = "application/vnd.oci.image.layer.v1.tar"
-WORKING_DIR = "/work"  # of a finished image: where `docker run -v "$PWD:/work"` puts what a task writes
-LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers that were put on the recipe's, with blanks between them
+WORKING_DIR = "/work"  # of a finished image: `docker run -v "$PWD:/work"` mounts the output folder here
+LAYER_LABEL = "org.ekiben.layer"  # of an image: the layers added to the recipe's, separated by blanks
 
 
 def image_config(
@@ -175,7 +175,7 @@ def archive(
     leave_out: Collection[str] = (),
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Iterator[bytes]:
-    """Yield a tar that is an OCI archive and a `docker load` archive at once.
+    """Yield a tar that is both an OCI archive and a `docker load` archive.
 
     ``leave_out``: diff_ids whose data the reader has already (a Docker daemon doesn't open what it knows).
     """

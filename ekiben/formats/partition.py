@@ -52,7 +52,7 @@ def read_partition(partition: Partition, start: int = 0) -> Iterator[bytes]:
 
 
 class Hasher:
-    """A thread that hashes what has arrived in ``file``: a bad copy is found as surely as a bad source."""
+    """A thread that hashes the bytes in ``file``: it detects a bad copy as well as a bad source."""
 
     def __init__(self, file: int, digest: hashlib._Hash | None = None) -> None:
         from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
@@ -141,7 +141,7 @@ def _open(path: AnyPath) -> BinaryIO:
 
 
 def _will_need(source: BinaryIO, start: int, count: int) -> None:
-    """Of what is not in memory: unasked, copying within the kernel took up to twice as long."""
+    """Ask the kernel to read ahead: without, copying within the kernel took up to twice as long."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(source.fileno(), start, count, os.POSIX_FADV_WILLNEED)
 
@@ -155,7 +155,7 @@ def _copy_range(partition: Partition, source: BinaryIO, out: int, done: int, sta
 
 
 def _copy_some(partition: Partition, source: BinaryIO, out: int, offset: int, start: int, count: int) -> int:
-    """In the kernel, which shares the blocks where the file system can; where it can't, through our own hands."""
+    """Copy within the kernel, which shares blocks where the file system can; elsewhere through memory."""
     try:
         if copied := os.copy_file_range(source.fileno(), out, count, offset, start):
             return copied

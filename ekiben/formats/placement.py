@@ -1,4 +1,4 @@
-"""Where the files of %files go: below a folder that is there, or by the name that is given, as `cp -r` does it."""
+"""Destinations of %files, as `cp -r` has them: below an existing folder, or under the given name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
     to where one is, or one of its files to where another line's does.
     """
     placed: list[File] = []
-    folders: set[str] = set()  # of the lines before
+    folders: set[str] = set()  # destinations of earlier lines
 
     def is_folder(path: str) -> bool:
         return path in folders or ((entry := lower.lookup(path)) is not None and entry.kind == "dir")
@@ -37,7 +37,7 @@ def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:
         base, goes_into = target, False
         if target and members[0].name and is_folder(real_path(target.strip("/"), lower, follow_last=True)):
             base, goes_into = f"{target.rstrip('/')}/{members[0].name}", True
-            if members[0].stage:  # where Docker, whose COPY a rendered file has, puts the one into the other
+            if members[0].stage:  # COPY of a rendered Dockerfile would copy the one into the other
                 raise LayerError(
                     f"%files from {members[0].stage}: {target} is a folder in the layers below; name where the stage's "
                     f"folder goes: {base}"

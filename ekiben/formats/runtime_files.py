@@ -1,4 +1,4 @@
-"""What container runtimes look for inside an image: the files of /.singularity.d."""
+"""The files of /.singularity.d, which container runtimes read in an image."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scripts:
+    """Scripts of `run`, `test` and `instance start` in an image, and the text of `run-help`."""
+
+    run: str = ""
+    test: str = ""
+    start: str = ""
+    help: str = ""
 
 
 def runtime_files(
-    environment: Mapping[str, str],
-    runscript: str,
-    test: str,
-    labels: Mapping[str, str],
-    deffile: str,
-    *,
-    startscript: str = "",
-    help: str = "",
+    environment: Mapping[str, str], labels: Mapping[str, str], deffile: str, scripts: Scripts
 ) -> dict[str, tuple[int, bytes]]:
     """Return the files of /.singularity.d: path → (mode, content). Values of ``environment`` are not expanded.
 
     Raises ValueError when a name cannot be an environment variable's.
     """
     exports = "".join(f"export {name}={shlex.quote(_checked(name, value))}\n" for name, value in environment.items())
-    scripts = {
+    texts = {
         "actions/exec": _ENTER + 'exec "$@"\n',
         "actions/run": _ENTER + 'exec /.singularity.d/runscript "$@"\n',
         "actions/shell": _ENTER + _SHELL,
         # It sends no SIGCONT to process 1, as Apptainer's own file does for Singularity before 3.6: later ones forward
         # the signal to this script, and where it has ended by then, they end the instance with status 128 + SIGCONT.
-        "actions/start": _ENTER + ('exec /.singularity.d/startscript "$@"\n' if startscript else ""),
+        "actions/start": _ENTER + ('exec /.singularity.d/startscript "$@"\n' if scripts.start else ""),
         "actions/test": _ENTER + 'exec /.singularity.d/test "$@"\n',
         "env/90-environment.sh": exports,
         "env/99-base.sh": _BASE,
-        "runscript": runscript,
-        "test": test,
-        **({"startscript": startscript} if startscript else {}),
+        "runscript": scripts.run,
+        "test": scripts.test,
+        **({"startscript": scripts.start} if scripts.start else {}),
     }
-    files = {name: (0o755, _script(text)) for name, text in scripts.items()}
+    files = {name: (0o755, _script(text)) for name, text in texts.items()}
     files["labels.json"] = 0o644, json.dumps(dict(labels), indent=1, sort_keys=True).encode() + b"\n"
-    if help:
-        files["runscript.help"] = 0o644, help.encode("utf-8", "surrogateescape")
+    if scripts.help:
+        files["runscript.help"] = 0o644, scripts.help.encode("utf-8", "surrogateescape")
     files["Singularity"] = 0o644, deffile.encode("utf-8", "surrogateescape")
     return {f".singularity.d/{name}": file for name, file in sorted(files.items())}
 

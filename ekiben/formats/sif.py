@@ -33,7 +33,7 @@ HEADER = struct.Struct("<32s10s3s3s16s8q")  # launch, magic, version, arch, id, 
 DESCRIPTOR = struct.Struct("<i?3I3q2q2q128s384s")  # type, used, ids, extent, times, owners, name, extra
 PARTITION_EXTRA = struct.Struct("<2i3s")  # file system, partition type, arch
 SIGNATURE_EXTRA = struct.Struct("<i256s")  # hash, the signer's fingerprint
-SIGNED_HEADER = struct.Struct("<32s10s3s16s")  # what signatures cover of it: launch, magic, version, id
+SIGNED_HEADER = struct.Struct("<32s10s3s16s")  # fields that signatures cover: launch, magic, version, id
 SIGNED_DESCRIPTOR = struct.Struct("<i?2I4q128s384s")  # type, used, ids, size, created, owners, name, extra
 DESCRIPTORS_AT = 4096
 DESCRIPTOR_COUNT = 48
@@ -85,7 +85,7 @@ class Descriptor:
 
 @dataclass(frozen=True, slots=True)
 class SifInfo:
-    """What a SIF says of itself; ``created``: seconds since 1970; ``head``: the bytes of its header."""
+    """The header of a SIF; ``created``: seconds since 1970; ``head``: the bytes of its header."""
 
     id: str
     arch: str
@@ -103,7 +103,7 @@ class SifInfo:
 
 @dataclass(frozen=True, slots=True)
 class SifHeader:
-    """What a SIF says of itself, but for its layers: a UUID, a definition file, an architecture, a time stamp.
+    """The header of a SIF without its layers: a UUID, a definition file, an architecture, a time stamp.
 
     Equal ids promise equal files. ``arch`` is one of ARCHITECTURES; ``epoch``: seconds since 1970; ``users``: the
     squashfs of users_partition(), or nothing.
@@ -171,7 +171,7 @@ def new_sif(
     """
     most = DESCRIPTOR_COUNT - len(header.objects) - bool(signature)
     if not 0 < len(partitions) <= most:
-        raise StoreError(f"{out}: a SIF holds 1 to {most} layers, not {len(partitions)}", hint="make it --squash")
+        raise StoreError(f"{out}: a SIF holds 1 to {most} layers, not {len(partitions)}", hint="use --squash")
     descriptors = _lay_out(partitions, header, signature)
     size = descriptors[-1].offset + descriptors[-1].size
     with _new_sif(out, size) as file:
@@ -182,7 +182,7 @@ def new_sif(
             end = 0
             for partition, descriptor in zip(partitions, descriptors[len(header.objects) :], strict=False):
                 if file.seek(descriptor.offset) > os.fstat(file.fileno()).st_size:
-                    file.truncate(descriptor.offset)  # what lies between is there to be read
+                    file.truncate(descriptor.offset)  # data between the objects is still readable
                 if all_of_it:
                     all_of_it.take(end, descriptor.offset)
                 copy_partition(partition, file, on_bytes, None if partition.is_checked else each, all_of_it)
@@ -375,11 +375,11 @@ def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader
     layout = _lay_out(partitions, header)
     table = _head(layout, header)
     if _fixed_fields(info.head) != _fixed_fields(table[: HEADER.size]):
-        return "its header is another"
+        return "its header differs"
     objects = [item for item in info.descriptors if item.data_type != SIGNATURE]
     raw_descriptors = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]
     if [item.raw for item in objects] != raw_descriptors:
-        return "its table of data objects is another"
+        return "its table of data objects differs"
     digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
     for item, digest in zip(objects, digests, strict=True):
         sha = hashlib.sha256()
@@ -401,7 +401,7 @@ def _difference_between(path: AnyPath, info: SifInfo, table: bytes) -> str:
     signed = len(objects) < len(info.descriptors)
     fields = slice(8, 12) if signed else slice(6, None)
     if HEADER.unpack(info.head)[fields] != HEADER.unpack(table[: HEADER.size])[fields]:
-        return "its header is another"
+        return "its header differs"
     spans = [(item.offset, item.offset + item.size) for item in objects]
     gaps = [
         (HEADER.size, DESCRIPTORS_AT),
@@ -421,7 +421,7 @@ def _difference_between(path: AnyPath, info: SifInfo, table: bytes) -> str:
 
 
 def _fixed_fields(head: bytes) -> tuple[bytes | int, ...]:
-    """All of a header that stays when a signature is added."""
+    """Return the fields of a header that a signature does not change."""
     return HEADER.unpack(head)[:6]
 
 
@@ -431,7 +431,7 @@ def _read_table(path: AnyPath, file: BinaryIO, total: int, offset: int, length: 
     file.seek(offset)
     table = file.read(length)
     if len(table) != length:
-        raise StoreError(f"{path}: truncated: {length} bytes of descriptors wanted at {offset}, {len(table)} there")
+        raise StoreError(f"{path}: truncated: {len(table)} of {length} bytes of descriptors at {offset}")
     return [table[start : start + DESCRIPTOR.size] for start in range(0, length, DESCRIPTOR.size)]
 
 

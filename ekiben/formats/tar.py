@@ -76,7 +76,7 @@ class DigestWriter(TarWriter):
     def __init__(self) -> None:
         super().__init__(self._take)
         self._hash = hashlib.sha256()
-        self._pool: ThreadPoolExecutor | None = None  # where there is more than a batch to hash
+        self._pool: ThreadPoolExecutor | None = None  # for more than one batch
         self._jobs: deque[Future[None]] = deque()
         self._batch: list[bytes] = []
         self._batch_bytes = 0

@@ -8,12 +8,28 @@ import errno
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ekiben.formats.layer import CHUNK, decode_name, encode_name, read_chunks
 from ekiben.formats.xattrs import COPIED_UP, OPAQUE_MARK, is_acl, is_content, to_pax
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a job changed: the overlay's upper directory, or a tar of it (depth first, sorted) where we may not read it.
+
+    ``deleted`` and ``opaque`` are paths known beforehand, for overlays that do not mark them. ``is_fuse``: the overlay
+    was fuse-overlayfs.
+    """
+
+    upper: Path | IO[bytes]
+    deleted: Collection[str] = ()
+    opaque: Collection[str] = ()
+    is_fuse: bool = False
+
 
 Read = Callable[[tarfile.TarInfo], Iterator[bytes]]  # the data of a file with data, each but once
 
@@ -35,7 +51,7 @@ def tar_reader(tar: tarfile.TarFile) -> Read:
 
 
 def folder_infos(folder: Path) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """As a tar of ``folder`` would tell it, for who may read there: a program less, and a copy of every byte."""
+    """Yield the entries of ``folder`` as a tar of it has them, without the program and the copy of every byte."""
     first_names: dict[int, str] = {}  # inode → the name under which its data comes
     device = folder.stat().st_dev
 
@@ -90,7 +106,7 @@ def _folder_info(path: str, seen: os.stat_result, first_names: dict[int, str], l
 
 
 def _attributes(location: bytes) -> dict[str, str]:
-    """What is content, and the marks of overlays, as pax records."""
+    """Return extended attributes that are content or marks of overlays, as pax records."""
     try:
         names = os.listxattr(location)
     except OSError as error:

@@ -19,20 +19,20 @@ _OVERLAYS = (
     "user.overlay.",
     "user.fuseoverlayfs.",
     "user.containers.",
-)  # how rootless overlays keep what they cannot set
-OPAQUE_MARK = ".overlay.opaque"  # of the namespace trusted or user
+)  # rootless overlays keep here what they cannot set
+OPAQUE_MARK = ".overlay.opaque"  # in the namespace trusted or user
 COPIED_UP = "user.fuseoverlayfs.origin"  # on what fuse-overlayfs copied from a layer below: the path there
 # Linux, include/uapi/linux/capability.h: revision 3 adds the id that root has outside of its user namespace.
 _REVISION_2, _REVISION_3, _REVISIONS, _SIZE_2 = 0x0200_0000, 0x0300_0000, 0xFF00_0000, 20
 
 
 def is_content(name: str) -> bool:
-    """Whether layers keep the attribute of this name."""
+    """Return whether layers keep the attribute of this name."""
     return name == CAPABILITY or (name.startswith(_USER) and not name.startswith(_OVERLAYS))
 
 
 def is_acl(name: str) -> bool:
-    """Whether the attribute is an access control list, which no layer keeps."""
+    """Return whether the attribute is an access control list, which no layer keeps."""
     return name.startswith(_ACL)
 
 

@@ -1,4 +1,4 @@
-"""How Docker and podman get NVIDIA's GPUs: by NVIDIA's container toolkit, or by a CDI file that describes them.
+"""GPUs in Docker and podman: by NVIDIA's container toolkit, or by a CDI file that describes them.
 
 Container Device Interface: https://github.com/cncf-tags/container-device-interface. podman reads such files since 4.1,
 Docker since 25.

@@ -1,4 +1,4 @@
-"""Which GPUs a library has code for: the CUDA device code in an ELF file, read without CUDA.
+"""Read the CUDA device code of an ELF file, without CUDA: the GPUs that it has code for.
 
 nvcc puts "fat binaries" into two sections of a library. Each is a header and entries; an entry is machine code (SASS)
 or PTX for one architecture. Only headers are read. NVIDIA does not document the format; what is used here was compared
@@ -19,7 +19,7 @@ ELF = b"\x7fELF\x02\x01"  # 64 bits, little endian
 ELF_HEADER = struct.Struct("<16s2HI3QI6H")  # … [6] section headers at, … [11] their size, [12] count, [13] names' index
 SECTION = struct.Struct("<2I4Q2I2Q")  # name, type, flags, address, offset, size, …
 NOBITS = 8
-FATBIN_SECTIONS = {b".nv_fatbin", b"__nv_relfatbin"}  # of whole programs, of those linked with -rdc=true
+FATBIN_SECTIONS = {b".nv_fatbin", b"__nv_relfatbin"}  # whole programs; programs linked with -rdc=true
 FATBIN = struct.Struct("<I2HQ")  # magic, version, header size, size of the entries
 FATBIN_MAGIC = 0xBA55ED50
 ENTRY = struct.Struct("<2HIQ12xI8xQ")  # kind, version, header size, size; architecture; flags
@@ -108,7 +108,7 @@ def _fatbin_sections(read_at: ReadAt) -> Iterator[tuple[int, int]]:
 
 
 def _fatbins(read_at: ReadAt, position: int, end: int) -> Iterator[tuple[str, ...]]:
-    """What each fat binary between ``position`` and ``end`` holds. They are aligned to 8 bytes, with zeros between."""
+    """Yield the architectures of each fat binary between ``position`` and ``end``: aligned to 8 bytes with zeros."""
     while position + FATBIN.size <= end:
         magic, _, header, size = FATBIN.unpack(_exactly(read_at, position, FATBIN.size))
         if not magic:

@@ -1,4 +1,4 @@
-"""What a compiled extension says of itself: its machine, the libraries it needs, its dynamic symbols."""
+"""Read the ELF header of a compiled extension: machine, needed libraries, dynamic symbols."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is in an image, of the store or a SIF file.
+"""Read the content of an image of the store, or of a SIF file.
 
 describe       What it is made of.
 diff           How two images differ.

@@ -46,7 +46,9 @@ class StoredImage:
         """
         layers = self.labels.get(LAYER_LABEL, "").split()
         options = [f"--layer {layer}" for layer in layers]
-        if f"-{self.stack}" in name.removeprefix("-".join([self.recipe, *layers])):  # without, it is the recipe's own
+        if f"-{self.stack}" in name.removeprefix(
+            "-".join([self.recipe, *layers])
+        ):  # without it, the stack is the recipe's
             options.append(f"--stack {self.stack}")
         if self.architecture != host_arch():
             options.append(f"--arch {self.architecture}")

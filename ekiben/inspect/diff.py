@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TypedDict
 
 from ekiben.formats.compare import comparable, hash_chunks
-from ekiben.inspect.image_reader import ImageReader, LayerReader, Tree, parents, python_versions, tree_of
+from ekiben.inspect.image_reader import ImageReader, LayerReader, Tree, parents, python_versions
 from ekiben.packages.installed import DPKG_STATUS, distribution_at, installed_packages
 from ekiben.store import StoredLayer
 
@@ -69,7 +69,7 @@ class ImageDiff(TypedDict):
 
 def compare(before: ImageReader, after: ImageReader) -> ImageDiff:
     """Return everything that differs. Files are compared by kind, mode, owner, size and content; times are not."""
-    trees = tree_of(before), tree_of(after)
+    trees = before.tree, after.tree
     python = [python_versions(tree) for tree in trees]
     debian = [_debian_versions(image) for image in (before, after)]
     files = _compare_files(before, after, trees)
@@ -154,7 +154,7 @@ def _compare_files(before: ImageReader, after: ImageReader, trees: tuple[Tree, T
 
 
 def _digests(image: ImageReader, origins: Mapping[str, int]) -> dict[str, bytes]:
-    """The content's hash of some files, each in the layer it is from; every layer is read once."""
+    """Return the hashes of files, each in its layer. Each layer is read once."""
     digests: dict[str, bytes] = {}
     for number, layer in enumerate(image.layers):
         paths = {path for path, origin in origins.items() if origin == number}
@@ -170,7 +170,7 @@ def _unexplained(
     images: tuple[ImageReader, ImageReader],
     trees: tuple[Tree, Tree],
 ) -> dict[str, list[str]]:
-    """The files that no package's change accounts for: paths by what happened to them."""
+    """Return the changed files that belong to no changed package, by kind of change."""
     owned: set[str] = set()
     for image, tree in zip(images, trees, strict=True):
         python, debian = (

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
+from functools import cached_property
 from pathlib import Path
 
 from ekiben.core.command_name import command_name
@@ -27,6 +28,8 @@ from ekiben.inspect._records import stored_image
 from ekiben.inspect.metadata import IMAGE_METADATA, ImageMetadata
 from ekiben.packages.installed import DPKG_STATUS, distribution_at, dpkg_records, plain_name
 from ekiben.store import Store, StoredLayer
+
+Tree = dict[str, tuple[Entry, int]]  # path → its entry, and the number of the layer that brought it
 
 _EXPORT = re.compile(r"^export ([A-Za-z_]\w*)=(.*)$", re.MULTILINE)
 _STATUS_LINE = re.compile(r"[A-Za-z0-9-]+:|[ \t]")
@@ -46,7 +49,7 @@ class LayerReader:
     stored: StoredLayer | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ImageReader:
     """An image to be read: of the store, or a SIF file. Layers are bottom first."""
 
@@ -66,6 +69,34 @@ class ImageReader:
             if (entry := layer.reader.lookup(path)) is not None:
                 return layer.reader.read_file(path) if entry.kind == "file" else None
         return None
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Return every path that the image shows, with its entry and the number of its layer."""
+        tree: Tree = {}
+        for number, layer in enumerate(self.layers):
+            entries = {entry.path: entry for entry in layer.reader.entries()}
+            # What a whiteout removes, or what no directory holds any more.
+            gone = {path for path, entry in entries.items() if entry.kind != "dir" and path in tree}
+            if folders := {path for path in gone if tree[path][0].kind == "dir"}:
+                gone |= {path for path in tree if not folders.isdisjoint(parents(path))}
+            tree = {path: item for path, item in tree.items() if path not in gone} if gone else tree
+            tree |= {path: (entry, number) for path, entry in entries.items() if entry.kind != "whiteout"}
+        return tree
+
+    def read_through_links(self, path: str) -> bytes | None:
+        """Return a file as a program in the image would read it, through links; None when there is none."""
+        tree = self.tree
+        for _ in range(40):  # as many links as Linux follows
+            steps = [*reversed([path, *parents(path)])]
+            link = next((step for step in steps if step in tree and tree[step][0].kind == "symlink"), None)
+            if link is None:
+                break
+            rest, target = path[len(link) :], tree[link][0].target
+            path = posixpath.normpath("/" + posixpath.join(posixpath.dirname(link), target) + rest).lstrip("/")
+        if path not in tree or tree[path][0].kind not in ("file", "hardlink"):
+            return None
+        return self.layers[tree[path][1]].reader.read_file(path)
 
 
 @contextlib.contextmanager
@@ -146,7 +177,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
         for text in scripts
         for match in _EXPORT.finditer(text.decode(errors="replace"))
     }
-    with contextlib.suppress(ValueError):  # one of ours says what its layers are called
+    with contextlib.suppress(ValueError):  # Ekiben's images name their layers
         metadata = ImageMetadata.parse(image.read(IMAGE_METADATA) or b"")
         names = [name for name, _ in metadata.layers] + [metadata.recipe]
         if len(names) == len(layers):
@@ -158,7 +189,9 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
 
 
 def _begins_with_users(info: SifInfo, layers: Sequence[LayerReader]) -> bool:
-    """Whether the primary partition is no layer: by its bytes, for a name can be given to anything."""
+    """Return whether the first partition is the table of users and not a layer, by its bytes: any partition can have
+    its name.
+    """
     if len(layers) < 2 or info.layers[0].name != USERS:
         return False
     return layers[0].digest == digest_of(users_partition([layer.reader for layer in layers[1:]], info.created))
@@ -171,44 +204,11 @@ def _split_names(value: str) -> list[str]:
         return [value]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-Tree = dict[str, tuple[Entry, int]]  # path → what is there, and the number of the layer that brought it
-
-
-def tree_of(image: ImageReader) -> Tree:
-    """Return every path that the image shows, with its entry and the number of its layer."""
-    tree: Tree = {}
-    for number, layer in enumerate(image.layers):
-        entries = {entry.path: entry for entry in layer.reader.entries()}
-        # What a whiteout removes, or what no directory holds any more.
-        gone = {path for path, entry in entries.items() if entry.kind != "dir" and path in tree}
-        if folders := {path for path in gone if tree[path][0].kind == "dir"}:
-            gone |= {path for path in tree if not folders.isdisjoint(parents(path))}
-        tree = {path: item for path, item in tree.items() if path not in gone} if gone else tree
-        tree |= {path: (entry, number) for path, entry in entries.items() if entry.kind != "whiteout"}
-    return tree
-
-
 def parents(path: str) -> Iterator[str]:
     """Yield the folders above ``path``, the nearest first."""
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path
-
-
-def read_file(image: ImageReader, tree: Tree, path: str) -> bytes | None:
-    """Return a file as a program in the image would read it, through links; None when there is none."""
-    for _ in range(40):  # as many links as Linux follows
-        steps = [*reversed([path, *parents(path)])]
-        link = next((step for step in steps if step in tree and tree[step][0].kind == "symlink"), None)
-        if link is None:
-            break
-        rest, target = path[len(link) :], tree[link][0].target
-        path = posixpath.normpath("/" + posixpath.join(posixpath.dirname(link), target) + rest).lstrip("/")
-    if path not in tree or tree[path][0].kind not in ("file", "hardlink"):
-        return None
-    return image.layers[tree[path][1]].reader.read_file(path)
 
 
 # -- packages ---------------------------------------------------------------------------------------------------------
@@ -245,12 +245,12 @@ def python_versions(tree: Tree) -> dict[str, str]:
     return dict(distribution for path in tree if (distribution := distribution_at(path)))
 
 
-def debian_packages(image: ImageReader, tree: Tree) -> list[DebianPackage]:
+def debian_packages(image: ImageReader) -> list[DebianPackage]:
     """Return the Debian packages, sorted by name. Raises VerifyError when dpkg's database is incomplete."""
     packages: list[DebianPackage] = []
     brought: dict[tuple[str, str], tuple[str, int]] = {}
     holding = [number for number, layer in enumerate(image.layers) if _is_file(layer, DPKG_STATUS)]
-    if DPKG_STATUS not in tree:
+    if DPKG_STATUS not in image.tree:
         return []
     for number in holding:
         layer = image.layers[number]
@@ -263,7 +263,7 @@ def debian_packages(image: ImageReader, tree: Tree) -> list[DebianPackage]:
             packages = [
                 _debian_package(record, brought[record["Package"], record["Architecture"]][1]) for record in records
             ]
-    _check_file_lists(image, tree, {package.name for package in packages})
+    _check_file_lists(image, {package.name for package in packages})
     return sorted(packages, key=lambda package: (package.name, package.architecture))
 
 
@@ -294,9 +294,11 @@ def _broken(layer: LayerReader, reason: str) -> VerifyError:
     )
 
 
-def _check_file_lists(image: ImageReader, tree: Tree, known: set[str]) -> None:
-    """A status file that was cut short reads well; dpkg's lists of files tell. (What was removed and not purged keeps
-    its list, but no checksums.)"""
+def _check_file_lists(image: ImageReader, known: set[str]) -> None:
+    """Check dpkg's file lists against its status: a truncated status file is still readable. (A package removed and not
+    purged keeps its list, but no checksums.)
+    """
+    tree = image.tree
     layer = image.layers[tree[DPKG_STATUS][1]]
     for path in tree:
         if path.startswith("var/lib/dpkg/info/") and path.endswith(".list"):
@@ -327,13 +329,13 @@ def _package_names(text: str, separator: str) -> Iterator[str]:
             yield match[1]
 
 
-def python_packages(image: ImageReader, tree: Tree) -> list[PythonPackage]:
+def python_packages(image: ImageReader) -> list[PythonPackage]:
     """Return the Python packages, sorted by name. Raises VerifyError for a .dist-info without name or version."""
-    packages = []
+    packages, tree = [], image.tree
     for path, (entry, number) in tree.items():
         if entry.kind != "dir" or distribution_at(path) is None:
             continue
-        data = read_file(image, tree, f"{path}/METADATA")
+        data = image.read_through_links(f"{path}/METADATA")
         metadata = HeaderParser().parsestr((data or b"").decode(errors="replace"))
         if not metadata["Name"] or not metadata["Version"]:
             problem = f"{path}/METADATA " + ("is not there" if data is None else "has no Name and Version")

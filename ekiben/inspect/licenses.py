@@ -1,4 +1,4 @@
-"""What a package says of its licence, as SPDX has it where that is certain, else in the package's own words.
+"""Licences of packages, as SPDX identifiers where these are certain, else as the package names them.
 
 Debian: /usr/share/doc/<package>/copyright where it is machine-readable,
 https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/. Python: the fields of METADATA,
@@ -15,7 +15,7 @@ from cyclonedx.spdx import fixup_id, is_expression
 
 _MACHINE_READABLE = re.compile(r"Format(?:-Specification)?:\s*\S*(?:copyright-format|dep5|DEP-?5)", re.IGNORECASE)
 _VERSIONED = re.compile(r"(A?GPL|LGPL|GFDL)(-NIV)?-(\d+(?:\.\d+)?)(\+)?", re.IGNORECASE)
-_LONGEST = 100  # of a licence's name; what is longer is a text
+_LONGEST = 100  # longest name of a licence; longer ones are texts
 
 # Debian's short names that are not SPDX's.
 _SHORT = {
@@ -67,7 +67,7 @@ def debian_licenses(copyright: str) -> list[str]:
 
 
 def _from_debian(text: str) -> str:
-    """One ``License:`` of a copyright file: short names with "and", "or" and a comma that binds less."""
+    """Parse one ``License:`` of a copyright file: short names with "and", "or" and a comma that binds less."""
     groups = [re.split(r"\s+(and|or)\s+", group.strip()) for group in re.split(r",\s*(?:and\s+)?", text)]
     if any("," in text and "or" in group for group in groups) and re.search(r",\s*or\b", text):
         return text

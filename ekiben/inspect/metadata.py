@@ -26,7 +26,7 @@ class CompiledWheel:
 
     @classmethod
     def parse(cls, entry: Fields) -> CompiledWheel:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         source = entry.object("source")
         from_index = bool(source.data) and "commit" not in source
         return cls(
@@ -53,7 +53,7 @@ class ImageMetadata:
 
     @classmethod
     def parse(cls, data: bytes) -> ImageMetadata:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         fields = Fields.of(parse_json(data))
         compiled = fields.objects("compiled") if "compiled" in fields else []
         return cls(

@@ -54,13 +54,10 @@ from ekiben.inspect.image_reader import (
     ImageReader,
     LayerReader,
     PythonPackage,
-    Tree,
     debian_packages,
     open_image,
     open_layers,
     python_packages,
-    read_file,
-    tree_of,
 )
 from ekiben.inspect.licenses import debian_licenses, is_id, is_license_expression, python_licenses
 from ekiben.inspect.metadata import IMAGE_METADATA, CompiledWheel, ImageMetadata
@@ -95,20 +92,19 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
 
     ``known``: layers whose diff_id need not be computed. Raises StoreError, UsageError, VerifyError.
     """
-    tree = tree_of(image)
-    info = _image_info(image, tree)
-    debian, python, locks = debian_packages(image, tree), python_packages(image, tree), _locks(image, tree)
+    info = _image_info(image)
+    debian, python, locks = debian_packages(image), python_packages(image), _locks(image)
     layers = _layers(image, info, store, progress, known)
     drift = _drift(layers)
     components = {"os": _system(info.distribution)}
-    components |= {_key(item): _debian(item, image, tree, info, layers, drift) for item in debian}
+    components |= {_key(item): _debian(item, image, info, layers, drift) for item in debian}
     seen = set[tuple[str, str]]()
-    for item in python:  # one that is there twice, for two interpreters, is distinguished by its path
+    for item in python:  # a package of two interpreters is distinguished by its path
         same = plain_name(item.name), item.version
-        components[_key(item)] = _python(item, image, tree, info, layers, locks, item.dist_info if same in seen else "")
+        components[_key(item)] = _python(item, image, info, layers, locks, item.dist_info if same in seen else "")
         seen.add(same)
-    image_component = _image_component(image, info, layers, drift, DPKG_STATUS in tree)
-    dependencies = {**_debian_dependencies(debian), **_python_dependencies(python, image, tree)}
+    image_component = _image_component(image, info, layers, drift, DPKG_STATUS in image.tree)
+    dependencies = {**_debian_dependencies(debian), **_python_dependencies(python, image)}
     dependencies[_IMAGE] = set(_roots(components, dependencies))
     refs = {name: component.bom_ref for name, component in {_IMAGE: image_component, **components}.items()}
     bom = Bom(
@@ -149,12 +145,12 @@ class _ImageInfo:
     distribution: dict[str, str]
 
 
-def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
+def _image_info(image: ImageReader) -> _ImageInfo:
     def text(path: str) -> str:
-        return (read_file(image, tree, path) or b"").decode("utf-8", "surrogateescape")
+        return (image.read_through_links(path) or b"").decode("utf-8", "surrogateescape")
 
     try:
-        metadata = ImageMetadata.parse(read_file(image, tree, IMAGE_METADATA) or b"")
+        metadata = ImageMetadata.parse(image.read_through_links(IMAGE_METADATA) or b"")
         labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
         exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
         release = shlex.split(text("etc/os-release"), comments=True)
@@ -166,7 +162,7 @@ def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
             labels=labels,
             environment=_assignments(exports),
             deffile=text(".singularity.d/Singularity"),
-            epoch=tree["opt/ekiben"][0].mtime,
+            epoch=image.tree["opt/ekiben"][0].mtime,
             distribution=_assignments(release),
         )
     except (ValueError, KeyError) as error:
@@ -279,16 +275,13 @@ def _system(distribution: Mapping[str, str]) -> Component:
 
 
 def _package(
-    name: str,
-    version: str,
+    package: DebianPackage | PythonPackage,
     purl: PackageURL,
-    layer: StoredLayer | None,
     licenses: Sequence[str],
     supplier: str,
     properties: Mapping[str, str],
     **more: Any,
 ) -> Component:
-    at = {"ekiben:layer": layer.name} if layer else {}
     declared = LicenseAcknowledgement.DECLARED
     choices = [
         (
@@ -303,13 +296,13 @@ def _package(
         for item in licenses
     ]
     return Component(
-        name=name,
-        version=version,
+        name=package.name,
+        version=package.version,
         purl=purl,
         type=ComponentType.LIBRARY,
         licenses=choices,
         supplier=OrganizationalEntity(name=supplier) if supplier else None,
-        properties=[Property(name=field, value=value) for field, value in {**at, **properties}.items()],
+        properties=[Property(name=field, value=value) for field, value in properties.items()],
         **more,
     )
 
@@ -317,7 +310,6 @@ def _package(
 def _debian(
     package: DebianPackage,
     image: ImageReader,
-    tree: Tree,
     info: _ImageInfo,
     layers: Sequence[StoredLayer],
     drift: Mapping[str, str],
@@ -330,13 +322,13 @@ def _debian(
     if (source, of) != (package.name, package.version):
         qualifiers["upstream"] = source if of == package.version else f"{source}@{of}"
     purl = PackageURL("deb", system, package.name, package.version, qualifiers)
-    copyright = read_file(image, tree, f"usr/share/doc/{package.name}/copyright") or b""
-    properties = {"ekiben:drift": drift[package.name]} if package.name in drift else {}
+    copyright = image.read_through_links(f"usr/share/doc/{package.name}/copyright") or b""
+    properties = _layer_of(package, image, layers)
+    if package.name in drift:
+        properties["ekiben:drift"] = drift[package.name]
     return _package(
-        package.name,
-        package.version,
+        package,
         purl,
-        _of(package.layer, image, layers),
         debian_licenses(copyright.decode(errors="replace")),
         package.maintainer,
         properties,
@@ -344,14 +336,16 @@ def _debian(
     )
 
 
-def _of(number: int, image: ImageReader, layers: Sequence[StoredLayer]) -> StoredLayer | None:
-    return layers[number] if len(layers) == len(image.layers) else None
+def _layer_of(
+    package: DebianPackage | PythonPackage, image: ImageReader, layers: Sequence[StoredLayer]
+) -> dict[str, str]:
+    """Return the property that names a package's layer; none in an image of one flat partition."""
+    return {"ekiben:layer": layers[package.layer].name} if len(layers) == len(image.layers) else {}
 
 
 def _python(
     package: PythonPackage,
     image: ImageReader,
-    tree: Tree,
     info: _ImageInfo,
     layers: Sequence[StoredLayer],
     locks: Locks,
@@ -359,7 +353,8 @@ def _python(
 ) -> Component:
     name, metadata = plain_name(package.name), package.metadata
     origin = next((item for item in info.compiled if plain_name(item.package) == name), None)
-    purl, pedigree, properties = PackageURL("pypi", None, name, package.version), None, dict[str, str]()
+    purl, pedigree = PackageURL("pypi", None, name, package.version), None
+    properties = _layer_of(package, image, layers)
     hashes: Sequence[str] = ()
     if locked := locks.get(name):
         version, hashes = locked
@@ -375,12 +370,10 @@ def _python(
             if (text := _format_list(origin.data.get(field, "")))
         }
     if not locked:
-        hashes = _installed_from(read_file(image, tree, f"{package.dist_info}/direct_url.json"))
+        hashes = _installed_from(image.read_through_links(f"{package.dist_info}/direct_url.json"))
     return _package(
-        package.name,
-        package.version,
+        package,
         purl,
-        _of(package.layer, image, layers),
         python_licenses(metadata),
         _author(metadata),
         properties,
@@ -404,7 +397,9 @@ def _format_list(value: Any) -> str:
 
 
 def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL, Pedigree | None]:
-    """The package index may have another package of that name (apex): what is from a repository is called after it."""
+    """Return the purl and pedigree of a compiled wheel, named by its repository: an index may have another package of
+    that name.
+    """
     if commit := origin.commit:
         repository = origin.repository
         where = {"vcs_url": f"git+{repository}@{commit}"} if repository else {}
@@ -428,14 +423,14 @@ def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL,
 
 
 def _installed_from(direct_url: bytes | None) -> list[str]:
-    """The wheel's hash as pip wrote it: https://packaging.python.org/specifications/direct-url/"""
+    """Return the wheel's hash as pip wrote it: https://packaging.python.org/specifications/direct-url/"""
     with contextlib.suppress(ValueError):
         return [Fields.of(parse_json(direct_url or b"")).object("archive_info").object("hashes").hex_digest("sha256")]
     return []
 
 
 def _author(metadata: Message) -> str:
-    """A name without its address."""
+    """Return the author's name without the address."""
     for field in ("Author", "Author-email", "Maintainer", "Maintainer-email"):
         author = " ".join(str(metadata[field] or "").split())
         name = re.sub(r'\s*<[^>]*>|\s*\([^)]*\)|"', "", author).strip(" ,")
@@ -447,10 +442,10 @@ def _author(metadata: Message) -> str:
 Locks = dict[str, tuple[str, list[str]]]
 
 
-def _locks(image: ImageReader, tree: Tree) -> Locks:
+def _locks(image: ImageReader) -> Locks:
     texts = [
-        read_file(image, tree, path) or b""
-        for path in sorted(tree)
+        image.read_through_links(path) or b""
+        for path in sorted(image.tree)
         if path.startswith("opt/ekiben/locks/") and path.endswith(".lock")
     ]
     return {
@@ -484,20 +479,20 @@ def _debian_dependencies(packages: Sequence[DebianPackage]) -> Dependencies:
     }
 
 
-def _python_dependencies(packages: Sequence[PythonPackage], image: ImageReader, tree: Tree) -> Dependencies:
+def _python_dependencies(packages: Sequence[PythonPackage], image: ImageReader) -> Dependencies:
     """Requires-Dist where its marker holds in the image. An extra counts where somebody asks for it."""
     installed = {(_site(package), plain_name(package.name)): package for package in packages}
     dependencies: Dependencies = {_key(package): set() for package in packages}
     waiting = [(package, "") for package in packages]
     done: set[tuple[str, str]] = set()
-    environments = {site: _marker_environment(site, image, tree) for site in {_site(package) for package in packages}}
+    environments = {site: _marker_environment(site, image) for site in {_site(package) for package in packages}}
     while waiting:
         package, extra = waiting.pop()
         if (_key(package), extra) in done:
             continue
         done.add((_key(package), extra))
         for line in package.metadata.get_all("Requires-Dist", []):
-            with contextlib.suppress(InvalidRequirement):  # of before there were rules
+            with contextlib.suppress(InvalidRequirement):  # older than the specification
                 requirement = Requirement(str(line))
                 if requirement.marker and not requirement.marker.evaluate(
                     {**environments[_site(package)], "extra": extra}
@@ -519,12 +514,12 @@ def _site(package: PythonPackage) -> str:
     return package.dist_info.rpartition("/")[0]
 
 
-def _marker_environment(site: str, image: ImageReader, tree: Tree) -> dict[str, str]:
+def _marker_environment(site: str, image: ImageReader) -> dict[str, str]:
     """https://packaging.python.org/specifications/dependency-specifiers/#environment-markers, in the image and not
     here.
     """
     short = match[1] if (match := re.search(r"/python(\d+\.\d+)/", f"/{site}/")) else "3"
-    settings = read_file(image, tree, site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
+    settings = image.read_through_links(site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
     full = match[1].decode() if (match := re.search(rb"^version\s*=\s*(\S+)", settings, re.MULTILINE)) else f"{short}.0"  # type: ignore[assignment]
     return {
         "python_version": short,
@@ -542,7 +537,9 @@ def _marker_environment(site: str, image: ImageReader, tree: Tree) -> dict[str, 
 
 
 def _roots(names: Iterable[str], dependencies: Dependencies) -> list[str]:
-    """What nothing else needs, and of every circle that nobody enters, one: from these all is reached."""
+    """Return components from which all others can be reached: those that no other needs, and one of each remaining
+    cycle.
+    """
     names = sorted(names)
     needed = {name for required in dependencies.values() for name in required}
     roots = [name for name in names if name not in needed]

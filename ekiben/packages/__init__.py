@@ -1,4 +1,4 @@
-"""Where packages come from, and their locked versions.
+"""Sources of packages, and their locked versions.
 
 apt          sources and versions of Debian packages; apt's settings for a script
 host_config  PackageSources: the site's mirrors and indexes; what of the host is mounted into a build

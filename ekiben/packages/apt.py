@@ -15,7 +15,7 @@ from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import run, which
 
 _TRUSTED = Path("/etc/apt/trusted.gpg.d")
-_KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")  # in an image, too
+_KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")  # images have it, too
 _FIELDS = "$(CREATED_BY) $(SITE) $(RELEASE) $(COMPONENT) $(REPO_URI)"
 
 
@@ -40,7 +40,7 @@ def apt_sources(suite: str, mirror: str | None) -> str:
 
 
 def _default_sources(suite: str) -> list[str]:
-    """What mmdebstrap would take the suite from: it has written that down when its first hook runs."""
+    """Return mmdebstrap's default sources, which it has written when its first hook runs."""
     if unavailable():
         return []
     ask = ["mmdebstrap", "--quiet", "--variant=custom", '--setup-hook=cat "$1/etc/apt/sources.list" >&2; exit 1']

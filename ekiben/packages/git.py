@@ -155,7 +155,7 @@ def _fetch(git: Sequence[str], source: GitSource) -> None:
 
 
 def _submodules(git: Sequence[str], commit: str) -> list[tuple[str, str, str]]:
-    """Return the path, repository and commit of each."""
+    """Return the path, repository and commit of each git source."""
     settings = run(
         [*git, "config", "--blob", f"{commit}:.gitmodules", "--get-regexp", r"^submodule\..*\.(path|url)$"], check=False
     )

@@ -35,7 +35,7 @@ _PASSED = (
 
 @dataclass(frozen=True, slots=True)
 class PackageSources:
-    """Where packages come from. ``sources``: sources.list lines, on the host and in a script (they differ for what lies
+    """Sources of packages. ``sources``: sources.list lines, on the host and in a script (they differ for what lies
     in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv; ``debs``: a
     folder of Debian packages with their index, instead of ``sources``."""
 
@@ -47,7 +47,7 @@ class PackageSources:
 
 
 def site_sources(stack: Stack, mirror: str | None) -> PackageSources:
-    """Return the site's own mirrors and indexes, then the snapshot archive for what the mirror no longer has."""
+    """Return the site's mirrors and indexes, then the snapshot archive for versions that the mirror no longer has."""
     lock = stack.apt_lock()
     if sources := apt_sources(stack.file.suite, mirror):
         log_decision(

@@ -1,4 +1,4 @@
-"""Which packages a file system holds, as dpkg and Python's metadata say."""
+"""Installed packages of a file system, from the metadata of dpkg and Python."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from ekiben.core.files import read_source
 from ekiben.core.paths import IS_INSTALLED, PROJECT_ROOT
 from ekiben.core.process import ProcessError, run, which
 from ekiben.packages.apt import apt_sources, preferences
-from ekiben.packages.requirements import RequirementsFile, read_requirements, run_uv
+from ekiben.packages.requirements import RequirementsFile, compile_lock, read_requirements
 from ekiben.spec.definition import Definition, Stage, read_definition
 from ekiben.spec.source_folders import SourceFolders, included_paths
 from ekiben.spec.stack import (
@@ -53,8 +53,6 @@ _LOCAL = re.compile(r"^([A-Za-z0-9][\w.-]*)==\S+\+\S+", re.MULTILINE)  # torch==
 _SOURCE = (  # NAME-source.in: a source distribution that a build stage compiles; its requirements are others' matter
     "-source"
 )
-PYTHON_PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}  # as uv names them
-_DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _INSTALL = re.compile(r"\bapt-get\b[^;&|\n]*?\binstall\b([^;&|<>\n]*)")
 _CHOSEN = re.compile(r"^Inst (\S+) (?:\[\S+\] )?\((\S+) ", re.MULTILINE)
 
@@ -158,7 +156,7 @@ def _sources(stack: Path, included: Iterable[Path]) -> SourceFolders:
 
 
 def _definitions(stack: Stack, included: Iterable[Path]) -> dict[str, Definition]:
-    """Every definition file this stack can bind, by layer."""
+    """Return every definition file that this stack can bind, by layer."""
     folders = dict.fromkeys([PROJECT_ROOT / "images", stack.folder.parent.parent])
     arguments = {**stack.file.arguments, "stack": str(stack.folder)}
     sources = _sources(stack.folder, included)
@@ -177,7 +175,7 @@ def _depth(definitions: Mapping[str, Definition], layer: str) -> int:
 
 
 def _below(definitions: Mapping[str, Definition], layer: str) -> list[str]:
-    """The layers that ``layer`` stands on, nearest first."""
+    """Return the layers below ``layer``, nearest first."""
     layers: list[str] = []
     while layer in definitions and (parent := definitions[layer].final.parent) and parent not in layers:
         layers.append(layer := parent)
@@ -244,52 +242,12 @@ def _resolve(source: Path, below: str, old: str, stack: Stack, sources: SourceFo
 
 
 def _compile(source: Path, checked: RequirementsFile, below: str, old: str, stack: Stack, absent: Sequence[str]) -> str:
-    with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
-        names = ("requirements.txt", "below.txt", "absent.txt", "out.lock")
-        requirements, constraints, overrides, out = (Path(folder) / name for name in names)
-        requirements.write_text(checked.text, encoding="utf-8")
-        constraints.write_text(below, encoding="utf-8")
-        overrides.write_text(
-            "".join(f"{line} ; python_version < '3'\n" for line in absent), encoding="utf-8"
-        )  # that is: nowhere
-        if old:
-            out.write_text(
-                old, encoding="utf-8"
-            )  # uv keeps what is there as long as it still fits: only what must change shows
-        date = _DATE.search(read_source(source))
-        try:
-            run_uv(
-                [
-                    "compile",
-                    "--quiet",
-                    "--generate-hashes",
-                    "--no-emit-index-url",
-                    "--no-header",
-                    "--no-annotate",
-                    "--python-version",
-                    stack.file.python,
-                    "--python-platform",
-                    PYTHON_PLATFORMS[stack.arch],
-                    # Without dependencies uv asks for no metadata, for which it would build a source distribution.
-                    *(["--no-deps"] if source.stem.endswith(_SOURCE) else ["--only-binary", ":all:"]),
-                    *(["--exclude-newer", date[1]] if date else []),
-                    "--override",
-                    overrides,
-                    "--constraints",
-                    constraints,
-                    requirements,
-                    "--output-file",
-                    out,
-                ],
-                Path(folder),
-            )
-        except ProcessError as error:
-            raise FetchError(f"{source} could not be resolved:\n{error.stderr.strip()}") from error
-        known = {canonicalize_name(match[1]) for match in _PIN.finditer(below)}
-        blocks = re.split(r"^(?=\S)", out.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        return "".join(
-            block for block in blocks if (match := _PIN.match(block)) and canonicalize_name(match[1]) not in known
-        )
+    wheels_only = not source.stem.endswith(_SOURCE)
+    try:
+        text = compile_lock(checked, stack, below=below, absent=absent, old=old, wheels_only=wheels_only)
+    except ProcessError as error:
+        raise FetchError(f"{source} could not be resolved:\n{error.stderr.strip()}") from error
+    return _blocks_beyond(text, below)
 
 
 def _check_versions(stack: Stack, text: str) -> None:
@@ -380,7 +338,7 @@ def _lock_debian(
 
 
 def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None) -> AptLock:
-    """What apt would install today for each layer, beyond the layers below.
+    """Return what apt would install today for each layer, beyond the layers below.
 
     Raises FetchError when the mirror does not answer, FileNotFoundError when there is no apt-get.
     """
@@ -413,7 +371,7 @@ def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: A
 
 
 def _apt_settings(folder: Path, sources: str, pins: str, arch: str) -> dict[str, str]:
-    """An apt of its own in ``folder``, on a system with nothing installed; its archive keys are the host's."""
+    """Write settings of an apt with nothing installed into ``folder``; its archive keys are the host's."""
     for path in ("lists/partial", "cache/archives/partial"):
         (folder / path).mkdir(parents=True)
     (folder / "status").touch()

@@ -159,7 +159,7 @@ def _objects(fields: Fields, name: str) -> list[Fields]:
 
 
 def _is_inside(version: str, events: Iterable[Fields]) -> bool:
-    """Whether a range of OSV events holds ``version``: the last event at or before it decides (osv-schema,
+    """Return whether a range of OSV events contains ``version``: the last event at or before it decides (osv-schema,
     "evaluation").
     """
     inside, at = False, Version(version)

@@ -13,8 +13,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,10 @@ from ekiben.core.errors import DefinitionError
 from ekiben.core.files import read_source
 from ekiben.core.process import Argv, run
 from ekiben.spec.source_folders import SourceFolders, local_path
+from ekiben.spec.stack import Stack
 
+_PLATFORMS = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}  # as uv names them
+_DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
 _OPTION = re.compile(
     r"(?P<name>-i|-f|--index-url|--extra-index-url|--find-links)(?:=|\s+)(?P<index>\S+)|--pre|--prefer-binary"
 )
@@ -37,10 +41,13 @@ _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class RequirementsFile:
-    """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them."""
+    """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them;
+    ``exclude_newer`` is the date of its comment, "" without one.
+    """
 
     options: tuple[str, ...]
     requirements: tuple[Requirement, ...]
+    exclude_newer: str = ""
 
     @property
     def text(self) -> str:
@@ -58,12 +65,13 @@ def read_requirements(source: Path, sources: SourceFolders) -> RequirementsFile:
     text = read_source(source)
     is_project = source.suffix == ".toml"
     options, requirements = list[str](), list[Requirement]()
-    for number, line in _of_project(source, text) if is_project else _of_list(text):
+    for number, line in _project_requirements(source, text) if is_project else _list_requirements(text):
         if not is_project and (option := _OPTION.fullmatch(line)):
             options.append(_check_option(option, source, number, sources))
         elif line:
             requirements.append(_requirement(source, number, line))
-    return RequirementsFile(tuple(options), tuple(requirements))
+    date = _DATE.search(text)
+    return RequirementsFile(tuple(options), tuple(requirements), date[1] if date else "")
 
 
 def _check_option(option: re.Match[str], source: Path, number: int, sources: SourceFolders) -> str:
@@ -92,7 +100,7 @@ def _format_requirement(requirement: Requirement) -> str:
     return f"{canonicalize_name(requirement.name)}{extras}{requirement.specifier}{marker}"
 
 
-def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:
+def _project_requirements(source: Path, text: str) -> Iterable[tuple[int, str]]:
     try:
         project = tomllib.loads(text).get("project", {})
         dynamic, dependencies = project.get("dynamic", ()), project.get("dependencies", ())
@@ -108,7 +116,7 @@ def _of_project(source: Path, text: str) -> Iterable[tuple[int, str]]:
     return enumerate(map(str, dependencies), 1)
 
 
-def _of_list(text: str) -> Iterator[tuple[int, str]]:
+def _list_requirements(text: str) -> Iterator[tuple[int, str]]:
     """Yield the lines with their numbers, as uv has them: a remark ends at its line's end, also after a backslash."""
     first, joined = 0, ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -148,3 +156,38 @@ def run_uv(arguments: Argv, folder: Path) -> subprocess.CompletedProcess[str]:
         [find_uv_bin(), "pip", command, "--project", folder, "--python", sys.executable, *rest],
         env={"UV_SYSTEM_CERTS": "1", **os.environ},
     )
+
+
+def compile_lock(
+    checked: RequirementsFile, stack: Stack, *, below: str, absent: Sequence[str], old: str, wheels_only: bool = True
+) -> str:
+    """Return uv's lock of requirements that fit the pins ``below``, with those.
+
+    ``absent``: requirements to leave out, as no index has them. ``old``: the last lock, whose versions are kept as far
+    as they fit. Raises ProcessError.
+    """
+    with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
+        names = ("requirements.txt", "below.txt", "absent.txt", "out.lock")
+        requirements, constraints, overrides, out = (Path(folder) / name for name in names)
+        requirements.write_text(checked.text, encoding="utf-8")
+        constraints.write_text(below, encoding="utf-8")
+        never = "".join(f"{line} ; python_version < '3'\n" for line in absent)
+        overrides.write_text(never, encoding="utf-8")
+        if old:
+            out.write_text(old, encoding="utf-8")
+        options = ["--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate"]
+        options += ["--python-version", stack.file.python, "--python-platform", _PLATFORMS[stack.arch]]
+        # Without dependencies uv asks for no metadata, for which it would build a source distribution.
+        options += ["--only-binary", ":all:"] if wheels_only else ["--no-deps"]
+        options += ["--exclude-newer", checked.exclude_newer] if checked.exclude_newer else []
+        files: list[str | Path] = [
+            "--override",
+            overrides,
+            "--constraints",
+            constraints,
+            requirements,
+            "--output-file",
+            out,
+        ]
+        run_uv(["compile", "--quiet", *options, *files], Path(folder))
+        return out.read_text(encoding="utf-8")

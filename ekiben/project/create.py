@@ -25,7 +25,7 @@ class _Text(string.Template):
 
 
 def create_recipe(folder: Path, *, layer: str = _INSTALLER, stack: str = "cu130") -> list[Path]:
-    """Make ``folder``, a recipe of the same name whose own layer stands on ``layer``.
+    """Create ``folder``, a recipe of the same name with a layer on top of ``layer``.
 
     Returns the files that were written.
 
@@ -71,12 +71,12 @@ def _check_layer(layer: str) -> None:
     if _INSTALLER not in (layers := [*_and_below(layer)]):
         raise UsageError(
             f"--from {layer}: it has no Python ({' on '.join(layers)}), so no package can be installed on it",
-            hint=f"--from {_INSTALLER}, or a layer that stands on it",
+            hint=f"--from {_INSTALLER}, or a layer above it",
         )
 
 
 def _and_below(layer: str) -> Iterator[str]:
-    """Yield ``layer`` and what it stands on, nearest first."""
+    """Yield ``layer`` and the layers below it, nearest first."""
     parent: str | None = layer
     while parent:
         yield parent

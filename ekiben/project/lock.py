@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,21 +20,19 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
-from ekiben.packages.lock import PYTHON_PLATFORMS
-from ekiben.packages.requirements import RequirementsFile, read_requirements, run_uv
+from ekiben.packages.requirements import RequirementsFile, compile_lock, read_requirements
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
-_WHEEL = "org.ekiben.wheel"  # of a build stage: the package that it compiles for the layer
-_DATE = re.compile(r"^# exclude-newer: (\S+)", re.MULTILINE)
+_WHEEL = "org.ekiben.wheel"  # label of a build stage: the package that it compiles for the layer
 
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """What the layers below have. ``pins`` is the text of their locks; ``compiled`` are packages that no index has as a
-    wheel, with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock."""
+    """The packages of the layers below. ``pins`` is the text of their locks; ``compiled`` are packages that no index
+    has as a wheel, with their versions, "" where unknown; ``absent`` are requirements that the stack could not lock."""
 
     layers: tuple[str, ...]
     pins: str
@@ -194,7 +191,7 @@ def read_below(recipe: Recipe, stack: Stack) -> Below:
 
 
 def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
-    """The definitions that the recipe's top layer stands on, lowest first."""
+    """Return the definitions below the recipe's top layer, lowest first."""
     known = {path.stem: path for folder in reversed(recipe.image_folders) for path in sorted(folder.glob("*.def"))}
     arguments = {
         **stack.file.arguments,
@@ -205,7 +202,7 @@ def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
     name: str | None = recipe.file.layer
     while name is not None:
         if name not in known or name in [item.name for item in definitions]:
-            problem = "stands on itself" if name in known else "is no layer"
+            problem = "is its own parent" if name in known else "is no layer"
             raise DefinitionError(f"{recipe.folder / 'recipe.yaml'}: '{name}' below '{recipe.file.layer}' {problem}")
         recipe.sources.check(known[name])
         definitions.append(
@@ -218,9 +215,7 @@ def _definitions_below(recipe: Recipe, stack: Stack) -> list[Definition]:
 
 
 def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Below) -> None:
-    """A package that a layer below compiled is left out of the resolution, so what is asked of its version is compared
-    here.
-    """
+    """Compare the versions of compiled packages, which are not part of the resolution, with the requirements."""
     for asked in requirements:
         has = below.compiled.get(canonicalize_name(asked.name))
         if has and not asked.specifier.contains(has, prereleases=True):
@@ -229,45 +224,12 @@ def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Be
 
 def _compile(source: Path, checked: RequirementsFile, below: Below, old: str, stack: Stack) -> str:
     """Resolve ``source`` and return the blocks of a lock file for what the layers below do not have."""
-    nowhere = [*below.absent, *below.compiled]
-    with tempfile.TemporaryDirectory(prefix="ekiben-lock-") as folder:
-        names = ("requirements.txt", "below.txt", "absent.txt", "out.lock")
-        requirements, constraints, overrides, out = (Path(folder) / name for name in names)
-        requirements.write_text(checked.text, encoding="utf-8")
-        constraints.write_text(below.pins, encoding="utf-8")
-        overrides.write_text("".join(f"{line} ; python_version < '3'\n" for line in nowhere), encoding="utf-8")
-        if old:
-            out.write_text(below.pins + old, encoding="utf-8")  # uv keeps what is in the file as long as it fits
-        date = _DATE.search(read_source(source))
-        try:
-            run_uv(
-                [
-                    "compile",
-                    "--quiet",
-                    "--generate-hashes",
-                    "--no-emit-index-url",
-                    "--no-header",
-                    "--no-annotate",
-                    "--python-version",
-                    stack.file.python,
-                    "--python-platform",
-                    PYTHON_PLATFORMS[stack.arch],
-                    "--only-binary",
-                    ":all:",
-                    *(["--exclude-newer", date[1]] if date else []),
-                    "--override",
-                    overrides,
-                    "--constraints",
-                    constraints,
-                    requirements,
-                    "--output-file",
-                    out,
-                ],
-                Path(folder),
-            )
-        except ProcessError as error:
-            raise _explained(source, error.stderr.strip(), below) from error
-        return _new_blocks(source, out.read_text(encoding="utf-8"), below.versions)
+    absent = [*below.absent, *below.compiled]
+    try:
+        text = compile_lock(checked, stack, below=below.pins, absent=absent, old=old and below.pins + old)
+    except ProcessError as error:
+        raise _explained(source, error.stderr.strip(), below) from error
+    return _new_blocks(source, text, below.versions)
 
 
 def _explained(source: Path, message: str, below: Below) -> DefinitionError | FetchError:

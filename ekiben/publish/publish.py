@@ -86,16 +86,45 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """The names of a published version, and its files beside the SIF.
+
+    ``version``: default today's date. ``tags``: further links to it; ``current``: link `current` to it. ``pin``: prune
+    keeps it. ``check``: test the SIF before anyone sees it; ``key`` signs it. ``module``: with a modulefile; all
+    versions get one once one has it, for the default would stay behind `current` otherwise.
+    """
+
+    version: str | None = None
+    tags: Sequence[str] = ()
+    pin: bool = False
+    current: bool = True
+    check: bool = True
+    key: Key | None = None
+    module: bool = False
+
+    def refuse_contradictions(self) -> None:
+        """Raise UsageError for a name that no version or tag can have."""
+        if self.version is not None and not VERSION.fullmatch(self.version):
+            raise UsageError(f"--version {self.version}: letters, digits, '.', '_' and '+', at most 64")
+        if CURRENT in self.tags and not self.current:
+            raise UsageError(f"--tag {CURRENT}: --no-current leaves that link as it is; give one of the two")
+        for tag in self.tags:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", tag, re.ASCII) or tag.endswith(_ENDINGS):
+                raise UsageError(
+                    f"--tag {tag}: letters, digits, '.', '_' and '-', and no ending of a file in that folder"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What one call of publish() puts where. ``folder`` is the image's own folder."""
+    """One call of publish(). ``folder`` is the image's folder."""
 
     image: Image
     store: Store
     header: SifHeader
     shared: SharedStore
     progress: Progress
-    version: str | None
-    key: Key | None
+    options: PublishOptions
 
     @property
     def folder(self) -> InnerPath:
@@ -106,26 +135,13 @@ def publish(
     image: Image,
     store: Store,
     shared_dir: Path,
+    options: PublishOptions,
     progress: Progress,
-    *,
-    version: str | None = None,
-    tags: Sequence[str] = (),
-    pin: bool = False,
-    current: bool = True,
-    check: bool = True,
-    key: Key | None = None,
-    module: bool = False,
 ) -> Published:
-    """Write the image's SIF into ``shared_dir``, tested before anyone sees it, and signed with ``key``.
-
-    ``module``: with a modulefile. All versions get one once one has it: the default would stay behind `current`
-    otherwise. Raises StoreError, VerifyError, UsageError.
-    """
-    shared = open_destination(shared_dir, version=version, tags=tags, current=current, module=module)
+    """Write the image's SIF into ``shared_dir``. Raises StoreError, VerifyError, UsageError."""
+    shared = open_destination(shared_dir, options)
     header = image.sif_header(store)
-    request = _Request(
-        image=image, store=store, header=header, shared=shared, progress=progress, version=version, key=key
-    )
+    request = _Request(image=image, store=store, header=header, shared=shared, progress=progress, options=options)
     with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
         _write_readme(shared)
         folder = request.folder
@@ -135,16 +151,16 @@ def publish(
             record = _find_intact(request)
             if record is None:
                 created = True
-                bytes_copied += _put(request, check=check)
+                bytes_copied += _put(request)
                 if (record := _find_intact(request)) is None:
                     continue  # a prune that had begun before it was announced here took it away
             _write(shared, folder / f"{record.file}.sha256", _sum_line(record.sha256, record.file))
-            if pin:
+            if options.pin:
                 _write(shared, folder / f"{record.stem}.pin", b"")
-            for tag in (*([CURRENT] if current else []), *tags):
+            for tag in (*([CURRENT] if options.current else []), *options.tags):
                 _link(folder / tag, record.file)
             module_loaded = None
-            if module or (shared.folder / module_folder(image.name)).is_folder():
+            if options.module or (shared.folder / module_folder(image.name)).is_folder():
                 module_loaded = _put_module(shared, folder, image, record.stem)
             if _find_intact(request) is not None:
                 return Published((folder / record.file).path, record, bytes_copied, created, module_loaded)
@@ -154,24 +170,11 @@ def publish(
     )
 
 
-def open_destination(
-    shared_dir: Path,
-    *,
-    version: str | None = None,
-    tags: Sequence[str] = (),
-    current: bool = True,
-    module: bool = False,
-) -> SharedStore:
-    """Refuse what can be refused before anything is built. Raises StoreError, UsageError."""
-    if module:
+def open_destination(shared_dir: Path, options: PublishOptions) -> SharedStore:
+    """Open the shared folder, before the image is built. Raises StoreError, UsageError."""
+    if options.module:
         check_shared_dir(shared_dir)
-    if version is not None and not VERSION.fullmatch(version):
-        raise UsageError(f"--version {version}: letters, digits, '.', '_' and '+', at most 64")
-    if CURRENT in tags and not current:
-        raise UsageError(f"--tag {CURRENT}: --no-current leaves that link as it is; say one of the two")
-    for tag in tags:
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", tag, re.ASCII) or tag.endswith(_ENDINGS):
-            raise UsageError(f"--tag {tag}: letters, digits, '.', '_' and '-', and no ending of a file of the place")
+    options.refuse_contradictions()
     shared = SharedStore(shared_dir)
     shared.open_for_writing()
     return shared
@@ -182,9 +185,9 @@ def _find_intact(request: _Request) -> VersionRecord | None:
 
     Without a key, a signed one first.
     """
-    image, key = request.image, request.key
+    image, key, version = request.image, request.options.key, request.options.version
     records, _ = read_records(request.folder)
-    candidates = [item for item in records if item.sif == request.header.id and request.version in (None, item.version)]
+    candidates = [item for item in records if item.sif == request.header.id and version in (None, item.version)]
     if key:
         candidates = [item for item in candidates if item.signature and item.signature.fingerprint == key.fingerprint]
     candidates.sort(key=lambda item: not item.signature)
@@ -224,7 +227,7 @@ def _sum_line(sha256: str, file: str) -> bytes:
 def _stem(request: _Request, sha256: str) -> str:
     """Return the name that a SIF of this digest has there already, of which something is damaged, or a new one."""
     image, end = request.image, sha256[:12]
-    version = request.version
+    version = request.options.version
     if version is None:
         start, end_of_record = f"{image.name}-", f"-{end}.json"
         names = [path.name for path in request.folder.entries()]
@@ -245,7 +248,7 @@ def _put_layers(shared: SharedStore, sif: InnerPath, image: Image) -> bool:
     return True
 
 
-def _put(request: _Request, *, check: bool) -> int:
+def _put(request: _Request) -> int:
     """Write whole files only: everything lies in staging/ until it is tested, and takes its name then.
 
     Returns the bytes of layers that were copied from the store.
@@ -254,14 +257,14 @@ def _put(request: _Request, *, check: bool) -> int:
     if shared.folder.free_bytes() < image.size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     signature = (
-        sign_image(image, store, request.key) if request.key else None
+        sign_image(image, store, request.options.key) if request.options.key else None
     )  # before the work: it may ask for a passphrase
     with shared.new_folder() as staging:
         sif = staging / "image.sif"
         with progress.step(f"write the SIF in {request.folder}", total=image.size):
             sha256, bytes_copied = _write_sif(sif, request, signature)
             note_sif(request.header, sif, store, sha256=sha256)
-        checks = verify(image, store, progress, sifs=[sif]) if check else []
+        checks = verify(image, store, progress, sifs=[sif]) if request.options.check else []
         _put_wheels(image, store, shared, staging, progress)
         sbom = _make_sbom(image, store, progress)
         stem = _stem(request, sha256)
@@ -281,7 +284,7 @@ def _put(request: _Request, *, check: bool) -> int:
 def _record_of(
     request: _Request, stem: str, sha256: str, size: int, checks: Sequence[Check], sbom: str | None
 ) -> dict[str, Any]:
-    image, key = request.image, request.key
+    image, key = request.image, request.options.key
     return {
         "format": RECORD_FORMAT,
         "name": image.name,

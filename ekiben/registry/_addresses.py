@@ -1,4 +1,4 @@
-"""Where a URL leads: its origin, and whether an address belongs to the internet or to a network of somebody's own."""
+"""Origins of URLs, and whether an address belongs to the internet or to a private network."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ekiben.registry._pace import Pace
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What a connection does with what it notices. Each may raise.
+    """Callbacks of a connection. Each may raise.
 
     ``on_address`` receives the address that was reached, ``on_slow`` a sentence about the bytes that came.
     """
@@ -32,7 +32,7 @@ class Guard:
 
 
 class _Measured:
-    """What sockets of both kinds add: each read and write is counted."""
+    """Sockets of both kinds that count each read and write."""
 
     pace: Pace | None = None
 
@@ -66,7 +66,7 @@ class TLSSocket(_Measured, ssl.SSLSocket):
 
 
 class _GuardedConnection(HTTPConnection):
-    """What connections of both schemes add. ``guard`` is set by new_adapter()."""
+    """Connections of both schemes with a ``guard``, which new_adapter() sets."""
 
     guard: Guard
 
@@ -139,7 +139,7 @@ def new_adapter(context: ssl.SSLContext, guard: Guard) -> HTTPAdapter:
 
         def proxy_manager_for(self, *args: Any, **options: Any) -> Any:
             manager = super().proxy_manager_for(*args, ssl_context=context, **options)
-            if hasattr(manager, "proxy"):  # one of SOCKS has pools of its own
+            if hasattr(manager, "proxy"):  # a SOCKS manager has its own pools
                 manager.pool_classes_by_scheme = pools
             return manager
 

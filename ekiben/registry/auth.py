@@ -1,4 +1,4 @@
-"""Who one is at a registry: what `docker login`, `apptainer registry login`, podman and credential helpers keep.
+"""Logins at a registry, as `docker login`, `apptainer registry login`, podman and credential helpers keep them.
 
 Looked for in this order; the first that knows the host is taken:
 
@@ -44,7 +44,7 @@ def find_credentials(host: str, repository: str = "") -> Credentials | None:
         if user and password:
             return Credentials(user, password, f"{program}_DOCKER_USERNAME")
     for source, data in _configs():
-        if credentials := _in_config(data, host, repository, source):
+        if credentials := _config_credentials(data, host, repository, source):
             return credentials
     return None
 
@@ -79,7 +79,7 @@ def _files() -> list[Path]:
     return [*paths, home / ".config/containers/auth.json"]
 
 
-def _in_config(data: dict[str, Any], host: str, repository: str, source: str) -> Credentials | None:
+def _config_credentials(data: dict[str, Any], host: str, repository: str, source: str) -> Credentials | None:
     names = _names(host, repository)
     helpers = data.get("credHelpers")
     helper = next((helpers[name] for name in names if name in helpers), None) if isinstance(helpers, dict) else None
@@ -90,7 +90,7 @@ def _in_config(data: dict[str, Any], host: str, repository: str, source: str) ->
     auths = data.get("auths")
     for name in names if isinstance(auths, dict) else ():
         entry = auths.get(name) if isinstance(auths, dict) else None
-        if isinstance(entry, dict) and (credentials := _of_entry(entry, source)):
+        if isinstance(entry, dict) and (credentials := _entry_credentials(entry, source)):
             return credentials
     return None
 
@@ -110,7 +110,7 @@ def _names(host: str, repository: str) -> list[str]:
     ]
 
 
-def _of_entry(entry: dict[str, Any], source: str) -> Credentials | None:
+def _entry_credentials(entry: dict[str, Any], source: str) -> Credentials | None:
     token = entry.get("identitytoken") or ""
     user, password = entry.get("username"), entry.get("password")
     if entry.get("auth"):

@@ -1,6 +1,6 @@
 """A client of OCI registries: https://github.com/opencontainers/distribution-spec
 
-Every blob and manifest is checked against its digest. What breaks goes on where it broke: an upload asks how far it
+Every blob and manifest is checked against its digest. Interrupted transfers resume: an upload asks how far it
 came, a download asks for the rest. (docker-registry 2.8 keeps what came in whole pieces; a piece that breaks off makes
 it forget that blob, which then begins anew.) Who one is: ekiben/registry/auth.py. Whom one trusts: the system's
 certificates, SSL_CERT_FILE, and the certs.d/HOST folders of docker and podman. Plain HTTP is used only for localhost
@@ -28,7 +28,7 @@ from ekiben.registry import session as http
 from ekiben.registry._pace import MINIMUM_BYTES
 from ekiben.registry.manifest import Descriptor, ImageConfig, Manifest, parse_index
 from ekiben.registry.reference import Reference, digest_of
-from ekiben.registry.session import BUSY, MAX_MANIFEST, MEDIA_MANIFESTS, BrokenConnection, RegistrySession
+from ekiben.registry.session import BUSY, MAX_MANIFEST, MEDIA_MANIFESTS, BrokenConnection, RegistrySession, Request
 
 if TYPE_CHECKING:
     from requests import Response
@@ -100,9 +100,8 @@ class Registry:
 
     def tag_digest(self, tag: str) -> str | None:
         """Return the digest that a tag names now; None when there is no such tag. Raises FetchError."""
-        answer = self.session.ask(
-            "HEAD", f"manifests/{tag}", headers={"Accept": ", ".join(MEDIA_MANIFESTS)}, good=(200, 404)
-        )
+        request = Request("HEAD", f"manifests/{tag}", {"Accept": ", ".join(MEDIA_MANIFESTS)})
+        answer = self.session.ask(request, good=(200, 404))
         digest = answer.headers.get("Docker-Content-Digest") if answer.status_code == 200 else None
         if digest is not None and not is_digest(digest):
             raise FetchError(
@@ -112,9 +111,8 @@ class Registry:
 
     def put_manifest(self, data: bytes, media_type: str, tag: str) -> str:
         """Put a manifest under ``tag``, and return its digest. Raises FetchError."""
-        answer = self.session.ask(
-            "PUT", f"manifests/{tag}", data=data, headers={"Content-Type": media_type}, good=(201,), push=True
-        )
+        request = Request("PUT", f"manifests/{tag}", {"Content-Type": media_type}, data, push=True)
+        answer = self.session.ask(request, good=(201,))
         confirmed, digest = answer.headers.get("Docker-Content-Digest"), digest_of(data)
         if confirmed not in (None, digest):
             raise FetchError(f"{self.reference}: the registry took the manifest {digest} for {confirmed}")
@@ -132,10 +130,8 @@ class Registry:
         That index has the tag sha256-…:
         https://github.com/opencontainers/distribution-spec/blob/main/spec.md#referrers-tag-schema
         """
-        headers = {"Accept": MEDIA_INDEX}
-        with self.session.ask(
-            "GET", f"referrers/{digest}", headers=headers, stream=True, good=(200, 400, 404, 405)
-        ) as answer:
+        request = Request("GET", f"referrers/{digest}", {"Accept": MEDIA_INDEX})
+        with self.session.ask(request, stream=True, good=(200, 400, 404, 405)) as answer:
             if answer.status_code == 200 and answer.headers.get("Content-Type", "").startswith(MEDIA_INDEX):
                 try:
                     data = b"".join(self.session.received(answer, MAX_MANIFEST))
@@ -167,7 +163,7 @@ class Registry:
         empty, content = (dict[str, Any](digest=blob.digest, size=blob.size) for blob in blobs)
         media_type = self._parse(_media_type, subject_data) or MEDIA_MANIFESTS[0]
         title = "org.opencontainers.image.title"
-        if title in annotations:  # what a client calls the file that it pulls
+        if title in annotations:  # the name of a client's file
             content["annotations"] = {title: annotations[title]}
         manifest = {
             "schemaVersion": 2,
@@ -181,9 +177,8 @@ class Registry:
         manifest_data = json.dumps(manifest, sort_keys=True).encode()
         digest = digest_of(manifest_data)
         headers = {"Content-Type": MEDIA_MANIFESTS[0]}
-        answer = self.session.ask(
-            "PUT", f"manifests/{digest}", data=manifest_data, headers=headers, good=(201,), push=True
-        )
+        request = Request("PUT", f"manifests/{digest}", headers, manifest_data, push=True)
+        answer = self.session.ask(request, good=(201,))
         if "OCI-Subject" not in answer.headers:  # the registry does not know of referrers
             item = {
                 "mediaType": MEDIA_MANIFESTS[0],
@@ -192,12 +187,12 @@ class Registry:
                 "size": len(manifest_data),
                 "annotations": dict(annotations),
             }
-            self._list_too(_list_tag(subject), item)
+            self._append_referrer(_list_tag(subject), item)
         return digest
 
-    def _list_too(self, tag: str, item: dict[str, Any]) -> None:
-        """Registries have no locks: whoever finds that another's list took the place of his does it again, which nearly
-        helps.
+    def _append_referrer(self, tag: str, item: dict[str, Any]) -> None:
+        """Append an entry to the list of referrers, and check it: registries have no locks, so another client may
+        overwrite it.
         """
         for _ in range(5):
             items = self._listed(tag)
@@ -263,7 +258,7 @@ class Registry:
                 if failures > len(http.PAUSES):
                     raise FetchError(
                         f"{self.reference}: {self.reference.host} broke off at {stream.tell()} bytes: {error}",
-                        hint="the same command goes on from there",
+                        hint="the same command resumes it",
                     ) from error
                 time.sleep(http.PAUSES[failures - 1])
                 sha, before = self._hash_again(stream, sha, before)
@@ -273,7 +268,7 @@ class Registry:
             raise FetchError(f"{self.reference}: blob {digest} arrived damaged", hint="run the same command again")
 
     def _check_space(self, digest: str, size: int, stream: BinaryIO) -> None:
-        """A size is what a registry says, and the bytes that it goes on to send may be as many."""
+        """Check that the disk has room for the size that the registry declares."""
         status, volume = os.fstat(stream.fileno()), os.fstatvfs(stream.fileno())
         missing, free = size - status.st_size, volume.f_bavail * volume.f_frsize
         if missing > free:
@@ -283,7 +278,7 @@ class Registry:
             )
 
     def _hash_again(self, stream: BinaryIO, sha: hashlib._Hash, before: int) -> tuple[hashlib._Hash, int]:
-        """A server that knows no ranges began from the start, and so did the file."""
+        """Return a new hash where the server ignored the range, and sent the file from its start."""
         return (hashlib.sha256(), 0) if stream.tell() == 0 and before else (sha, before)
 
     def _receive(
@@ -291,7 +286,7 @@ class Registry:
     ) -> None:
         at = stream.tell()
         headers = {"Range": f"bytes={at}-"} if at else {}
-        with self.session.ask("GET", f"blobs/{digest}", headers=headers, stream=True, good=(200, 206)) as answer:
+        with self.session.ask(Request("GET", f"blobs/{digest}", headers), stream=True, good=(200, 206)) as answer:
             if at and answer.status_code == 200:
                 stream.seek(0)
                 stream.truncate()
@@ -307,29 +302,31 @@ class Registry:
 
     def has_blob(self, digest: str) -> bool:
         """Return whether the repository has the blob. Raises FetchError."""
-        return self.session.ask("HEAD", f"blobs/{digest}", good=(200, 404), push=True).status_code == 200
+        return self.session.ask(Request("HEAD", f"blobs/{digest}", push=True), good=(200, 404)).status_code == 200
 
     def mount_blob(self, digest: str, other: str) -> bool:
         """Mount a blob from the repository ``other`` of the same registry; return whether the registry did so."""
         query = urlencode({"mount": digest, "from": other})
-        answer = self.session.ask(
-            "POST", f"blobs/uploads/?{query}", good=(201, 202, 401, 403, 404), push=True, other=other
-        )
+        request = Request("POST", f"blobs/uploads/?{query}", push=True, other=other)
+        answer = self.session.ask(request, good=(201, 202, 401, 403, 404))
         if answer.status_code == 202:  # it began an upload instead
             self._cancel(answer)
         return answer.status_code == 201
 
+    def _begin_upload(self) -> Response:
+        return self.session.ask(Request("POST", "blobs/uploads/", push=True), good=(202,))
+
     def _cancel(self, upload: Response) -> None:
         with contextlib.suppress(FetchError):
             if location := self.session.location(upload):
-                self.session.ask("DELETE", location, good=(202, 204, 404, 405), push=True)
+                self.session.ask(Request("DELETE", location, push=True), good=(202, 204, 404, 405))
 
     def check_push(self) -> None:
         """Begin an upload, and cancel it: whether the registry answers, and whether this login may write.
 
         Raises FetchError.
         """
-        self._cancel(self.session.ask("POST", "blobs/uploads/", good=(202,), push=True))
+        self._cancel(self._begin_upload())
 
     def send_blob(
         self,
@@ -365,7 +362,7 @@ class Registry:
                 if failures > len(http.PAUSES):
                     raise FetchError(
                         f"{self.reference}: {self.reference.host} broke off at {sent} bytes of {blob.digest}: {error}",
-                        hint="the same command goes on from there",
+                        hint="the same command resumes it",
                     ) from error
                 time.sleep(http.PAUSES[failures - 1])
                 location, offset = self._resume(location)
@@ -374,27 +371,26 @@ class Registry:
             raise FetchError(
                 f"{self.reference}: {blob.digest} has {sent} bytes, not {blob.size}: it changed while it was sent"
             )
-        self.session.ask("PUT", _with_query(location, digest=blob.digest), good=(201, 204), push=True)
+        self.session.ask(Request("PUT", _with_query(location, digest=blob.digest), push=True), good=(201, 204))
         return out
 
     def _resume(self, location: str) -> tuple[str, int]:
-        """Return the URL and the byte to go on from: of the upload at ``location`` when the registry still has it."""
+        """Return the URL and the byte to resume from: of the upload at ``location`` when the registry still has it."""
         if location:
-            answer = self.session.ask("GET", location, good=(204, 404, 400, 416), push=True)
+            answer = self.session.ask(Request("GET", location, push=True), good=(204, 404, 400, 416))
             if answer.status_code == 204:
                 match = _RANGE.fullmatch(answer.headers.get("Range", ""))
                 offset = int(match[1]) + 1 if match and match[1] != "0" else 0
                 return self.session.location(answer) or self.session.absolute(location), offset
-        answer = self.session.ask("POST", "blobs/uploads/", good=(202,), push=True)
+        answer = self._begin_upload()
         if not (location := self.session.location(answer)):
             raise FetchError(f"{self.reference}: the registry began an upload without a Location")
         return location, 0
 
     def _send_piece(self, location: str, piece: bytes, start: int) -> str:
         headers = {"Content-Type": "application/octet-stream", "Content-Range": f"{start}-{start + len(piece) - 1}"}
-        answer = self.session.ask(
-            "PATCH", location, data=piece, headers=headers, good=(202, 404, 416, *BUSY), push=True, again=False
-        )
+        request = Request("PATCH", location, headers, piece, push=True)
+        answer = self.session.ask(request, good=(202, 404, 416, *BUSY), again=False)
         if answer.status_code != 202:
             raise BrokenConnection(f"{answer.status_code} {answer.reason}")
         return self.session.location(answer) or location

@@ -1,4 +1,4 @@
-"""Read what a registry answers: manifests, lists of referrers, image configs."""
+"""Parse answers of a registry: manifests, lists of referrers, image configs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Descriptor:
 
     @classmethod
     def parse(cls, fields: Fields) -> Descriptor:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         platform = fields.mapping("platform", {})
         return cls(
             fields.digest("digest"),
@@ -44,7 +44,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         fields = Fields.of(parse_json(data))
         layers = tuple(Descriptor.parse(layer) for layer in fields.objects("layers"))
         return cls(fields.text("mediaType", ""), Descriptor.parse(fields.object("config")), layers)
@@ -58,7 +58,7 @@ def parse_index(data: bytes) -> list[Descriptor] | None:
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The config of an image. ``created`` and ``architecture`` are "" where it does not say it."""
+    """The config of an image. ``created`` and ``architecture`` are "" where they are missing."""
 
     created: str
     diff_ids: tuple[str, ...]
@@ -68,7 +68,7 @@ class ImageConfig:
 
     @classmethod
     def parse(cls, data: bytes) -> ImageConfig:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         fields = Fields.of(parse_json(data))
         config = fields.object("config") if "config" in fields else Fields({})
         rootfs = fields.object("rootfs") if "rootfs" in fields else Fields({})

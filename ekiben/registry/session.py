@@ -1,7 +1,7 @@
 """HTTP requests to one repository of a registry: retries, logins, certificates, proxies, and the errors that come of
 them.
 
-A registry names other hosts: where a redirect leads, where an upload goes on, who gives tokens. Each request is sent to
+A registry names other hosts: of redirects, of uploads, of token servers. Each request is sent to
 one origin (scheme, host and port), and what is secret goes to the registry's own, or to the token server that the
 registry itself names: passwords, tokens, client certificates. Cookies are not kept, and ~/.netrc is not read.
 """
@@ -51,7 +51,7 @@ MAX_REDIRECTS = 10
 BUSY = {429, 500, 502, 503, 504}
 _URL_CHARACTERS = "!#$%&'()*+,/:;=?@[]~"  # RFC 3986
 _REDIRECTS = {301, 302, 303, 307, 308}
-_TOKEN = re.compile(r"[\x21-\x7e]+")  # what may stand in a header
+_TOKEN = re.compile(r"[\x21-\x7e]+")  # characters allowed in a header
 _LOCAL = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[::1\])(:\d+)?$")
 
 
@@ -60,15 +60,20 @@ class BrokenConnection(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """``may_leave``: a redirect may lead to another origin, without ``secret``, the Authorization header for
-    ``url``'s.
+class Request:
+    """A request to ``url``: of the registry's API also its path below the repository.
+
+    ``push``: with a login that may write; ``other``: a repository that it may read as well. ``secret`` is the
+    Authorization header for the origin of ``url``; with ``may_leave`` a redirect may name another origin, which does
+    not get it.
     """
 
     method: str
     url: str
     headers: Mapping[str, str] = field(default_factory=dict)
     data: bytes | None = None
+    push: bool = False
+    other: str = ""
     secret: str | None = None
     may_leave: bool = True
 
@@ -110,7 +115,7 @@ class RegistrySession:
         return self._base
 
     def _local_scheme(self, host: str) -> str:
-        """A registry on this machine may speak either."""
+        """Ask a registry on this machine whether it uses http or https."""
         from requests import RequestException
 
         try:
@@ -164,11 +169,11 @@ class RegistrySession:
             self._check_private(address)
 
     def _check_private(self, host: str) -> None:
-        """Raise FetchError when the registry is on the internet: it would make this machine ask what it cannot reach
-        itself.
+        """Raise FetchError when a registry on the internet redirects to a private address, which only this machine can
+        reach.
         """
         is_public = False in self._addresses
-        if not self._addresses:  # by a proxy, none is known
+        if not self._addresses:  # behind a proxy, none is known
             is_public = not names_private(self._registry_origin[1])
         if is_public:
             raise FetchError(
@@ -211,7 +216,7 @@ class RegistrySession:
         if names_private(host):  # the others are looked at when they are connected to
             self._check_private(host)
 
-    def _follow(self, request: _Request) -> Response:
+    def _follow(self, request: Request) -> Response:
         """Send a request, and follow redirects where the method allows it: secrets stay with the origin of
         ``request.url``.
 
@@ -236,7 +241,7 @@ class RegistrySession:
             request = replace(request, url=url)
         raise FetchError(f"{self.reference}: {self.reference.host} redirects more than {MAX_REDIRECTS} times")
 
-    def _send(self, request: _Request, first: Origin) -> Response:
+    def _send(self, request: Request, first: Origin) -> Response:
         from requests import RequestException
 
         at_registry = self._at_registry(request.url)
@@ -273,29 +278,19 @@ class RegistrySession:
     # -- requests to the registry
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        headers: Mapping[str, str] | None = None,
-        data: bytes | None = None,
-        stream: bool = False,
-        good: Sequence[int] = (200,),
-        push: bool = False,
-        other: str = "",
-        again: bool = True,
+        self, request: Request, *, good: Sequence[int] = (200,), stream: bool = False, again: bool = True
     ) -> Response:
         """Send a request, and return the response when its status is in ``good``.
 
-        With ``again``, it is repeated when the server is busy or the connection breaks. Raises FetchError,
-        BrokenConnection.
+        With ``stream``, leave its body to the caller. With ``again``, repeat the request when the server is busy or the
+        connection breaks. Raises FetchError, BrokenConnection.
         """
-        scope = f"repository:{self.reference.repository}:{'pull,push' if push else 'pull'}"
-        scope += f" repository:{other}:pull" if other else ""
-        request = _Request(method, self.absolute(path), headers or {}, data)
+        scope = f"repository:{self.reference.repository}:{'pull,push' if request.push else 'pull'}"
+        scope += f" repository:{request.other}:pull" if request.other else ""
+        absolute = replace(request, url=self.absolute(request.url))
         for pause in (*PAUSES, None) if again else (None,):
             try:
-                answer = self._authorized(request, scope)
+                answer = self._authorized(absolute, scope)
             except BrokenConnection as error:
                 if not again:
                     raise
@@ -306,16 +301,16 @@ class RegistrySession:
             self._answered = True
             if answer.status_code in good:
                 if not stream:
-                    self._read_error(answer)  # what it says is of no interest, but the connection is
+                    self._read_error(answer)  # read to its end, so that the connection can be used again
                 return answer
             if answer.status_code not in BUSY or pause is None or (pause := _asked_pause(answer, pause)) is None:
-                raise self._refused(answer, method, path)
+                raise self._refused(answer, request)
             answer.close()
             time.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def _authorized(self, request: _Request, scope: str) -> Response:
-        """Send a request, and once more with what a 401 asks for. What another host asks for, it does not get."""
+    def _authorized(self, request: Request, scope: str) -> Response:
+        """Send a request, and again with a login after the registry's 401. Another host's 401 gets none."""
         known = self._authorizations.get(scope)
         for attempt in range(2):
             answer = self._follow(replace(request, secret=known if self._at_registry(request.url) else None))
@@ -329,7 +324,7 @@ class RegistrySession:
         return answer
 
     def _authorize(self, challenge: str, scope: str) -> str:
-        """The header that answers a 401."""
+        """Return the header that answers a 401."""
         kind, _, rest = challenge.partition(" ")
         credentials = find_credentials(self.reference.host, self.reference.repository)
         log_decision(
@@ -339,7 +334,7 @@ class RegistrySession:
         )
         if kind.lower() == "basic":
             if credentials is None:
-                raise self._nobody()
+                raise self._unauthorized()
             return _basic(credentials)
         asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
         if kind.lower() != "bearer" or "realm" not in asked:
@@ -363,18 +358,18 @@ class RegistrySession:
                 "scope": scope,
             }
             headers = {"Content-Type": "application/x-www-form-urlencoded"}
-            request = _Request("POST", realm, headers, urlencode(form).encode(), may_leave=False)
+            request = Request("POST", realm, headers, urlencode(form).encode(), may_leave=False)
         else:
             query = [("service", asked["service"])] if "service" in asked else []
             query += [("scope", item) for item in scope.split(" ")]
             url = f"{realm}{'&' if '?' in realm else '?'}{urlencode(query)}"
-            request = _Request(
+            request = Request(
                 "GET", url, secret=_basic(credentials) if credentials else None, may_leave=not credentials
             )
         answer = self._follow(request)
         if answer.status_code in (401, 403):
             answer.close()
-            raise self._nobody(credentials)
+            raise self._unauthorized(credentials)
         try:
             with answer:
                 fields = Fields.of(parse_json(b"".join(self.received(answer, MAX_MANIFEST)), max_size=MAX_MANIFEST))
@@ -384,7 +379,7 @@ class RegistrySession:
                 f"{self.reference}: {asked['realm']} gives no token: {answer.status_code} {answer.reason}"
             ) from error
 
-    def _nobody(self, credentials: Credentials | None = None) -> FetchError:
+    def _unauthorized(self, credentials: Credentials | None = None) -> FetchError:
         reason = (
             f"the login from {credentials.source} is refused"
             if credentials
@@ -392,7 +387,8 @@ class RegistrySession:
         )
         return FetchError(f"{self.reference}: access refused (401): {reason}", hint=_login(self.reference.host))
 
-    def _refused(self, answer: Response, method: str, path: str) -> FetchError:
+    def _refused(self, answer: Response, request: Request) -> FetchError:
+        method, path = request.method, request.url
         code, text = answer.status_code, self._read_error(answer).decode(errors="replace")[:200]
         if not self._at_registry(answer.url):
             host = urlsplit(answer.url).netloc
@@ -404,7 +400,7 @@ class RegistrySession:
                 f"{self.reference}: {self.reference.host} redirects {method} elsewhere, which is not supported: {code}"
             )
         if code == 401:
-            return self._nobody(find_credentials(self.reference.host, self.reference.repository))
+            return self._unauthorized(find_credentials(self.reference.host, self.reference.repository))
         if code == 403:
             return FetchError(
                 f"{self.reference}: access refused (403): this login may not"
@@ -446,7 +442,8 @@ class RegistrySession:
             raise FetchError(f"{self.reference}: {path} has {limit} bytes, more than {MAX_MANIFEST}")
         for pause in (*PAUSES, None):
             try:
-                with self.ask("GET", path, headers={"Accept": ", ".join(MEDIA_MANIFESTS)}, stream=True) as answer:
+                headers = {"Accept": ", ".join(MEDIA_MANIFESTS)}
+                with self.ask(Request("GET", path, headers), stream=True) as answer:
                     return b"".join(self.received(answer, limit))
             except BrokenConnection as error:
                 if pause is None:
@@ -467,9 +464,7 @@ class RegistrySession:
             for chunk in answer.iter_content(piece):
                 total += len(chunk)
                 if max_size is not None and total > max_size:
-                    raise FetchError(
-                        f"{self.reference}: the registry sends more than the {max_size} bytes there should be"
-                    )
+                    raise FetchError(f"{self.reference}: the registry sends more than the expected {max_size} bytes")
                 yield chunk
         except (RequestException, HTTPError, OSError) as error:
             raise BrokenConnection(str(error)) from error
@@ -482,7 +477,7 @@ class _Header:
         self._value, self._only = value, only
 
     def __call__(self, request: Any) -> Any:
-        if self._value and origin(request.url) == self._only:  # of the URL as it is sent
+        if self._value and origin(request.url) == self._only:  # compare the URL that is sent
             request.headers["Authorization"] = self._value
         return request
 
@@ -511,8 +506,8 @@ def _new_session(host: str, context: SSLContext, guard: Guard) -> Session:
 
 
 def _trusted(host: str, *, at_registry: bool) -> SSLContext:
-    """Return whose certificates are trusted by ``host``'s folders; with ``at_registry`` also who we are, which others
-    do not see.
+    """Return a TLS context with the certificates of ``host``'s folders; with ``at_registry`` also the client's
+    certificate, which other hosts do not see.
     """
     import ssl
 
@@ -559,7 +554,7 @@ def _login(host: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong at the bottom, without the layers of wrapping above it."""
+    """Return the innermost error's message."""
     while (inner := error.__cause__ or error.__context__) is not None and isinstance(inner, Exception):
         error = inner
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""From a recipe to its layers, each with a cache key.
+"""Resolve a recipe to its layers, each with a cache key.
 
 graph         the types: ResolvedRecipe, Layer, BuildStage, StageCopy
 resolve       a recipe, bound to a stack, as its layers

@@ -1,4 +1,4 @@
-"""What a line of %files stands for on this machine: files, folders and patterns, as `cp -Lr` copies them."""
+"""Resolve lines of %files on this machine: files, folders and patterns, as `cp -Lr` copies them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from ekiben.core.errors import DefinitionError, nearest
 from ekiben.formats.layer import File
+from ekiben.resolve.graph import StageCopy
 from ekiben.resolve.keys import mode_of
 from ekiben.spec.definition import Copy, Definition
 from ekiben.spec.name_confusion import find_confusion
@@ -20,7 +21,7 @@ from ekiben.spec.stack import lock_for
 
 
 def copied_files(definition: Definition, copy: Copy, folders: SourceFolders, arch: str = "amd64") -> list[File]:
-    """Return the files that one line of %files stands for; of a lock file, that of ``arch``.
+    """Return the files of one line of %files; of a lock file, that of ``arch``.
 
     Links are followed within ``folders``.
 
@@ -31,7 +32,7 @@ def copied_files(definition: Definition, copy: Copy, folders: SourceFolders, arc
     files: list[File] = []
     sources = _matches(definition, copy, folders, where)
     for source in sources:
-        for file in _of_source(source, copy, folders, where, several=len(sources) > 1):
+        for file in _source_files(source, copy, folders, where, several=len(sources) > 1):
             if file.source is None:
                 files.append(file)
                 continue
@@ -50,13 +51,18 @@ def file_inputs(files: Sequence[File]) -> dict[str, Any]:
     return {"files": entries, **({"names": sorted(names.items())} if names else {})}
 
 
+def copy_inputs(copies: Sequence[StageCopy]) -> dict[str, Any]:
+    """Return the inputs of a key that come from build stages; nothing where there are none."""
+    return {"from": [[item.stage.cache_key, item.source, item.destination] for item in copies]} if copies else {}
+
+
 def _matches(definition: Definition, copy: Copy, folders: SourceFolders, where: str) -> list[Path]:
-    """The file or folder of this name; else what the pattern matches, as a shell has it."""
+    """Return the file or folder of this name; else the matches of the pattern, as a shell expands it."""
     source = definition.root / copy.source
     if "\0" in copy.source:
         raise DefinitionError(f"{where!r}: no file can have this name")
     if os.path.lexists(source) and not source.exists():
-        raise DefinitionError(f"{where}: a link to {source.readlink()}, which is not there")
+        raise DefinitionError(f"{where}: a link to {source.readlink()}, which does not exist")
     if source.exists():
         return [source]
     if glob.has_magic(copy.source):
@@ -88,8 +94,8 @@ def _check_pattern(root: Path, pattern: str, folders: SourceFolders, where: str)
                     next((root / folder).iterdir(), None)
 
 
-def _of_source(source: Path, copy: Copy, folders: SourceFolders, where: str, *, several: bool) -> Iterator[File]:
-    """The files of one source. ``several``: it is one of those that a pattern matches, and they go into a folder."""
+def _source_files(source: Path, copy: Copy, folders: SourceFolders, where: str, *, several: bool) -> Iterator[File]:
+    """Return the files of one source. ``several``: the pattern matches several sources, copied into a folder."""
     if not source.is_dir():
         _check_kind(source, where)
     folders.check(source, where)
@@ -147,5 +153,5 @@ def _check_kind(path: Path, where: str) -> None:
     if path.is_file():
         return
     if not path.exists():
-        raise DefinitionError(f"{where}: {path} is a link to {path.readlink()}, which is not there")
+        raise DefinitionError(f"{where}: {path} is a link to {path.readlink()}, which does not exist")
     raise DefinitionError(f"{where}: {path} is neither a file nor a folder; only these are copied")

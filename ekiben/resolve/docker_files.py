@@ -34,7 +34,7 @@ def write_compose(resolved: ResolvedRecipe, folder: Path) -> Path:
             "user": _user(),
             "volumes": [".:/work"],
             "working_dir": "/work",
-            "shm_size": "1gb",  # of DataLoader's workers; Docker's default of 64 MB ends them
+            "shm_size": "1gb",  # for DataLoader's workers, which Docker's default of 64 MB kills
         }
         if task.launch != "cpu":
             services[name]["deploy"] = {"resources": {"reservations": {"devices": [_ALL_GPUS]}}}
@@ -49,7 +49,7 @@ def write_devcontainer(resolved: ResolvedRecipe, folder: Path) -> Path:
         "image": _image(resolved),
         "hostRequirements": {"gpu": "optional"},  # the tool adds --gpus all where there is one
         "runArgs": ["--user", _user(), "--shm-size", "1g"],
-        "containerEnv": {"HOME": "/tmp"},  # in the container, whose user has no home
+        "containerEnv": {"HOME": "/tmp"},  # in the container, where the user has no home
         "overrideCommand": True,
     }
     return _write(folder / ".devcontainer" / "devcontainer.json", json.dumps(content, indent=2) + "\n")

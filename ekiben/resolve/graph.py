@@ -1,14 +1,16 @@
-"""What a recipe is resolved into: layers, the build stages they copy from, and the image's own description."""
+"""A resolved recipe: layers, the build stages they copy from, and the image's metadata."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ekiben.core.environment import DEFAULT_PATH
 from ekiben.formats.layer import File
+from ekiben.resolve.keys import hash_inputs
 from ekiben.spec.definition import Definition, Stage
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
@@ -17,7 +19,7 @@ from ekiben.spec.stack import Stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One step of an image. ``kind`` says what makes it: the header's bootstrap, a %post, or files alone.
+    """One step of an image. ``kind``: the header's bootstrap, a %post, or files alone.
 
     ``environment`` is what the step below leaves behind and what runs with; ``inputs`` is the readable form of the key.
     ``copies`` is what it takes from build stages.
@@ -30,15 +32,35 @@ class Layer:
     environment: Mapping[str, str]
     epoch: int
     inputs: Mapping[str, Any]
-    cache_key: str
     copies: tuple[StageCopy, ...] = ()
+    cache_key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_key", hash_inputs(self.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageState:
+    """The layers of an image or of a build stage, bottom first, and the environment that they leave."""
+
+    layers: Sequence[Layer] = ()
+    environment: Mapping[str, str] = field(default_factory=lambda: {"PATH": DEFAULT_PATH})
+
+    @property
+    def top_key(self) -> str | None:
+        """Return the key of the highest layer, which the next layer's key has as its parent."""
+        return self.layers[-1].cache_key if self.layers else None
+
+    def add(self, layer: Layer) -> ImageState:
+        """Return the state with one layer more, and the same environment."""
+        return replace(self, layers=(*self.layers, layer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildStage:
-    """A stage that hands files to a later one and never ships. ``name`` is <layer>.<stage>.
+    """A stage whose files a later one copies, and which never ships. ``name`` is <layer>.<stage>.
 
-    ``layers`` is what it stands on, bottom first; ``hands_over`` the paths later stages take. A stage with a ``wheel``
+    ``layers`` are those below it, bottom first; ``outputs`` the paths that later stages copy. A stage with a ``wheel``
     compiles that package: its key names what decides about compiled code, and not the layers below. ``job_memory``, in
     bytes, is where the store has not seen one compiled yet.
     """
@@ -50,11 +72,14 @@ class BuildStage:
     copies: tuple[StageCopy, ...]
     environment: Mapping[str, str]
     epoch: int
-    hands_over: tuple[str, ...]
+    outputs: tuple[str, ...]
     wheel: str | None
     job_memory: int | None
     inputs: Mapping[str, Any]
-    cache_key: str
+    cache_key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cache_key", hash_inputs(self.inputs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from ekiben.core.paths import RECIPE_HOME, TESTS
 from ekiben.formats.layer import File
-from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
-from ekiben.resolve.keys import make_layer, mode_of
+from ekiben.resolve.keys import KEY_FORMAT, mode_of
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
@@ -28,15 +28,13 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         for inside, path in recipe.members().items()
     ]
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
-    runtime = runtime_files(
-        environment=resolved.environment,
-        runscript=_runscript(recipe, resolved),
+    scripts = Scripts(
+        run=_runscript(recipe, resolved),
         test=_TEST_SCRIPT,
-        labels=resolved.labels,
-        deffile=resolved.deffile,
-        startscript=_last(resolved, "startscript"),
+        start=_last(resolved, "startscript"),
         help=_help(recipe, resolved),
     )
+    runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts)
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
     metadata: dict[str, Any] = {
         "recipe": recipe.name,
@@ -49,17 +47,27 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     files += _test_files(resolved)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
     inputs = {
+        "format": KEY_FORMAT,
+        "parent": resolved.top.cache_key if resolved.layers else None,
         "kind": "files",
         "files": [[file.destination, file.mode, file.sha256()] for file in files],
         "epoch": epoch,
         "platform": resolved.stack.platform,
     }
-    top = make_layer(recipe.name, "files", None, tuple(files), resolved.environment, epoch, inputs, resolved.layers)
+    top = Layer(
+        name=recipe.name,
+        kind="files",
+        stage=None,
+        files=tuple(files),
+        environment=resolved.environment,
+        epoch=epoch,
+        inputs=inputs,
+    )
     return replace(resolved, layers=(*resolved.layers, top))
 
 
 def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
-    """How a stage made a package: the image says it itself, for the stage and its compilers are not in it."""
+    """Return how a stage made a package: the image contains neither the stage nor its compilers."""
     inputs, arguments = stage.inputs, stage.stage.arguments
     pins = [pin for file in stage.files for pin in _pins(file)]
     source: dict[str, Any] = {"name": pins[0][0], "version": pins[0][1], "sha256": pins[0][2]} if len(pins) == 1 else {}
@@ -94,7 +102,7 @@ def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:
 
 
 def _pins(file: File) -> list[tuple[str, str, list[str]]]:
-    """Name, version and hashes of what a lock file of Python packages pins."""
+    """Return name, version and hashes of the pins of a lock file of Python packages."""
     if file.source is None or file.source.suffix != ".lock":
         return []
     return read_pins(file.text())
@@ -109,13 +117,14 @@ def _command(recipe: Recipe, name: str) -> bytes:
 
 
 def _quoted(path: str) -> str:
-    """In double quotes, as it always was, where the shell reads nothing in them."""
+    """Return text in double quotes where the shell expands nothing in them."""
     return shlex.quote(path) if re.search(r'[$`"\\!]', path) else f'"{path}"'
 
 
 def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
-    """A task runs. Without words the recipe's default task does. Else the %runscript of the highest layer that has one;
-    without, what words say, or what there is to run."""
+    """Return the %runscript: it runs a task by name. Without arguments it runs the recipe's default task, else the
+    %runscript of the highest layer that has one, else it runs the arguments or lists the tasks.
+    """
     execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
     if recipe.file.default_task:
         return f"{execute}exec {recipe.file.default_task}\n"
@@ -152,7 +161,7 @@ def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
 
 
 def _test_files(resolved: ResolvedRecipe) -> list[File]:
-    """A child passes its parents' tests: every %test of the chain is a file, run bottom first."""
+    """Return every %test of the image as a file, run bottom first: a child passes its parents' tests."""
     return [
         File(f"{TESTS}/{number:02}-{name}.sh", 0o644, content=script.encode())
         for number, (name, script) in enumerate(resolved.tests, 1)

@@ -107,7 +107,7 @@ Step = Layer | BuildStage
 
 
 def _is_copied_by_script(step: Step, target: str) -> bool:
-    """Whether only the image's own tree says where files of the step go.
+    """Return whether only the image's tree decides where files of the step go.
 
     A Dockerfile does without where it can: COPY needs no shell.
     """
@@ -115,12 +115,14 @@ def _is_copied_by_script(step: Step, target: str) -> bool:
 
 
 def _lines_of(step: Step) -> list[list[File]]:
-    """The files of each line of %files."""
+    """Group the files by their line of %files."""
     return [list(group) for _, group in itertools.groupby(step.files, key=lambda file: (file.line, file.target))]
 
 
 def _paths_of(step: Step, target: str) -> Iterator[tuple[str, File]]:
-    """Where each file lies in the rendered folder of its step: where it goes, or below the number of its line."""
+    """Return the path of each file in the rendered folder of its step: its destination, or below the number of its
+    line.
+    """
     if not _is_copied_by_script(step, target):
         yield from ((file.destination.lstrip("/"), file) for file in step.files)
         return
@@ -129,7 +131,7 @@ def _paths_of(step: Step, target: str) -> Iterator[tuple[str, File]]:
 
 
 def _copy_commands(step: Step, folder: str) -> list[str]:
-    """The commands that copy a step's files from ``folder`` to where they go."""
+    """Return the commands that copy a step's files from ``folder`` to their destinations."""
     return [
         shlex.join(["sh", f"{folder}/{_COPY}", f"{folder}/{_folder_of(step)}/{number}", files[0].target, files[0].name])
         for number, files in enumerate(_lines_of(step))
@@ -137,7 +139,7 @@ def _copy_commands(step: Step, folder: str) -> list[str]:
 
 
 def _steps(layers: Sequence[Layer]) -> list[Step]:
-    """Every layer with the build stages it takes from and what those stand on: each once, before what needs it."""
+    """Yield every layer, its build stages and their layers: each once, before the steps that need it."""
     steps: dict[str, Step] = {}
     for layer in layers:
         _add_stages(layer.copies, steps)
@@ -153,7 +155,7 @@ def _add_stages(copies: Sequence[StageCopy], steps: dict[str, Step]) -> None:
 
 
 def _bases(resolved: ResolvedRecipe) -> list[Layer]:
-    """What the image stands on, and then what only build stages stand on."""
+    """Return the base of the image, and then those of build stages alone."""
     bases = [step for step in _steps(resolved.layers) if isinstance(step, Layer) and step.kind == "bootstrap"]
     return [resolved.layers[0], *(layer for layer in bases if layer.cache_key != resolved.layers[0].cache_key)]
 
@@ -214,8 +216,9 @@ def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
 
 
 def _docker_stages(resolved: ResolvedRecipe, lines: list[str]) -> dict[str, str]:
-    """Every layer and every build stage is a stage of the Dockerfile, each once; the last is the image, and its
-    environment comes back."""
+    """Yield every layer and build stage as a stage of the Dockerfile, each once. The last is the image; return its
+    environment.
+    """
     parents: dict[str, Step] = {}
     for step in _steps(resolved.layers):
         layers = step.layers if isinstance(step, BuildStage) else ()
@@ -243,9 +246,7 @@ def _docker_name(step: Step) -> str:
 
 
 def _folder_of(step: Step) -> str:
-    """The folder of a step's files: its name, unless a word of %files, of COPY or of --mount would need quotes for
-    it.
-    """
+    """Return the folder of a step's files: its name, unless %files, COPY or --mount would need quotes for it."""
     return step.name if re.fullmatch(r"\w[\w.-]*", step.name) else f"layer-{_short(step)}"
 
 
@@ -254,7 +255,7 @@ def _short(step: Step) -> str:
 
 
 def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict[str, str]:
-    """One step's lines; what of its environment is not ``known`` comes back."""
+    """Return the lines of one step, and its environment that is not ``known``."""
     fresh = {key: value for key, value in step.environment.items() if known.get(key) != value}
     lines += [f"ENV {key}={_quoted(value)}" for key, value in sorted(fresh.items())]
     if _is_copied_by_script(step, "dockerfile"):
@@ -321,12 +322,12 @@ def deffile(resolved: ResolvedRecipe) -> str:
     text = "\n".join(lines) + "\n"
     for line in text.split("\n"):
         if line != _MIRROR and ARGUMENT.search(line):
-            raise _cannot_hold(f"{{{{ }}}}, which stands for one of its arguments: {line.strip()}")
+            raise _cannot_hold(f"{{{{ }}}}, which is one of its arguments: {line.strip()}")
     return text
 
 
 def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str]:
-    """A header with the %files and the %post of all steps on it."""
+    """Return a header with the %files and the %post of all its steps."""
     assert base.stage is not None
     header = {key: value for key, value in base.stage.header.items() if value and key not in ("mirrorurl", "stage")}
     names = {"bootstrap": "Bootstrap", "from": "From", "osversion": "OSVersion", "include": "Include"}
@@ -370,14 +371,14 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
 
 
 def _word(path: str) -> str:
-    """A word of %files, as Apptainer and Ekiben read it: Apptainer knows double quotes alone."""
-    if re.search(r"[\"'\\$`\n]", path):  # it is a shell's word after that, where a quoted one ends the build
+    """Return a word of %files, as Apptainer and Ekiben read it: Apptainer knows only double quotes."""
+    if re.search(r"[\"'\\$`\n]", path):  # the shell reads it afterwards, and a quoted word would fail the build
         raise _cannot_hold(f"the name {path} in %files from a stage")
     return path if re.fullmatch(r"[\w/.,:@%+=-]+", path) else f'"{path}"'
 
 
 def _comment_lines(resolved: ResolvedRecipe) -> list[str]:
-    """The recipe's name and description as comments."""
+    """Return the recipe's name and description as comments."""
     return [
         f"# {line}".rstrip()
         for line in f"{resolved.recipe.name}: {resolved.recipe.file.description}".strip().split("\n")

@@ -1,4 +1,4 @@
-"""From a recipe to its layers, bottom first, each with its cache key."""
+"""Resolve a recipe to its layers, bottom first, each with its cache key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
-from ekiben.core.environment import ARCHITECTURES, DEFAULT_PATH, host_arch
+from ekiben.core.environment import ARCHITECTURES, host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats import oci
+from ekiben.formats.layer import File
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
-from ekiben.resolve.copies import copied_files, file_inputs
-from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy
-from ekiben.resolve.keys import KEY_FORMAT, copy_inputs, hash_inputs, make_layer
+from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
+from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
+from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
 from ekiben.resolve.recipe_layer import add_recipe_layer
 from ekiben.spec.definition import (
     Definition,
@@ -33,10 +34,12 @@ from ekiben.spec.source_folders import local_path
 from ekiben.spec.stack import Stack, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
-WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it hands over
-MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: what one job of its compiler was seen to take, in GiB
-MINIMUM_LABEL = "org.ekiben.least-capability"  # of a build stage: GPUs below this are none the package is written for
-ABOVE_LABEL = "org.ekiben.above"  # of a layer: those whose files it replaces, which lie below it in one image
+WHEEL_LABEL = "org.ekiben.wheel"  # of a build stage: the package whose wheel it compiles
+MEMORY_LABEL = "org.ekiben.job-memory"  # of a build stage: the memory of one compiler job, in GiB, as measured
+MINIMUM_LABEL = (
+    "org.ekiben.least-capability"  # of a build stage: the lowest compute capability that the package supports
+)
+ABOVE_LABEL = "org.ekiben.above"  # of a layer: the layers below it whose files it replaces
 ARCH_LABEL = "org.ekiben.architectures"  # of a build stage: the only architectures that it compiles for
 
 
@@ -71,10 +74,10 @@ def resolve(
     images = _Images(recipe, bound, arguments or {})
     definitions = images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))
     for layer in recipe.layers:
-        definitions = images.put_on(definitions, layer)
+        definitions = images.add_layer(definitions, layer)
     if recipe.added_layer and recipe.added_layer not in [item.name for item in definitions]:
-        definitions = images.put_on(definitions, recipe.added_layer)
-    layers, environment = images.layers_of(definitions)
+        definitions = images.add_layer(definitions, recipe.added_layer)
+    state = images.state_of(definitions)
     images.check_arguments()
     labels: dict[str, str] = {}
     tests: list[tuple[str, str]] = []
@@ -83,7 +86,9 @@ def resolve(
         if definition.final.test:
             tests.append((definition.name, definition.final.test))
     environment = expand(
-        {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment}, environment, f"{recipe.folder / 'recipe.yaml'}: "
+        {"EKIBEN_RECIPE": RECIPE_HOME, **recipe.file.environment},
+        state.environment,
+        f"{recipe.folder / 'recipe.yaml'}: ",
     )
     if recipe.file.test:
         tests.append((recipe.name, recipe.file.test))
@@ -99,7 +104,7 @@ def resolve(
         recipe=recipe,
         stack=bound,
         definitions=tuple(definitions),
-        layers=tuple(layers),
+        layers=tuple(state.layers),
         environment=environment,
         labels=labels,
         deffile=deffile,
@@ -168,8 +173,8 @@ class _Images:
                 if named and (folder := local_path(value)):
                     self.recipe.sources.check(folder, f"{definition.path}: {name}")
 
-    def put_on(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
-        """Put a layer on ``definitions``, bottom first; or in the place of the one whose packages it has, too, or below
+    def add_layer(self, definitions: Sequence[Definition], name: str) -> list[Definition]:
+        """Add a layer on top of ``definitions``, bottom first; in place of the layer with the same packages; or below
         the one that replaces its files.
 
         Raises DefinitionError when there is no such layer, the stack lacks it, or it leaves out one of them.
@@ -185,7 +190,7 @@ class _Images:
             raise DefinitionError(
                 f"{asked_by}: '{self.recipe.file.name}' has '{less[0]}', with the same packages and more"
             )
-        over = [number for number, item in enumerate(definitions) if name in _covered(item)]
+        over = [number for number, item in enumerate(definitions) if name in _replaced_by(item)]
         position = min([*same, *over], default=len(definitions))
         replaced = ", ".join(definitions[number].name for number in same)
         covering = ", ".join(definitions[number].name for number in over)
@@ -196,14 +201,14 @@ class _Images:
         above = [item for number, item in enumerate(definitions[position:], position) if number not in same]
         below = list(definitions[:position])
         for step in (name, *(item.name for item in above)):
-            below = self._stand_on(below, step, asked_by)
+            below = self._rebase(below, step, asked_by)
         return below
 
-    def _stand_on(self, below: Sequence[Definition], name: str, asked_by: str) -> list[Definition]:
-        """Return the layer ``name`` and all below it: on its usual parent where that has all of ``below``, else on
+    def _rebase(self, below: Sequence[Definition], name: str, asked_by: str) -> list[Definition]:
+        """Return the layer ``name`` and all below it: with its usual parent where that has all of ``below``, else with
         ``below``.
 
-        Raises DefinitionError where it can stand on neither.
+        Raises DefinitionError where neither is possible.
         """
         definitions = self.definitions_of(name, asked_by)
         lost = _missing(below, definitions)
@@ -221,8 +226,8 @@ class _Images:
             )
         if lost:
             raise DefinitionError(
-                f"{asked_by}: '{name}' stands on '{definitions[-2].name if definitions[1:] else 'nothing'}' (From: in"
-                f" {definitions[-1].path}), and '{self.recipe.file.name}' would be without {', '.join(lost)}"
+                f"{asked_by}: '{name}' is on top of '{definitions[-2].name if definitions[1:] else 'nothing'}' (From:"
+                f" in {definitions[-1].path}), and '{self.recipe.file.name}' would be without {', '.join(lost)}"
             )
         return definitions
 
@@ -233,7 +238,7 @@ class _Images:
             for copy in stage.files:
                 lock = definition.root / copy.source
                 if lock.suffix == ".lock" and lock.is_relative_to(folder) and not lock.exists():
-                    raise DefinitionError(f"{asked_by}: stack '{self.stack.name}' lacks it: there is no {lock}")
+                    raise DefinitionError(f"{asked_by}: stack '{self.stack.name}' lacks it: missing {lock}")
 
     def definitions_of(self, name: str, asked_by: str) -> list[Definition]:
         """Return a layer's definition and all below it, bottom first."""
@@ -248,55 +253,52 @@ class _Images:
             parent, asked_by = definition.final.parent, str(definition.path)
         return definitions[::-1]
 
-    def layers_of(
-        self, definitions: Sequence[Definition], circle: Sequence[str] = ()
-    ) -> tuple[list[Layer], dict[str, str]]:
-        """The layers of a chain of definitions, bottom first, and the environment they leave."""
-        layers: list[Layer] = []
-        environment: dict[str, str] = {"PATH": DEFAULT_PATH}
+    def state_of(self, definitions: Sequence[Definition], circle: Sequence[str] = ()) -> ImageState:
+        """Return the layers of these definitions, bottom first, and the environment that they leave."""
+        state = ImageState()
         for definition in definitions:
             if definition.name in circle:
                 raise DefinitionError(
-                    f"{definition.path}: a stage of it stands on itself: {' → '.join([*circle, definition.name])}"
+                    f"{definition.path}: a stage of it is its own parent: {' → '.join([*circle, definition.name])}"
                 )
-            layers += self._layers_of_definition(definition, layers, environment, [*circle, definition.name])
-            environment = expand(definition.final.environment, environment, f"{definition.path}: %")
-        return layers, environment
+            state = self._add_definition(definition, state, [*circle, definition.name])
+        return state
 
-    def _layers_of_definition(
-        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
-    ) -> list[Layer]:
-        """The step of a definition's header (when it is a base) and the step of its %files and %post (when it has
+    def _add_definition(self, definition: Definition, state: ImageState, circle: Sequence[str]) -> ImageState:
+        """Add the layer of a definition's header (when it is a base) and that of its %files and %post (when it has
         any).
         """
-        stage, epoch, layers = definition.final, self.stack.file.epoch, list[Layer]()
+        stage, epoch, environment = definition.final, self.stack.file.epoch, state.environment
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}
         if stage.parent is None:
             source = load_agent(stage.bootstrap).key_inputs(stage.header)
-            inputs = {"kind": "bootstrap", "source": source, **locked, "epoch": epoch, "platform": self.stack.platform}
-            layers.append(
-                make_layer(
-                    f"{definition.name}-root" if stage.post or stage.files else definition.name,
-                    "bootstrap",
-                    stage,
-                    (),
-                    environment,
-                    epoch,
-                    inputs,
-                    below,
-                )
+            inputs = {
+                "format": KEY_FORMAT,
+                "parent": state.top_key,
+                "kind": "bootstrap",
+                "source": source,
+                **locked,
+                "epoch": epoch,
+                "platform": self.stack.platform,
+            }
+            base = Layer(
+                name=f"{definition.name}-root" if stage.post or stage.files else definition.name,
+                kind="bootstrap",
+                stage=stage,
+                files=(),
+                environment=environment,
+                epoch=epoch,
+                inputs=inputs,
             )
-        copies = self._stages(definition, [*below, *layers], environment, circle)
-        files = tuple(
-            file
-            for copy in stage.files
-            if copy.stage is None
-            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
-        )
+            state = state.add(base)
+        copies = self._stages(definition, state, circle)
+        files = self._files_of(definition, stage)
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {
+                "format": KEY_FORMAT,
+                "parent": state.top_key,
                 "kind": kind,
                 "post": stage.post,
                 **file_inputs(files),
@@ -306,65 +308,71 @@ class _Images:
                 "epoch": epoch,
                 "platform": self.stack.platform,
             }
-            layers.append(
-                make_layer(definition.name, kind, stage, files, environment, epoch, inputs, [*below, *layers], copies)
+            layer = Layer(
+                name=definition.name,
+                kind=kind,
+                stage=stage,
+                files=files,
+                environment=environment,
+                epoch=epoch,
+                inputs=inputs,
+                copies=copies,
             )
-        return layers
+            state = state.add(layer)
+        return replace(state, environment=expand(stage.environment, environment, f"{definition.path}: %"))
 
-    def _stages(
-        self, definition: Definition, below: Sequence[Layer], environment: Mapping[str, str], circle: Sequence[str]
-    ) -> tuple[StageCopy, ...]:
-        """What the last stage takes of those before it, each resolved with all it stands on."""
+    def _files_of(self, definition: Definition, stage: Stage) -> tuple[File, ...]:
+        """Return the files that a stage copies from this machine."""
+        return tuple(
+            file
+            for copy in stage.files
+            if copy.stage is None
+            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
+        )
+
+    def _stages(self, definition: Definition, below: ImageState, circle: Sequence[str]) -> tuple[StageCopy, ...]:
+        """Return the lines of ``%files from`` of the last stage, with their stages resolved."""
         if len(definition.stages) > 1:
             check_torch(self.stack)
         stages: dict[str, BuildStage] = {}
         for stage in definition.stages[:-1]:
             if stage.parent is None or stage.name is None:
                 requirement = (
-                    "needs a name (Stage: build)" if stage.parent else "stands on a layer (Bootstrap: localimage)"
+                    "needs a name (Stage: build)" if stage.parent else "needs a layer below (Bootstrap: localimage)"
                 )
                 raise DefinitionError(f"{definition.path}: a build stage {requirement}")
-            hands_over = tuple(
-                dict.fromkeys(
-                    copy.source for later in definition.stages for copy in later.files if copy.stage == stage.name
-                )
-            )
-            if not hands_over:
-                raise DefinitionError(
-                    f"{definition.path}: no later stage takes anything of '{stage.name}'; "
-                    f"write '%files from {stage.name}', or remove the stage"
-                )
-            layers, stage_environment = self.layers_of(self.definitions_of(stage.parent, str(definition.path)), circle)
-            stages[stage.name] = self._stage(
-                definition, stage, layers, stage_environment, hands_over, stages, below, environment
-            )
+            state = self.state_of(self.definitions_of(stage.parent, str(definition.path)), circle)
+            stages[stage.name] = self._stage(definition, stage, state, below, stages)
         return _stage_copies(definition.final, stages)
 
     def _stage(
         self,
         definition: Definition,
         stage: Stage,
-        layers: Sequence[Layer],
-        environment: Mapping[str, str],
-        hands_over: tuple[str, ...],
+        state: ImageState,
+        runtime: ImageState,
         earlier: Mapping[str, BuildStage],
-        runtime: Sequence[Layer],
-        runtime_environment: Mapping[str, str],
     ) -> BuildStage:
+        """Return a build stage on the layers of ``state``, for a layer on those of ``runtime``."""
         stack_file, wheel, copies = self.stack.file, stage.labels.get(WHEEL_LABEL), _stage_copies(stage, earlier)
-        files = tuple(
-            file
-            for copy in stage.files
-            if copy.stage is None
-            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
+        outputs = tuple(
+            dict.fromkeys(
+                copy.source for later in definition.stages for copy in later.files if copy.stage == stage.name
+            )
         )
+        if not outputs:
+            raise DefinitionError(
+                f"{definition.path}: no later stage copies a file of '{stage.name}'; "
+                f"write '%files from {stage.name}', or remove the stage"
+            )
+        files = self._files_of(definition, stage)
         inputs: dict[str, Any] = {
             "format": KEY_FORMAT,
             "kind": "wheel" if wheel else "stage",
             "post": stage.post,
             **file_inputs(files),
             **copy_inputs(copies),
-            "hands over": sorted(hands_over),
+            "hands over": sorted(outputs),
             "epoch": stack_file.epoch,
             "platform": self.stack.platform,
         }
@@ -375,8 +383,8 @@ class _Images:
             )
         if wheel:
             # Not the parent's key: a wheel compiled elsewhere, or on the layers of last month, is as good. What only
-            # the build stage stands on (the compiler), and the environment that this brings, are the build's flags.
-            shipped = {layer.cache_key for layer in runtime}
+            # the build stage has below it (the compiler), with its environment, are the build's flags.
+            shipped = {layer.cache_key for layer in runtime.layers}
             inputs |= {
                 "wheel": wheel,
                 "tools": [
@@ -386,11 +394,11 @@ class _Images:
                             {key: value for key, value in layer.inputs.items() if key not in ("parent", "environment")}
                         ),
                     ]
-                    for layer in layers
+                    for layer in state.layers
                     if layer.cache_key not in shipped
                 ],
                 "environment": {
-                    key: value for key, value in environment.items() if runtime_environment.get(key) != value
+                    key: value for key, value in state.environment.items() if runtime.environment.get(key) != value
                 },
                 "suite": stack_file.suite,
                 "python": stack_file.python,
@@ -402,20 +410,19 @@ class _Images:
                 ),
             }
         else:
-            inputs |= {"parent": layers[-1].cache_key, "environment": dict(environment)}
+            inputs |= {"parent": state.top_key, "environment": dict(state.environment)}
         return BuildStage(
             name=f"{definition.name}.{stage.name}",
             stage=stage,
-            layers=tuple(layers),
+            layers=tuple(state.layers),
             files=files,
             copies=copies,
-            environment=dict(environment),
+            environment=dict(state.environment),
             epoch=stack_file.epoch,
-            hands_over=hands_over,
+            outputs=outputs,
             wheel=wheel,
             inputs=inputs,
             job_memory=_job_memory(definition, stage),
-            cache_key=hash_inputs(inputs),
         )
 
     def check_arguments(self) -> None:
@@ -447,18 +454,18 @@ def _missing(required: Sequence[Definition], definitions: Sequence[Definition]) 
 
 
 def _packages_of(definition: Definition) -> set[str]:
-    """Return what a layer installs: the names of its lock files, and the packages whose wheels it compiles."""
+    """Return the names of a layer's lock files, and of the packages whose wheels it compiles."""
     locks = {Path(copy.source).name for copy in definition.final.files if copy.source.endswith(".lock")}
     return locks.union(stage.labels[WHEEL_LABEL] for stage in definition.stages if WHEEL_LABEL in stage.labels)
 
 
-def _covered(definition: Definition) -> list[str]:
+def _replaced_by(definition: Definition) -> list[str]:
     """Return the layers whose files a layer replaces where it lies above them."""
     return definition.final.labels.get(ABOVE_LABEL, "").split()
 
 
 def _definition_files(folder: Path) -> list[Path]:
-    """Raises OSError for a folder that cannot be read."""
+    """Return the definition files of a folder. Raises OSError for a folder that cannot be read."""
     return [path for path in folder.iterdir() if path.suffix == ".def"] if folder.is_dir() else []
 
 

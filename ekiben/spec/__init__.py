@@ -1,4 +1,4 @@
-"""What is asked for: definition files, recipes, stacks; read and checked.
+"""Definition files, recipes and stacks: read and checked.
 
 definition      a definition file of images/, and the agent of its ``Bootstrap:``
 recipe          recipe.yaml; recipes by name or by path

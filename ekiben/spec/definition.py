@@ -38,7 +38,7 @@ REFUSED = {
     **dict.fromkeys(APPS, "SCIF apps are not supported; a recipe's tasks take their place"),
 }
 
-# What the agents here read of a header; those of a distribution of your own say themselves what they take.
+# Headers that each agent reads; plug-ins declare their headers.
 AGENT_HEADERS = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mirrorurl", "include")}
 
 _SECTION = re.compile(r"%([A-Za-z]+)\b[ \t]*(.*)")
@@ -64,7 +64,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One header with its sections; a file has one, or several that hand files to the last."""
+    """One header with its sections; a file has one, or several whose files the last one copies."""
 
     name: str | None
     header: Mapping[str, str]
@@ -85,7 +85,7 @@ class Stage:
 
     @property
     def parent(self) -> str | None:
-        """Return the definition this stage stands on: ``From: python.sif`` names ``python``."""
+        """Return the definition below this stage: ``From: python.sif`` names ``python``."""
         return Path(self.header["from"]).name.removesuffix(".sif") if self.bootstrap == LOCAL else None
 
 
@@ -173,7 +173,7 @@ def _split(text: str) -> Iterator[_Section]:
 
 
 def _begins_stage(line: str, section: _Section) -> bool:
-    """A header after a section or after another header; in %post only in the usual spelling, for scripts are text."""
+    """Return whether a header begins a stage: after a section or a header; in %post only in its usual spelling."""
     if section.name == "post":
         return line.startswith("Bootstrap:")
     return _is_header_start(line) and (section.name != "" or any(map(_is_header_start, section.body)))
@@ -210,7 +210,7 @@ class _Reader:
                 groups[-1].append(section)
         for section in [section for group in groups[:-1] for section in group if section.name in FINAL_ONLY]:
             what = f"%{section.name} of a build stage has no effect"
-            self.problem(section.line - 1, f"{what}: the stage hands over files and does not ship")
+            self.problem(section.line - 1, f"{what}: the stage only compiles files, and does not ship")
         stages = tuple(self.stage(group, bound_arguments) for group in groups)
         names = [stage.name for stage in stages if stage.name]
         for earlier, stage in enumerate(stages):
@@ -303,7 +303,7 @@ class _Reader:
             if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not ARGUMENT.search(line):
                 self.problem(
                     number,
-                    "a MirrorURL: of one's own is not used, for the mirror is the machine's: give it with --build-arg"
+                    "MirrorURL: is not used, because the mirror is the machine's: give it with --build-arg"
                     " mirror=URI or APT's sources, and write 'MirrorURL: {{ mirror }}' here",
                 )
 
@@ -312,14 +312,14 @@ class _Reader:
         for key in sorted(header.keys() & UNUSED.keys()):
             self.problem(line, f"'{key}:' is refused: {UNUSED[key]}")
         for key in sorted(header.keys() - {"bootstrap", "stage", *AGENT_HEADERS.get(bootstrap, HEADERS), *UNUSED}):
-            self.problem(line, f"'{key}:' says nothing to Bootstrap: {bootstrap}; remove it")
+            self.problem(line, f"'{key}:' is not used with Bootstrap: {bootstrap}; remove it")
         if bootstrap == LOCAL:
             if not header.get("from"):
                 self.problem(line, f"Bootstrap: {LOCAL} needs 'From:'")
             elif header["from"].startswith(("/", "~")):
                 self.problem(
                     line,
-                    f"From: {header['from']}: a layer is named, not a file: From: NAME.sif stands for images/NAME.def",
+                    f"From: {header['from']}: a layer is named, not a file: From: NAME.sif means images/NAME.def",
                 )
         else:
             try:
@@ -342,7 +342,7 @@ class _Reader:
             elif section.name in sections and section.name != "files":
                 self.problem(section.line - 1, f"%{section.name} appears twice; put both in one")
             elif section.options and section.name not in ("files", "post"):
-                self.problem(section.line - 1, f"%{section.name} takes no words: {section.options}")
+                self.problem(section.line - 1, f"%{section.name} takes no arguments: {section.options}")
             elif section.name == "post" and section.options:
                 self.problem(
                     section.line - 1, f"%post {section.options}: only /bin/sh runs here; start another shell inside"
@@ -351,7 +351,7 @@ class _Reader:
         return sections
 
     def check_script(self, section: _Section | None) -> None:
-        """A key says what an image sets and says before any script has run."""
+        """Report a script that adds to the image's environment or labels: keys are computed before it runs."""
         for number, line in enumerate(section.body if section else [], section.line if section else 0):
             if match := _WRITTEN.search(line):
                 name = match[2].lower()
@@ -411,8 +411,7 @@ class _Reader:
 
 
 def _without_comment(line: str) -> str:
-    """As a shell sees it: # begins a comment where a word begins, outside quotes. A backslash quotes what follows, but
-    for single quotes."""
+    """Return a line without its comment, as a shell reads it: # at a word's start, outside quotes."""
     quote, before, is_escaped = "", " ", False
     for at, letter in enumerate(line):
         if is_escaped:
@@ -430,7 +429,7 @@ def _without_comment(line: str) -> str:
 
 
 def _split_shell(text: str) -> list[str]:
-    """A shell's words; what ends a command (; & |) or opens another one stands alone. Raises ValueError."""
+    """Split a line into a shell's words; operators (; & | and openers) are words. Raises ValueError."""
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>()")
     lexer.whitespace_split, lexer.commenters = True, ""
     return list(lexer)
@@ -442,7 +441,7 @@ def replace_body(section: _Section, body: list[str]) -> _Section:
 
 
 def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: str = "") -> dict[str, str]:
-    """Return ``inherited`` with ``environment`` on top; ``$NAME`` and ``${NAME}`` stand for what came before.
+    """Return ``inherited`` with ``environment`` on top; ``$NAME`` and ``${NAME}`` are earlier values.
 
     The rule of %environment and of a recipe's ``environment:``. Raises DefinitionError, which begins with ``where``,
     for what else a shell expands (``$``, backquotes, a home's ``~``) and for a name that no layer sets: it would

@@ -25,8 +25,8 @@ from ekiben.core.settings import read_settings
 from ekiben.spec.source_folders import SourceFolders, follow, included_paths
 
 LAUNCH = ("per-gpu", "single", "cpu")
-_FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # of runs_on
-LIBRARY = "ekiben_tasks"  # of the tasks, a package in entrypoints/
+_FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # values of runs_on
+LIBRARY = "ekiben_tasks"  # the tasks' library, a package in entrypoints/
 LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
 TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -54,7 +54,7 @@ class TaskFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeFile:
-    """What a recipe.yaml holds."""
+    """The content of a recipe.yaml."""
 
     name: str
     description: str
@@ -98,7 +98,7 @@ class ShippedRecipe:
 
     @classmethod
     def parse(cls, data: bytes) -> ShippedRecipe:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         fields = Fields.of(parse_yaml(data))
         tasks = Fields.of(fields.data.get("tasks"), "tasks")
         return cls(
@@ -118,7 +118,7 @@ class ShippedTask:
 
     @classmethod
     def parse(cls, fields: Fields) -> ShippedTask:
-        """Parse the fields. Raises ValueError for what is wrong."""
+        """Parse the fields. Raises ValueError for a wrong one."""
         launch = fields.text("launch", "") or _FORMER_LAUNCH.get(fields.text("runs_on", ""), "single")
         return cls(fields.text("entrypoint"), fields.text("help", ""), launch if launch in LAUNCH else "single")
 
@@ -127,8 +127,8 @@ class ShippedTask:
 class Recipe:
     """A recipe's folder and what its recipe.yaml holds.
 
-    ``layers``: those that are put on the recipe's, in this order, in an image of another name. ``added_layer``: one
-    more, at the top, where the recipe does not stand on it anyway. ``included``: files and folders elsewhere that it
+    ``layers``: those added to the recipe's, in this order, in an image of another name. ``added_layer``: one
+    more, at the top, where the recipe does not have it anyway. ``included``: files and folders elsewhere that it
     may use.
     """
 
@@ -140,7 +140,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Return the recipe's name; with layers put on it, RECIPE-LAYER."""
+        """Return the recipe's name; with added layers, RECIPE-LAYER."""
         return "-".join([self.file.name, *self.layers, *([self.added_layer] if self.added_layer else [])])
 
     def cli_args(self, stack: str | None = None, arch: str | None = None) -> str:
@@ -198,9 +198,7 @@ class Recipe:
         return files
 
     def _scripts(self) -> dict[str, Path]:
-        """The recipe's own entrypoints/ complete, the tasks' scripts, and the tasks' library where one of them is built
-        on it.
-        """
+        """Return all of the recipe's entrypoints/, the tasks' scripts, and the tasks' library where one uses it."""
         scripts = {f"entrypoints/{inside}": path for inside, path in _tree(self.folder / "entrypoints").items()}
         uses_library = any(self._imports_library(path) for path in scripts.values() if path.suffix == ".py")
         for script in sorted({task.entrypoint for task in self.file.tasks.values()}):

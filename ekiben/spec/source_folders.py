@@ -1,4 +1,4 @@
-"""Where the files of a recipe may lie: in its folder, among Ekiben's own, or in what the user includes.
+"""Folders that a recipe may read files from: its folder, Ekiben's, and those that the user includes.
 
 A recipe may come from elsewhere, with links in it: to a key in the user's home, or to /proc/self/environ. What they
 lead to would get into an image, which others may read. So each path is followed to its end, over all links, before a

@@ -16,7 +16,7 @@ from ekiben.core.files import read_source, read_yaml
 from ekiben.spec.source_folders import SourceFolders
 from ekiben.spec.sums import check_sums
 
-UNLOCKED = "# not locked: "  # in a .lock file: a requirement that no index had where it was made
+UNLOCKED = "# not locked: "  # mark in a .lock file: a requirement that no index had
 _PIN = re.compile(r"([A-Za-z0-9][\w.-]*)==([^\s;]+)")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"\d{8}T\d{6}Z")
@@ -24,7 +24,7 @@ _SNAPSHOT = re.compile(r"\d{8}T\d{6}Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackFile:
-    """What a stack.yaml holds."""
+    """The content of a stack.yaml."""
 
     name: str
     description: str
@@ -149,9 +149,7 @@ def read_apt_lock(path: Path, text: str) -> AptLock:
 
 
 def lock_for(lock: Path, arch: str) -> Path:
-    """Return the lock file of ``arch``: NAME.arm64.lock where it is beside ``lock``, else ``lock``, which is for all of
-    them.
-    """
+    """Return the lock file of ``arch``: NAME.arm64.lock where it exists, else ``lock``, which is for all of them."""
     path = arch_lock(lock, arch)
     return path if path.is_file() else lock
 

@@ -14,7 +14,7 @@ from ekiben.core.files import digest_of, read_source
 from ekiben.spec.source_folders import SourceFolders
 
 SUMS = "SHA256SUMS"
-REQUIREMENTS = ("requirements.txt", "pyproject.toml")  # what a recipe of one's own asks for; the first that is there
+REQUIREMENTS = ("requirements.txt", "pyproject.toml")  # a user recipe's requirements; the first that exists
 
 
 def format_sums(folder: Path, names: Iterable[str], texts: Mapping[Path, str]) -> str:

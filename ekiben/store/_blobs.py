@@ -19,7 +19,7 @@ class Blobs:
 
     def __init__(self, staging: StagingArea, locate: Callable[[str], Partition | None] = lambda digest: None) -> None:
         self.root, self._staging, self._locate = staging.root, staging, locate
-        self._just_written: set[str] = set()  # by the build at hand, and not yet checked by reading
+        self._just_written: set[str] = set()  # written by the current build, and not yet read back
 
     def path(self, digest: str) -> InnerPath:
         """Return where the blob is, or would be, as a file of its own.

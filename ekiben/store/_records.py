@@ -129,7 +129,7 @@ class StoredResult:
 
 
 def _notes(record: Fields) -> dict[str, Any]:
-    """Return a layer's notes under their names of today. Raises ValueError when one that is read has another type."""
+    """Return a layer's notes under their current names. Raises ValueError for one of a wrong type."""
     notes = {_FORMER_NOTES.get(name, name): value for name, value in record.mapping("notes", {}).items()}
     fields = Fields(notes, "notes")
     for name in ("outputs", "environment_left_out"):
@@ -152,7 +152,7 @@ class ImageRecord(TypedDict):
 
 
 class CompileStats(TypedDict, total=False):
-    """What compiling a package took: bytes of memory of one job, files compiled, seconds with so many parallel jobs."""
+    """Measurements of compiling a package: bytes of memory of one job, files, seconds, parallel jobs."""
 
     job_memory: int
     units: int
@@ -161,7 +161,7 @@ class CompileStats(TypedDict, total=False):
 
 
 class Records:
-    """The records of a store, each with a checksum. One that cannot be read, or whose checksum is another, is none:
+    """The records of a store, each with a checksum. One that cannot be read, or whose checksum differs, counts as none:
     what it stood for is made again."""
 
     def __init__(self, staging: StagingArea) -> None:
@@ -200,7 +200,7 @@ class Records:
         """Return the record of a layer, whether its blob is there or not."""
         with contextlib.suppress(ValueError):
             layer = StoredLayer.parse(Fields.of(self.read("keys", cache_key)))
-            return layer if layer.cache_key == cache_key else None  # one that says another key is damaged
+            return layer if layer.cache_key == cache_key else None  # a record with a different key is damaged
         return None
 
     def result(self, key: str) -> StoredResult | None:

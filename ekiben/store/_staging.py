@@ -1,4 +1,4 @@
-"""Where a store is written: temporary folders and files that are renamed into place, locks, permissions, errors.
+"""Writing to a store: temporary folders and files that are renamed, locks, permissions, errors.
 
 A reader sees the old file or the new one, and a killed writer leaves nothing but a name in staging/, which says whose
 it was and which the next writer removes.
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 DEFERRED_REMOVAL_BYTES = 20e9  # free bytes above which temporary trees stay until the last layer of a build is made
-_NEEDED = "needed"  # in a temporary folder: the cache keys of the layers that a running build stands on
+_NEEDED = "needed"  # in a temporary folder: the cache keys of the layers that a running build needs
 
 
 class Access(Protocol):
-    """Who may do what in a store, and what errors say of it."""
+    """Access rights in a store, and their errors."""
 
     def prepare(self) -> None:
         """Make the folder that the store is in, or refuse it. Raises StoreError."""
@@ -52,7 +52,7 @@ class Access(Protocol):
         """Give an open new file or folder its mode whatever the umask, and its group. Raises StoreError, OSError."""
 
     def is_abandoned(self, staging: Folder, name: str) -> bool:
-        """Whether an entry of staging/ belongs to no running process. Raises OSError."""
+        """Return whether an entry of staging/ belongs to no running process. Raises OSError."""
 
     def translated_errors(self) -> AbstractContextManager[None]:
         """Turn an OSError of the block into a StoreError that says what to do."""
@@ -69,7 +69,7 @@ class UserAccess:
         return path.path
 
     def prepare(self) -> None:
-        """Make the store's folder, which other users cannot enter: what is in it runs as its user."""
+        """Create the store's folder, closed to other users: its content runs with this user's rights."""
         if self.root.is_dir():
             return
         try:
@@ -193,15 +193,15 @@ class StagingArea:
         with self.temporary_folder() as folder:
             with (folder / _NEEDED).new_file() as stream:
                 stream.write("\n".join(cache_keys).encode())
-                self.access.apply_permissions(stream.fileno(), 0o644)  # it has its name only when all may read it
+                self.access.apply_permissions(stream.fileno(), 0o644)  # renamed only when all may read it
             yield
 
     def announced_keys(self) -> set[str]:
-        """Return the cache keys of the layers that running builds and publishers stand on."""
+        """Return the cache keys of the layers that running builds and publishers need."""
         keys: set[str] = set()
         with contextlib.suppress(OSError), self.folder.open_folder() as staging:
             for folder in staging.folders():
-                with contextlib.suppress(OSError, ValueError):  # it has just ended, or is no file of ours
+                with contextlib.suppress(OSError, ValueError):  # it has just ended, or the file is not Ekiben's
                     keys |= set(folder.read(_NEEDED).decode(errors="replace").split())
         return keys
 
@@ -216,12 +216,12 @@ class StagingArea:
 
     @property
     def in_background(self) -> bool:
-        """Whether defer() returns at once."""
+        """Return whether defer() returns immediately."""
         return self._pool is not None
 
     @contextlib.contextmanager
     def background(self) -> Iterator[None]:
-        """Run deferred work on threads inside the block; its end waits for them. Temporary trees are removed last."""
+        """Run deferred work on threads inside the block, and wait for it at the end; temporary trees go last."""
         from concurrent.futures import ThreadPoolExecutor  # late: it brings logging with it
 
         with ThreadPoolExecutor(2, thread_name_prefix="store") as self._pool:

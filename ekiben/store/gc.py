@@ -1,4 +1,4 @@
-"""Remove from a store what no image needs."""
+"""Remove files from a store that no image needs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def reachable(store: Store, images: Mapping[str, ImageRecord] | None = None) -> 
     """Return the digests of every blob that ``images`` need; by default all images of the store."""
     keep: set[str] = set()
     for image in (store.images() if images is None else images).values():
-        keep |= {image["manifest"], image["config"]}  # by its keys, too: a damaged manifest costs no layer
+        keep |= {image["manifest"], image["config"]}  # also by its keys: a damaged manifest loses no layer
         keep |= {layer.digest for key in image["keys"] if (layer := store.layer(key))}
         with contextlib.suppress(StoreError, ValueError):
             manifest = Fields.of(parse_json(store.get_blob(image["manifest"])))
@@ -110,7 +110,7 @@ def _stage_outputs(store: Store, images: Mapping[str, ImageRecord], *, all: bool
 
 
 def _being_built(store: Store) -> set[str]:
-    """Return the digests of the layers that running builds stand on, though no image names them yet."""
+    """Return the digests of the layers that running builds need, and that no image names yet."""
     return {layer.digest for key in store.staging_area.announced_keys() if (layer := store.records.layer(key))}
 
 

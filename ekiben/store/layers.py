@@ -70,10 +70,10 @@ class LayerHandle:
 
 
 class LayerProvider(Protocol):
-    """Where layers are looked up by cache key: a store, or a registry."""
+    """A source of layers by cache key: a store, or a registry."""
 
     def has(self, cache_key: str) -> bool:
-        """Whether it has the layer."""
+        """Return whether the store has the layer."""
 
     def fetch(self, cache_key: str, into: Store) -> StoredLayer | None:
         """Return the layer, its bytes readable through ``into``; None when it is not there. Raises StoreError."""

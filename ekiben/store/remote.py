@@ -29,7 +29,7 @@ class LayerCache:
             return None
 
     def has(self, cache_key: str) -> bool:
-        """Whether the registry has the layer."""
+        """Return whether the registry has the layer."""
         try:
             return not self._failed and self.registry.tag_digest(cache_key) is not None
         except FetchError as error:
@@ -51,9 +51,7 @@ class LayerCache:
         except ValueError as error:
             raise FetchError(f"{self.registry.reference}:{cache_key} is no layer of Ekiben's") from error
         if not fits:
-            raise FetchError(
-                f"{self.registry.reference}:{cache_key} is another layer than its tag says: {layer.cache_key}"
-            )
+            raise FetchError(f"{self.registry.reference}:{cache_key} differs from its tag: it is {layer.cache_key}")
         if not into.has_blob(layer.digest, layer.size):
             with (
                 into.staging() as staging,

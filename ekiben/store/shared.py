@@ -48,14 +48,14 @@ from ekiben.store.store import Store
 STORE, IMAGES, TRASH = "store", "images", "trash"
 _LAYERS = "layers"
 _ATTEMPTS = 5
-_EXCHANGED = (errno.ENOTDIR, errno.ELOOP, errno.ESTALE)  # what an open folder says of a link
-_DIGITS = 15  # of a time in seconds, in a name that anyone may have given
+_EXCHANGED = (errno.ENOTDIR, errno.ELOOP, errno.ESTALE)  # error of opening a link as a folder
+_DIGITS = 15  # digits of a time in seconds; anyone may choose the name
 _LEFT = 7 * 86400  # seconds after which a folder in staging/ is nobody's: its machine may be another one
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What everything below ``folder`` gets: its group, its mode for folders, its readers for files."""
+    """Permissions of everything below ``folder``: its group, its mode for folders, its readers for files."""
 
     folder: InnerPath
     group: int
@@ -82,8 +82,8 @@ class Policy:
                     f"{self.folder} belongs to the group {group_name(self.group)}, and this login may not give files to"
                     f" it: it is in {', '.join(map(group_name, sorted({os.getegid(), *os.getgroups()})))}",
                     hint=(
-                        f"`newgrp {group_name(self.group)}` (or a new login, when you were added to it just now), and"
-                        " again"
+                        f"run `newgrp {group_name(self.group)}` (or log in again, when you were added just now), then"
+                        " repeat the command"
                     ),
                 ) from error
         readers = 0o700 | (0o050 if self.mode & 0o050 == 0o050 else 0) | (0o005 if self.mode & 0o005 == 0o005 else 0)
@@ -151,7 +151,7 @@ class SharedAccess:
         self.policy.apply_permissions(handle, mode)
 
     def is_abandoned(self, staging: Folder, name: str) -> bool:
-        """Whether one's own dead process on this host made it, or anyone, more than a week ago. Raises OSError."""
+        """Return whether a dead process of this user and host created it, or anyone a week ago. Raises OSError."""
         status = staging.status(name)
         return status.st_mtime < time.time() - _LEFT or (status.st_uid == os.geteuid() and is_abandoned(staging, name))
 
@@ -199,7 +199,7 @@ class SharedAccess:
                     status = "a link that leads to no folder" if shared_dir.is_symlink() else "a file"
                     raise StoreError(
                         f"{shared_dir} is {status}, and what is published goes into a folder",
-                        hint="give a folder that is there, or a new name for one to be made",
+                        hint="give an existing folder, or a new name, which is created",
                     )
                 new = InnerPath.below(shared_dir.parent) / shared_dir.name
                 new.make_folder(lambda handle: os.fchmod(handle, 0o2755))
@@ -231,8 +231,8 @@ class SharedAccess:
         is_in_group = getpass.getuser() in _members(status.st_gid)
         if status.st_mode & 0o020 and is_in_group:
             hint = (
-                f"you are in the group {group}, but this login began before that or without it: `newgrp {group}`, and"
-                " again"
+                f"you are in the group {group}, and this login does not have it yet: run `newgrp {group}`, then repeat"
+                " the command"
             )
         elif status.st_mode & 0o020:
             hint = f"ask to be added to the group {group}"
@@ -300,7 +300,7 @@ class SharedStore(Store):
         return path if inner.parts[0] == IMAGES and (path := self.folder / inner).is_regular() else None
 
     def _links(self, digest: str) -> list[InnerPath]:
-        """The newest first: it is the last to be pruned, and a damaged one gets behind."""
+        """Return the links, the newest first: it is pruned last, and a damaged one moves behind."""
         layer = self._layers / digest[7:]
         try:
             with layer.open_folder() as folder:
@@ -340,7 +340,7 @@ class SharedStore(Store):
                                 link.new_link(target)
                 with contextlib.suppress(OSError):
                     if not folder.name.startswith(".") or folder.status().st_mtime < time.time() - _LEFT:
-                        folder.remove_folder()  # one with a dot is about to get its name
+                        folder.remove_folder()  # a name with a dot is temporary
             for key in self.records.names("keys"):
                 layer = self.records.layer(key)
                 if layer and self.find(layer.digest) is None and key not in self.announced_keys():
@@ -372,7 +372,7 @@ class SharedStore(Store):
         return total
 
     def knows_last_use(self) -> bool:
-        """Whether the file system records when a file was read."""
+        """Return whether the file system records when a file was read."""
         with self.folder.open_folder() as folder:
             return not os.fstatvfs(folder.handle).f_flag & os.ST_NOATIME
 

@@ -1,4 +1,4 @@
-"""Whether a SIF file holds an image: all of it is compared once, and that is remembered until the file changes."""
+"""Check that a SIF file holds an image. All of it is compared once; the result is valid until the file changes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def note_sif(
     if sha256:
         sums[_key(path)] = sha256
     digest = squashed_digest or _squashed_digest(store, header.id)
-    with contextlib.suppress(OSError, StoreError):  # without the note the file is read again
+    with contextlib.suppress(OSError, StoreError):  # without the record, the file is read again
         files[_key(path)] = identity(path)
         note = {"files": files, "sha256": sums, **({"flat": digest} if digest else {})}
         store.put_check(_name(header.id), note)
@@ -112,7 +112,7 @@ def _partition_digest(partition: Partition) -> str:
 
 
 def _content_difference(image: Image, path: AnyPath, store: Store) -> str:
-    """Of one partition that was compressed elsewhere only the files can be compared."""
+    """Compare the files of a partition that was compressed elsewhere; its bytes may differ."""
     from ekiben.formats.layer import write_entries
     from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
     from ekiben.formats.tar import DigestWriter, tar_digest

@@ -112,7 +112,7 @@ class Store:
         return self.root / "logs" / f"{name}.log"
 
     def is_writable(self) -> bool:
-        """Whether the store is there and this user may write to it."""
+        """Return whether the store exists and this user may write to it."""
         return self.staging_area.root.is_writable()
 
     # -- blobs
@@ -170,7 +170,7 @@ class Store:
         return local.path
 
     def has_blob(self, digest: str, size: int) -> bool:
-        """Whether a blob of this size is there: a cheap look. Its bytes are checked when they are used."""
+        """Return whether a blob of this size is stored. Its bytes are checked when they are used."""
         partition = self.find(digest)
         return partition is not None and partition.size == size
 
@@ -228,7 +228,7 @@ class Store:
         )  # an own blob that is short comes first
 
     def has(self, cache_key: str) -> bool:
-        """Whether layer() finds it."""
+        """Return whether layer() returns it."""
         return self.layer(cache_key) is not None
 
     def fetch(self, cache_key: str, into: Store) -> StoredLayer | None:
@@ -236,7 +236,7 @@ class Store:
         return self.layer(cache_key)
 
     def put_layer(self, layer: StoredLayer) -> None:
-        """Let the layer's key stand for it; its blob is there already."""
+        """Record the layer under its key; its blob is stored already."""
         self.records.put_layer(layer)
 
     def result(self, key: str) -> StoredResult | None:
@@ -252,7 +252,7 @@ class Store:
         return sorted((item for item in results if item), key=lambda item: (item.name, item.key))
 
     def put_result(self, result: StoredResult) -> None:
-        """Let the result's key stand for it; its blobs are there already."""
+        """Record the result under its key; its blobs are stored already."""
         self.records.put_result(result)
 
     def last_inputs(self, name: str) -> Mapping[str, Any] | None:
@@ -284,7 +284,7 @@ class Store:
         return self.records.images()
 
     def put_image(self, name: str, manifest: Mapping[str, Any], metadata: Mapping[str, Any]) -> ImageRecord:
-        """Store the manifest and let ``name`` stand for it; the image it stood for before stays until pruned."""
+        """Store the manifest under ``name``; the image that had this name stays until pruned."""
         data = dump(manifest)
         record = cast(ImageRecord, {**metadata, "manifest": self.put_blob(data), "size": len(data)})
         if self.image(name) != record:
@@ -337,7 +337,7 @@ class Store:
     def building(self, cache_keys: Iterable[str], *, background: bool = False) -> Iterator[None]:
         """Make prune() keep these layers, and all that is stored meanwhile, until the block ends.
 
-        ``background``: in the block, syncing gigabytes goes on during the next layer's work, and the end of the block
+        ``background``: in the block, gigabytes are synced during the next layer's work, and the end of the block
         waits for it; temporary trees are removed last. Not for a store with other readers, who see a blob only when it
         is on the disk.
         """

@@ -29,7 +29,7 @@ from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.cli import commands, main
 from ekiben.core.inner_path import InnerPath
 from ekiben.images.published import read_records
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore
 from support.sample_recipe import AS_SIF, GROUND, RECIPE, SampleRecipe, image_of, quiet, seeded
@@ -139,7 +139,7 @@ class Lab:
     def shared(self) -> Path:
         """A shared folder with version 0 in it."""
         store, shared = Store(self.copy(self.store, "reference/publisher")), self.path("seed/lab")
-        publish(image_of(self.recipes[0], store), store, shared, quiet(), check=False)
+        publish(image_of(self.recipes[0], store), store, shared, PublishOptions(check=False), quiet())
         return shared
 
     def copy(self, source: Path, name: str) -> Path:

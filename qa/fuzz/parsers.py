@@ -34,6 +34,7 @@ from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.layer import LayerEntry
 from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
+from ekiben.formats.upper import Changes
 from ekiben.gpu.device_code import read_device_code
 from ekiben.gpu.elf import read_library
 from ekiben.images.published import read_records
@@ -561,7 +562,9 @@ FOREIGN = plain_tar(
 
 def changes(world: World) -> Case:
     """The tar of what a script changed."""
-    return Case([samples.layer_tar(), FOREIGN], lambda data: drain(normalize(BytesIO(data), Lower([]), epoch=1)))
+    return Case(
+        [samples.layer_tar(), FOREIGN], lambda data: drain(normalize(Changes(BytesIO(data)), Lower([]), epoch=1))
+    )
 
 
 def libraries(world: World) -> Case:
@@ -970,7 +973,7 @@ _READERS = {
     "advisories": "packages/outdated.py:_read_records",
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
-    "requirements": "packages/requirements.py:_of_project,read_requirements",
+    "requirements": "packages/requirements.py:_project_requirements,read_requirements",
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """

@@ -17,7 +17,7 @@ from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.tar import TarWriter
-from ekiben.publish.publish import Published, publish
+from ekiben.publish.publish import Published, PublishOptions, publish
 from ekiben.store import Image, Store
 from support.fat_elf import elf, fatbin
 from support.registries import Answer, bad_registry
@@ -191,4 +191,4 @@ class World:
 
     @cached_property
     def published(self) -> Published:
-        return publish(self.image, self.store, self.folder / "lab", quiet(), check=False)
+        return publish(self.image, self.store, self.folder / "lab", PublishOptions(check=False), quiet())

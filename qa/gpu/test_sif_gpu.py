@@ -21,7 +21,7 @@ import pytest
 
 from ekiben.formats.layer import Entry, LayerEntry, read_chunks, sort_key, write_entries
 from ekiben.formats.partition import Partition
-from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.formats.sif import sif_header, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.tar import DigestWriter
@@ -104,7 +104,10 @@ def _recipe_layer() -> dict[str, tuple[int, bytes]]:
         "EKIBEN_RECIPE": INSIDE,
     }
     return files | runtime_files(
-        environment, 'exec "$@"\n', "train --smoke\n", {"recipe": "lora-opencalm"}, "Bootstrap: scratch\n"
+        environment,
+        {"recipe": "lora-opencalm"},
+        "Bootstrap: scratch\n",
+        Scripts(run='exec "$@"\n', test="train --smoke\n"),
     )
 
 

@@ -20,14 +20,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.files import open_regular
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.progress import Progress
 from ekiben.images.published import read_records
 from ekiben.publish.prune import prune
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store
@@ -54,7 +54,11 @@ def prepare(folder: Path) -> tuple[list[Image], Store]:
     for number in range(IMAGES):
         (sample.path / "files/data.bin").write_bytes(random.Random(number).randbytes(1_000_000))
         images.append(
-            build(resolve(find_recipe(str(sample.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+            build(
+                BuildContext(
+                    resolve(find_recipe(str(sample.path))), store, Options(), Progress(io.StringIO(), quiet=True)
+                )
+            )
         )
     return images, store
 
@@ -69,7 +73,9 @@ def writer(number: int, say: Callable[[str], None], shared_dir: Path, images: li
         # A few versions are pinned and are to be there at the end; the others come and go.
         which, pinned = dice.randrange(len(images)), dice.random() < 0.2
         version = f"keep{which}" if pinned else f"go{dice.randrange(4)}"
-        done = publish(images[which], store, shared_dir, quiet, version=version, pin=pinned, check=False)
+        done = publish(
+            images[which], store, shared_dir, PublishOptions(version=version, pin=pinned, check=False), quiet
+        )
         say(f"{'pinned' if pinned else 'published'} {done.sif.name}")
 
 
@@ -147,7 +153,7 @@ def main(folder: Path, seconds: float, writers: int, readers: int) -> dict[str, 
         (folder / name).mkdir()
         (folder / name).chmod(0o777)
     quiet = Progress(io.StringIO(), quiet=True)
-    publish(images[0], store, shared_dir, quiet, version="keep0", pin=True, check=False)
+    publish(images[0], store, shared_dir, PublishOptions(version="keep0", pin=True, check=False), quiet)
     roles = [(writer, number) for number in range(writers)] + [(reader, number) for number in range(readers)]
     running = {start(role, number, folder, shared_dir, images, store): (role, number) for role, number in roles}
     end, kills = time.monotonic() + seconds, 0

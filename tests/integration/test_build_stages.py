@@ -480,7 +480,7 @@ def test_compilation_out_of_memory_or_disk(cli: Cli, tiny: Tiny, store_with: Cal
         cwd=store.parent,
         env=tiny.settings,
     ).stderr
-    if "1 jobs side by side" not in stderr.split("stage tiny.build: ")[1]:
+    if "1 parallel compiler jobs" not in stderr.split("stage tiny.build: ")[1]:
         assert "a compiler was killed for lack of memory; on with half the jobs" in stderr
     assert wheels(store)[0]["notes"]["jobs"] == 1
 

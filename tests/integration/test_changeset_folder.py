@@ -14,6 +14,7 @@ import pytest
 
 from ekiben.formats.changeset import normalize
 from ekiben.formats.left_out import LeftOut
+from ekiben.formats.upper import Changes
 from support.changesets import BASE, EPOCH, XATTRS, Layers, drained, sent
 
 pytestmark = pytest.mark.covers("ekiben/formats")
@@ -47,7 +48,7 @@ def test_excluded_entries_are_reported_by_kind_with_the_reason(base: Layers, tmp
     os.setxattr(up / "kept", "system.posix_acl_access", ACL)
     os.mknod(up / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     left = LeftOut()
-    drained(normalize(up, base.lower, epoch=EPOCH, left_out=left))
+    drained(normalize(Changes(up), base.lower, epoch=EPOCH, left_out=left))
     reports = {line.split(" (")[0].removeprefix("left out: "): line for line in left.lines()}
     assert set(reports) == {"/tmp/a, /tmp/b", "/root/.cache/x", "/var/log/l", "/etc/apt/sources.list", "/kept", "/null"}
     assert "access control lists" in reports["/kept"]
@@ -66,7 +67,7 @@ def test_attributes_in_a_folder(base: Layers, upper: Path) -> None:
         for name, value in XATTRS:
             os.setxattr(path, name, value)
         os.setxattr(path, "user.fuseoverlayfs.origin", b"usr/ping\0")
-    entries = {entry.path: entry.xattrs for entry, _ in normalize(upper, base.lower, epoch=EPOCH)}
+    entries = {entry.path: entry.xattrs for entry, _ in normalize(Changes(upper), base.lower, epoch=EPOCH)}
     assert entries == {"": (), "usr": XATTRS, "usr/ping": XATTRS}
 
 

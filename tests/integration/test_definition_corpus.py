@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.export import export
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.errors import DefinitionError, LayerError
 from ekiben.core.files import digest_of
@@ -29,6 +29,7 @@ from ekiben.formats.changeset import PLACEHOLDERS, Lower, normalize
 from ekiben.formats.layer import Entry, sort_key, write_entries
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.tar import DigestWriter
+from ekiben.formats.upper import Changes
 from ekiben.resolve.graph import Layer, ResolvedRecipe
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.definition import APPS, REFUSED, UNUSED
@@ -71,7 +72,7 @@ MODES = "files have mode 0644, or 0755 where their owner may execute them"
 LOGS = "logs, caches and locks that differ from run to run are left out"
 QUOTES = "quotes around an argument's value are removed"
 COMMENT = "an argument after a `#` of its line has its value, too"
-HOLLOW = "a stage's empty folders are not handed over"
+HOLLOW = "a stage's empty folders are not copied"
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ REFUSED_SECTIONS: dict[str, Refusal] = {
         for name in APPS
     },
     "another shell": ("%post -c /bin/bash\n    true\n", "only /bin/sh runs here", "`%post -c /bin/bash`"),
-    "options of a script": ("%test -c /bin/bash\n    true\n", "%test takes no words", "`%test -c`"),
+    "options of a script": ("%test -c /bin/bash\n    true\n", "%test takes no arguments", "`%test -c`"),
     "script in %environment": (
         "%environment\n    if true; then A=b; fi\n",
         "takes only 'export NAME=value' lines",
@@ -345,12 +346,12 @@ REFUSED_HEADERS: dict[str, Refusal] = {
     "a file": ("Bootstrap: localimage\nFrom: /srv/base.sif\n", "a layer is named, not a file", "`From:` with a path"),
     "a key of another agent": (
         f"{HEADER}Include: curl\n",
-        "says nothing to Bootstrap: localimage",
+        "is not used with Bootstrap: localimage",
         "a key of another agent",
     ),
     "a mirror": (
         "Bootstrap: debootstrap\nOSVersion: bookworm\nMirrorURL: http://mirror.example.org/\n",
-        "MirrorURL: of one's own is not used",
+        "MirrorURL: is not used",
         "`MirrorURL:`",
     ),
     "an unknown key": (f"{HEADER}IncludeCmd: yes\n", "unknown key 'IncludeCmd'", "other keys"),
@@ -397,7 +398,7 @@ REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
     "a folder of the layers below": (
         "printf x >/etc/new",
         "%files from first\n    /etc /opt/etc",
-        "only what the stage makes is handed over",
+        "only files that the stage creates are copied",
         "a folder with files of the layers below",
     ),
     "two sources": (
@@ -409,7 +410,7 @@ REFUSED_STAGES: dict[str, tuple[str, str, str, str]] = {
     "a link": (
         "ln -s nowhere /opt/x",
         "%files from first\n    /opt/x /opt/x",
-        "only plain files are handed over",
+        "only regular files are copied",
         "a stage's links",
     ),
     "a pattern": (
@@ -514,7 +515,7 @@ class Lab:
     def build(self, text: str) -> tuple[ResolvedRecipe, Image]:
         """Our image."""
         resolved = self.resolve(text)
-        return resolved, build(resolved, self.store, Options(engine="apptainer"), quiet())
+        return resolved, build(BuildContext(resolved, self.store, Options(engine="apptainer"), quiet()))
 
     def apptainer(self, *args: str | Path) -> str:
         """Apptainer as the ordinary user starts it: where a machine withholds capabilities root's build fails."""
@@ -544,7 +545,7 @@ class Lab:
 
 def seed(store: Store, layer: Layer, root: Path) -> Path:
     """Put ``root`` into the store as this layer, and return its blob."""
-    entries = [*normalize(root, Lower([]), epoch=layer.epoch)]
+    entries = [*normalize(Changes(root), Lower([]), epoch=layer.epoch)]
     entries += [(Entry(path, "file", 0o644, mtime=layer.epoch), None) for path in PLACEHOLDERS]
     entries.sort(key=lambda entry: sort_key(entry[0].path))
     store.open_for_writing()

@@ -54,8 +54,8 @@ SAME = {
 REFUSED = {
     "nothing there": ("nothing /opt", "no such file under"),
     "a pattern without a match": ("z*.txt /opt", "matches"),
-    "a dangling link": ("dangling /opt", "a link to nowhere, which is not there"),
-    "a dangling link in a folder": ("bad /opt", "a link to nowhere, which is not there"),
+    "a dangling link": ("dangling /opt", "a link to nowhere, which does not exist"),
+    "a dangling link in a folder": ("bad /opt", "a link to nowhere, which does not exist"),
     "a file below a file": ("a /etc/conf/a", "/etc/conf is no folder"),
     "a folder onto a file": ("void /etc/conf", "is no folder in the layers below"),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.covers("ekiben/formats")
 
 @pytest.fixture
 def image(files_only: SampleRecipe, store: Store) -> Image:
-    return build(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+    return build(
+        BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+    )
 
 
 def test_apptainer_builds_from_the_archive(store: Store, image: Image, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.artifacts.partial import partial_file
 from ekiben.artifacts.pull import pull
-from ekiben.artifacts.push import MEDIA_SBOM, Pushed, push
-from ekiben.builder.build import build
+from ekiben.artifacts.push import MEDIA_SBOM, Pushed, PushRequest, push
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options, ask_registry, plan
 from ekiben.core.errors import FetchError, UsageError
 from ekiben.core.progress import Progress
@@ -52,7 +52,7 @@ def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
 
 
 def send(image: Image, store: Store, ref: str, format: str = "docker") -> Pushed:
-    return push(image, store, Reference.parse(ref), format, quiet())
+    return push(image, store, PushRequest(Reference.parse(ref), format), quiet())
 
 
 def bytes_of(image: Image) -> int:
@@ -82,8 +82,8 @@ def test_docker_image_push_pull_round_trip(files_only: SampleRecipe, store: Stor
 @pytest.mark.parametrize("format", ["docker", "sif"])
 def test_sbom_is_attached_as_referrer(files_only: SampleRecipe, store: Store, host: str, format: str) -> None:
     image, reference = image_of(files_only, store), Reference.parse(f"{host}/lab/bill-{format}:1")
-    plain = push(image, store, reference, format, quiet())
-    done = push(image, store, reference, format, quiet(), sbom=True)
+    plain = push(image, store, PushRequest(reference, format), quiet())
+    done = push(image, store, PushRequest(reference, format, sbom=True), quiet())
     assert (done.ref, plain.sbom) == (plain.ref, "")
     registry, digest = Registry(reference), done.ref.rpartition("@")[2]
     (found,) = registry.referrers(digest)
@@ -93,13 +93,18 @@ def test_sbom_is_attached_as_referrer(files_only: SampleRecipe, store: Store, ho
     )
     assert done.sbom == f"{host}/lab/bill-{format}@{found.digest}"
     assert registry.attached(found.digest) == [sbom_of_image(image, store).encode()]
-    assert push(image, store, reference, format, quiet(), sbom=True) == done
+    assert push(image, store, PushRequest(reference, format, sbom=True), quiet()) == done
     assert registry.referrers(digest) == [found]
 
 
 def test_layers_have_no_sbom(files_only: SampleRecipe, store: Store, host: str) -> None:
     with pytest.raises(UsageError, match="layers have no SBOM"):
-        push(image_of(files_only, store), store, Reference.parse(f"{host}/lab/layers"), "layers", quiet(), sbom=True)
+        push(
+            image_of(files_only, store),
+            store,
+            PushRequest(Reference.parse(f"{host}/lab/layers"), "layers", sbom=True),
+            quiet(),
+        )
 
 
 def test_only_what_changed_is_sent_and_the_rest_is_mounted(files_only: SampleRecipe, store: Store, host: str) -> None:
@@ -200,7 +205,7 @@ def test_missing_layers_come_from_upstream(files_only: SampleRecipe, store: Stor
     done = send(image, store, f"{host}/lab/layers", "layers")
     assert send(image, store, f"{host}/lab/layers", "layers") == Pushed(done.ref, 0, 0, 3)
     mine, log = Store(tmp_path / "mine"), io.StringIO()
-    again = build(chain_of(files_only), mine, Options(registry=f"{host}/lab/layers"), Progress(log))
+    again = build(BuildContext(chain_of(files_only), mine, Options(registry=f"{host}/lab/layers"), Progress(log)))
     assert [asdict(layer) for layer in again.layers] == [asdict(layer) for layer in image.layers]
     for layer in again.layers:
         mine.check_blob(layer.digest, again=True)
@@ -225,7 +230,14 @@ def test_plan_shows_what_would_be_pulled(
     rows = json.loads(run_cli(*plan, "--json", env=asks).stdout)
     assert [(row["stored"], row["in_registry"]) for row in rows] == [(False, True), (False, False), (False, False)]
     assert not (tmp_path / "mine").exists()
-    build(chain_of(files_only), Store(tmp_path / "mine"), Options(registry=f"{host}/lab/plan"), Progress(io.StringIO()))
+    build(
+        BuildContext(
+            chain_of(files_only),
+            Store(tmp_path / "mine"),
+            Options(registry=f"{host}/lab/plan"),
+            Progress(io.StringIO()),
+        )
+    )
     assert {
         line.split()[0] for line in run_cli(*plan, env={"EKIBEN_REGISTRY": "127.0.0.1:9/none"}).stdout.splitlines()
     } == {"CACHED"}
@@ -284,7 +296,10 @@ def test_failing_registry_is_skipped(files_only: SampleRecipe, store: Store, hos
     cache = LayerCache("127.0.0.1:9/lab/layers", Progress(log))
     assert [cache.fetch("k", store), cache.fetch("l", store)] == [None, None]
     assert log.getvalue().count("continuing without that registry") == 1
-    assert build(chain_of(files_only), store, Options(registry="127.0.0.1:9/lab/layers"), Progress(log)).name == "own"
+    assert (
+        build(BuildContext(chain_of(files_only), store, Options(registry="127.0.0.1:9/lab/layers"), Progress(log))).name
+        == "own"
+    )
 
 
 def test_layer_with_a_foreign_key_is_refused(files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
@@ -298,7 +313,7 @@ def test_layer_with_a_foreign_key_is_refused(files_only: SampleRecipe, store: St
         LayerCache(f"{host}/lab/wrong", Progress(log)).fetch(image.layers[1].cache_key, Store(tmp_path / "mine"))
         is None
     )
-    assert "is another layer than its tag says" in log.getvalue()
+    assert "differs from its tag" in log.getvalue()
 
 
 def test_push_and_pull(run_cli: RunCli, files_only: SampleRecipe, store: Store, host: str, tmp_path: Path) -> None:
@@ -319,9 +334,11 @@ def test_bad_upload_is_ignored(
     files_only: SampleRecipe, store: Store, host: str, tmp_path: Path, blobs: object
 ) -> None:
     image = image_of(files_only, store)
-    push(image, store, Reference.parse(f"{host}/lab/damaged-memory:1"), "docker", quiet())
+    push(image, store, PushRequest(Reference.parse(f"{host}/lab/damaged-memory:1"), "docker"), quiet())
     paths = list((store.root / "checks").glob("pushed-*.json"))
     assert paths
     for path in paths:
         path.write_text(json.dumps({"blobs": blobs}))
-    assert push(image, store, Reference.parse(f"{host}/lab/damaged-memory-2:1"), "docker", quiet()).sent > 0
+    assert (
+        push(image, store, PushRequest(Reference.parse(f"{host}/lab/damaged-memory-2:1"), "docker"), quiet()).sent > 0
+    )

@@ -150,7 +150,7 @@ def test_retries_end_when_the_connection_always_breaks(host: str) -> None:
     sent, _ = blob(3 * MB)
     with Cutter(host, up=300_000, times=99) as wire, pytest.raises(FetchError, match="broke off at 0 bytes") as caught:
         at(wire.host).send_blob(sent, nothing)
-    assert caught.value.hint == "the same command goes on from there"
+    assert caught.value.hint == "the same command resumes it"
 
 
 def test_basic_authentication(tmp_path: Path) -> None:

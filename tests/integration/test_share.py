@@ -131,7 +131,7 @@ def test_missing_permission_gives_a_hint(user_cli: Cli, cli: Cli, workspace: Wor
     # A login that began before the user came into the group (workspaces.as_user gives no groups but the first).
     done = publish(user_cli, hello, lab, code=6)
     assert f"you may not publish in {lab}" in done.stderr
-    assert f"`newgrp {LAB}`, and again" in done.stderr
+    assert f"run `newgrp {LAB}`, then repeat the command" in done.stderr
     assert list(lab.iterdir()) == []
     publish(cli, hello, lab, "--no-verify", prefix=login(COLLEAGUE))
     lab.chmod(0o750)

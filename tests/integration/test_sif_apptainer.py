@@ -20,7 +20,7 @@ import pytest
 
 from ekiben.formats.layer import Entry, LayerEntry, sort_key, write_entries
 from ekiben.formats.partition import Partition
-from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.formats.sif import SifHeader, sif_header, sif_id, write_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.squashfs.writer import SquashfsWriter
@@ -107,12 +107,9 @@ def top_layer() -> Files:
     startscript = 'echo "$GREETING $@" >"$1"\nexec sleep 60\n'
     return runtime_files(
         environment,
-        runscript,
-        "test -f /layer/new && echo tests passed",
         LABELS,
         DEFFILE,
-        startscript=startscript,
-        help="The tasks.\n",
+        Scripts(runscript, "test -f /layer/new && echo tests passed", startscript, "The tasks.\n"),
     )
 
 

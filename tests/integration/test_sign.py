@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.pull import pull
-from ekiben.artifacts.push import push
+from ekiben.artifacts.push import PushRequest, push
 from ekiben.core.errors import UsageError
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
@@ -30,7 +30,7 @@ from ekiben.formats.sif import (
 )
 from ekiben.images.published import read_records, tags
 from ekiben.inspect.describe import describe
-from ekiben.publish.publish import Published, publish
+from ekiben.publish.publish import Published, PublishOptions, publish
 from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
@@ -257,7 +257,7 @@ def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
 
 
 def put(files_only: SampleRecipe, store: Store, shared_dir: Path, key: Key | None) -> Published:
-    return publish(image_of(files_only, store), store, shared_dir, quiet(), check=False, key=key)
+    return publish(image_of(files_only, store), store, shared_dir, PublishOptions(check=False, key=key), quiet())
 
 
 def test_signed_version_is_added_beside_the_unsigned_one(
@@ -330,7 +330,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def send(files_only: SampleRecipe, store: Store, ref: str, key: Key | None, format: str = "docker") -> str:
-    done = push(image_of(files_only, store), store, Reference.parse(ref), format, quiet(), key=key)
+    done = push(image_of(files_only, store), store, PushRequest(Reference.parse(ref), format, key=key), quiet())
     return done.ref.rpartition("@")[2]
 
 

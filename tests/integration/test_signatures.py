@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.pull import pull
-from ekiben.artifacts.push import push
-from ekiben.builder.build import Options, build
+from ekiben.artifacts.push import PushRequest, push
+from ekiben.builder.build import BuildContext, Options, build
 from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
@@ -134,10 +134,10 @@ def test_a_signed_sif_through_a_registry(ring: Keyring, files_only: SampleRecipe
     """What Apptainer pulls it verifies; what Apptainer pushes we do not take unsigned."""
     alice = Key(ring.make(ALICE), ALICE)
     store, config = seeded(files_only, tmp_path / "store", "ground"), folder(tmp_path / "config")
-    image = build(chain_of(files_only), store, Options(), quiet())
+    image = build(BuildContext(chain_of(files_only), store, Options(), quiet()))
     apptainer("key", "import", ring.export(ALICE, tmp_path / "alice.asc"), config=config)
     with real_registry(folder(tmp_path / "registry")) as host:
-        push(image, store, Reference.parse(f"{host}/lab/own:1"), "sif", quiet(), key=alice)
+        push(image, store, PushRequest(Reference.parse(f"{host}/lab/own:1"), "sif", key=alice), quiet())
         apptainer("pull", tmp_path / "pulled.sif", f"oras://{host}/lab/own:1", config=config)
         assert alice.fingerprint in apptainer("verify", "--all", tmp_path / "pulled.sif", config=config)
         apptainer("push", "-U", tmp_path / "pulled.sif", f"oras://{host}/lab/theirs:1", config=config)

@@ -17,6 +17,7 @@ from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.layer import Xattrs, decode_name, write_entries
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.upper import Changes
 from ekiben.formats.xattrs import content_xattrs
 from support.random_edits import Edit, edits, script
 from support.random_trees import Read, Tree, stored, trees
@@ -113,7 +114,9 @@ def test_edits_on_the_kernels_overlay_are_the_layer(first: list[Edit], second: l
             finally:
                 subprocess.run(["umount", location / "merged"], check=True)
             with (location / "layer").open("w+b") as out:
-                write_entries(normalize(location / "upper", Lower(readers[::-1]), epoch=2**31), SquashfsWriter(out))
+                write_entries(
+                    normalize(Changes(location / "upper"), Lower(readers[::-1]), epoch=2**31), SquashfsWriter(out)
+                )
             readers.append(SquashfsReader(stack.enter_context((location / "layer").open("rb"))))
             read = Read()
             write_entries(merged_layer(readers), read)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.builder.wheels import read_wheel, wheels_of
 from ekiben.core.progress import Progress
@@ -106,7 +106,7 @@ def chain(recipe_folder: RecipeFolder) -> ResolvedRecipe:
 
 
 def built(chain: ResolvedRecipe, store: Store) -> tuple[Image, StoredResult]:
-    image = build(chain, store, Options(engine="apptainer"), Progress(quiet=True))
+    image = build(BuildContext(chain, store, Options(engine="apptainer"), Progress(quiet=True)))
     (stage,) = wheels_of(chain).values()
     result = store.result(stage.cache_key)
     assert result is not None

@@ -173,6 +173,22 @@ def long_functions(paths: Iterable[Path], limit: int) -> list[str]:
     return found
 
 
+def wide_functions(paths: Iterable[Path], limit: int) -> set[str]:
+    """Return functions of more than ``limit`` parameters, without click's callbacks: one for each option."""
+    wide = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [item.arg for item in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len(names) - (names[:1] in (["self"], ["cls"])) > limit and not _is_callback(node):
+                    wide.add(f"{path.relative_to(ROOT)} {node.name}")
+    return wide
+
+
+def _is_callback(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(item).startswith(("click.command", "command.command")) for item in function.decorator_list)
+
+
 def long_files(paths: Iterable[Path], limit: int) -> list[str]:
     """Return files of more than ``limit`` lines."""
     sizes = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}

@@ -17,6 +17,7 @@ from ekiben.formats.changeset import Lower, file_entries, normalize, unordered_e
 from ekiben.formats.layer import Entry, File, LayerEntry, Xattrs, sort_key, write_entries
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.upper import Changes
 from ekiben.formats.xattrs import to_pax
 
 EPOCH = 1_700_000_000
@@ -109,7 +110,7 @@ def folder(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
             os.setxattr(f"{upper_dir}/{path}", "trusted.overlay.opaque", b"y")
         for path, (entry, _) in sorted(upper.made.items(), reverse=True):  # a folder's time when all is in it
             os.utime(f"{upper_dir}/{path}", (entry.mtime, entry.mtime), follow_symlinks=False)
-        yield from normalize(Path(upper_dir), lower, epoch=EPOCH)
+        yield from normalize(Changes(Path(upper_dir)), lower, epoch=EPOCH)
 
 
 def lay_out(destination: str, entry: Entry, data: bytes) -> None:
@@ -200,16 +201,16 @@ def _says_opaque(info: tarfile.TarInfo) -> None:
 
 
 def overlayfs(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
-    return normalize(in_order(upper, _says_opaque), lower, epoch=EPOCH)
+    return normalize(Changes(in_order(upper, _says_opaque)), lower, epoch=EPOCH)
 
 
 def fuse_overlayfs(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
-    return normalize(in_order(upper, marks=".wh..opq"), lower, epoch=EPOCH, opaque=upper.opaque)
+    return normalize(Changes(in_order(upper, marks=".wh..opq"), opaque=upper.opaque), lower, epoch=EPOCH)
 
 
 def docker(upper: Upper, lower: Lower) -> Iterator[LayerEntry]:
     archive = in_order(upper, whiteouts=False)
-    return normalize(archive, lower, epoch=EPOCH, deleted=upper.deleted, opaque=upper.opaque)
+    return normalize(Changes(archive, deleted=upper.deleted, opaque=upper.opaque), lower, epoch=EPOCH)
 
 
 def oci(upper: Upper, lower: Lower, rng: random.Random | None = None) -> Iterator[LayerEntry]:

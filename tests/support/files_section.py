@@ -9,6 +9,7 @@ from ekiben.formats.changeset import Lower, file_entries, normalize
 from ekiben.formats.layer import Entry, write_entries
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.upper import Changes
 from ekiben.resolve.copies import copied_files
 from ekiben.spec.definition import read_definition
 from ekiben.spec.source_folders import SourceFolders
@@ -61,11 +62,11 @@ def ours(tree: Path, lines: str, out: Path) -> Tree:
     read = read_definition(definition(tree, lines), root=tree)
     files = [file for copy in read.final.files for file in copied_files(read, copy, SourceFolders(read.root))]
     with out.open("w+b") as squashfs:
-        write_entries(normalize(tree / "base", Lower([]), epoch=2**31 - 1), SquashfsWriter(squashfs, epoch=1))
+        write_entries(normalize(Changes(tree / "base"), Lower([]), epoch=2**31 - 1), SquashfsWriter(squashfs, epoch=1))
         lower = Lower([SquashfsReader(squashfs)])
         found = {
             entry.path: shown(entry, lower.read_file(entry.path) if entry.kind == "file" else b"")
-            for entry, _ in normalize(tree / "base", Lower([]), epoch=1)
+            for entry, _ in normalize(Changes(tree / "base"), Lower([]), epoch=1)
         }
         for entry, chunks in file_entries(files, lower, epoch=1):
             found[entry.path] = shown(entry, b"".join(chunks or ()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ekiben.publish.publish import Published, publish
+from ekiben.publish.publish import Published, PublishOptions, publish
 from ekiben.store import Image, Store
 from support.sample_recipe import SampleRecipe, image_of, quiet
 
@@ -25,7 +25,7 @@ class Lab:
         return image_of(self.recipe, self.store)
 
     def put(self, **options: Any) -> Published:
-        return publish(self.image(), self.store, self.folder, quiet(), check=False, **options)
+        return publish(self.image(), self.store, self.folder, PublishOptions(check=False, **options), quiet())
 
     def put_next(self, **options: Any) -> Published:
         """Publish a further version: the data were edited."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.checked import with_checksum, without_checksum
 from ekiben.core.files import digest_of
@@ -190,7 +190,7 @@ def quiet() -> Progress:
 
 
 def image_of(sample: SampleRecipe, store: Store) -> Image:
-    return build(chain_of(sample), store, Options(), quiet())
+    return build(BuildContext(chain_of(sample), store, Options(), quiet()))
 
 
 def edit_record(path: Path, **changes: Any) -> None:

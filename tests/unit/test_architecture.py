@@ -22,6 +22,7 @@ from support.architecture import (
     passed_faces,
     reading_calls,
     task_modules,
+    wide_functions,
 )
 
 MODULES = {"builder": builder_modules(), "tasks": task_modules()}
@@ -52,6 +53,19 @@ def test_files_and_functions_are_short(part: str) -> None:
     paths = [*MODULES[part].values()]
     assert long_files(paths, 600) == []
     assert long_functions(paths, 80) == []
+
+
+# Functions that may have more parameters than six, and why.
+WIDE = {
+    "entrypoints/ekiben_tasks/models/fused_rope.py _kernel": "a Triton kernel",
+    "entrypoints/ekiben_tasks/models/fused_rope.py _rotate": "a Triton kernel",
+    "entrypoints/ekiben_tasks/training/batches.py __init__": "until the data of a run is one value",
+}
+
+
+def test_functions_have_few_parameters() -> None:
+    paths = [*MODULES["builder"].values(), *MODULES["tasks"].values(), *(ROOT / "recipes").rglob("*.py")]
+    assert wide_functions(paths, 6) - WIDE.keys() == set()
 
 
 def test_entrypoints_never_import_the_builder() -> None:
@@ -87,7 +101,7 @@ def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monke
         "top/__init__.py": "",
         "top/one/__init__.py": "__all__ = ['a']\n",
         "top/two/__init__.py": "__all__ = []\n",
-        "top/one/a.py": "def f():\n    from top.two import b\n" + "    x = 1\n" * 60,
+        "top/one/a.py": "def f(a, b, c, *, d):\n    from top.two import b\n" + "    x = 1\n" * 60,
         "top/two/b.py": "import top.one.a\n",
     }
     for name, text in texts.items():
@@ -99,6 +113,8 @@ def test_circle_private_import_and_long_function_are_named(tmp_path: Path, monke
     assert circles(edges(modules)) == [["top.one.a", "top.two.b"]]
     assert passed_faces(modules) == ["top/one/a.py:2: b is not in top.two's __all__"]
     assert long_functions(modules.values(), 60) == ["top/one/a.py:1 f: 62 lines"]
+    assert wide_functions(modules.values(), 3) == {"top/one/a.py f"}
+    assert wide_functions(modules.values(), 4) == set()
 
 
 # What works in a folder that other users may write, and the calls by path that are left there: FILE FUNCTION CALL → why
@@ -226,10 +242,9 @@ READ_OTHERWISE = {
     "packages/host_config.py write_host_files shutil.copyfile": (
         "the user's own settings and certificates, which were looked at before"
     ),
-    "packages/lock.py _compile out.read_text": "written by uv, which this process started",
     "packages/outdated.py _read_records archive.open": "an entry of an archive, read up to a limit",
+    "packages/requirements.py compile_lock out.read_text": "written by uv, which this process started",
     "project/create.py create_recipe source.read_text": "the program's own templates",
-    "project/lock.py _compile out.read_text": "written by uv, which this process started",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "resolve/render.py _write_files file.open": "File.open is open_regular",
     "run/contract.py shell_functions _SHELL_FUNCTIONS.read_text": "the program's own",

@@ -35,7 +35,7 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """How an image is exported.
+    """Options of an export.
 
     ``squash``: one partition instead of one per layer; ``with_sha256``: a file's digest is needed afterwards;
     ``check``: tests the image of an artifact (a SIF at the path given), and raises VerifyError: what is new gets its
@@ -51,11 +51,11 @@ class Exporter(Protocol):
     """One format. As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
 
     PREFERENCE: int  # formats that nobody asked for are exported in this order
-    SUFFIX: str | None  # of the file it writes; None: it needs no file
+    SUFFIX: str | None  # of its file; None: it writes no file
     FALLBACK: str | None  # the format to take where this one cannot be used
 
     def is_default(self) -> bool:
-        """Whether an image is exported so when no format is asked for."""
+        """Return whether this format is exported when none is named."""
 
     def unavailable(self) -> str | None:
         """Return why this exporter cannot be used here, or None."""

@@ -1,4 +1,4 @@
-"""What an image stands on: the root file system that a definition's ``Bootstrap:`` names.
+"""Bases of images: the root file systems that ``Bootstrap:`` of a definition names.
 
 To add an agent, add one file here: its name is the file's name, its functions are those of `Base` and `Agent`. A
 distribution of your own can offer one, too: an entry point of the group `ekiben.bases` that names the module.

@@ -26,10 +26,10 @@ import click
 from ekiben.artifacts import exporters
 from ekiben.artifacts.exporters import Artifact
 from ekiben.artifacts.make import BuildRequest, make_image
-from ekiben.builder.plan import Action, Options, plan
+from ekiben.builder.plan import Action, BuildContext, Options, plan
 from ekiben.builder.verify import Check
 from ekiben.builder.wheels import format_savings
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
     OutputFile,
@@ -45,6 +45,7 @@ from ekiben.cli.options import (
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
+from ekiben.core.files import format_size
 from ekiben.core.progress import Progress
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.store import Image, Store
@@ -77,7 +78,7 @@ class ImageResult:
     is_verified: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {
             "recipe": self.image.recipe,
             "stack": self.image.stack,
@@ -99,7 +100,7 @@ class ImageResult:
         }
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         image = self.image
         yield f"image   {image.name}  {image.image_id[:19]}  {format_size(image.size)} in {len(image.layers)} layers"
         for item in self.artifacts:
@@ -200,7 +201,7 @@ def build_recipe(
             f"give what it is built from with --bundle FILE ({command_name()} bundle makes one)"
         )
     with build_inputs(context, recipe_options, resolved, request) as (options, data):
-        result = make_image(resolved, store, request.make, options, progress, actions)
+        result = make_image(BuildContext(resolved, store, options, progress), request.make, actions)
     task = next(iter(resolved.recipe.file.tasks), "")
     return ImageResult(
         recipe=resolved.cli_args,

@@ -18,9 +18,9 @@ from typing import Any
 
 import click
 
-from ekiben.builder.build import Options, stored_image
+from ekiben.builder.build import BuildContext, Options, stored_image
 from ekiben.bundle.write import SECTIONS, write_bundle
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
     OutputFile,
@@ -32,6 +32,7 @@ from ekiben.cli.options import (
     recipe_options_with,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.files import format_size
 from ekiben.core.output import check_output_file
 
 
@@ -45,11 +46,11 @@ class BundleResult:
     counts: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {"file": str(self.file), "size": self.size, **self.counts}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         counts = self.counts
         yield (
             f"{self.file}  {format_size(self.size)}: {counts['debs'] - 2} Debian packages, "
@@ -78,15 +79,7 @@ def command(
     image = stored_image(resolved, context.store)
     file = check_output_file(output or Path(f"{image.name}.bundle"))
     options = Options(engine=engine, mirror=recipe_options.mirror)
-    index = write_bundle(
-        resolved,
-        image,
-        context.store,
-        file,
-        options,
-        context.progress,
-        snapshots=recipe_options.included,
-        compiler=compiler,
-    )
+    build_context = BuildContext(resolved, context.store, options, context.progress)
+    index = write_bundle(build_context, image, file, snapshots=recipe_options.included, compiler=compiler)
     counts = {section: sum(name.startswith(f"{section}/") for name in index.files) for section in SECTIONS}
     context.print(BundleResult(recipe=resolved.cli_args, file=file, size=file.stat().st_size, counts=counts))

@@ -38,7 +38,7 @@ class CatalogResult:
         return len(images), sum(len(image["versions"]) for image in images)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         (images, versions), runs = self.counts, self.written.runs
         return {
             "path": str(self.written.out),
@@ -63,7 +63,7 @@ class CatalogResult:
         return [*self.written.catalog["skipped"], *runs]
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         (images, versions), runs = self.counts, self.written.runs
         if self.with_runs:
             yield (

@@ -30,11 +30,11 @@ class DiffResult:
     differences: ImageDiff
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return self.differences
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield format_diff(self.differences)
 
 

@@ -65,11 +65,11 @@ class DoctorResult:
         )
 
     def to_json(self) -> Any:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return report(self.sections)
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield text(self.sections)
 
 

@@ -27,11 +27,11 @@ class InspectResult:
     image: ImageDescription | SifDescription
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return self.image
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield format_description(self.image)
 
 

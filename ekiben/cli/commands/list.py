@@ -35,11 +35,11 @@ class ListResult:
     images: Sequence[ListedImage]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return [asdict(image) for image in self.images]
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         width = max((len(image.recipe) for image in self.images), default=0)
         for image in self.images:
             yield f"{image.recipe:<{width}}  {(image.image or 'not built')[:19]:<19}  {image.description}"

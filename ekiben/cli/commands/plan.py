@@ -34,7 +34,7 @@ class PlanResult:
     savings: str | None = None
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return [
             {
                 "layer": action.layer.name,
@@ -51,7 +51,7 @@ class PlanResult:
         ]
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         lines = [line for action in self.actions for line in _lines(action)]
         width = max(len(name) for _, name, _, _ in lines)
         for verb, name, key, reason in lines:

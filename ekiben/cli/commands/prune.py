@@ -17,10 +17,11 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import Command, NameType, PathType, refuse_ignored
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
+from ekiben.core.files import format_size
 from ekiben.core.printable import printable
 from ekiben.publish.prune import prune as prune_published
 from ekiben.store import damaged_records, prune

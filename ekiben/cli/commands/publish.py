@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ekiben.builder.build import Options, build
-from ekiben.cli.context import Context, format_size
+from ekiben.builder.build import BuildContext, Options, build
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
     PathType,
@@ -34,7 +34,8 @@ from ekiben.cli.options import (
     sign_option,
 )
 from ekiben.core.command_name import command_name
-from ekiben.publish.publish import Published, open_destination, publish
+from ekiben.core.files import format_size
+from ekiben.publish.publish import Published, PublishOptions, open_destination, publish
 from ekiben.run.printed import sif_lines
 from ekiben.signing.gpg import find_key
 
@@ -52,12 +53,12 @@ class PublishResult:
     is_current: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         done = self.published
         return {**done.record.data, "path": str(done.sif), "bytes_copied": done.bytes_copied, "module": done.module}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         done = self.published
         sif = done.sif.with_name("current") if self.is_current else done.sif
         copied = f", {format_size(done.bytes_copied)} of layers copied" if done.created else "  (existing)"
@@ -117,23 +118,14 @@ def command(
     """Check the folder and the key, build, publish."""
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
     # An image takes minutes, a refusal none.
-    open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
+    names = PublishOptions(
+        version=version, tags=tags, pin=pin, current=not no_current, check=not no_verify, module=modulefile
+    )
+    open_destination(folder, names)
     key = find_key(sign) if sign is not None else None
     options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)
-    image = build(resolved, store, options, context.progress)
-    published = publish(
-        image,
-        store,
-        folder,
-        context.progress,
-        version=version,
-        tags=tags,
-        pin=pin,
-        current=not no_current,
-        check=not no_verify,
-        key=key,
-        module=modulefile,
-    )
+    image = build(BuildContext(resolved, store, options, context.progress))
+    published = publish(image, store, folder, replace(names, key=key), context.progress)
     task = next(iter(resolved.recipe.file.tasks), "COMMAND")
     context.print(
         PublishResult(

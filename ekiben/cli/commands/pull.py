@@ -21,8 +21,9 @@ import click
 
 from ekiben.artifacts.exporters import Artifact
 from ekiben.artifacts.pull import pull
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import Command, OutputFile, TextType, json_option, signature_options
+from ekiben.core.files import format_size
 from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
 from ekiben.run.image import shipped_recipe
@@ -40,13 +41,13 @@ class PullResult:
     task: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         item, key = self.artifact, self.signer
         signed = {"fingerprint": key.fingerprint, "user": key.user} if key else None
         return {"path": item.ref, "size": item.size, "manifest": self.digest, "created": item.created, "signed": signed}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         item = self.artifact
         existing = "" if item.created else "  (existing)"
         yield f"pulled  {item.ref}  {format_size(item.size)}  {self.digest[:19]}{existing}"

@@ -19,9 +19,9 @@ from typing import Any
 
 import click
 
-from ekiben.artifacts.push import FORMATS, Pushed, check_push, push
-from ekiben.builder.build import Options, build
-from ekiben.cli.context import Context, format_size
+from ekiben.artifacts.push import FORMATS, Pushed, PushRequest, check_push, push
+from ekiben.builder.build import BuildContext, Options, build
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
     NearestChoice,
@@ -34,6 +34,7 @@ from ekiben.cli.options import (
     sign_option,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.files import format_size
 from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
 from ekiben.signing.gpg import find_key
@@ -48,7 +49,7 @@ class PushResult:
     use: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         done, key = self.pushed, self.key
         signed = {"fingerprint": key.fingerprint, "user": key.user} if key else None
         return {
@@ -61,7 +62,7 @@ class PushResult:
         }
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         done = self.pushed
         yield (
             f"pushed  {done.ref}  {format_size(done.sent)} sent, {done.mounted} blobs mounted, {done.existing} existing"
@@ -106,8 +107,9 @@ def command(
     resolved, store = recipe_options.resolve(recipe), context.store
     options = Options(mirror=recipe_options.mirror, registry=context.settings.registry)
     key = find_key(sign) if sign is not None else None
-    check_push(target, format_)  # before a build of minutes
-    pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
+    request = PushRequest(target, format_, key, sbom)
+    check_push(request)  # before a build of minutes
+    pushed = push(build(BuildContext(resolved, store, options, progress)), store, request, progress)
     use = {
         "docker": f"docker pull {target}",
         "sif": f"apptainer pull oras://{target}",

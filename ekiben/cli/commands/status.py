@@ -31,11 +31,11 @@ class StatusResult:
     jobs: Sequence[JobStatus]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return [asdict(job) for job in self.jobs]
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         for job in self.jobs:
             again = f"  (start {job.resubmitted + 1})" if job.resubmitted else ""
             again = f"  (attempt {job.attempt})" + again if job.attempt > 1 else again

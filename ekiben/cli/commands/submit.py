@@ -73,11 +73,11 @@ class SubmitResult:
     name: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {"run": str(self.folder), "jobs": self.ids}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield f"run     {self.folder}"
         yield from (f"job     {id}  {step}" for step, id in self.ids.items())
         yield f"watch   {command_name()} logs -f {self.name}"
@@ -92,11 +92,11 @@ class SubmitPreview:
     program: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {"run": str(self.folder), "scripts": dict(self.scripts), "program": self.program}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield from self.scripts.values()
         yield self.program.removesuffix("\n")
 
@@ -263,7 +263,7 @@ def command(
             )
             if not force:
                 jobs.check_same_image(before, run)
-            _submit(ctx, context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
+            _submit(context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
         return
     if not image or not argv:
         raise UsageError(
@@ -302,7 +302,7 @@ def command(
         site=profile,
         runs=runs,
     )
-    _submit(ctx, context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
+    _submit(context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
 
 
 def _at(run: planning.JobPlan, output: Path | None) -> planning.JobPlan:
@@ -370,9 +370,7 @@ def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: Im
     )
 
 
-def _submit(
-    ctx: click.Context, context: Context, run: planning.JobPlan, runs: Path, *, force: bool, wait: bool, dry_run: bool
-) -> None:
+def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool, wait: bool, dry_run: bool) -> None:
     """Print what the jobs will lack, check the compute nodes and the image, and submit."""
     environment_text(context.environment, run.request.env)  # refused now, and with --dry-run, too
     for warning in dict.fromkeys(step.warning for step in run.steps if step.warning):
@@ -405,6 +403,7 @@ def _submit(
     if run.sif.is_file() and not force:
         _preflight(context, run)
     ids = jobs.submit(run)
+    ctx = click.get_current_context()
     is_elsewhere = ctx.get_parameter_source("runs") is ParameterSource.COMMANDLINE  # then the name alone is not found
     context.print(SubmitResult(run.folder, ids, str(run.folder) if is_elsewhere else run.folder.name))
     if wait:
@@ -421,6 +420,7 @@ def _submit(
 def _preflight(context: Context, run: planning.JobPlan) -> None:
     """Check that the image has the tasks, and that each one whose inputs are there takes its arguments."""
     from ekiben.doctor.preflight import (  # late: for a job that starts
+        JobTask,
         PlannedGpus,
         check_image_of,
         try_arguments,
@@ -433,10 +433,10 @@ def _preflight(context: Context, run: planning.JobPlan) -> None:
     for step in run.steps:
         argv = [word.replace(planning.SEED, step.seeds[0]) if step.seeds else word for word in step.argv]
         if script := scripts.get(argv[0]):
-            reason = untried_reason(script, argv, earlier)
+            task = JobTask(argv, script, PlannedGpus(*_gpus_of(run, step)), tuple(earlier))
+            reason = untried_reason(task)
             if reason is None:
-                gpus = PlannedGpus(*_gpus_of(run, step))
-                try_arguments(run.sif, script, argv, environment, context.log, gpus, follows=bool(earlier))
+                try_arguments(run.sif, task, environment, context.log)
             elif len(run.steps) > 1:
                 context.log(f"{step.name} is not tried: {reason}")
         earlier.append(argv)

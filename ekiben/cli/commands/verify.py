@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from ekiben.artifacts.reproduce import Comparison, rebuild, refuse_differences
-from ekiben.builder.build import Options, image_name
+from ekiben.builder.build import BuildContext, Options, image_name
 from ekiben.builder.verify import Check, verify_image
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
@@ -53,12 +53,12 @@ class VerifyResult:
     checks: Sequence[Check]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         checks = [{"runtime": check.runtime, "seconds": check.seconds} for check in self.checks]
         return {"image": self.image.image_id, "drift": drift_of(self.image.layers), "checks": checks}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield from (f"drift   {line}" for line in drift_of(self.image.layers))
         yield from (f"passed under {check.runtime}, {check.seconds:.0f} s" for check in self.checks)
 
@@ -71,11 +71,11 @@ class SignedResult:
     signers: Sequence[Key]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return {"image": self.image, "signed": [asdict(key) for key in self.signers]}
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         yield from (f"{self.image}  signed by {key}" for key in self.signers)
 
 
@@ -87,7 +87,7 @@ class RebuildResult:
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         done = self.comparison
         layers = [
             {
@@ -168,7 +168,9 @@ def rebuild_and_compare(context: Context, resolved: ResolvedRecipe, options: Opt
     Raises VerifyError when the image came out differently; its JSON is printed all the same.
     """
     began = time.monotonic()
-    comparison = rebuild(resolved, context.store, options, context.progress, user_root=context.default_store)
+    comparison = rebuild(
+        BuildContext(resolved, context.store, options, context.progress), user_root=context.default_store
+    )
     result = RebuildResult(comparison, time.monotonic() - began)
     if context.json:
         context.print(result)

@@ -16,11 +16,11 @@ from typing import Any
 
 import click
 
-from ekiben.builder.build import Options
+from ekiben.builder.build import BuildContext, Options
 from ekiben.builder.build import import_wheel as build_with_wheel
 from ekiben.builder.wheels import export_wheel as write_wheel
 from ekiben.builder.wheels import find_wheel
-from ekiben.cli.context import Context, format_size
+from ekiben.cli.context import Context
 from ekiben.cli.options import (
     CommandGroup,
     NameType,
@@ -34,6 +34,7 @@ from ekiben.cli.options import (
     recipe_options,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.files import format_size
 from ekiben.store import StoredResult
 
 
@@ -44,11 +45,11 @@ class WheelsResult:
     wheels: Sequence[StoredResult]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what --json prints."""
+        """Return the object that --json prints."""
         return [asdict(wheel) for wheel in self.wheels]
 
     def to_lines(self) -> Iterator[str]:
-        """Yield what is printed."""
+        """Yield the lines of the text output."""
         for item in self.wheels:
             origin = "" if item.origin == "compiled" else f"{item.origin}, "
             seconds = f"compiled in {item.seconds:.0f} s" if item.seconds else "compiled elsewhere"
@@ -119,7 +120,7 @@ def import_wheel(
     """
     resolved = recipe_options.resolve(recipe)
     options = Options(engine=engine, mirror=recipe_options.mirror)
-    stored = build_with_wheel(resolved, context.store, options, context.progress, wheel, sha256)
+    stored = build_with_wheel(BuildContext(resolved, context.store, options, context.progress), wheel, sha256)
     click.echo(
         f"{stored.wheel} {stored.key[:12]}: verified and stored; the next build of {resolved.recipe.name} uses it"
     )

@@ -9,7 +9,7 @@ from ekiben.core.paths import ENGINE_SETUP
 from ekiben.doctor.findings import Finding
 from ekiben.doctor.machine import GIB, BuildHost, Filesystem
 
-TORCH_BUILD = 8 * GIB  # what the store holds at most while a recipe with torch is built: 2.7 GB kept, 4.8 GB on the way
+TORCH_BUILD = 8 * GIB  # bytes of a store while a recipe with torch is built: 2.7 GB kept, 4.8 GB temporary
 
 
 def check_build(host: BuildHost, needed: int = TORCH_BUILD, group_name: Callable[[int], str] = str) -> list[Finding]:
@@ -27,7 +27,7 @@ def check_build(host: BuildHost, needed: int = TORCH_BUILD, group_name: Callable
 
 
 def _rootless(host: BuildHost, level: str) -> list[Finding]:
-    """What a user without root needs; a note where some engine works all the same."""
+    """Check what a user without root needs; a note where another engine can build."""
     findings = []
     if not host.user_namespaces:
         fix = (
@@ -103,9 +103,7 @@ def _store(host: BuildHost, needed: int) -> list[Finding]:
 
 
 def _output(host: BuildHost, group_name: Callable[[int], str]) -> list[Finding]:
-    """On some clusters a file gets the user's own group in a group's folder, which counts against a quota of
-    nothing.
-    """
+    """Warn of group folders where a new file has the user's group, whose quota may be 0."""
     filesystem = host.output
     if not filesystem.writable:
         return [

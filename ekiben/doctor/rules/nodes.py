@@ -64,7 +64,7 @@ def check_memory(site: SiteFile, task: str, expected: float) -> list[Finding]:
     findings = []
     for gpu in site.node.gpus:
         message = f"{task} --dry-run expects {expected:.1f} GiB, {gpu.model} has {gpu.memory_gib} GiB"
-        if expected <= 0.9 * gpu.memory_gib:  # what the tasks themselves allow
+        if expected <= 0.9 * gpu.memory_gib:  # the limit of the tasks
             findings.append(Finding("ok", "memory", message))
         else:
             findings.append(

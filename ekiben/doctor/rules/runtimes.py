@@ -71,9 +71,9 @@ def _stacking(runtime: Runtime, image: ImageRequirements) -> list[Finding]:
     Tested: Apptainer 1.4, SingularityCE 4.1. Without setuid, that mounts or unpacks the first partition alone, as older
     ones do.
     """
-    if image.partitions <= 1:  # none: an encrypted one, which is not ours
+    if image.partitions <= 1:  # no partition: an encrypted SIF, which Ekiben does not make
         return []
-    fix = "make it --squash: one layer"
+    fix = "build it with --squash: one layer"
     what = f"{_named(runtime)} without setuid sees only the first of {image.partitions} layers"
     version = version_of(runtime.version) if runtime.version else None
     if runtime.kind == "apptainer":

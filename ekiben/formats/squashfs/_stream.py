@@ -123,7 +123,7 @@ _Step = Entry | BlockLoad | FragmentCut
 
 
 def _steps(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[_Step]:
-    """What to do, in order: an entry, then the loads and the cut its data is made of."""
+    """Yield the steps in order: an entry, then the loads and the cut that its data consist of."""
     fragments: OrderedDict[tuple[int, int], None] = OrderedDict()
     for entry, node in named:
         yield entry
@@ -197,7 +197,7 @@ def stream_entries(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[LayerEn
             continue
         data = chunks(entry.size)
         yield entry, data
-        deque(data, maxlen=0)  # what the caller did not want
+        deque(data, maxlen=0)  # data that the caller skipped
 
 
 def overlay(layers: Sequence[SquashfsReader]) -> Iterator[PathInode]:

@@ -18,7 +18,7 @@ METADATA_SIZE = 8192
 BLOCK_SIZE = 1 << 16
 ABSENT = 0xFFFF_FFFF_FFFF_FFFF  # a table that is not there
 NONE = 0xFFFF_FFFF  # no fragment, no xattr
-STORED_BLOCK = 1 << 24  # in a block's size word: not compressed
+STORED_BLOCK = 1 << 24  # bit of a block's size word: not compressed
 STORED_METADATA = 1 << 15
 PAD = 4096  # loop devices are made of whole pages
 
@@ -38,7 +38,7 @@ XATTR_HEADER = struct.Struct("<Q2I")  # start of the names and values, count of 
 XATTR_SET = struct.Struct("<Q2I")  # metadata block << 16 | offset in it, count of pairs, bytes that listxattr() gives
 XATTR_NAME = struct.Struct("<2H")  # namespace, length of the rest of the name
 XATTR_PREFIXES = ("user.", "trusted.", "security.")
-XATTR_ELSEWHERE = 0x100  # in a namespace: instead of the value comes the reference of where it is
+XATTR_ELSEWHERE = 0x100  # bit of a namespace: a reference to the value follows, not the value
 XATTR_SIZE = 1 << 16  # Linux, include/uapi/linux/limits.h: XATTR_SIZE_MAX
 LONG = struct.Struct("<Q")
 WORD = struct.Struct("<I")
@@ -48,7 +48,7 @@ LIST_ENTRY = struct.Struct("<HhHH")  # inode offset, inode number - base, type, 
 LIST_INDEX = struct.Struct("<3I")  # offset in listing, metadata block, name length - 1
 FRAGMENT = struct.Struct("<Q2I")  # position, size word, unused
 
-BATCH = 1 << 20  # bytes handed to a worker at once: large enough that a job's Python cost does not show
+BATCH = 1 << 20  # bytes of one worker's job: large enough that the cost of Python does not count
 
 COMPRESSIONS = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
 GZIP, ZSTD = 1, 6

@@ -31,7 +31,7 @@ from ekiben.formats.xattrs import content_xattrs
 
 CACHED_METADATA = 1024
 _MAX_READ = 2 << 30  # bytes
-CACHED_LISTINGS = 64  # of folders: those on the way to a path, and some beside them
+CACHED_LISTINGS = 64  # folders in the cache: those above a path, and some beside them
 
 
 def compression(path: Path, offset: int = 0) -> str | None:
@@ -90,11 +90,11 @@ class SquashfsReader:
 
     @property
     def has_xattrs(self) -> bool:
-        """Whether any entry may have extended attributes."""
+        """Return whether the file system has a table of extended attributes."""
         return bool(self._xattr_table != sq.ABSENT)
 
     def has_other_names(self, path: str) -> bool:
-        """Whether ``path`` is a file with several names (hard links)."""
+        """Return whether ``path`` is a file with several names (hard links)."""
         inode = self._find(path)
         return inode is not None and inode.kind != sq.DIR and inode.nlink > 1
 
@@ -111,8 +111,8 @@ class SquashfsReader:
         inode = self._find(path)
         if inode is None or inode.kind != sq.FILE:
             raise StoreError(f"{self._name}: no file {path!r} in this image")
-        if inode.size > _MAX_READ:  # of holes alone, perhaps: a file of 60 GB takes 45 kB
-            raise self.damaged(f"file {path!r} has {inode.size} bytes, more than can be read at once")
+        if inode.size > _MAX_READ:  # it may consist of holes: a file of 60 GB takes 45 kB
+            raise self.damaged(f"file {path!r} has {inode.size} bytes, more than fit into memory")
         data = b"".join(load.run() for load in self._loads(inode))
         if inode.fragment == sq.NONE:
             return data
@@ -193,7 +193,7 @@ class SquashfsReader:
         return data
 
     def _block(self, start: int) -> tuple[bytes, int]:
-        """The metadata block at ``start``, and where the next begins."""
+        """Return the metadata block at ``start``, and the start of the next."""
         cached = self._metadata.get(start)
         if cached is not None:
             return cached
@@ -244,14 +244,14 @@ class SquashfsReader:
 
     @cached_property
     def _xattr_sets(self) -> tuple[int, list[tuple[int, ...]]]:
-        """Where the names and values start, and what says which of them are a set."""
+        """Return the starts of names and values, and the table of the sets."""
         start, count, _ = sq.XATTR_HEADER.unpack(self._read(self._xattr_table, sq.XATTR_HEADER.size))
         if count > self.size:
             raise self.damaged(f"the table of extended attributes claims {count} sets")
         return start, self._table(self._xattr_table + sq.XATTR_HEADER.size, count, sq.XATTR_SET)
 
     def _xattrs(self, number: int) -> Xattrs:
-        """The attributes of one set that are content."""
+        """Return the attributes of one set that are content."""
         if number == sq.NONE or self._xattr_table == sq.ABSENT:
             return ()
         if number not in self._known_xattrs:
@@ -336,14 +336,14 @@ class SquashfsReader:
         count = size // self.block_size if fragment != sq.NONE else -(-size // self.block_size)
         sizes: tuple[int, ...] = ()
         if count:
-            if count > self._directory_table - self._inode_table << 10:  # what no compression can hold
+            if count > self._directory_table - self._inode_table << 10:  # more than any compression can hold
                 raise self.damaged(f"inode {known[4]} claims {size} bytes")
             sizes = struct.unpack(f"<{count}I", self._take(start, offset, 4 * count)[0])
         xattrs = self._xattrs(xattr)
         return StoredInode(sq.FILE, *known, nlink, size, position, fragment, tail_offset, sizes, xattrs=xattrs)
 
     def _listing(self, inode: StoredInode) -> Iterator[tuple[bytes, int]]:
-        """A directory's names with the references of their inodes."""
+        """Return a directory's names with the references of their inodes."""
         left, start, offset = inode.size - 3, self._directory_table + inode.start, inode.offset
         while left > 0:
             head, start, offset = self._take(start, offset, sq.LIST_HEAD.size)
@@ -363,7 +363,7 @@ class SquashfsReader:
             raise self.damaged(f"directory inode {inode.number}: its listing is longer than it says")
 
     def _references(self, inode: StoredInode) -> dict[bytes, int]:
-        """A directory's listing by name, kept: who looks up all paths of a large folder reads it once."""
+        """Return a directory's listing by name. It is kept: looking up all paths of a folder reads it once."""
         listing = inode.start, inode.offset, inode.size  # an empty one begins where another does
         references = self._listings.pop(listing, None)
         if references is None:
@@ -372,7 +372,7 @@ class SquashfsReader:
                 references.setdefault(name, reference)
             if len(self._listings) >= CACHED_LISTINGS:
                 del self._listings[next(iter(self._listings))]
-        self._listings[listing] = references  # at the end: what was used last goes last
+        self._listings[listing] = references  # moved to the end: least recently used folders are dropped first
         return references
 
     def _children(self, folder: PathInode) -> Iterator[PathInode]:

@@ -134,22 +134,23 @@ def _of_site(
     if not gpus and resource.gpus:  # a node with GPUs for a task without: the scheduler's own defaults
         cores = memory_gib = None
     memory_mib = memory_gib * 1024 if memory_gib else None
-    args += _amount(resource, name, scheduler, "cpus", "{cores}", request.cpus_per_node, cores)
-    args += _amount(
-        resource, name, scheduler, "memory", "{memory_gib}", request.memory_mib, 0 if is_exclusive else memory_mib
-    )
+    args += _amount(resource, name, scheduler, "cpus", request.cpus_per_node, cores)
+    args += _amount(resource, name, scheduler, "memory", request.memory_mib, 0 if is_exclusive else memory_mib)
     known_gpus = gpus or (scheduler.requested_gpus([*args, *request.scheduler_args]) if resource.gpus else 0)
     return Resources(gpus=gpus, args=(*args, *exclusive), known_gpus=known_gpus, cpus=request.cpus_per_node or cores)
 
 
+_FIELDS = {"cpus": "{cores}", "memory": "{memory_gib}"}  # of a profile's own request
+
+
 def _amount(
-    resource: Resource, name: str, scheduler: Scheduler, option: str, field: str, asked: int | None, default: int | None
+    resource: Resource, name: str, scheduler: Scheduler, option: str, asked: int | None, default: int | None
 ) -> list[str]:
     """Return the option for an amount that the profile's own request does not fill in.
 
     Raises UsageError where it is fixed.
     """
-    if any(field in word for word in resource.request):
+    if any(_FIELDS[option] in word for word in resource.request):
         return []
     if option in scheduler.OPTIONS and not any(word.startswith(scheduler.OPTIONS[option]) for word in resource.request):
         amount = default if asked is None else asked

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.make import BuildRequest, BuiltImage, make_image
-from ekiben.builder.plan import Options
+from ekiben.builder.plan import BuildContext, Options
 from ekiben.core.errors import VerifyError
 from ekiben.store import Store, known_sif_sha256
 from support.programs import write_program
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make(sample: SampleRecipe, store: Store, folder: Path) -> BuiltImage:
     request = BuildRequest(formats=["sif"], output=folder / "own.sif")
-    return make_image(chain_of(sample), store, request, Options(), quiet())
+    return make_image(BuildContext(chain_of(sample), store, Options(), quiet()), request)
 
 
 def _tested_files(folder: Path) -> list[Path]:
@@ -71,7 +71,7 @@ def test_sif_whose_test_fails_leaves_the_former_one(files_only: SampleRecipe, st
 
 def test_former_sif_is_tested_under_its_name(files_only: SampleRecipe, store: Store, folder: Path) -> None:
     request = BuildRequest(formats=["sif"], output=folder / "own.sif", verify=False)
-    make_image(chain_of(files_only), store, request, Options(), quiet())
+    make_image(BuildContext(chain_of(files_only), store, Options(), quiet()), request)
     assert not (folder / "tested").exists()
     result = make(files_only, store, folder)
     assert (len(result.checks), result.artifacts[0].created) == (1, False)

@@ -17,7 +17,7 @@ from ekiben.formats.sif import USERS, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.inspect.image_reader import open_image
 from ekiben.inspect.sbom import sbom_of
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.store import Image, Store, check_sif
 from ekiben.store.shared import SharedStore
 from support.sample_recipe import SampleRecipe, image_of, quiet, seeded
@@ -124,9 +124,9 @@ def test_a_partition_that_only_has_the_name_is_read(upper: Upper, sif: Path) -> 
 def test_published_layers_are_located_after_it(upper: Upper, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(0o755)
-    done = publish(upper.image, upper.store, shared, quiet(), check=False)
+    done = publish(upper.image, upper.store, shared, PublishOptions(check=False), quiet())
     assert read_sif(done.sif).layers[0].name == USERS
     for layer in upper.image.layers:
         with SharedStore(shared).reader(layer.digest) as reader, upper.store.reader(layer.digest) as stored:
             assert list(reader.entries()) == list(stored.entries())
-    assert not publish(upper.image, upper.store, shared, quiet(), check=False).created
+    assert not publish(upper.image, upper.store, shared, PublishOptions(check=False), quiet()).created

@@ -17,9 +17,10 @@ import pytest
 from ekiben.artifacts.export import build_and_export
 from ekiben.artifacts.exporters.oci import make_archive
 from ekiben.artifacts.exporters.sif import make_sif
-from ekiben.builder.build import Options, build, image_name, plan, prepare_job
+from ekiben.builder.build import BuildContext, Options, build, image_name, plan, prepare_job
 from ekiben.core.errors import EngineError, FetchError, StoreError
 from ekiben.core.progress import Progress
+from ekiben.executors import Script
 from ekiben.formats import oci
 from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def built(sample: SampleRecipe, store: Store) -> Image:
-    return build(chain_of(sample), store, Options(), Progress(io.StringIO(), quiet=True))
+    return build(BuildContext(chain_of(sample), store, Options(), Progress(io.StringIO(), quiet=True)))
 
 
 def reasons(sample: SampleRecipe, store: Store) -> dict[str, str]:
@@ -183,7 +184,7 @@ def test_damaged_layer_is_dropped_and_rebuilt(files_only: SampleRecipe, store: S
     blob.write_bytes(data)
     log = io.StringIO()
     again, (product,) = build_and_export(
-        chain_of(files_only), store, Options(), Progress(log), formats=("sif",), output=tmp_path / "x.sif"
+        BuildContext(chain_of(files_only), store, Options(), Progress(log)), formats=("sif",), output=tmp_path / "x.sif"
     )
     assert again.image_id == image.image_id
     assert "damaged" in log.getvalue()
@@ -227,7 +228,7 @@ CRASH = """
 import os, signal, sys
 from pathlib import Path
 from ekiben.store import Store
-from ekiben.builder.plan import Options
+from ekiben.builder.plan import BuildContext, Options
 from ekiben.builder.build import build
 from ekiben.store import store as module
 from ekiben.core.progress import Progress
@@ -244,7 +245,7 @@ def watch(event, arguments):
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(watch)
-build(resolve(find_recipe(sys.argv[1])), Store(Path(sys.argv[2])), Options(), Progress(quiet=True))
+build(BuildContext(resolve(find_recipe(sys.argv[1])), Store(Path(sys.argv[2])), Options(), Progress(quiet=True)))
 """
 
 
@@ -296,7 +297,7 @@ def test_prune_during_a_build_removes_nothing_it_uses(files_only: SampleRecipe, 
                 prune(store)
             return super().write(text)
 
-    image = build(chain_of(files_only), store, Options(), Progress(Prunes()))
+    image = build(BuildContext(chain_of(files_only), store, Options(), Progress(Prunes())))
     for layer in image.layers:
         store.check_blob(layer.digest, again=True)
 
@@ -355,9 +356,8 @@ def test_prepare_job_sets_environment_script_and_files(sample: SampleRecipe, tmp
     store = seeded(sample, tmp_path / "store", "ground")
     lines: list[str] = []
     with store.staging() as staging:
-        job = prepare_job(
-            "walls", "true\n", {"A": "it's"}, [], store, staging, files=chain.layers[1].files, log=lines.append
-        )
+        script = Script("walls", "true\n", {"A": "it's"})
+        job = prepare_job(script, [], store, staging, files=chain.layers[1].files, log=lines.append)
         assert (job.mount / "post.sh").read_text() == "true\n"
         assert (job.mount / "environment").read_text() == "export A='it'\"'\"'s'\n"
         assert (job.mount / "environment").stat().st_mode & 0o777 == 0o600

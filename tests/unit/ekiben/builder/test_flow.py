@@ -13,7 +13,7 @@ import pytest
 
 from ekiben.artifacts.export import build_and_export
 from ekiben.builder import plan as planning
-from ekiben.builder.build import _Build, build
+from ekiben.builder.build import BuildContext, _Build, build
 from ekiben.builder.layer import LayerBuilder
 from ekiben.builder.plan import Options, plan
 from ekiben.cli import root
@@ -86,19 +86,19 @@ def test_layer_stored_after_the_plan_is_not_rebuilt(files_only: SampleRecipe, st
     """Another process made it meanwhile: it is found under the lock."""
     actions = plan(chain_of(files_only), store)
     assert [action.decision for action in actions] == ["CACHED", "BUILD", "BUILD"]
-    made = build(chain_of(files_only), store, Options(), quiet())
+    made = build(BuildContext(chain_of(files_only), store, Options(), quiet()))
     before = {path: path.stat().st_mtime_ns for path in (store.root / "keys").iterdir()}
-    assert build(chain_of(files_only), store, Options(), quiet(), actions).image_id == made.image_id
+    assert build(BuildContext(chain_of(files_only), store, Options(), quiet()), actions).image_id == made.image_id
     assert before == {path: path.stat().st_mtime_ns for path in (store.root / "keys").iterdir()}
 
 
 def test_build_follows_the_planned_actions(files_only: SampleRecipe, tmp_path: Path, calls: Counter[str]) -> None:
     store, resolved = seeded(files_only, tmp_path / "store", "ground"), chain_of(files_only)
-    image_id = build(resolved, store, Options(), quiet()).image_id
+    image_id = build(BuildContext(resolved, store, Options(), quiet())).image_id
     actions = plan(resolved, store)
     assert [action.decision for action in actions] == ["CACHED"] * 3
     calls.clear()
-    assert build(resolved, store, Options(), quiet(), actions).image_id == image_id
+    assert build(BuildContext(resolved, store, Options(), quiet()), actions).image_id == image_id
     assert calls == {}
 
 
@@ -121,23 +121,20 @@ def test_layer_is_built_when_its_planned_pull_fails(sample: SampleRecipe, tmp_pa
             assert made is not None
             return made
 
-    builder = Hands(chain_of(sample), store, Options(registry="127.0.0.1:9/lab/layers"), quiet())
+    builder = Hands(BuildContext(chain_of(sample), store, Options(registry="127.0.0.1:9/lab/layers"), quiet()))
     layers = _Build(builder).ensure_layers(actions)
     assert [layer.name for layer in layers] == ["ground", "roof", "own"]
     assert handed == [result.files[0].path]
 
 
 def test_layer_pruned_after_the_plan_is_rebuilt(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
-    image_id = build(chain_of(files_only), store, Options(), quiet()).image_id
+    image_id = build(BuildContext(chain_of(files_only), store, Options(), quiet())).image_id
     actions = plan(chain_of(files_only), store)
     stored = actions[1].stored
     assert stored is not None
     store.blob_path(stored.digest).unlink()
     again, (sif,) = build_and_export(
-        chain_of(files_only),
-        Store(store.root),
-        Options(),
-        quiet(),
+        BuildContext(chain_of(files_only), Store(store.root), Options(), quiet()),
         actions,
         formats=("sif",),
         output=tmp_path / "x.sif",

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from ekiben.builder._stage import _take, files_for
-from ekiben.builder.build import _Build, import_wheel
+from ekiben.builder._stage import _collect_outputs, files_for
+from ekiben.builder.build import BuildContext, _Build, import_wheel
 from ekiben.builder.plan import Options, plan, plan_stages
 from ekiben.builder.wheels import export_wheel, find_wheel, format_savings, read_record, wheels_of
 from ekiben.core.errors import DefinitionError, LayerError, StoreError, UsageError, VerifyError
@@ -358,7 +358,7 @@ def test_an_export_never_replaces_another_wheel_of_its_name(tiny: SampleRecipe, 
     wheel = export_wheel(store, kept, tmp_path)
     assert export_wheel(store, kept, tmp_path) == wheel
     wheel.write_bytes(b"PK for other GPUs")
-    with pytest.raises(StoreError, match="is another wheel of that name"):
+    with pytest.raises(StoreError, match="exists and differs"):
         export_wheel(store, kept, tmp_path)
     assert wheel.read_bytes() == b"PK for other GPUs"
 
@@ -376,7 +376,7 @@ def test_a_second_wheel_of_one_key_is_refused(tiny: SampleRecipe, tmp_path: Path
     keep(store, tiny)
     wheel = write_wheel(tmp_path, {SO: extension("sm_90")})
     with pytest.raises(VerifyError, match=r"there is a wheel for roof\.build already \(compiled\), with other bytes"):
-        import_wheel(chain_of(tiny), store, Options(), Progress(quiet=True), wheel)
+        import_wheel(BuildContext(chain_of(tiny), store, Options(), Progress(quiet=True)), wheel)
 
 
 # -------------------------------------------------------------------------------------- compiling, with a script's part
@@ -388,6 +388,7 @@ class Script:
     def __init__(self, store: Store, *scenes: tuple[list[str], dict[str, bytes] | int]) -> None:
         self.store, self.progress, self.scenes = store, Progress(quiet=True), list(scenes)
         self.settings: list[dict[str, str]] = []
+        self.executor = ("script", None)
 
     @contextmanager
     def log(self, step: Any) -> Iterator[Any]:
@@ -398,11 +399,8 @@ class Script:
             yield Log(path, stream, self.progress)
 
     @contextmanager
-    def run_post(
-        self, step: Any, lower: Any, staging: Path, files: Any, log: Any, notes: Any, settings: Any
-    ) -> Iterator[Any]:
+    def run_post(self, step: Any, lower: Any, staging: Path, files: Any, log: Any, settings: Any) -> Iterator[Any]:
         (staging / "mount").mkdir()
-        notes["executor"] = "script"
         self.settings.append(settings)
         lines, end = self.scenes.pop(0)
         for line in lines:
@@ -534,9 +532,9 @@ def test_empty_folder_of_an_output_is_reported(plain: SampleRecipe, tmp_path: Pa
     entries: list[LayerEntry] = [(Entry(path, "dir"), None) for path in folders]
     entries += [(Entry(path, "file", 0o600, size=1), [b"x"]) for path in ("opt/out/sub/two", "opt/tool")]
     with store.staging() as staging:
-        outputs, left_out = _take(stage, entries, staging, store)
+        outputs, left_out = _collect_outputs(stage, entries, staging, store)
     assert [(output.path, output.mode) for output in outputs] == [("/opt/out/sub/two", 0o644), ("/opt/tool", 0o644)]
-    assert left_out == ["/opt/out/hollow is an empty folder, and only files are handed over"]
+    assert left_out == ["/opt/out/hollow is an empty folder, and only files are copied"]
 
 
 def test_rendered_names_with_blanks_are_in_double_quotes(plain: SampleRecipe, tmp_path: Path) -> None:
@@ -611,9 +609,9 @@ def test_compilation_killed_for_memory_resumes_with_half_the_jobs(
         (
             {"opt/wheels/tiny/a.whl": b"", "opt/wheels/tiny/b.whl": b""},
             LayerError,
-            "hands over 2 files where one wheel is wanted",
+            "has 2 outputs, and one wheel is expected",
         ),
-        ({"opt/wheels/tiny/readme": b""}, LayerError, "hands over 1 files where one wheel is wanted"),
+        ({"opt/wheels/tiny/readme": b""}, LayerError, "has 1 outputs, and one wheel is expected"),
         ({"opt/wheels/tiny/tiny-1.0-cp311-cp311-linux_x86_64.whl": b"PK"}, VerifyError, "cannot be read"),
     ],
 )

@@ -32,7 +32,7 @@ def test_verify_names_the_repairing_command(files_only: SampleRecipe, run_cli: R
     blob, key = store.blob_path(top.digest), store.root / f"keys/{top.cache_key}.json"
     blob.chmod(0o644)
     blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
-    assert f"image {files_only.path}` makes it again" in run_cli(*argv, code=6).stderr
+    assert f"image {files_only.path}` builds it again" in run_cli(*argv, code=6).stderr
     assert image_of(files_only, store).layers[-1].digest == top.digest
     key.write_bytes(b"\xff")
     assert f"image {files_only.path}\n" in run_cli(*argv, code=8).stderr

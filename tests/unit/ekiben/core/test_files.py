@@ -184,7 +184,7 @@ def test_duplicate_yaml_key_is_an_error(tmp_path: Path, text: str, name: str) ->
     from ekiben.spec.recipe import RecipeFile
 
     (tmp_path / "recipe.yaml").write_text(text)
-    with pytest.raises(DefinitionError, match=rf"recipe\.yaml: '{name}' is there twice, in lines \d and \d; leave one"):
+    with pytest.raises(DefinitionError, match=rf"recipe\.yaml: duplicate key '{name}', in lines \d and \d; remove one"):
         read_yaml(tmp_path / "recipe.yaml", RecipeFile)
 
 

@@ -152,7 +152,7 @@ def test_a_file_whose_temporary_name_became_a_link_does_not_appear(shared: Path,
             stream.write(b"x")
             os.fchmod(stream.fileno(), 0o644)
 
-    with Folder.open(shared) as folder, pytest.raises(OSError, match="is another file by now"):
+    with Folder.open(shared) as folder, pytest.raises(OSError, match="a different file has this name now"):
         exchange(folder)
     assert is_unchanged(victim)
     assert names(shared) == ["file", "sub"]

@@ -284,7 +284,7 @@ def test_layers_per_runtime(kind: str, version: str | None, setuid: bool | None,
     site_file = site(runtime=Runtime(kind=kind, version=version, setuid=setuid), squashfs_zstd=True)
     finding = found(site_file, image(partitions=partitions), "runtime")
     assert finding.level == level
-    assert finding.fix == (None if level == "ok" else "make it --squash: one layer")
+    assert finding.fix == (None if level == "ok" else "build it with --squash: one layer")
 
 
 @pytest.mark.parametrize(

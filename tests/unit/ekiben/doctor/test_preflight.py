@@ -13,12 +13,13 @@ import pytest
 
 from ekiben.cli.commands.submit import _gpus_of, _preflight
 from ekiben.core.errors import UsageError
-from ekiben.doctor.preflight import PlannedGpus, check_image_of, outputs_of, try_arguments, untried_reason
+from ekiben.doctor.preflight import JobTask, PlannedGpus, check_image_of, outputs_of, try_arguments, untried_reason
 from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.layer import write_entries
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.upper import Changes
 from ekiben.run.image import NamedImage
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
@@ -45,7 +46,7 @@ def image(folder: Path, *, name: str = "mine", script: str = TRAIN, recipe: str 
     (shipped / "recipe.yaml").write_text(written if recipe is None else recipe)
     (shipped / "entrypoints/train.py").write_text(script)
     with (folder / "layer").open("w+b") as out:
-        write_entries(normalize(folder / "image", Lower([]), epoch=1), SquashfsWriter(out))
+        write_entries(normalize(Changes(folder / "image"), Lower([]), epoch=1), SquashfsWriter(out))
     data = (folder / "layer").read_bytes()
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
     sif = folder / "mine.sif"
@@ -90,10 +91,11 @@ def test_an_image_of_another_recipe_or_without_the_task_is_refused(tmp_path: Pat
 def test_arguments_refused_by_the_task_fail(tmp_path: Path, runtime: Path, arguments: list[str], wrong: str) -> None:
     sif = image(tmp_path)
     with pytest.raises(UsageError, match=wrong):
-        try_arguments(sif, TRAIN.encode(), ["train", *arguments], dict(os.environ), lambda line: None)
-    try_arguments(sif, TRAIN.encode(), ["train", "--data", "mine.sif"], dict(os.environ), lambda line: None)
+        try_arguments(sif, JobTask(["train", *arguments], TRAIN.encode()), dict(os.environ), lambda line: None)
+    task = JobTask(["train", "--data", "mine.sif"], TRAIN.encode())
+    try_arguments(sif, task, dict(os.environ), lambda line: None)
     # A task without the option is not started.
-    try_arguments(sif, b"print()", ["train", *arguments], dict(os.environ), lambda line: None)
+    try_arguments(sif, JobTask(["train", *arguments], b"print()"), dict(os.environ), lambda line: None)
 
 
 PLANS = """import argparse, sys
@@ -117,7 +119,7 @@ def test_dry_run_plans_for_gpus_of_job(tmp_path: Path, runtime: Path) -> None:
     messages: list[str] = []
 
     def attempt(gpus: PlannedGpus, *arguments: str) -> None:
-        try_arguments(sif, PLANS.encode(), ["train", *arguments], dict(os.environ), messages.append, gpus)
+        try_arguments(sif, JobTask(["train", *arguments], PLANS.encode(), gpus), dict(os.environ), messages.append)
 
     with pytest.raises(UsageError, match="it will not fit on 4 NVIDIA L4"):
         attempt(PlannedGpus(4, "NVIDIA L4"))
@@ -148,7 +150,8 @@ def test_planned_gpus_come_from_site_profile() -> None:
 def test_a_runtime_that_cannot_run_here_refuses_nothing(tmp_path: Path, runtime: Path) -> None:
     runtime.write_text("#!/bin/sh\necho no user namespaces >&2\nexit 255\n")
     messages: list[str] = []
-    try_arguments(tmp_path / "mine.sif", TRAIN.encode(), ["train"], dict(os.environ), messages.append)
+    task = JobTask(["train"], TRAIN.encode())
+    try_arguments(tmp_path / "mine.sif", task, dict(os.environ), messages.append)
     assert messages[-1] == "train --dry-run could not be tried here: no user namespaces"
 
 
@@ -171,8 +174,8 @@ def test_task_that_reads_what_one_before_it_writes_is_not_tried(
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/rows").touch()
     earlier = [["prepare", "--output", "rows.jsonl"], ["sft", "--set", "output=result"], ["sft", "--output=kept"]]
-    assert untried_reason(TRAIN.encode(), argv, earlier) == reason
-    assert untried_reason(b"print()", argv, earlier) == "it has no --dry-run"
+    assert untried_reason(JobTask(argv, TRAIN.encode(), earlier=earlier)) == reason
+    assert untried_reason(JobTask(argv, b"print()", earlier=earlier)) == "it has no --dry-run"
 
 
 def test_outputs_of_a_task() -> None:
@@ -182,16 +185,18 @@ def test_outputs_of_a_task() -> None:
 
 def test_nothing_is_tried_without_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert untried_reason(TRAIN.encode(), ["train"], []) == "there is neither apptainer nor singularity here"
+    assert untried_reason(JobTask(["train"], TRAIN.encode())) == "there is neither apptainer nor singularity here"
 
 
 def test_later_task_is_refused_for_its_options_and_warned_of_for_its_files(tmp_path: Path, runtime: Path) -> None:
     """A task before it may write a file that nothing names: each has outputs by default."""
     sif, messages = image(tmp_path), list[str]()
-    environment = dict(os.environ)
+    environment, earlier = dict(os.environ), [["prepare"]]
     with pytest.raises(UsageError, match="unrecognized arguments: --frob"):
-        try_arguments(sif, TRAIN.encode(), ["train", "--frob"], environment, messages.append, follows=True)
-    try_arguments(sif, TRAIN.encode(), ["train", "--data", "gone"], environment, messages.append, follows=True)
+        task = JobTask(["train", "--frob"], TRAIN.encode(), earlier=earlier)
+        try_arguments(sif, task, environment, messages.append)
+    task = JobTask(["train", "--data", "gone"], TRAIN.encode(), earlier=earlier)
+    try_arguments(sif, task, environment, messages.append)
     assert (
         messages[-1]
         == "warning: train --dry-run ended with exit code 1, and a task before it may write what it lacks: error: gone:"

@@ -51,10 +51,12 @@ def test_names_are_utf8_whatever_the_locale_is(tmp_path: Path) -> None:
         "from ekiben.formats.changeset import Lower, normalize\n"
         "from ekiben.formats.layer import write_entries\n"
         "from ekiben.formats.tar import DigestWriter\n"
+        "from ekiben.formats.upper import Changes\n"
         "from ekiben.formats.squashfs.writer import SquashfsWriter\n"
         "tar = DigestWriter()\n"
         "with open(sys.argv[2], 'w+b') as out:\n"
-        "    write_entries(normalize(Path(sys.argv[1]), Lower([]), epoch=1), tar, SquashfsWriter(out, epoch=1))\n"
+        "    entries = normalize(Changes(Path(sys.argv[1])), Lower([]), epoch=1)\n"
+        "    write_entries(entries, tar, SquashfsWriter(out, epoch=1))\n"
         "print(sys.getfilesystemencoding(), tar.diff_id, hashlib.sha256(open(sys.argv[2], 'rb').read()).hexdigest())\n"
     )
     listings = []

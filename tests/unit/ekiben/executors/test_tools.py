@@ -17,6 +17,7 @@ from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.layer import Entry, LayerEntry, write_entries
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.formats.upper import Changes
 
 
 def layer(path: Path, *entries: Entry) -> Any:
@@ -68,4 +69,4 @@ def test_other_tools_are_refused_with_a_hint(tmp_path: Path, entries: tuple[Entr
 def test_invalid_tar_is_an_error_without_traceback() -> None:
     for junk in (b"", b"tar: unrecognized option\n" * 40):
         with pytest.raises(LayerError, match="cannot be read"):
-            list(normalize(io.BytesIO(junk), Lower([]), epoch=1))
+            list(normalize(Changes(io.BytesIO(junk)), Lower([]), epoch=1))

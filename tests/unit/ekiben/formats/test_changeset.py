@@ -32,6 +32,7 @@ from ekiben.formats.changeset import (
 from ekiben.formats.layer import Entry, File, Xattrs, write_entries
 from ekiben.formats.left_out import LeftOut
 from ekiben.formats.tar import DigestWriter
+from ekiben.formats.upper import Changes
 from ekiben.formats.xattrs import content_xattrs
 from support.changesets import (
     BASE,
@@ -182,7 +183,7 @@ def test_devices_and_sockets_are_excluded(base: Layers) -> None:
     block = tarfile.TarInfo("./etc/disk")
     block.type = tarfile.BLKTYPE
     archive = tar([(tar_info(BASE["etc"][0]), b""), (info, b""), (block, b"")])
-    assert short(drained(normalize(archive, base.lower, epoch=EPOCH))) == []
+    assert short(drained(normalize(Changes(archive), base.lower, epoch=EPOCH))) == []
 
 
 def test_sockets_below_a_folder_are_excluded(base: Layers, upper: Path) -> None:
@@ -190,7 +191,7 @@ def test_sockets_below_a_folder_are_excluded(base: Layers, upper: Path) -> None:
     os.mkfifo(upper / "etc/pipe")
     with socket.socket(socket.AF_UNIX) as here:
         here.bind(str(upper / "etc/socket"))
-        assert short(drained(normalize(upper, base.lower, epoch=EPOCH))) == ["etc/", "etc/pipe|"]
+        assert short(drained(normalize(Changes(upper), base.lower, epoch=EPOCH))) == ["etc/", "etc/pipe|"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EIO])
@@ -207,32 +208,32 @@ def test_no_xattrs_means_no_opaque_marks(
     (upper / "new").mkdir(0o755)
     monkeypatch.setattr(os, "listxattr", fail)
     if number == errno.ENOTSUP:
-        assert short(drained(normalize(upper, base.lower, epoch=EPOCH))) == ["new/"]
+        assert short(drained(normalize(Changes(upper), base.lower, epoch=EPOCH))) == ["new/"]
     else:
         with pytest.raises(OSError, match="Input/output error"):
-            drained(normalize(upper, base.lower, epoch=EPOCH))
+            drained(normalize(Changes(upper), base.lower, epoch=EPOCH))
 
 
 def test_a_tar_that_breaks_off_between_two_files_is_an_error(base: Layers) -> None:
     data = in_order(Upper(made={"a": f("a", b"x"), "b": f("b", b"y")})).getvalue()
-    assert short(drained(normalize(io.BytesIO(data), base.lower, epoch=EPOCH))) == ["a", "b"]
+    assert short(drained(normalize(Changes(io.BytesIO(data)), base.lower, epoch=EPOCH))) == ["a", "b"]
     with pytest.raises(LayerError, match="breaks off"):
-        drained(normalize(io.BytesIO(data[: 3 * 512]), base.lower, epoch=EPOCH))
+        drained(normalize(Changes(io.BytesIO(data[: 3 * 512])), base.lower, epoch=EPOCH))
 
 
 def test_a_layer_that_removes_all_below_is_refused(base: Layers) -> None:
     names = set(base.lower.children(""))
     assert len(names) > 1
-    whole = drained(normalize(in_order(Upper(deleted=names)), base.lower, epoch=EPOCH))
+    whole = drained(normalize(Changes(in_order(Upper(deleted=names))), base.lower, epoch=EPOCH))
     with pytest.raises(LayerError, match="removes all that is in the layers below"):
         drained(refuse_total_removal(((entry, None) for entry, _ in whole), base.lower))
-    some = drained(normalize(in_order(Upper(deleted={*names} - {"usr"})), base.lower, epoch=EPOCH))
+    some = drained(normalize(Changes(in_order(Upper(deleted={*names} - {"usr"}))), base.lower, epoch=EPOCH))
     drained(refuse_total_removal(((entry, None) for entry, _ in some), base.lower))
 
 
 def test_an_opaque_root_folder_is_refused(base: Layers) -> None:
     with pytest.raises(LayerError, match="all of the layers below was removed"):
-        normalize(in_order(Upper()), base.lower, epoch=EPOCH, opaque={""})
+        normalize(Changes(in_order(Upper()), opaque={""}), base.lower, epoch=EPOCH)
 
 
 class TestTimeZone:
@@ -293,7 +294,7 @@ class TestXattrs:
         (upper / "x").write_bytes(b"x")
         os.setxattr(upper / "x", name, b"1")
         with pytest.raises(LayerError, match=r"/x: the extended attribute 'user.a.*b' cannot be stored"):
-            drained(normalize(upper, base.lower, epoch=EPOCH))
+            drained(normalize(Changes(upper), base.lower, epoch=EPOCH))
 
     def test_a_registrys_layer_that_names_a_file_alone_keeps_those_of_its_folders(self, base: Layers) -> None:
         base.push(sent({"": d(""), **self.upper().made}))
@@ -330,11 +331,11 @@ class TestSharedNames:
         self, lower: Lower, path: str, origin: str, data: bytes, mode: int
     ) -> None:
         with pytest.raises(OverlayError, match=f"/{origin} is one of several names"):
-            drained(normalize(self.copied(path, origin, data, mode), lower, epoch=EPOCH))
+            drained(normalize(Changes(self.copied(path, origin, data, mode)), lower, epoch=EPOCH))
 
     @pytest.mark.parametrize(("path", "origin", "data"), [("a", "a", b"old"), ("new", "b", b"old"), ("c", "c", b"new")])
     def test_unchanged_and_single_names_are_kept(self, lower: Lower, path: str, origin: str, data: bytes) -> None:
-        members = drained(normalize(self.copied(path, origin, data), lower, epoch=EPOCH))
+        members = drained(normalize(Changes(self.copied(path, origin, data)), lower, epoch=EPOCH))
         assert [entry.path for entry, _ in members][1:] == ([] if (path, data) == ("a", b"old") else [path])
 
     @pytest.mark.parametrize("path", ["pipe", "renamed"])
@@ -343,7 +344,7 @@ class TestSharedNames:
         with pytest.raises(
             OverlayError, match=f"/{path} was a FIFO in a layer below, /pipe: fuse-overlayfs made it an empty file"
         ):
-            drained(normalize(self.copied(path, "pipe", b""), layers.lower, epoch=EPOCH))
+            drained(normalize(Changes(self.copied(path, "pipe", b"")), layers.lower, epoch=EPOCH))
 
 
 @pytest.mark.parametrize("path", ["etc/.wh.x", ".wh.y"])
@@ -362,10 +363,10 @@ def test_two_names_of_a_fifo_are_two_fifos_in_every_form(base: Layers, tmp_path:
     os.mkfifo(up / "a", 0o600)
     os.link(up / "a", up / "b")
     os.utime(up / "a", (5, 5))
-    as_folder = drained(normalize(up, base.lower, epoch=EPOCH))
+    as_folder = drained(normalize(Changes(up), base.lower, epoch=EPOCH))
     infos = [(tar_info(Entry("", "dir")), b""), (tar_info(Entry("a", "fifo", 0o600, mtime=5)), b"")]
     for second in (Entry("b", "fifo", 0o600, mtime=5), Entry("b", "hardlink", 0o600, mtime=5, target="./a")):
-        other = drained(normalize(tar([*infos, (tar_info(second), b"")]), base.lower, epoch=EPOCH))
+        other = drained(normalize(Changes(tar([*infos, (tar_info(second), b"")])), base.lower, epoch=EPOCH))
         assert [(e.path, e.kind, e.mode) for e, _ in other] == [
             ("", "dir", 0o755),
             ("a", "fifo", 0o600),
@@ -388,7 +389,7 @@ def test_a_folder_that_fuse_overlayfs_gave_no_group_is_refused(base: Layers) -> 
         archive = tar(
             [(tar_info(Entry("", "dir")), b""), *((tar_info(entry), data) for entry, data in (parent, child, inside))]
         )
-        entries = normalize(archive, base.lower, epoch=EPOCH, is_fuse=is_fuse)
+        entries = normalize(Changes(archive, is_fuse=is_fuse), base.lower, epoch=EPOCH)
         if is_refused:
             with pytest.raises(OverlayError, match=r"/g/s was made in a folder that is setgid, and has not its group"):
                 drained(entries)
@@ -402,7 +403,7 @@ def test_a_folder_that_fuse_overlayfs_copied_up_gets_its_bits_back(layers: Layer
     members = [(Entry("", "dir"), b""), d("g"), d("plain"), f("plain/x", b"x")]
     for is_fuse, expected in ((True, {"plain": 0o755}), (False, {"g": 0o755, "plain": 0o755})):
         archive = tar([(tar_info(entry), data or b"") for entry, data in members])
-        entries = drained(normalize(archive, layers.lower, epoch=EPOCH, is_fuse=is_fuse))
+        entries = drained(normalize(Changes(archive, is_fuse=is_fuse), layers.lower, epoch=EPOCH))
         assert {entry.path: entry.mode for entry, _ in entries if entry.kind == "dir" and entry.path} | {
             "plain": 0o755
         } == expected
@@ -420,13 +421,13 @@ def test_many_exclusions_of_one_kind_are_one_line() -> None:
 def test_nothing_is_reported_without_exclusions(base: Layers) -> None:
     left = LeftOut()
     upper = Upper(made={"a": f("a", b"x")}, deleted={"etc"})
-    drained(normalize(in_order(upper), base.lower, epoch=EPOCH, left_out=left))
+    drained(normalize(Changes(in_order(upper)), base.lower, epoch=EPOCH, left_out=left))
     assert left.lines() == []
 
 
 def test_a_file_that_ends_early_is_an_error(base: Layers, upper: Path) -> None:
     (upper / "new").write_bytes(b"12345")
-    root, (entry, chunks) = normalize(upper, base.lower, epoch=EPOCH)
+    root, (entry, chunks) = normalize(Changes(upper), base.lower, epoch=EPOCH)
     (upper / "new").write_bytes(b"123")
     with pytest.raises(ValueError, match="'new' changed while it was read: \\+2 bytes of 5 left"):
         write_entries([root, (entry, chunks)], DigestWriter())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.errors import CorruptBlob
 from ekiben.core.progress import Progress
@@ -23,7 +23,9 @@ from support.sample_recipe import SampleRecipe
 
 @pytest.fixture
 def image(files_only: SampleRecipe, store: Store) -> Image:
-    return build(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+    return build(
+        BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(io.StringIO(), quiet=True))
+    )
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:

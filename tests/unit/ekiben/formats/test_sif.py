@@ -11,7 +11,7 @@ import pytest
 
 from ekiben.core.errors import StoreError
 from ekiben.formats.partition import Partition
-from ekiben.formats.runtime_files import runtime_files
+from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.formats.sif import DATA_AT, SifHeader, _reserve, read_sif, sif_id, write_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
 from support.small_sifs import DEFFILE, ID, blob, make, squashfs
@@ -133,7 +133,7 @@ def test_too_many_layers_and_unknown_architectures_are_refused(tmp_path: Path) -
     layer = blob(tmp_path / "a", b"a")
     with pytest.raises(StoreError, match="holds 1 to 47 layers, not 48") as caught:
         make(tmp_path / "x.sif", *[layer] * 48)
-    assert caught.value.hint == "make it --squash"
+    assert caught.value.hint == "use --squash"
     make(tmp_path / "x.sif", *[layer] * 47)
     assert len(read_sif(tmp_path / "x.sif").layers) == 47
     with pytest.raises(StoreError, match="'vax'; known: amd64"):
@@ -179,17 +179,17 @@ def run(script: bytes, *args: str, **environment: str) -> str:
 
 def test_environment_values_are_not_expanded() -> None:
     values = {"A": 'it\'s $HOME `x` "q" \\', "B": "", "C": "two\nlines", "PATH": "/opt/bin:/bin"}
-    files = runtime_files(values, "", "", {}, "")
+    files = runtime_files(values, {}, "", Scripts())
     mode, script = files[".singularity.d/env/90-environment.sh"]
     assert mode == 0o755
     shown = run(script + b'printf "%s|%s|%s|%s" "$A" "$B" "$C" "$PATH"', A="of the host")
     assert shown == "|".join(values.values())
     with pytest.raises(ValueError, match="'A-B' is no name"):
-        runtime_files({"A-B": ""}, "", "", {}, "")
+        runtime_files({"A-B": ""}, {}, "", Scripts())
 
 
 def test_driver_libraries_are_found_and_paths_can_be_added() -> None:
-    _, script = runtime_files({}, "", "", {}, "")[".singularity.d/env/99-base.sh"]
+    _, script = runtime_files({}, {}, "", Scripts())[".singularity.d/env/99-base.sh"]
     show = script + b'echo "$LD_LIBRARY_PATH $PATH"'
     assert run(show) == "/.singularity.d/libs /bin\n"
     assert run(show, LD_LIBRARY_PATH="/a") == "/a:/.singularity.d/libs /bin\n"
@@ -198,7 +198,7 @@ def test_driver_libraries_are_found_and_paths_can_be_added() -> None:
 
 
 def test_scripts_keep_their_own_interpreter() -> None:
-    files = runtime_files({}, "echo run", "#!/bin/bash\necho test\n", {"b": "2", "a": "1"}, DEFFILE)
+    files = runtime_files({}, {"b": "2", "a": "1"}, DEFFILE, Scripts("echo run", "#!/bin/bash\necho test\n"))
     assert files[".singularity.d/runscript"] == (0o755, b"#!/bin/sh\necho run\n")
     assert files[".singularity.d/test"] == (0o755, b"#!/bin/bash\necho test\n")
     assert files[".singularity.d/labels.json"] == (0o644, b'{\n "a": "1",\n "b": "2"\n}\n')
@@ -206,7 +206,7 @@ def test_scripts_keep_their_own_interpreter() -> None:
 
 
 def test_every_script_is_plain_sh() -> None:
-    for path, (mode, content) in runtime_files({"A": "b"}, "echo", "true", {}, "").items():
+    for path, (mode, content) in runtime_files({"A": "b"}, {}, "", Scripts("echo", "true")).items():
         if mode == 0o755:
             assert subprocess.run(["sh", "-n"], input=content).returncode == 0, path
 

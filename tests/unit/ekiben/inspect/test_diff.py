@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.artifacts.reproduce import Comparison, Rebuilt, refuse_differences
-from ekiben.builder.build import build
+from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
 from ekiben.core.errors import UsageError, VerifyError
 from ekiben.core.progress import Progress
@@ -175,7 +175,7 @@ def test_rebuild_error_names_differing_entries() -> None:
 def test_diff_of_stored_images_and_sif_files(
     files_only: SampleRecipe, store: Store, tmp_path: Path, run_cli: RunCli
 ) -> None:
-    made = build(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(quiet=True))
+    made = build(BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), Progress(quiet=True)))
     parts = [Partition(store.blob_path(layer.digest), 0, layer.size, layer.digest) for layer in made.layers]
     write_sif(tmp_path / "own.sif", parts, SifHeader(sif_id([], "x"), "x", "amd64", 1))
     with open_image("own", store) as one, open_image(str(tmp_path / "own.sif"), store) as other:

@@ -10,7 +10,7 @@ import pytest
 
 from ekiben.core.errors import VerifyError
 from ekiben.inspect._records import StoredImage
-from ekiben.inspect.image_reader import debian_packages, python_packages, read_file, tree_of
+from ekiben.inspect.image_reader import debian_packages, python_packages
 from ekiben.packages.installed import installed_packages
 from support.layered_images import SITE, STATUS, Files, dist_info, image, record, status
 
@@ -49,7 +49,7 @@ def test_debian_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -
         record("new", "1", "Source: newer (7:1.2)", "Provides: awk (= 1), editor"),
     )
     one = image(tmp_path, stack, "a", below, {"etc/x": b""}, above)
-    found = {package.name: package for package in debian_packages(one, tree_of(one))}
+    found = {package.name: package for package in debian_packages(one)}
     assert {name: package.layer for name, package in found.items()} == {"bash": 0, "libc6": 2, "new": 2}
     assert (found["libc6"].source, found["libc6"].maintainer) == (("glibc", "2"), "GNU Libc")
     assert found["libc6"].depends == (("dpkg",), ("libgcc-s1",), ("mawk", "gawk"))
@@ -73,7 +73,7 @@ def test_bad_database_named(tmp_path: Path, stack: contextlib.ExitStack, files: 
     }
     one = image(tmp_path, stack, "a", below, files)
     with pytest.raises(VerifyError, match=rf"layer layer1: dpkg's database is broken: {STATUS}: .*{message}"):
-        debian_packages(one, tree_of(one))
+        debian_packages(one)
 
 
 def test_removed_but_unpurged_packages_are_accepted(tmp_path: Path, stack: contextlib.ExitStack) -> None:
@@ -82,7 +82,7 @@ def test_removed_but_unpurged_packages_are_accepted(tmp_path: Path, stack: conte
         "var/lib/dpkg/info/b.list": b"/.\n",
     }
     one = image(tmp_path, stack, "a", files)
-    assert [package.name for package in debian_packages(one, tree_of(one))] == ["a"]
+    assert [package.name for package in debian_packages(one)] == ["a"]
 
 
 def test_python_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -> None:
@@ -94,7 +94,7 @@ def test_python_packages_by_layer(tmp_path: Path, stack: contextlib.ExitStack) -
         {**dist_info("Some.Thing", "2", "License: MIT"), **dist_info("torch", "1")},
         {**dist_info("torch", "2"), old: None, f"{SITE}/setuptools/_vendor/x-1.dist-info/METADATA": b"Name: x"},
     )
-    found = python_packages(one, tree_of(one))
+    found = python_packages(one)
     assert [(item.name, item.version, item.layer) for item in found] == [("Some.Thing", "2", 0), ("torch", "2", 1)]
     assert found[0].metadata["License"] == "MIT"
 
@@ -111,7 +111,7 @@ def test_a_half_installed_python_package_is_named(
 ) -> None:
     one = image(tmp_path, stack, "a", {"etc/x": b""}, files)
     with pytest.raises(VerifyError, match=rf"layer layer1: .*torch-2\.dist-info/METADATA {message}"):
-        python_packages(one, tree_of(one))
+        python_packages(one)
 
 
 def test_a_file_is_read_through_links(tmp_path: Path, stack: contextlib.ExitStack) -> None:
@@ -124,10 +124,9 @@ def test_a_file_is_read_through_links(tmp_path: Path, stack: contextlib.ExitStac
         "usr/share/doc/away": "nowhere",
     }
     one = image(tmp_path, stack, "a", {"usr/share/doc/gcc/copyright": b"GPL", "usr/release": b"12"}, links=links)
-    tree = tree_of(one)
-    assert read_file(one, tree, "usr/share/doc/g++/copyright") == b"GPL"
-    assert read_file(one, tree, "etc/release") == b"12"
-    assert [read_file(one, tree, path) for path in ("round", "usr/share/doc/away/copyright", "usr")] == [None] * 3
+    assert one.read_through_links("usr/share/doc/g++/copyright") == b"GPL"
+    assert one.read_through_links("etc/release") == b"12"
+    assert [one.read_through_links(path) for path in ("round", "usr/share/doc/away/copyright", "usr")] == [None] * 3
 
 
 @pytest.mark.parametrize(

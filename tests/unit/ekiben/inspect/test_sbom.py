@@ -16,11 +16,11 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from ekiben.artifacts.exporters.sif import make_sif
-from ekiben.builder.build import Options, build
+from ekiben.builder.build import BuildContext, Options, build
 from ekiben.core.errors import UsageError, VerifyError
 from ekiben.core.progress import Progress
 from ekiben.inspect.sbom import sbom_of, sbom_of_image, write_sbom
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredLayer
@@ -278,7 +278,7 @@ def store(files_only: SampleRecipe, tmp_path: Path) -> Store:
 
 @pytest.fixture
 def made(files_only: SampleRecipe, store: Store) -> Image:
-    return build(resolve(find_recipe(str(files_only.path))), store, Options(), quiet())
+    return build(BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), quiet()))
 
 
 def test_sbom_is_the_same_from_store_and_sif(made: Image, store: Store, tmp_path: Path, run_cli: RunCli) -> None:
@@ -300,7 +300,7 @@ def test_sbom_is_the_same_from_store_and_sif(made: Image, store: Store, tmp_path
     told = io.StringIO()
     assert sbom_of(str(tmp_path / "own.sif"), Store(tmp_path / "empty"), Progress(told)) == sbom
     assert "diff_id of layer roof" in told.getvalue()
-    done = publish(made, store, tmp_path / "lab", quiet(), check=False)
+    done = publish(made, store, tmp_path / "lab", PublishOptions(check=False), quiet())
     assert (done.sif.parent / done.record.sbom).read_text() == sbom
     published = run_cli("--store", tmp_path / "empty", "sbom", done.sif.with_suffix(".json"))
     assert (published.stdout, published.stderr) == (sbom, "")
@@ -313,7 +313,7 @@ def test_sbom_is_the_same_from_store_and_sif(made: Image, store: Store, tmp_path
 def test_another_image_has_another_sbom(made: Image, store: Store, files_only: SampleRecipe) -> None:
     sbom = sbom_of("own", store, quiet())
     files_only.write("files/data.txt", "new\n")
-    build(resolve(find_recipe(str(files_only.path))), store, Options(), quiet())
+    build(BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), quiet()))
     other = sbom_of("own", store, quiet())
     assert json.loads(other)["serialNumber"] != json.loads(sbom)["serialNumber"]
 
@@ -322,8 +322,8 @@ def test_image_without_package_database_is_published(files_only: SampleRecipe, t
     files_only.write("files/tree/var/lib/dpkg/status", "Package: a\n")
     files_only.replace("images/roof.def", "files/tree /opt/tree", "files/tree/var /var")
     store, told = seeded(files_only, tmp_path / "store", "ground"), io.StringIO()
-    made = build(resolve(find_recipe(str(files_only.path))), store, Options(), quiet())
-    done = publish(made, store, tmp_path / "lab", Progress(told), check=False)
+    made = build(BuildContext(resolve(find_recipe(str(files_only.path))), store, Options(), quiet()))
+    done = publish(made, store, tmp_path / "lab", PublishOptions(check=False), Progress(told))
     assert done.record.sbom is None
     assert list(done.sif.parent.glob("*.cdx.json")) == []
     assert "no SBOM: layer roof: dpkg's database is broken" in told.getvalue()

@@ -23,7 +23,7 @@ from ekiben.formats.sif import read_sif
 from ekiben.images import published as _records
 from ekiben.images.published import read_records, tags
 from ekiben.publish.prune import prune, published
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.store import Store, StoredLayer, known_sif
 from ekiben.store.shared import SharedStore, open_shared
 from support.hostile import damage, flip
@@ -260,7 +260,7 @@ def test_concurrent_publisher_keeps_its_layers(lab: Lab, monkeypatch: pytest.Mon
 
     def publish_and_remove(path: InnerPath, *, missing_ok: bool = False) -> None:
         if path.parent.parent.name == "layers" and not came:
-            came.append(publish(image, lab.store, lab.folder, quiet(), check=False, current=False))
+            came.append(publish(image, lab.store, lab.folder, PublishOptions(check=False, current=False), quiet()))
         remove(path, missing_ok=missing_ok)
 
     monkeypatch.setattr(InnerPath, "remove", publish_and_remove)
@@ -275,7 +275,7 @@ def test_a_damaged_layer_is_not_published(files_only: SampleRecipe, store: Store
     path = store.blob_path(image.layers[1].digest)
     damage(path, bytes(image.layers[1].size))
     with pytest.raises(StoreError, match=r"blob sha256:\w+ is damaged"):
-        publish(image, store, tmp_path / "lab", quiet(), check=False)
+        publish(image, store, tmp_path / "lab", PublishOptions(check=False), quiet())
     assert published(tmp_path / "lab") == {}
     assert list((tmp_path / "lab/store/layers").iterdir()) == []
     assert list((tmp_path / "lab/store/staging").iterdir()) == []
@@ -300,7 +300,7 @@ def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, mo
 
     monkeypatch.setattr(os, "rename", end)
     try:
-        publish(image, lab.store, lab.folder, quiet(), check=False)
+        publish(image, lab.store, lab.folder, PublishOptions(check=False), quiet())
     except KeyboardInterrupt:
         assert count == where
     else:
@@ -313,7 +313,7 @@ def test_interrupt_at_any_rename_keeps_the_former_state(lab: Lab, where: int, mo
         assert all(open_shared(lab.folder).layer(layer.cache_key) for layer in record.layers)
     assert (first.sif.parent / "current").exists()
     assert list((lab.folder / "store/staging").iterdir()) == []
-    second = publish(image, lab.store, lab.folder, quiet(), check=False)
+    second = publish(image, lab.store, lab.folder, PublishOptions(check=False), quiet())
     assert tags(InnerPath.below(first.sif.parent))["current"] == second.sif.name != first.sif.name
 
 

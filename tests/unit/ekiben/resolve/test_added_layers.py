@@ -115,7 +115,7 @@ def test_layers_whose_argument_has_one_name(tmp_path: Path) -> None:
         ("finetune", ["deepsped"], None, "--layer deepsped: no layer 'deepsped'. Did you mean 'deepspeed'?"),
         ("finetune", ["huggingface"], None, "--layer huggingface: 'finetune' has it already; leave the option out"),
         ("finetune", ["deepspeed", "deepspeed"], None, "--layer deepspeed: 'finetune' has it already"),
-        ("finetune", ["megatron"], None, "--layer megatron: 'megatron' stands on 'huggingface'"),
+        ("finetune", ["megatron"], None, "--layer megatron: 'megatron' is on top of 'huggingface'"),
         ("finetune", ["toolkit"], None, "and 'finetune' would be without huggingface, deepspeed-plain"),
         (
             "lora-opencalm",

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from ekiben.builder import build as building
-from ekiben.builder.build import build, image_name
+from ekiben.builder.build import BuildContext, build, image_name
 from ekiben.builder.plan import Options
 from ekiben.core.errors import EngineError, UsageError
 from ekiben.resolve.graph import ResolvedRecipe
@@ -90,12 +90,12 @@ def test_build_without_emulation_does_not_start(files_only: SampleRecipe, monkey
     monkeypatch.setattr(building, "host_arch", lambda: "amd64")
     store = Store(files_only.path.parent / "store")
     with pytest.raises(EngineError, match="no emulator"):
-        build(resolved(files_only, "arm64"), store, Options(), quiet())
+        build(BuildContext(resolved(files_only, "arm64"), store, Options(), quiet()))
     assert asked == ["arm64"]
     assert not store.root.exists()
     # Nothing has to run where only files are missing.
     store = seeded(files_only, store.root, "ground")
-    assert build(resolved(files_only, "amd64"), store, Options(), quiet()).arch == "amd64"
+    assert build(BuildContext(resolved(files_only, "amd64"), store, Options(), quiet())).arch == "amd64"
     assert asked == ["arm64"]
 
 
@@ -105,7 +105,7 @@ def test_compiling_under_emulation_is_refused(sample: SampleRecipe, monkeypatch:
     sample.recipe(name="sample", stack="cu130", layer="flash-attn", tasks={})
     store = Store(sample.path.parent / "store")
     with pytest.raises(EngineError, match="no package index has flash-attn for arm64") as caught:
-        build(resolved(sample, "arm64"), store, Options(), quiet())
+        build(BuildContext(resolved(sample, "arm64"), store, Options(), quiet()))
     assert f"wheels import {sample.path} --arch arm64 WHEEL" in str(caught.value.hint)
     assert not store.root.exists()
 

@@ -103,7 +103,7 @@ def test_rendered_values_are_quoted(sample: SampleRecipe, tmp_path: Path) -> Non
         (
             {"environment": {"A": "{{ x }}"}},
             ("def",),
-            "{{ }}, which stands for one of its arguments: export A='{{ x }}'",
+            "{{ }}, which is one of its arguments: export A='{{ x }}'",
         ),
         ({"description": "one\n%post"}, ("def",), "in %runscript a line that begins another section: %post"),
     ],

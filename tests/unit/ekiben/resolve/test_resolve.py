@@ -240,17 +240,17 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("first", "then", "message"),
         [
-            ("Bootstrap: localimage\nFrom: walls.sif\nStage: a\n", "", "no later stage takes anything of 'a'"),
+            ("Bootstrap: localimage\nFrom: walls.sif\nStage: a\n", "", "no later stage copies a file of 'a'"),
             ("Bootstrap: localimage\nFrom: walls.sif\n", "", "a build stage needs a name"),
             (
                 "Bootstrap: debootstrap\nOSVersion: bookworm\nStage: a\n",
                 "%files from a\n    /x\n",
-                "a build stage stands on a layer",
+                "a build stage needs a layer below",
             ),
             (
                 "Bootstrap: localimage\nFrom: roof.sif\nStage: a\n",
                 "%files from a\n    /x\n",
-                "a stage of it stands on itself: roof → roof",
+                "a stage of it is its own parent: roof → roof",
             ),
             (
                 "Bootstrap: localimage\nFrom: wals.sif\nStage: a\n",

@@ -17,7 +17,7 @@ import pytest
 from ekiben.core.errors import UsageError
 from ekiben.core.inner_path import InnerPath
 from ekiben.publish.prune import prune
-from ekiben.publish.publish import publish
+from ekiben.publish.publish import PublishOptions, publish
 from ekiben.run.modulefile import check_shared_dir, command_files
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore
@@ -76,7 +76,7 @@ def test_an_end_at_any_rename_leaves_no_half_module(
 ) -> None:
     """What is found is whole; the next run adds what is missing."""
     image, rename, where, count, ended = image_of(files_only, store), os.rename, 0, 0, True
-    publish(image, store, shared_dir, quiet(), check=False)
+    publish(image, store, shared_dir, PublishOptions(check=False), quiet())
 
     def end(source: Any, target: Any, **options: Any) -> None:
         nonlocal count
@@ -93,13 +93,13 @@ def test_an_end_at_any_rename_leaves_no_half_module(
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", end)
             try:
-                done = publish(image, store, shared_dir, quiet(), check=False, module=True)
+                done = publish(image, store, shared_dir, PublishOptions(check=False, module=True), quiet())
             except KeyboardInterrupt:
                 ended = True
         if ended:
             found = [path for path in (shared_dir / "modulefiles").glob("ekiben/own/[0-9]*") if path.exists()]
             assert found == []
-            done = publish(image, store, shared_dir, quiet(), check=False, module=True)
+            done = publish(image, store, shared_dir, PublishOptions(check=False, module=True), quiet())
         assert (shared_dir / "modulefiles" / str(done.module)).is_file()
         assert len(list(done.sif.with_suffix(".bin").iterdir())) == 2
     assert where == 10  # four folders, two commands, two files of Tcl, the link; and then none

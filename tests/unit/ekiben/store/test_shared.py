@@ -193,7 +193,7 @@ def test_a_file_or_dangling_link_instead_of_a_folder_is_refused(tmp_path: Path) 
         wanted = f"{tmp_path / name} is {message}, and what is published goes into a folder"
         with pytest.raises(StoreError, match=re.escape(wanted)) as caught:
             SharedStore(tmp_path / name).open_for_writing()
-        assert caught.value.hint == "give a folder that is there, or a new name for one to be made"
+        assert caught.value.hint == "give an existing folder, or a new name, which is created"
     assert (tmp_path / "lab").read_text() == "kept"
 
 
@@ -327,7 +327,7 @@ def test_a_file_exchanged_before_its_mode_is_set_changes_no_other(
 
     apply = Policy.apply_permissions
     monkeypatch.setattr(Policy, "apply_permissions", exchange)
-    with pytest.raises(OSError, match="is another file by now"):
+    with pytest.raises(OSError, match="a different file has this name now"):
         shared.write_file(shared.folder / "README", b"new")
     assert stat.S_IMODE((thesis / "a").stat().st_mode) == 0o600
     assert (thesis / "a").read_text() == "precious"
