@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ekiben.core.errors import UsageError, nearest
@@ -70,13 +70,14 @@ class PlannedGpus:
 class JobTask:
     """A task of a job that is not submitted yet: its arguments, and its entrypoint's ``script`` as the image has it.
 
-    ``earlier``: the arguments of the tasks that the job runs before it.
+    ``earlier``: the arguments of the tasks that the job runs before it; ``mounts``: see RunRequest.
     """
 
     argv: Sequence[str]
     script: bytes
     gpus: PlannedGpus = PlannedGpus(0)
     earlier: Sequence[Sequence[str]] = ()
+    mounts: Mapping[str, Path] = field(default_factory=dict)
 
 
 def untried_reason(task: JobTask) -> str | None:
@@ -123,7 +124,7 @@ def try_arguments(sif: Path, task: JobTask, environment: Mapping[str, str], log:
     options = gpus.options(task.script, arguments)
     shown = " ".join([name, "--dry-run", *options])
     log(f"trying {shown} with these arguments")
-    request = RunRequest(argv=[name, "--dry-run", *options, *arguments], gpu=False)
+    request = RunRequest(argv=[name, "--dry-run", *options, *arguments], gpu=False, mounts=task.mounts)
     ready = launch(Target(program, str(sif)), request, environment)
     done = run(ready.argv, env=ready.environment, check=False)
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]

@@ -40,6 +40,26 @@ def live_files(recipe: Recipe) -> LiveFiles:
     return LiveFiles(mounts, _origin(recipe.folder))
 
 
+@dataclass(frozen=True, slots=True)
+class LiveCopy:
+    """Files to be copied for jobs, so that a later edit changes none: path below /opt/ekiben/recipe → path here.
+
+    ``origin``: where they come from, to be recorded.
+    """
+
+    files: Mapping[str, Path]
+    origin: str
+
+
+def live_copy(recipe: Recipe) -> LiveCopy:
+    """Return what jobs get in place of the recipe's files in its image.
+
+    Raises:
+        DefinitionError: recipe.yaml names a file that is not there.
+    """
+    return LiveCopy(recipe.members(), _origin(recipe.folder))
+
+
 def _mounts(members: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
     """Yield the fewest folders and files that show ``members``: a folder where all in it comes from one folder here."""
     if "" in members:  # a file

@@ -48,6 +48,7 @@ class Submitter:
     folder: Path
     recipe: Path
     scheduler: str
+    sif: Path | None = None  # by default the one beside the recipe
 
     def submit(self, *args: str, code: int = 0, env: dict[str, str | None] | None = None) -> str:
         """The run's name; stderr when an error was expected."""
@@ -57,7 +58,7 @@ class Submitter:
             "--scheduler",
             self.scheduler,
             "--sif",
-            self.recipe.parent / "fake.sif",
+            self.sif or self.recipe.parent / "fake.sif",
             *([] if code else ["--json"]),
             *args,
             *(() if "--" in args else ("--",)),
@@ -112,6 +113,18 @@ def check_scripts_by_hand(submitter: Submitter) -> None:
     log = (submitter.folder / "kept/1-fake.log").read_text()
     assert "attempt     2, after one that ended with exit code 0" in log
     assert not {"environment", "key"} & {path.name for path in (submitter.folder / "kept").iterdir()}
+
+
+def check_shell_on_a_node(submitter: Submitter, *options: str) -> None:
+    """`shell` with options of a node runs there, in the same folder, and its own variables stay out of the image."""
+    sif = submitter.recipe.parent / "fake.sif"
+    script = "echo ${SLURM_JOB_ID:-${JOB_ID:-none}} $PWD ${EKIBEN_LOGIN_HOST-none}; exit 7"
+    argv: list[str | Path] = [*options, "--time", "10m", "--sif", sif, submitter.recipe, "sh", "-c", script]
+    done = submitter.cli.run("shell", *argv, cwd=submitter.folder, code=7)
+    job, folder, login_host = done.stdout.split()
+    assert (job.isdigit(), folder, login_host) == (True, str(submitter.folder), "none"), done.stderr
+    shown = submitter.cli.run("shell", "--dry-run", *argv, cwd=submitter.folder).stdout
+    assert shown.startswith(("+ srun ", "+ qrsh "))
 
 
 def of_run(folder: Path, word: str) -> list[int]:

@@ -5,7 +5,9 @@ Apptainer.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Submitter, check_scripts_by_hand, of_run, wait_for
+from jobs import Submitter, check_scripts_by_hand, check_shell_on_a_node, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
 pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py")
@@ -255,3 +257,25 @@ def test_a_job_that_saves_nothing_is_started_twice_only(slurm: Submitter) -> Non
 
 def test_scripts_are_submitted_by_hand_and_again(slurm: Submitter) -> None:
     check_scripts_by_hand(slurm)
+
+
+def test_live_scripts_are_those_of_the_moment_of_submission(slurm: Submitter) -> None:
+    recipe = slurm.folder / "edited"
+    shutil.copytree(slurm.recipe, recipe)
+    script = recipe / "entrypoints/fake_task.py"
+    text = script.read_text()
+    script.write_text(text.replace("this is rank", "edited: this is rank"))
+    (recipe / "entrypoints/more").mkdir()
+    (recipe / "entrypoints/more/one.py").write_text("")
+    give(recipe, USER)
+    run = replace(slurm, recipe=recipe, sif=slurm.recipe.parent / "fake.sif").submit("--live", "fake")
+    script.write_text("raise SystemExit('edited too late')\n")
+    assert slurm.wait(run)["1-fake"]["state"] == "done", slurm.log(run)
+    assert "edited: this is rank 0 of 1" in slurm.log(run)
+    kept = slurm.folder / "ekiben-runs" / run
+    assert (kept / "live/entrypoints/more/one.py").is_file()
+    assert json.loads((kept / "run.json").read_text())["live"] == str(recipe)
+
+
+def test_shell_on_a_node(slurm: Submitter) -> None:
+    check_shell_on_a_node(slurm, "--cpus-per-node", "1")

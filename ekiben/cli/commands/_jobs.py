@@ -10,8 +10,13 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from ekiben.cli.context import Context
 from ekiben.cli.options import Function, PathType
+from ekiben.core.decisions import log_decision
 from ekiben.core.errors import UsageError
+from ekiben.run.jobs.request import JobRequest, with_defaults
+from ekiben.run.schedulers import choose, load
+from ekiben.run.site import Site
 
 
 def _check_folder(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
@@ -45,3 +50,29 @@ def _runs_option(callback: Callable[..., Path] | None) -> Callable[[Function], F
         metavar="DIR",
         help="The folder of runs, on a file system that the compute nodes share. Or $EKIBEN_RUNS.",
     )
+
+
+def request_with_defaults(context: Context, request: JobRequest, site: Site | None) -> JobRequest:
+    """Return a request with what the user's settings and the site add. Raises UsageError for a wrong one."""
+    defaults = [
+        *context.settings.jobs,
+        *([site.file.scheduler.defaults] if site and site.file.scheduler else []),
+    ]
+    for source, known in zip(
+        (*context.settings.job_sources, f"the site {site.name if site else None}"), defaults, strict=False
+    ):
+        log_decision("defaults of jobs", known.describe() or "none", source)
+    return with_defaults(request, defaults)
+
+
+def scheduler_of(site: Site | None) -> str:
+    """Return the site's scheduler, or the one that is here. Raises UsageError when a site names none."""
+    if site and site.file.scheduler is None:
+        raise UsageError(f"{site.name} names no scheduler; say --scheduler")
+    if site and site.file.scheduler:
+        scheduler = site.file.scheduler.kind
+        log_decision("scheduler", scheduler, f"of the site {site.name}")
+    else:
+        scheduler = choose()
+    load(scheduler)
+    return scheduler

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ekiben.cli.commands._node import LOGIN_HOST
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     PathType,
@@ -236,7 +237,7 @@ def start_image(
     if not start.dry_run and start.copy_local:
         target = replace(target, image=str(copy_local(image, context.environment, context.log)))
     # One of an outer run is not this run's.
-    environment = {key: value for key, value in context.environment.items() if key != VARIABLE}
+    environment = {key: value for key, value in context.environment.items() if key not in (VARIABLE, LOGIN_HOST)}
     if live.origin:
         environment[VARIABLE] = live.origin
     ready = launch.launch(target, request, environment)

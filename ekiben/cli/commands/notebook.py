@@ -9,7 +9,7 @@ Examples:
   ekiben notebook lora-opencalm
   ekiben notebook lora-opencalm --port 9000
   ekiben notebook lora-opencalm --no-start             (build the image, where there is a network)
-  ekiben notebook lora-opencalm --sif lora-opencalm-notebook.sif --ip 0.0.0.0      (in a job)
+  ekiben notebook lora-opencalm --gpus-per-node 1 --time 2:00:00      (on a compute node)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import socket
 
 import click
 
+from ekiben.cli.commands._node import LOGIN_HOST, NodeOptions, node_options, start_on_node
 from ekiben.cli.commands._start import (
     StartOptions,
     build_image,
@@ -61,6 +62,7 @@ _ANY = "0.0.0.0"
 @click.option("--no-start", is_flag=True, help="Build the image, start nothing.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in a new image.")
 @definition_options
+@node_options
 @start_options
 @click.pass_obj
 def command(
@@ -73,6 +75,7 @@ def command(
     no_verify: bool,
     gpu_arch: str | None,
     arguments: tuple[str, ...],
+    node: NodeOptions,
     start: StartOptions,
 ) -> None:
     """Build what is missing, then become the container runtime with JupyterLab."""
@@ -92,7 +95,7 @@ def command(
         refuse_ignored(
             "is for building the image, and --sif names one", "no_start", "no_verify", "gpu_arch", "arguments"
         )
-    elif not start.dry_run:
+    elif not start.dry_run and LOGIN_HOST not in context.environment:  # on a node it is built already
         build_image(
             context,
             RecipeOptions(start.stack, gpu_arch, bind_arguments(arguments)),
@@ -104,7 +107,10 @@ def command(
         raise UsageError(f"--dry-run: {image.sif} is not built yet, and would be first", hint="--no-start builds it")
     if no_start:
         return
+    start_on_node(context, image, node, dry_run=start.dry_run)
     port = _choose_port(ip, port)
+    if login := context.environment.get(LOGIN_HOST):
+        context.log(f"from your machine: ssh -N -L {port}:{ip}:{port} -J {login} {socket.gethostname()}")
     publish = f"{ip}:{port}" if kind == "docker" else None
     address = socket.gethostname() if ip == _ANY else ip
     argv = ["ekiben-notebook", f"--port={port}", f"--ip={_ANY if publish else ip}", f"--address={address}"]

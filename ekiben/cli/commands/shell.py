@@ -8,12 +8,14 @@ Examples:
   ekiben shell lora-opencalm
   ekiben shell --live lora-opencalm                    (edited scripts, no new image)
   ekiben shell lora-opencalm nvidia-smi
+  ekiben shell --gpus-per-node 1 --time 1:00:00 lora-opencalm     (on a compute node)
 """
 
 from __future__ import annotations
 
 import click
 
+from ekiben.cli.commands._node import NodeOptions, node_options, start_on_node
 from ekiben.cli.commands._start import StartOptions, build_or_compare, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import RecipeType, TaskCommand
@@ -25,10 +27,12 @@ _SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec s
 @click.command("shell", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[PROGRAM…]", type=click.UNPROCESSED)
+@node_options
 @start_options
 @click.pass_obj
-def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:
+def command(context: Context, /, image: str, argv: tuple[str, ...], node: NodeOptions, start: StartOptions) -> None:
     """Check the machine, then become the container runtime with a shell."""
     named = named_image(context, image, start)
+    start_on_node(context, named, node, dry_run=start.dry_run)
     build_or_compare(context, named, start)
     start_image(context, named, argv or _SHELL, start, executes=True)

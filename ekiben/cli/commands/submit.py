@@ -26,7 +26,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ekiben.cli.commands._jobs import new_runs_option
+from ekiben.cli.commands._jobs import new_runs_option, request_with_defaults, scheduler_of
 from ekiben.cli.commands._start import build_image, buildable, warn_of_edits
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
@@ -43,6 +43,7 @@ from ekiben.cli.options import (
     json_option,
     refuse_ignored,
 )
+from ekiben.core.checked import read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError, UsageError
@@ -52,11 +53,12 @@ from ekiben.run.image import NamedImage, SifState
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
 from ekiben.run.jobs import runs as jobs
-from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds, with_defaults
+from ekiben.run.jobs.request import JobRequest, memory_mib_of, parse_seeds
 from ekiben.run.jobs.script import environment_text, job_program, script
 from ekiben.run.launch import Target
-from ekiben.run.schedulers import choose, load, seconds_of
-from ekiben.run.site import Site, find_site
+from ekiben.run.live import live_files
+from ekiben.run.schedulers import load, seconds_of
+from ekiben.run.site import find_site
 from ekiben.store import known_sif_sha256
 
 _SCHEDULER = PluginType("ekiben.run.schedulers", "ekiben.schedulers", option="--scheduler", kind="scheduler")
@@ -201,6 +203,11 @@ class WrittenRun:
     help="Copy the SIF to each node's own disk first, once for all jobs there.",
 )
 @click.option(
+    "--live",
+    is_flag=True,
+    help="Use the recipe's scripts as they are here, not the image's; the run keeps copies of them.",
+)
+@click.option(
     "--again",
     type=NameType(),
     metavar="RUN",
@@ -275,7 +282,7 @@ def command(
         refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
         build_image(context, RecipeOptions(included=included), buildable(named), "sif")
     elif named.sif.is_file() and sif is None:
-        warn_of_edits(context, named, Target("", str(named.sif)))
+        warn_of_edits(context, named, Target("", str(named.sif)), live=resource_options["live"])
     named = _with_sha256(context, named)
     profile = find_site(site) if site else None
     request = JobRequest(
@@ -285,20 +292,14 @@ def command(
         seeds=parse_seeds(seeds) if seeds is not None else (),
         **resource_options,
     )
-    defaults = [
-        *context.settings.jobs,
-        *([profile.file.scheduler.defaults] if profile and profile.file.scheduler else []),
-    ]
-    for source, known in zip((*context.settings.job_sources, f"the site {site}"), defaults, strict=False):
-        log_decision("defaults of jobs", known.describe() or "none", source)
-    request = with_defaults(request, defaults)
+    request = request_with_defaults(context, request, profile)
     if scheduler:
         log_decision("scheduler", scheduler, "--scheduler")
     run = planning.plan(
         named,
         argv,
         request,
-        scheduler=scheduler or choose_scheduler(profile),
+        scheduler=scheduler or scheduler_of(profile),
         site=profile,
         runs=runs,
     )
@@ -428,12 +429,18 @@ def _preflight(context: Context, run: planning.JobPlan) -> None:
     )
 
     scripts = check_image_of(run.sif, run.image, [step.argv[0] for step in run.steps])
+    mounts: Mapping[str, Path] = {}
+    if run.live and run.image.recipe:
+        recipe, mounts = run.image.recipe, live_files(run.image.recipe).mounts
+        scripts = {
+            name: read_regular(run.live.files[f"entrypoints/{recipe.task(name).entrypoint}"]) for name in scripts
+        }
     environment = {**context.environment, **dict(word.split("=", 1) for word in run.request.env if "=" in word)}
     earlier: list[list[str]] = []
     for step in run.steps:
         argv = [word.replace(planning.SEED, step.seeds[0]) if step.seeds else word for word in step.argv]
         if script := scripts.get(argv[0]):
-            task = JobTask(argv, script, PlannedGpus(*_gpus_of(run, step)), tuple(earlier))
+            task = JobTask(argv, script, PlannedGpus(*_gpus_of(run, step)), tuple(earlier), mounts)
             reason = untried_reason(task)
             if reason is None:
                 try_arguments(run.sif, task, environment, context.log)
@@ -447,16 +454,3 @@ def _gpus_of(run: planning.JobPlan, step: planning.JobStep) -> tuple[int, str | 
     models = {gpu.model for gpu in run.site.file.node.gpus} if run.site else set()
     count = step.nodes * (step.processes or step.gpus) if step.uses_gpus and step.gpus else 0
     return count, models.pop() if len(models) == 1 else None
-
-
-def choose_scheduler(site: Site | None) -> str:
-    """Return the site's scheduler, or the one that is here. Raises UsageError when a site names none."""
-    if site and site.file.scheduler is None:
-        raise UsageError(f"{site.name} names no scheduler; say --scheduler")
-    if site and site.file.scheduler:
-        scheduler = site.file.scheduler.kind
-        log_decision("scheduler", scheduler, f"of the site {site.name}")
-    else:
-        scheduler = choose()
-    load(scheduler)
-    return scheduler

@@ -64,6 +64,7 @@ run_node() {
     drop_leaks
     # shellcheck source=/dev/null
     . "$run/environment" || exit
+    [ -z "$live" ] || export EKIBEN_LIVE="$live"  # for the task's record
     runtime=$(find_runtime) ||
         { echo "error: $(hostname) has neither apptainer nor singularity on PATH" >&2; exit 127; }
     protect_caches || exit

@@ -15,9 +15,10 @@ from ekiben.core.files import digest_of
 from ekiben.run.image import NamedImage, SifState, sif_state
 from ekiben.run.jobs._resources import choose_resources, option_of
 from ekiben.run.jobs.request import JobRequest
+from ekiben.run.live import LiveCopy, live_copy
 from ekiben.run.schedulers import load
 from ekiben.run.site import Site
-from ekiben.spec.recipe import TASK
+from ekiben.spec.recipe import TASK, Recipe
 
 SEED = "{seed}"
 
@@ -52,7 +53,7 @@ class JobPlan:
     """Everything a run will be.
 
     ``sif`` is the file itself, never a link to it; ``sif_state`` None when it is not there yet. ``by_hand``: people
-    submit the scripts themselves.
+    submit the scripts themselves. ``live``: what replaces the recipe's files in the image.
 
     ``command_args``: options that a site wants on the scheduler's command line; ``directives``: further ones of every
     job.
@@ -69,6 +70,7 @@ class JobPlan:
     command_args: tuple[str, ...]
     directives: tuple[str, ...]
     by_hand: bool = False
+    live: LiveCopy | None = None
 
 
 def plan(
@@ -118,7 +120,23 @@ def plan(
         steps=steps,
         command_args=on_command,
         directives=(*in_script, *site_options, *request.scheduler_args),
+        live=live_copy(recipe_of(image)) if request.live else None,
     )
+
+
+def node_args(request: JobRequest, scheduler: str, site: Site | None) -> list[str]:
+    """Return the scheduler's options for one node that a user works on. Raises UsageError when there is none such."""
+    resources = choose_resources(request, scheduler, site, 1, gpus=request.gpus_per_node)
+    on_command, in_script = _account_args(request, scheduler, site)
+    site_options = site.file.scheduler.options if site and site.file.scheduler else ()
+    return [*resources.args, *on_command, *in_script, *site_options, *request.scheduler_args]
+
+
+def recipe_of(image: NamedImage) -> Recipe:
+    """Return the recipe of an image, for --live. Raises UsageError where it has none here."""
+    if image.recipe is None:
+        raise UsageError(f"--live shows a recipe's scripts as they are here, and {image.name} has no recipe here")
+    return image.recipe
 
 
 def _state_of(sif: Path, sha256: str, request: JobRequest) -> SifState:

@@ -22,8 +22,9 @@ _UNITS = {"M": 1, "G": 1024, "T": 1024 * 1024}
 class JobRequest:
     """What the command line asks for.
 
-    None: not given. ``memory_mib`` is per node; ``partition`` is a site's kind of node, or the scheduler's partition or
-    queue; ``env``: NAME or NAME=VALUE; ``check_digest``: a job reads all of its image, whatever its times say.
+    None: not given. ``memory_mib`` is per node; ``partition`` is a site's kind of node, or the scheduler's partition
+    or queue; ``env``: NAME or NAME=VALUE; ``check_digest``: a job reads all of its image, whatever its times say;
+    ``live``: with the recipe's scripts as they are here.
     """
 
     nodes: int = 1
@@ -44,6 +45,7 @@ class JobRequest:
     scheduler_args: tuple[str, ...] = ()
     copy_local: bool = False
     check_digest: bool = False
+    live: bool = False
 
 
 def memory_mib_of(text: str) -> int:

@@ -1,13 +1,13 @@
 """Submitted runs: what is written and submitted, status, logs, cancel. records.py reads what is there.
 
 A run is a folder below ekiben-runs/: `1-train.sh` (the script of its first step), `1-train.log`, `job.sh` (what all
-scripts do), `launch_node.py` and `launch_network.py` (start the processes on a node, inside the container),
-`environment` (what it gets of this shell's, tokens too: for its owner only, and removed when all jobs have ended),
-`key` (by which the launchers know each other), `run.json`. Of every job, whose name is the step's, or `1-train.2` in an
-array: `.exit` (the exit code, once it is over), `.times` (how often it went back into the queue), `.attempt` (which one
-this is, where an ended job's script was submitted again), `.job` (its newest id; of an array, `1-train.array` has the
-array's), `.processes` (how many on each node), `.ranks/3.log` (what one of several processes wrote), `.cancelled`. A
-job script needs bash and Apptainer or SingularityCE on the compute nodes.
+scripts do), `live/` (of --live: the recipe's scripts as they were), `launch_node.py` and `launch_network.py` (start the
+processes on a node, inside the container), `environment` (what it gets of this shell's, tokens too: for its owner only,
+and removed when all jobs have ended), `key` (by which the launchers know each other), `run.json`. Of every job, whose
+name is the step's, or `1-train.2` in an array: `.exit` (the exit code, once it is over), `.times` (how often it went
+back into the queue), `.attempt` (which one this is, where an ended job's script was submitted again), `.job` (its
+newest id; of an array, `1-train.array` has the array's), `.processes` (how many on each node), `.ranks/3.log` (what one
+of several processes wrote), `.cancelled`. A job script needs bash and Apptainer or SingularityCE on the compute nodes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from ekiben.core.errors import EkibenError, EngineError, SchedulerError, StoreError, UsageError, nearest
+from ekiben.core.files import open_regular
 from ekiben.core.folder import Folder
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.formats.sif import read_sif
 from ekiben.run.jobs.plan import JobPlan, JobStep
 from ekiben.run.jobs.records import RECORD, RECORD_FORMAT, Run, RunFiles
 from ekiben.run.jobs.request import JobRequest
-from ekiben.run.jobs.script import JOB_PROGRAM, environment_text, job_program, script
+from ekiben.run.jobs.script import JOB_PROGRAM, LIVE, environment_text, job_program, script
 from ekiben.run.schedulers import Job, Scheduler, load
 from ekiben.spec.recipe import LAUNCHER
 
@@ -118,6 +120,11 @@ def _write_files(plan: JobPlan, folder: Folder, scripts: Mapping[str, str], envi
     for path in (PROJECT_ROOT / "entrypoints" / name for name in LAUNCHER):
         _write_file(folder, path.name, path.read_text(encoding="utf-8"), path.stat().st_mode & 0o777)
     _write_file(folder, JOB_PROGRAM, job_program(), 0o644)
+    if plan.live:
+        folder.new_folder(LIVE)
+        with folder.folder(LIVE) as copies:
+            for inside, path in plan.live.files.items():
+                _copy_file(copies, inside, path)
     for name, text in scripts.items():
         _write_file(folder, f"{name}.sh", text, 0o755)
     _write_file(folder, "key", secrets.token_hex(16), 0o600)
@@ -135,6 +142,20 @@ def _write_file(folder: Folder, name: str, content: str | bytes, mode: int) -> N
         data = memoryview(content.encode() if isinstance(content, str) else content)
         while data:
             data = data[stream.write(data) :]
+
+
+def _copy_file(folder: Folder, inside: str, path: Path) -> None:
+    """Copy a file to the path ``inside`` of a folder; its folders are made."""
+    above, _, rest = inside.partition("/")
+    if rest:
+        if not folder.lexists(above):
+            folder.new_folder(above)
+        with folder.folder(above) as lower:
+            _copy_file(lower, rest, path)
+        return
+    with open_regular(path) as source, folder.create(inside) as copy:
+        os.fchmod(copy.fileno(), 0o644 | os.fstat(source.fileno()).st_mode & 0o111)
+        shutil.copyfileobj(source, copy)
 
 
 def _record(plan: JobPlan) -> dict[str, Any]:
@@ -155,6 +176,7 @@ def _record(plan: JobPlan) -> dict[str, Any]:
         "sif_state": asdict(plan.sif_state) if plan.sif_state else None,
         "work": str(Path.cwd()),
         **({"by_hand": True} if plan.by_hand else {}),
+        **({"live": plan.live.origin} if plan.live else {}),
         "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": [_step_record(step) for step in plan.steps],
     }

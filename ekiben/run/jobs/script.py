@@ -11,14 +11,17 @@ from pathlib import Path
 
 from ekiben.core.errors import UsageError
 from ekiben.core.mounts import bind_args
+from ekiben.core.paths import RECIPE_HOME
 from ekiben.run.contract import folders_to_bind, passes, shell_functions
 from ekiben.run.copy_local import copy_name
 from ekiben.run.image import SifState
 from ekiben.run.jobs.plan import SEED, JobPlan, JobStep
+from ekiben.run.live import VARIABLE
 from ekiben.run.schedulers import JobScriptHooks, Request, load, local_folders, variables
 from ekiben.run.site import Site
 
 JOB_PROGRAM = "job.sh"
+LIVE = "live"  # the folder of a run that has copies of a recipe's scripts
 
 
 def job_program() -> str:
@@ -72,7 +75,8 @@ def script(plan: JobPlan, step: JobStep) -> str:
         f"copy_local={'yes' if plan.request.copy_local else ''}",
         f"steps_before=({quote_all(before)})",
         f"run_jobs=({quote_all(job for item in plan.steps for job in item.jobs)})",
-        f"binds=({quote_all(word for folder in _folders(plan, step) for word in bind_args(folder))})",
+        f"binds=({quote_all(_binds(plan, step))})",
+        f"live={quote(plan.live.origin) if plan.live else ''}",
         f"seeds=({quote_all(step.seeds)})",
         # A function: $seed is known on the node only.
         f"set_task() {{ task=({' '.join(_with_seed(word) if step.seeds else quote(word) for word in step.argv)}); }}",
@@ -159,6 +163,12 @@ def _folders(plan: JobPlan, step: JobStep) -> list[str]:
     return folders if covered else [*folders, str(plan.folder)]
 
 
+def _binds(plan: JobPlan, step: JobStep) -> list[str]:
+    """Return the options that show folders inside: the user's, and the copies of --live in place of the image's."""
+    live = bind_args(plan.folder / LIVE, RECIPE_HOME, read_only=True) if plan.live else []
+    return [*live, *(word for folder in _folders(plan, step) for word in bind_args(folder))]
+
+
 def _default_seconds(site: Site | None) -> int | None:
     hours = site.file.scheduler.default_hours if site and site.file.scheduler else None
     return hours * 3600 if hours else None
@@ -212,6 +222,7 @@ def environment_text(environment: Mapping[str, str], names: Iterable[str] = ()) 
 _OF_A_JOB = {
     "CUDA_VISIBLE_DEVICES",
     "EKIBEN_CPU",  # a login node has no GPU
+    VARIABLE,  # of a `run --live` around this command
     "TERM",
     "USER",
     "RANK",

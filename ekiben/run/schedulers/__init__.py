@@ -149,6 +149,9 @@ class Scheduler(Protocol):
     def limits(self, args: Sequence[str]) -> Limits:
         """Return the limits of the queue that ``args`` name."""
 
+    def interactive(self, args: Sequence[str], seconds: int | None, command: Sequence[str]) -> list[str] | None:
+        """Return what runs ``command`` on a node, in this terminal; None where the scheduler starts a shell only."""
+
     def submit(self, script: Path, args: Sequence[str], after: str | None) -> str:
         """Submit a job that waits for job ``after``, and return its id.
 

@@ -114,6 +114,10 @@ def directives(request: Request) -> list[str]:
     return [*lines, f"--array {request.jobs}"] if request.jobs else lines
 
 
+def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]) -> None:
+    """Return None: `oarsub -I` starts a shell, and no other program."""
+
+
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
     return Limits(where="this OAR")  # its rules at admission refuse what can never run

@@ -117,6 +117,10 @@ def _quoted(path: str) -> str:
     return "/dev/null" if re.search(r"[\"'\\:,]", path) else f'"{path}"' if " " in path else path
 
 
+def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]) -> None:
+    """Return None: `qsub -I` starts a shell, and no other program."""
+
+
 def limits(args: Sequence[str]) -> Limits:
     """Return the limits of the queue that ``args`` name, as far as they are known."""
     named = next((match for word in args if (match := re.match(r"-q ?(\S+)", word))), None)

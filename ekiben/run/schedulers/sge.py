@@ -6,6 +6,7 @@ A job that ends with 99 goes back into the queue under its own id.
 from __future__ import annotations
 
 import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,6 +98,13 @@ def directives(request: Request) -> list[str]:
         *lines,
         "-o /dev/null" if re.search(r"[\"'\\:,]", str(log)) else f'-o "{log}"' if " " in str(log) else f"-o {log}",
     ]
+
+
+def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]) -> list[str]:
+    """Return the qrsh command that runs ``command`` on a node, in this terminal. It makes one line of shell of it."""
+    options = [word for arg in args for word in arg.split(" ", 1)]
+    time = ["-l", f"h_rt={clock(seconds)}"] if seconds else []
+    return ["qrsh", "-cwd", "-now", "n", *options, *time, shlex.join(command)]
 
 
 def limits(args: Sequence[str]) -> Limits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -105,6 +106,13 @@ def _output(log: Path, *, array: bool) -> str:
     if re.fullmatch(r"[\w@%+=:,./-]+", escaped):
         return escaped
     return '"' + re.sub(r'(["\\])', r"\\\1", escaped) + '"'
+
+
+def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]) -> list[str]:
+    """Return the srun command that runs ``command`` on a node, in this terminal."""
+    time = [f"--time={clock(seconds)}"] if seconds else []
+    terminal = ["--pty"] if sys.stdin.isatty() else []
+    return ["srun", "--ntasks=1", *args, *time, *terminal, *command]
 
 
 def limits(args: Sequence[str]) -> Limits:
