@@ -174,8 +174,8 @@ def consult(
     if site is None and (subject is None or subject.image.recipe):
         title = f"building on {described(where)}"
         built = building.check_build(build_host(store.root, output), needed, _group_name)
-        is_there = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
-        sections.append(Section("build", title, built, is_decisive=not is_there))
+        has_image = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
+        sections.append(Section("build", title, built, is_decisive=not has_image))
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
 
 

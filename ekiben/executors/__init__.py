@@ -123,11 +123,18 @@ class Imprecise(Executor, Protocol):
 class Runtime(Executor, Protocol):
     """An executor that also keeps images for people, and runs their tasks."""
 
-    def load(self, config: bytes, layers: Sequence[LayerSource], name: str, scratch: Path) -> None:
-        """Load the image of ``config`` and ``layers`` under ``name``; ``scratch`` is for temporary files.
+    def load(self, config: bytes, layers: Sequence[LayerSource], name: str, scratch: Path, *, like: str = "") -> None:
+        """Load the image of ``config`` and ``layers`` under ``name``; ``scratch`` is for temporary files, ``like`` the
+        name of an image that is likely to have most of the layers.
 
         Raises EngineError, StoreError.
         """
+
+    def tag(self, image_id: str, name: str) -> None:
+        """Let ``name`` be the image with this id. Raises EngineError."""
+
+    def untag(self, name: str) -> None:
+        """Remove a name, and with its last one the image. Raises EngineError."""
 
     def image_id(self, name: str) -> str:
         """Return the id of the image ``name``, "" where there is none. Raises EngineError."""

@@ -106,10 +106,19 @@ def check_scripts_by_hand(submitter: Submitter) -> None:
     run = str(submitter.folder / "kept")
     assert submitter.status(run)["1-fake"]["state"] == "queued"
     for attempt in (1, 2):
-        run_as(submitter.cli.user, *shlex.split(line), cwd=submitter.folder, env=submitter.cli.settings())
-        about = submitter.wait_for_start(attempt, folder="by-hand")
-        row = submitter.wait(run)["1-fake"]
-        assert (row["state"], row["attempt"], about["HF_TOKEN"]) == ("done", attempt, ["hf_secret", None][attempt - 1])
+        run_as(
+            submitter.cli.user,
+            *shlex.split(line),
+            cwd=submitter.folder,
+            env=submitter.cli.settings({"PWD": str(submitter.folder)}),
+        )
+        process = submitter.wait_for_start(attempt, folder="by-hand")
+        status = submitter.wait(run)["1-fake"]
+        assert (status["state"], status["attempt"], process["HF_TOKEN"]) == (
+            "done",
+            attempt,
+            ["hf_secret", None][attempt - 1],
+        )
     log = (submitter.folder / "kept/1-fake.log").read_text()
     assert "attempt     2, after one that ended with exit code 0" in log
     assert not {"environment", "key"} & {path.name for path in (submitter.folder / "kept").iterdir()}

@@ -261,6 +261,7 @@ def command(
         _check_only_again(ctx)
         (before,) = records.find_runs([again], runs)
         runs, included = runs.absolute(), tuple(path.absolute() for path in included)
+        output = output.absolute() if output else None
         with contextlib.chdir(before.record.work or "."):
             run = _plan_again(
                 before,
@@ -276,14 +277,8 @@ def command(
         raise UsageError(
             "Missing argument 'IMAGE TASK'", hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN"
         )
-    named = find_named(context, image, ImageOptions(included=included, sif=sif))
-    if build:
-        refuse_ignored("submits nothing, and --build builds an image; leave one of them out", "dry_run")
-        refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
-        build_image(context, RecipeOptions(included=included), buildable(named), "sif")
-    elif named.sif.is_file() and sif is None:
-        warn_of_edits(context, named, Target("", str(named.sif)), live=resource_options["live"])
-    named = _with_sha256(context, named)
+    options = ImageOptions(included=included, sif=sif)
+    named = _image_of(context, image, options, build=build, live=resource_options["live"])
     profile = find_site(site) if site else None
     request = JobRequest(
         time_seconds=seconds_of(walltime) if walltime else None,
@@ -295,15 +290,20 @@ def command(
     request = request_with_defaults(context, request, profile)
     if scheduler:
         log_decision("scheduler", scheduler, "--scheduler")
-    run = planning.plan(
-        named,
-        argv,
-        request,
-        scheduler=scheduler or scheduler_of(profile),
-        site=profile,
-        runs=runs,
-    )
+    run = planning.plan(named, argv, request, scheduler=scheduler or scheduler_of(profile), site=profile, runs=runs)
     _submit(context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
+
+
+def _image_of(context: Context, reference: str, options: ImageOptions, *, build: bool, live: bool) -> NamedImage:
+    """Find the image to submit; build it first, or say what was edited since it was built."""
+    image = find_named(context, reference, options)
+    if build:
+        refuse_ignored("submits nothing, and --build builds an image; leave one of them out", "dry_run")
+        refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
+        build_image(context, RecipeOptions(included=options.included), buildable(image), "sif")
+    elif image.sif.is_file() and options.sif is None:
+        warn_of_edits(context, image, Target("", str(image.sif)), live=live)
+    return _with_sha256(context, image)
 
 
 def _at(run: planning.JobPlan, output: Path | None) -> planning.JobPlan:

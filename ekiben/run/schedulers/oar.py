@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import time
@@ -127,7 +128,8 @@ def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with oarsub's message."""
     wait = [word for id in _of_array(after) for word in ("-a", id)] if after else []
     asked = [arg for word in args for arg in word.split(" ", 1)]
-    done = run([*SUBMIT, *wait, *asked, str(script)], check=False)
+    # It takes PWD for the working folder, which `submit --again` leaves as the shell had it.
+    done = run([*SUBMIT, *wait, *asked, str(script)], check=False, env={**os.environ, "PWD": os.getcwd()})
     match = re.search(r"^OAR_ARRAY_ID=(\d+)$", done.stdout, re.MULTILINE) or re.search(
         r"^OAR_JOB_ID=(\d+)$", done.stdout, re.MULTILINE
     )

@@ -21,7 +21,7 @@ def test_verify_finds_and_repairs_a_wrong_diff_id(files_only: SampleRecipe, run_
     edit_record(record, diff_id="sha256:" + "0" * 64)
     stderr = run_cli("--store", store.root, "verify", files_only.path, code=8).stderr
     assert f"the record of layer {image.layers[1].name} was damaged" in stderr
-    assert f"image {files_only.path}` makes the image from it" in stderr
+    assert f"build {files_only.path}` makes the image from it" in stderr
     assert without_checksum(json.loads(record.read_bytes()))["diff_id"] == image.layers[1].diff_id
     assert image_of(files_only, store).image_id == image.image_id
 
@@ -32,10 +32,10 @@ def test_verify_names_the_repairing_command(files_only: SampleRecipe, run_cli: R
     blob, key = store.blob_path(top.digest), store.root / f"keys/{top.cache_key}.json"
     blob.chmod(0o644)
     blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
-    assert f"image {files_only.path}` builds it again" in run_cli(*argv, code=6).stderr
+    assert f"build {files_only.path}` builds it again" in run_cli(*argv, code=6).stderr
     assert image_of(files_only, store).layers[-1].digest == top.digest
     key.write_bytes(b"\xff")
-    assert f"image {files_only.path}\n" in run_cli(*argv, code=8).stderr
+    assert f"build {files_only.path}\n" in run_cli(*argv, code=8).stderr
     assert image_of(files_only, store).layers[-1].diff_id == top.diff_id
     assert key.read_bytes() != b"\xff"
 

@@ -24,9 +24,9 @@ def test_doctor_and_run_agree_where_no_runtime_is(
     make_sif(image_of(files_only, store), store, tmp_path / "x.sif", squash=False)
     write_program(tmp_path / "bin/docker", "#!/bin/sh\necho 24.0.1\n")  # which runs no SIF file
     env = {"PATH": f"{tmp_path}/bin"}
-    said = run_cli("doctor", "x.sif", env=env, code=10).stdout
-    assert "→ will fail because no runtime is here that runs it: neither apptainer nor singularity is on PATH" in said
-    assert "building on" not in said
+    output = run_cli("doctor", "x.sif", env=env, code=10).stdout
+    assert "→ will fail because no runtime is here that runs it: neither apptainer nor singularity is on PATH" in output
+    assert "building on" not in output
     assert "neither apptainer nor singularity is on PATH" in run_cli("run", "x.sif", env=env, code=4).stderr
 
 

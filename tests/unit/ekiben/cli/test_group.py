@@ -186,10 +186,10 @@ def test_an_installed_program_is_called_ekiben(tmp_path: Path) -> None:
     )
     script.chmod(0o755)
     env = {**os.environ, "PATH": f"{script.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["ekiben", "image"], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(["ekiben", "build"], env=env, capture_output=True, text=True, check=False)
     assert done.stderr.startswith("Usage: ekiben build [OPTIONS] RECIPE…\nTry 'ekiben build --help' for help.")
-    away = subprocess.run([script, "image"], capture_output=True, text=True, check=False)
-    assert away.stderr.startswith(f"Usage: {script} image")
+    away = subprocess.run([script, "build"], capture_output=True, text=True, check=False)
+    assert away.stderr.startswith(f"Usage: {script} build")
 
 
 def test_version_is_that_of_the_distribution(run_cli: RunCli) -> None:
@@ -213,10 +213,10 @@ def test_no_command_shows_recipes_and_next_commands(run_cli: RunCli, sample: Sam
 # ------------------------------------------------------------------------------------------------------- names, errors
 
 
-def test_build_is_another_name_of_image(run_cli: RunCli) -> None:
-    assert ALIASES == {"build": "image"}
-    assert "build [OPTIONS] RECIPE…" in " ".join(run_cli("build", "--help").stdout.split())
-    assert "build" not in NAMES
+def test_image_is_another_name_of_build(run_cli: RunCli) -> None:
+    assert ALIASES == {"image": "build"}
+    assert "image [OPTIONS] RECIPE…" in " ".join(run_cli("image", "--help").stdout.split())
+    assert "image" not in NAMES
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_an_engine_gets_the_id_of_an_image_that_is_here(run_cli: RunCli, tmp_pat
         recipe = name.removesuffix("-cu124")
         done = run_cli(*argv, *options, recipe, env=env, code=4)
         assert f"{name} cannot be run here: podman has no image ekiben/{name}:latest" in done.stderr
-        assert f"image {recipe}" in done.stderr.splitlines()[-1]
+        assert f"build {recipe}" in done.stderr.splitlines()[-1]
     asked = (tmp_path / "asked").read_text().splitlines()
     assert [line for line in asked if "pull" in line.split() or " run " in line] == []
 

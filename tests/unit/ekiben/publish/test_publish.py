@@ -436,7 +436,7 @@ def test_prune_refuses_a_folder_that_is_not_shared(tmp_path: Path) -> None:
 def test_publish_and_prune_by_command(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     argv = ("--store", store.root, "publish", files_only.path, "--to", tmp_path / "my lab", "--no-verify")
     first = run_cli(*argv, "--version", "1")
-    assert f"singularity exec --nv '{tmp_path}/my lab/images/own/current' greet" in first.stdout
+    assert f" exec --nv '{tmp_path}/my lab/images/own/current' greet" in first.stdout
     assert f"EKIBEN_SHARED='{tmp_path}/my lab' " in first.stdout
     assert "of layers copied" in first.stdout
     assert "(existing)" in run_cli(*argv, "--version", "1").stdout

@@ -185,7 +185,7 @@ def test_run_takes_the_image_of_the_layers(run_cli: RunCli, tmp_path: Path) -> N
     argv = ("run", "finetune", "--layer", "deepspeed", "--stack", "cu124", "--cpu", "--dry-run", "train")
     message = run_cli(*argv, env=env, code=4).stderr
     assert "finetune-deepspeed-cu124.sif is not there" in message
-    assert "image finetune --layer deepspeed --stack cu124" in message
+    assert "build finetune --layer deepspeed --stack cu124" in message
     (tmp_path / "finetune-deepspeed-cu124.sif").touch()
     assert " finetune-deepspeed-cu124.sif train\n" in run_cli(*argv, env=env).stdout
     message = run_cli("run", "finetune", "--layer", "deepspeed", "--sif", "x.sif", env=env, code=2).stderr
@@ -218,4 +218,4 @@ def test_printed_arguments_name_a_recipe_elsewhere_by_its_folder(tmp_path: Path,
     assert "hello" in run_cli("plan", *shlex.split(image.cli_args)).stdout
     store = tmp_path / "store"
     refused = run_cli("--store", store, "bundle", folder, "--gpu-arch", "9.0", "--layer", "flash-attn", code=8)
-    assert f"image '{folder}' --layer flash-attn --gpu-arch 9.0" in refused.stderr
+    assert f"build '{folder}' --layer flash-attn --gpu-arch 9.0" in refused.stderr

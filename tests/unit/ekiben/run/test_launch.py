@@ -249,7 +249,7 @@ def test_engine_without_the_image_runs_nothing(tmp_path: Path, monkeypatch: pyte
     ):
         with pytest.raises(EngineError, match=message) as raised:
             choose_target(IMAGE, {"docker": lambda: NO_ENGINE}, asked)
-        assert "image x" in str(raised.value.hint)
+        assert "build x" in str(raised.value.hint)
 
 
 def test_sif_file_is_no_image_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
