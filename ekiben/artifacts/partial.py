@@ -146,9 +146,7 @@ def _begin(parent: Folder, folder_name: str, file_name: str) -> Iterator[Partial
 def _resume(
     parent: Folder, store: Store, record: str, digest: str, stack: contextlib.ExitStack
 ) -> tuple[Partial | None, bool]:
-    """Return the recorded file where it is there, of this digest and not in use; and whether a new one may be
-    recorded.
-    """
+    """Return the recorded file if it exists, with this digest and not in use; and whether a new one may be recorded."""
     try:
         known = Fields.of(store.check(record))
         folder_name, file_name, known_digest = known.text("folder"), known.basename("file"), known.digest("digest")

@@ -229,7 +229,7 @@ class _Sender:
         self._known = _known_repositories(store, f"pushed-{self._host}")
 
     def send(self, blobs: Sequence[Blob]) -> None:
-        """Send what is missing. Raises FetchError, StoreError."""
+        """Send the missing blobs. Raises FetchError, StoreError."""
         unique = list({blob.digest: blob for blob in blobs}.values())
         total = sum(blob.size for blob in unique)
         with self.progress.step(f"push to {self.reference}", total=total), ThreadPoolExecutor(AT_ONCE) as pool:

@@ -1,4 +1,4 @@
-"""Plan, then make what is missing, then test it.
+"""Plan a build, build the missing layers, test the image.
 
 plan         what would be done for each layer, and why: Action, Options
 build        obey a plan: make missing layers, name the image; import a wheel

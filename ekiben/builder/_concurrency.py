@@ -36,9 +36,7 @@ class Allowance:
 def allowance(
     environment: Mapping[str, str] | None = None, *, proc: Path = Path("/proc"), cgroups: Path = _CGROUPS
 ) -> Allowance:
-    """Return the minimum of what the processor set, the cgroups, the batch system's allocation and the process' limits
-    allow.
-    """
+    """Return the minimum of what the processor set, cgroups, the batch system and process limits allow."""
     env = os.environ if environment is None else environment
     cores = {"processors": float(len(os.sched_getaffinity(0)))}
     memory = {"free memory": _available(proc)}
@@ -154,9 +152,7 @@ class Jobs:
         return {"MAX_JOBS": str(self.count), "NVCC_THREADS": str(self.threads)}
 
     def halved(self) -> Jobs:
-        """Return half as many jobs, with as many threads: nvcc's command line has these, and a changed one compiles all
-        again.
-        """
+        """Return half as many jobs with as many threads: a changed nvcc command line would compile all again."""
         return replace(self, count=max(1, self.count // 2), reason="half of it, after a kill for lack of memory")
 
 

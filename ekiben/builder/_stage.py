@@ -107,7 +107,7 @@ def work_folder(name: str, key: str, store: Store) -> Path:
 
 
 def remove_work(result: StoredResult, store: Store) -> None:
-    """Remove what compilers left behind of a result that is kept."""
+    """Remove the compilers' files of a stored result."""
     remove_tree(work_folder(result.name, result.key, store))
     store.drop_compile_stats(result.key)
 
@@ -269,9 +269,7 @@ def _is_in(path: str, output: str) -> bool:
 
 
 def _read_measured(path: Path) -> dict[str, int]:
-    """Return the memory of the largest job, as the stage's script wrote it; nothing where it wrote none, or something
-    else.
-    """
+    """Return the memory of the largest job, as the stage's script wrote it; nothing where it did not."""
     try:
         return {"job_memory": Fields.of(parse_json(read_regular(path))).size("job_memory")}
     except (OSError, ValueError):

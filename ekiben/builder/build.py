@@ -274,7 +274,7 @@ class _Build:
             for file in result.files:
                 self.store.check_blob(file.digest)
         except CorruptBlob as error:
-            self.progress.log(f"{error}; it is made again")
+            self.progress.log(f"{error}; it is built again")
             self.store.drop_blob(error.digest)
             return False
         return True

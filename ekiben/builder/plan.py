@@ -1,6 +1,6 @@
 """Plan a build, layer by layer, with reasons: decided once, before anything runs.
 
-Every skip and every run carries its reason. build() obeys, and asks the store again only for what is missing.
+Every skip and every run carries its reason. build() follows the plan, and asks the store again for missing layers only.
 """
 
 from __future__ import annotations

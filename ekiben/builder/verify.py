@@ -156,9 +156,7 @@ def verify_stored(image: Image, store: Store, log: Log, *, again: bool = False) 
 
 @contextlib.contextmanager
 def _work_folder(store: Store) -> Iterator[Path]:
-    """Yield a folder in the store, which after a kill removes it and ends what has it mounted; in TMPDIR where nothing
-    can be written.
-    """
+    """Yield a folder in the store, whose next command cleans up after a kill; without write access, in TMPDIR."""
     with contextlib.ExitStack() as stack:
         folder: Path | None = None
         with contextlib.suppress(StoreError):

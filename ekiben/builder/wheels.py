@@ -73,12 +73,12 @@ def read_wheel(wheel: Path, name: str, inputs: Mapping[str, Any]) -> dict[str, E
     except InvalidWheelFilename as error:
         raise VerifyError(f"{wheel.name} is no wheel's file name") from error
     if package != canonicalize_name(name):
-        raise VerifyError(f"{wheel.name} is a wheel of {package}; wanted is one of {name}")
+        raise VerifyError(f"{wheel.name} is a wheel of {package}; expected: {name}")
     python, platform = "cp" + str(inputs["python"]).replace(".", ""), str(inputs["platform"])
     machine = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}.get(platform, "?")
     if not any(tag.interpreter == python and tag.platform.endswith(machine) for tag in tags):
         targets = " and ".join(sorted(f"{tag.interpreter} on {tag.platform}" for tag in tags))
-        raise VerifyError(f"{wheel.name} is for {targets}; wanted is {python} on {platform}")
+        raise VerifyError(f"{wheel.name} is for {targets}; expected: {python} on {platform}")
     try:
         with open_regular(wheel) as file, zipfile.ZipFile(file) as archive:
             _check_record(archive, wheel.name)
@@ -99,9 +99,7 @@ def _read_extension(data: bytes) -> Extension:
 
 
 def _check_record(archive: zipfile.ZipFile, name: str) -> None:
-    """Check each file against the wheel's RECORD:
-    https://packaging.python.org/specifications/recording-installed-packages/
-    """
+    """Check files against RECORD: packaging.python.org/specifications/recording-installed-packages/"""
     records = [item for item in archive.namelist() if item.endswith(".dist-info/RECORD")]
     if len(records) != 1:
         raise VerifyError(f"{name} has no RECORD of its files")
@@ -183,7 +181,7 @@ def export_wheel(store: Store, result: StoredResult, folder: Path) -> Path:
     (wheel,) = [item for item in result.files if item.path.endswith(".whl")]
     store.check_blob(wheel.digest, again=True)
     if not folder.is_dir():
-        raise StoreError(f"{folder} is not a folder; make it first")
+        raise StoreError(f"{folder} is not a folder; create it first")
     target = folder / Path(wheel.path).name
     if target.exists() and digest_of(target) != wheel.digest:
         raise StoreError(

@@ -43,9 +43,7 @@ class BundleFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleIndex:
-    """bundle.json: what the bundle is for, its members, the lock files (name → sha256) and the layers (name → cache
-    key).
-    """
+    """bundle.json: its members, the lock files (name → sha256) and the layers (name → cache key)."""
 
     recipe: str
     stack: str
@@ -88,9 +86,7 @@ class BundleIndex:
 
 
 def lock_digests(resolved: ResolvedRecipe) -> dict[str, str]:
-    """Return the digests by which a recipe and a bundle are compared: of its lock files, and of each layer's Debian
-    packages.
-    """
+    """Return digests to compare a recipe with a bundle: of lock files, and of each layer's Debian packages."""
     digests = {
         file.destination: file.sha256()
         for layer in resolved.layers

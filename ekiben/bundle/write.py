@@ -101,7 +101,7 @@ def _refuse_output(out: Path) -> None:
     folder = out.absolute().parent
     try:
         if not folder.is_dir():
-            raise UsageError(f"-o {out}: there is no folder {folder}; make it first")
+            raise UsageError(f"-o {out}: there is no folder {folder}; create it first")
         if out.is_dir():
             raise UsageError(f"-o {out}: is a folder; name the file in it, as {out / 'recipe.bundle'}")
     except OSError as error:

@@ -106,7 +106,7 @@ def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the checksum is of.
+    """Return a record without its checksum, which must match.
 
     A record of an earlier version has none. Raises ValueError when it does not fit.
     """

@@ -18,9 +18,7 @@ _name = INSTALLED
 
 
 def command_name() -> str:
-    """Return how this program is started: ``ekiben`` when installed, else what was typed, such as ``.venv/bin/python
-    build.py``.
-    """
+    """Return how this program was started: ``ekiben``, or as typed, such as ``.venv/bin/python build.py``."""
     return _name
 
 

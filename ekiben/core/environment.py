@@ -47,9 +47,7 @@ def ca_bundle() -> Path | None:
 
 
 def build_environment(epoch: int) -> dict[str, str]:
-    """Return the environment of a build's scripts, the same for every executor and host: it may show in a layer's
-    bytes.
-    """
+    """Return the environment of scripts, the same for every executor and host: layers may contain it."""
     return {
         "HOME": "/root",
         "USER": "root",

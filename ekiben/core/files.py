@@ -74,9 +74,7 @@ def free_bytes(folder: AnyPath) -> int:
 
 
 def lacks_inodes(path: Path) -> bool:
-    """Return whether the file system of ``path``, which has just been full, has room for bytes and for no more
-    files.
-    """
+    """Return whether the full file system of ``path`` has room for bytes, but not for more files."""
     folder = next((parent for parent in (path, *path.parents) if parent.is_dir()), Path("/"))
     with contextlib.suppress(OSError):
         stats = os.statvfs(folder)
@@ -163,9 +161,7 @@ def _refuse_depth(events: Iterable[Any]) -> None:
 
 
 def _refuse_misread(node: Any) -> None:
-    """Raise ValueError where a key is written twice, of which YAML's readers take the last, and for 2:00:00, which is
-    7200 to them.
-    """
+    """Raise ValueError for a duplicate key, of which YAML takes the last, and for 2:00:00, which YAML reads as 7200."""
     seen: set[int] = set()
     nodes = [node]
     while nodes:

@@ -157,7 +157,7 @@ class InnerPath:
 
     @contextlib.contextmanager
     def new_file(self, temporary: InnerPath | None = None) -> Iterator[BinaryIO]:
-        """Yield a file that is here when the block ends without an exception, and is ``temporary`` until then: see
+        """Yield a file that gets this path when the block ends without an exception; ``temporary`` until then: see
         Folder.
         """
         until = temporary or self.with_name(f".{self.name}.{secrets.token_hex(4)}")

@@ -37,7 +37,7 @@ def check_output_file(path: Path, label: str = "") -> Path:
         raise UsageError(f"{label}: is {_KINDS.get(kind or 0, 'no file')}, and only a regular file can be replaced")
     path = path.resolve() if path.is_symlink() else path
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{label}: there is no folder {path.absolute().parent}; make it first")
+        raise UsageError(f"{label}: there is no folder {path.absolute().parent}; create it first")
     return path
 
 

@@ -22,9 +22,7 @@ _LOCK = "lock"
 
 
 class Owner:
-    """Temporary paths of this process in ``folder``: names begin with ``HOST__PID-TOKEN__``, or ``HOST__PID__`` without
-    locks.
-    """
+    """Temporary paths of this process in ``folder``: HOST__PID-TOKEN__…, or HOST__PID__… without locks."""
 
     def __init__(self, folder: InnerPath) -> None:
         self.folder = folder
@@ -34,7 +32,7 @@ class Owner:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[str]:
-        """Yield the beginning of names; until the block ends, what has such a name is not abandoned."""
+        """Yield a prefix of names; until the block ends, paths with it are in use."""
         with self._guard:
             if self._process != os.getpid():  # a forked child is another owner
                 self._process, self._count, self._handle = os.getpid(), 0, -1

@@ -21,9 +21,7 @@ def printable(text: str) -> str:
 
 
 def printable_pieces(pieces: Iterable[bytes]) -> Iterator[str]:
-    """Yield UTF-8 that comes in pieces as printable() has it; a carriage return, with which progress bars begin anew,
-    ends a line.
-    """
+    """Yield pieces of UTF-8 as printable() has them. A carriage return, as of progress bars, ends a line."""
     lines = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     for piece in pieces:
         yield printable(lines.decode(piece))

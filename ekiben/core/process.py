@@ -175,9 +175,7 @@ MARK = "EKIBEN_STAGING"  # marks processes that have no mount to identify them
 
 
 def end_orphans(staging: str) -> None:
-    """Kill what a killed build left running: processes that have its staging folder, of this name, mounted or in
-    MARK.
-    """
+    """Kill processes of a killed build: those with its staging folder, of this name, mounted or in MARK."""
     mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
     # A mount that all processes see does not show who uses it.
     is_private = mounted not in Path("/proc/self/mountinfo").read_bytes()

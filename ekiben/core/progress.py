@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the newest detail of the
-    step.
-    """
+    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the step's newest detail."""
 
     def __init__(self, stream: TextIO = sys.stderr, *, quiet: bool = False) -> None:
         self._stream, self._quiet = stream, quiet
@@ -35,7 +33,7 @@ class Progress:
             print(line, file=self._stream, flush=True)
 
     def mark(self, line: str) -> None:
-        """Print a line about the step, where nothing is live: the step takes long."""
+        """Print a line about a long step, where no live display is shown."""
         if not self._live:
             self.log(f"{self._title}: {line}")
 

@@ -5,7 +5,6 @@ Each finding says what it rests on; a fact that nobody stated is reported as unk
 
 from __future__ import annotations
 
-import grp
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from ekiben.run.site import SiteFile
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.stack import StackFile
 from ekiben.store import Store
+from ekiben.store.shared import group_name
 
 if TYPE_CHECKING:
     from ekiben.resolve.graph import ResolvedRecipe
@@ -53,8 +53,8 @@ def check_image(
     gpu: bool = True,
     is_here: bool = False,
 ) -> list[Finding]:
-    """Check whether ``image`` runs on a node of ``site``; ``stacks``: what could be used instead; not ``gpu``: without
-    GPUs; ``is_here``: see CheckedImage.
+    """Check whether ``image`` runs on a node of ``site``. ``stacks``: alternatives; not ``gpu``: without GPUs;
+    ``is_here``: see CheckedImage.
     """
     checked = CheckedImage(image, device_code.better_stack(site.node, stacks), is_here)
     return check(IMAGE_RULES if gpu else CPU_RULES, site, checked)
@@ -111,7 +111,7 @@ def check_here(
             else requirements_of_sif(image.sif, store, log, gpu=gpu)
         )
     except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
-        return [Finding("warning", "image", f"what is in it could not be read: {error}")]
+        return [Finding("warning", "image", f"its content could not be read: {error}")]
     if requirements is None:
         return []
     site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
@@ -159,7 +159,11 @@ def consult(
         gpu = site is not None or bool(where.node.gpus)
         requirements, missing = _requirements_of(subject, store, log, gpu=gpu)
         title = f"{subject.title} on {described(where)}"
-        notes = [Finding("info", "image", f"not built yet: by what {requirements.name} declares")] if missing else []
+        notes = (
+            [Finding("info", "image", f"not built yet: checked by the declarations of {requirements.name}")]
+            if missing
+            else []
+        )
         findings = [*notes, *check_image(where, requirements, known_stacks(), gpu=gpu, is_here=site is None)]
         if subject.ask:
             log(f"asking {subject.task} --dry-run for the memory it expects")
@@ -173,7 +177,7 @@ def consult(
             sections.append(Section("suit", title, check_stack(where, known_stack)))
     if site is None and (subject is None or subject.image.recipe):
         title = f"building on {described(where)}"
-        built = building.check_build(build_host(store.root, output), needed, _group_name)
+        built = building.check_build(build_host(store.root, output), needed, group_name)
         has_image = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
         sections.append(Section("build", title, built, is_decisive=not has_image))
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
@@ -221,13 +225,6 @@ def _requirements_in_store(name: str, store: Store, log: Callable[[str], None]) 
 def known_stacks() -> list[StackFile]:
     """Return every stack of images/stacks."""
     return [read_yaml(path, StackFile) for path in sorted((PROJECT_ROOT / "images" / "stacks").glob("*/stack.yaml"))]
-
-
-def _group_name(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
 
 
 def described(site: SiteFile) -> str:

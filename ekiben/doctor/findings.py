@@ -28,8 +28,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckedImage:
-    """What a rule may look at beside the site: the image, the option that names a stack which fits the site's GPUs, and
-    whether the site is this machine, where a runtime that is not seen is not there.
+    """The image that rules check, and the option that names a stack for the site's GPUs. ``is_here``: the site is this
+    machine, whose runtimes are known.
     """
 
     image: ImageRequirements

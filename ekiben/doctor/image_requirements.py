@@ -99,7 +99,7 @@ def requirements_of_sif(path: Path, store: Store, log: Callable[[str], None], *,
 
 def _scan_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> LayerRequirements:
     if layer.size > 100e6:
-        log(f"reading what layer {layer.name} has device code for (once)")
+        log(f"scanning the GPU code of layer {layer.name} (first run only)")
     try:
         with store.reader(layer.digest) as reader:
             return read_layer(reader)
@@ -108,7 +108,7 @@ def _scan_blob(store: Store, layer: StoredLayer, log: Callable[[str], None]) -> 
 
 
 def _scan_sif(path: Path, info: SifInfo, log: Callable[[str], None]) -> LayerRequirements:
-    log(f"reading what {path} has device code for (once)")
+    log(f"scanning the GPU code of {path} (first run only)")
     try:
         with open_regular(path) as file:
             return _merged([read_layer(SquashfsReader(file, partition.offset)) for partition in info.layers])

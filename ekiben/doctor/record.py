@@ -18,9 +18,7 @@ from ekiben.run.site import Network, Resource, Scheduler, SiteFile, Storage
 
 
 def record_site(name: str, environment: Mapping[str, str]) -> SiteFile:
-    """Return this machine as a profile; inside a batch job with its scheduler, the resource it got and its local
-    folder.
-    """
+    """Return this machine as a profile; in a batch job, with its scheduler, resource and local folder."""
     return SiteFile(
         name=name,
         description=f"recorded on {socket.gethostname()}",

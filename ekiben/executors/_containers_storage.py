@@ -29,9 +29,7 @@ _MOUNT = ("/bin/sh", "-c", 'mounted=$("$@") && stat -f -c %T "$mounted" && print
 
 
 def is_in_use() -> bool:
-    """Return whether this user may have images or containers: without a storage, a question would make one, and leave a
-    process.
-    """
+    """Return whether this user has a storage: without one, a command would create it, and leave a process."""
     home, settings = Path.home(), Path("containers/storage.conf")
     if os.geteuid() == 0:
         folders = [Path("/var/lib/containers/storage"), Path("/etc") / settings]

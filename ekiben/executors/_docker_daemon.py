@@ -81,9 +81,7 @@ def _layers_of(name: str) -> list[str]:
 
 
 def known_layers() -> set[str]:
-    """Return the diff_ids that the daemon has as the bottom of some image, in that order, so that they need not be sent
-    again.
-    """
+    """Return the diff_ids at the bottom of the daemon's images, in order, which need not be sent again."""
     layer_lists = [image.attrs["RootFS"].get("Layers") or [] for image in client().images.list(all=True)]
     return {",".join(diff_ids[:length]) for diff_ids in layer_lists for length in range(1, len(diff_ids) + 1)}
 

@@ -34,9 +34,7 @@ def subordinate_ids(table: Path) -> str | None:
 
 
 def as_root(command: Argv) -> Argv:
-    """Return the arguments that run ``command`` as root of a user namespace and of a mount namespace, with all of the
-    user's ids.
-    """
+    """Return a command line as root of a user and a mount namespace, with all ids of the user."""
     program = Path(__file__).with_name("_as_root.py")
     return [sys.executable, "-I", program, subordinate_ids(SUBUIDS) or "", subordinate_ids(SUBGIDS) or "", *command]
 

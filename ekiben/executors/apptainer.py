@@ -261,13 +261,11 @@ def _base_argv(*, fakeroot: bool) -> list[str | Path]:
         "/",
         "--no-mount",
         "/etc/localtime",
-    ]  # the machine's, which a script could not replace
+    ]  # the machine's file, which a script could not replace
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without the user's APPTAINER_* settings (binds, overlays, --nv), which are for running
-    images.
-    """
+    """Return the environment without APPTAINER_* settings (binds, overlays, --nv), which are for running images."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -276,9 +274,7 @@ def _environment() -> dict[str, str]:
 
 
 def _inside(job: Job, folder: Path, command: list[str]) -> Argv:
-    """Return a command of the bottom layer's tools on ``folder``, with the owners that the script saw; for users
-    without root.
-    """
+    """Return a command of the bottom layer's tools on ``folder``, with the script's owners; for users without root."""
     bottom = job.lower[0].file()
     return [*_base_argv(fakeroot=True), *bind_args(folder, f"/{BUILD_MOUNT}"), bottom, *command]
 

@@ -237,9 +237,7 @@ def _check_space(folder: Path) -> None:
 
 
 def _begin_of(mount: Path, name: str) -> bytes:
-    """Return the first bytes of a file that the container wrote; nothing where it is none: a process left there may
-    have put a link.
-    """
+    """Return the first bytes of a container's file; nothing where it is none: a process may have put a link there."""
     with contextlib.suppress(OSError), Folder.open(mount) as folder, folder.open_file(name) as stream:
         return stream.read(_MOST_OUTPUT)
     return b""

@@ -196,7 +196,7 @@ def machine_options() -> tuple[list[str], list[str]]:
 
 def run_argv(gpu: bool) -> list[str]:
     """Return the arguments that begin the command for a task. Raises EngineError where podman cannot find the GPUs."""
-    # Of the host, as under Apptainer: NCCL needs its network, and a rootless one is slow.
+    # The host's network, as under Apptainer: NCCL needs it, and a rootless network is slow.
     argv = [
         *_STORAGE.argv("run", "--rm"),
         "--network",

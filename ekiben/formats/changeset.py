@@ -195,7 +195,7 @@ def refuse_total_removal(entries: Iterable[LayerEntry], lower: Lower) -> Iterato
         yield entry, data
     if had and not left:
         raise LayerError(
-            "the layer removes all that is in the layers below, which no script that ends well can do; it is not stored"
+            "the layer removes all that is in the layers below, which no successful script does; it is not stored"
         )
 
 
@@ -391,9 +391,7 @@ class _Normalizer:
             self.waiting = []
 
     def with_setgid(self, entry: Entry, below: Entry | None) -> Entry:
-        """Return a folder with the setgid and setuid bits that it has below, which fuse-overlayfs loses when it copies
-        one up.
-        """
+        """Return a folder with its setgid and setuid bits below, which fuse-overlayfs loses when it copies it up."""
         restored = replace(entry, mode=entry.mode | (below.mode & (stat.S_ISGID | stat.S_ISUID) if below else 0))
         if below is not None and replace(below, mtime=entry.mtime) == restored:
             entry = restored

@@ -22,9 +22,7 @@ _MAX_TIME = 2**33  # seconds; the year 2242
 
 
 def unpacked_limit(packed: int) -> int:
-    """Return the most bytes that ``packed`` bytes may unpack to: a bomb has a thousand times as many, a layer of an
-    image ten.
-    """
+    """Return the limit for unpacking ``packed`` bytes: bombs unpack to a thousand times, layers to ten times."""
     return max(1 << 30, packed * 100)
 
 

@@ -75,9 +75,7 @@ def decode_name(name: bytes) -> str:
 
 
 class LayerWriter(Protocol):
-    """Takes a layer: ``add`` an entry, then ``write`` exactly ``entry.size`` bytes when it is a file, ``close``
-    once.
-    """
+    """Writes a layer: ``add`` an entry, then ``write`` the ``entry.size`` bytes of a file, ``close`` once."""
 
     def add(self, entry: Entry) -> None:
         """Begin an entry; the content of a file follows by write()."""

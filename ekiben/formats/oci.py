@@ -6,7 +6,6 @@ The store keeps a layer as squashfs; its tar form is regenerated here, always wi
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -210,30 +209,6 @@ def write_layout(
         with (folder / path).open("wb") as stream:
             for chunk in chunks:
                 stream.write(chunk)
-
-
-class ChunkReader(io.RawIOBase):
-    """Makes a stream of an iterator of bytes."""
-
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks, self._rest = iter(chunks), memoryview(b"")
-
-    def readable(self) -> bool:
-        """Return True: it can be read."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """Return at most ``size`` bytes; all that is left where it is negative."""
-        parts, missing = [], size if size >= 0 else 1 << 62
-        while missing:
-            if not self._rest:
-                self._rest = memoryview(next(self._chunks, b""))
-                if not self._rest:
-                    break
-            parts.append(self._rest[:missing])
-            missing -= len(parts[-1])
-            self._rest = self._rest[len(parts[-1]) :]
-        return b"".join(parts)
 
 
 def _blob(digest: str) -> str:

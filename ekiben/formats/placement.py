@@ -81,9 +81,7 @@ def _parents(path: str) -> Iterable[str]:
 
 
 def follow_links(paths: Iterable[str], lower: Below) -> dict[str, str]:
-    """Return where each path of a tar is to be written: a folder that the tar does not name may be a link below, and is
-    followed.
-    """
+    """Return the destination of each path of a tar; unnamed folders that are links below are followed."""
     named, placed = set(paths), dict[str, str]()
     for path in named:
         names = path.split("/")

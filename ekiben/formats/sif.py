@@ -54,9 +54,7 @@ SPACE = struct.Struct("@2h2qiI16x")  # type, whence, start, length, two that nob
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A signature of a SIF: a clear-signed signed_message(), the signer's fingerprint in hex, and the hash it is
-    over.
-    """
+    """A signature of a SIF: a clear-signed signed_message(), the signer's fingerprint in hex, its hash algorithm."""
 
     data: bytes
     fingerprint: str
@@ -215,9 +213,7 @@ def signed_header(head: bytes) -> bytes:
 
 
 def signed_descriptor(raw: bytes, relative: int) -> bytes:
-    """Return the fields of a descriptor that a signature covers; ``relative`` is its number less that of its group's
-    first.
-    """
+    """Return the signed fields of a descriptor; ``relative`` is its number less that of its group's first."""
     data_type, used, _, _, link, _, size, _, created, _, uid, gid, name, extra = DESCRIPTOR.unpack(raw)
     return SIGNED_DESCRIPTOR.pack(data_type, used, relative, link, size, created, uid, gid, name, extra)
 

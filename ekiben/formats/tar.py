@@ -42,7 +42,7 @@ class TarWriter:
         self._put(chunk)
 
     def close(self) -> None:
-        """Write what ends the archive."""
+        """Write the end of the archive."""
         self._pad()
         self._put(bytes(2 * tarfile.BLOCKSIZE))
 
@@ -69,9 +69,7 @@ def tar_stream(entries: Iterable[LayerEntry]) -> Iterator[bytes]:
 
 
 class DigestWriter(TarWriter):
-    """Hashes the tar form on a thread of its own and keeps nothing; ``diff_id`` and ``size`` are valid after
-    ``close``.
-    """
+    """Hashes the tar form on a thread and keeps nothing; ``diff_id`` and ``size`` are valid after ``close``."""
 
     def __init__(self) -> None:
         super().__init__(self._take)

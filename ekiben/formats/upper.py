@@ -134,7 +134,7 @@ class Forward:
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._position = stream, 0
-        self.ended = False  # whether what was read last is the block of zeros at the end of a tar
+        self.ended = False  # whether the last read ended with the zero block of a tar
 
     def tell(self) -> int:
         """Return how far it was read."""

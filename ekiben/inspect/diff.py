@@ -54,9 +54,7 @@ class PackageChanges(TypedDict):
 
 
 class ImageDiff(TypedDict):
-    """Everything that differs; ``other_files`` are paths that no package's change accounts for, by what happened to
-    them.
-    """
+    """Everything that differs; ``other_files`` are changed files of no changed package, by kind of change."""
 
     before: ImageSummary
     after: ImageSummary

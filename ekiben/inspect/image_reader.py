@@ -189,9 +189,7 @@ def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
 
 
 def _begins_with_users(info: SifInfo, layers: Sequence[LayerReader]) -> bool:
-    """Return whether the first partition is the table of users and not a layer, by its bytes: any partition can have
-    its name.
-    """
+    """Return whether the first partition is the table of users, by its bytes: its name proves nothing."""
     if len(layers) < 2 or info.layers[0].name != USERS:
         return False
     return layers[0].digest == digest_of(users_partition([layer.reader for layer in layers[1:]], info.created))

@@ -42,9 +42,7 @@ class CompiledWheel:
 
 @dataclass(frozen=True, slots=True)
 class ImageMetadata:
-    """/opt/ekiben/image.json of an image, as ekiben.resolve wrote it: ``layers`` are (name, cache_key), without the
-    last one.
-    """
+    """/opt/ekiben/image.json of an image: ``layers`` are (name, cache_key), without the last one."""
 
     recipe: str
     stack: str

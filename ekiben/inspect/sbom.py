@@ -179,9 +179,7 @@ def _assignments(arguments: Iterable[str]) -> dict[str, str]:
 def _layers(
     image: ImageReader, info: _ImageInfo, store: Store, progress: Progress, known: Iterable[StoredLayer]
 ) -> list[StoredLayer]:
-    """Return the layers as far as they are known, "" where not: in one flat partition they cannot, and no layer holds
-    its own key.
-    """
+    """Return the layers as far as known, "" where not: a flat partition has none, and no layer has its key."""
     named = [*info.layers, (info.recipe, "")]
     if len(image.layers) != len(named):
         return [_layer(name, key) for name, key in named]
@@ -397,9 +395,7 @@ def _format_list(value: Any) -> str:
 
 
 def _compiled_from(origin: CompiledWheel, purl: PackageURL) -> tuple[PackageURL, Pedigree | None]:
-    """Return the purl and pedigree of a compiled wheel, named by its repository: an index may have another package of
-    that name.
-    """
+    """Return purl and pedigree of a compiled wheel, by its repository: an index may have another of that name."""
     if commit := origin.commit:
         repository = origin.repository
         where = {"vcs_url": f"git+{repository}@{commit}"} if repository else {}
@@ -458,7 +454,7 @@ def _locks(image: ImageReader) -> Locks:
 # -- what needs what
 # ------------------------------------------------------------------------------------------------------
 
-Dependencies = dict[str, set[str]]  # by the names of write_sbom's components
+Dependencies = dict[str, set[str]]  # by the keys of components in write_sbom()
 
 
 def _debian_dependencies(packages: Sequence[DebianPackage]) -> Dependencies:
@@ -515,9 +511,7 @@ def _site(package: PythonPackage) -> str:
 
 
 def _marker_environment(site: str, image: ImageReader) -> dict[str, str]:
-    """https://packaging.python.org/specifications/dependency-specifiers/#environment-markers, in the image and not
-    here.
-    """
+    """Return the image's marker variables: packaging.python.org/specifications/dependency-specifiers/"""
     short = match[1] if (match := re.search(r"/python(\d+\.\d+)/", f"/{site}/")) else "3"
     settings = image.read_through_links(site.partition("/lib/")[0] + "/pyvenv.cfg") or b""
     full = match[1].decode() if (match := re.search(rb"^version\s*=\s*(\S+)", settings, re.MULTILINE)) else f"{short}.0"  # type: ignore[assignment]
@@ -537,9 +531,7 @@ def _marker_environment(site: str, image: ImageReader) -> dict[str, str]:
 
 
 def _roots(names: Iterable[str], dependencies: Dependencies) -> list[str]:
-    """Return components from which all others can be reached: those that no other needs, and one of each remaining
-    cycle.
-    """
+    """Return components from which all can be reached: those that none needs, and one of each other cycle."""
     names = sorted(names)
     needed = {name for required in dependencies.values() for name in required}
     roots = [name for name in names if name not in needed]

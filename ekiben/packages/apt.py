@@ -1,4 +1,4 @@
-"""apt: where Debian packages come from, and which versions are wanted."""
+"""Settings of apt: the sources of Debian packages, and their pinned versions."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def preferences(pins: Mapping[str, str]) -> str:
 
 
 def write_apt_files(mount: Path, sources: str, pins: Mapping[str, str]) -> None:
-    """Write apt's settings for a script into ``mount``: ``sources``, sources.list lines (none: the image's own), and
-    ``pins``.
-    """
+    """Write apt's settings into ``mount``: ``sources``, lines of sources.list (none: the image's), and ``pins``."""
     inside = f"/{BUILD_MOUNT}"
     (mount / "preferences").write_text(preferences(pins), encoding="utf-8")
     lines = [

@@ -93,7 +93,7 @@ def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
     cannot be fetched.
     """
     if which("git") is None:
-        raise FetchError(f"git is not installed here, and {source.repository} is wanted", hint="install git")
+        raise FetchError(f"git is not installed here, and {source.repository} is needed", hint="install git")
     if not _REPOSITORY.fullmatch(source.repository):
         raise FetchError(
             f"{source.repository!r:.200} is not a git repository's URL: https://…, ssh://…, git://…, file://…, a path "

@@ -36,7 +36,7 @@ _PASSED = (
 @dataclass(frozen=True, slots=True)
 class PackageSources:
     """Sources of packages. ``sources``: sources.list lines, on the host and in a script (they differ for what lies
-    in a folder); ``pins``: the Debian versions that are wanted; ``environment``: settings of pip and uv; ``debs``: a
+    in a folder); ``pins``: the Debian versions to install; ``environment``: settings of pip and uv; ``debs``: a
     folder of Debian packages with their index, instead of ``sources``."""
 
     sources: str

@@ -298,9 +298,7 @@ def _version_differences(before: Mapping[str, str], after: Mapping[str, str]) ->
 
 
 def asked_packages(definition: Definition) -> list[str]:
-    """Return the Debian packages that a definition names: in Include:, and in the `apt-get install` lines of its
-    scripts.
-    """
+    """Return the Debian packages that a definition names: in Include:, and in `apt-get install` lines."""
     return packages_of(definition.stages)
 
 

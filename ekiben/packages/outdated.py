@@ -159,9 +159,7 @@ def _objects(fields: Fields, name: str) -> list[Fields]:
 
 
 def _is_inside(version: str, events: Iterable[Fields]) -> bool:
-    """Return whether a range of OSV events contains ``version``: the last event at or before it decides (osv-schema,
-    "evaluation").
-    """
+    """Return whether a range of OSV events has ``version``: the last event up to it decides (osv-schema)."""
     inside, at = False, Version(version)
     for event in sorted(events, key=_moment):
         if "introduced" in event and at >= _moment(event):

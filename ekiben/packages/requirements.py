@@ -139,7 +139,7 @@ def _requirement(source: Path, number: int, line: str) -> Requirement:
     if requirement is None or requirement.url or len(line.splitlines()) > 1:
         raise DefinitionError(
             f"{source}:{number}: {line:.200}: only packages of an index can be locked, with a version and hashes",
-            hint="write one NAME, or NAME==VERSION, a line; options other than of indexes, files and URLs are refused",
+            hint="write one NAME, or NAME==VERSION, a line; of options, only those of indexes are supported",
         )
     return requirement
 

@@ -99,7 +99,7 @@ def _decide(shared: SharedStore, record: VersionRecord, names: Sequence[str], un
 
 
 def _is_kept_by_now(shared: SharedStore, record: VersionRecord, names: Sequence[str], unused_for: float) -> bool:
-    """A publisher announces an image before it looks whether it is there: so one looks again before it goes."""
+    """Return whether a version is kept now: a publisher may have announced it after the first look."""
     try:
         return _decide(shared, record, names, unused_for).keep
     except FileNotFoundError:  # another prune was here
@@ -107,7 +107,7 @@ def _is_kept_by_now(shared: SharedStore, record: VersionRecord, names: Sequence[
 
 
 def _discard_version(shared: SharedStore, folder: InnerPath, stem: str) -> None:
-    """The record first: without it the version is not there."""
+    """Remove a version, its record first: without a record the version does not exist."""
     beside = [path for path in folder.entries() if path.name.startswith(f"{stem}.")]
     beside.sort(key=lambda path: path.name != f"{stem}.json")
     for path in beside:
@@ -119,7 +119,7 @@ def _discard_version(shared: SharedStore, folder: InnerPath, stem: str) -> None:
 
 
 def _discard_strays(shared: SharedStore, folder: InnerPath) -> None:
-    """What a killed publisher left: files without a record, and names that were not taken, both a day old."""
+    """Remove files of killed publishers: without a record, or with a temporary name, both a day old."""
     entries = folder.entries()
     records = [path.name for path in entries if path.name.endswith(".json") and not path.name.endswith(SBOM_SUFFIX)]
     recorded = {name.removesuffix(".json") for name in records}
@@ -148,6 +148,6 @@ def _discard_dangling(shared: SharedStore) -> None:
 
 
 def _module_exists(shared: SharedStore, link: InnerPath, target: str) -> bool:
-    """Whether a link of modulefiles/ekiben/IMAGE leads to a modulefile in images/IMAGE."""
+    """Return whether a link of modulefiles/ekiben/IMAGE names a modulefile in images/IMAGE."""
     inner = PurePosixPath(os.path.normpath(PurePosixPath(*link.parts[:-1], target)))
     return ".." not in inner.parts and not inner.is_absolute() and (shared.folder / inner).is_regular()

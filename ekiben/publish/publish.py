@@ -153,7 +153,7 @@ def publish(
                 created = True
                 bytes_copied += _put(request)
                 if (record := _find_intact(request)) is None:
-                    continue  # a prune that had begun before it was announced here took it away
+                    continue  # a prune that began before this announcement removed it
             _write(shared, folder / f"{record.file}.sha256", _sum_line(record.sha256, record.file))
             if options.pin:
                 _write(shared, folder / f"{record.stem}.pin", b"")
@@ -199,7 +199,7 @@ def _find_intact(request: _Request) -> VersionRecord | None:
 
 
 def _is_intact(request: _Request, record: VersionRecord) -> bool:
-    """Whether the SIF is this image's and the record's, and its SBOM the record's, byte for byte.
+    """Return whether the SIF is this image's and the record's, and its SBOM the record's, byte for byte.
 
     The SIF is read once while it is unchanged.
     """
@@ -238,7 +238,7 @@ def _stem(request: _Request, sha256: str) -> str:
 
 
 def _put_layers(shared: SharedStore, sif: InnerPath, image: Image) -> bool:
-    """False when a prune took the file meanwhile."""
+    """Record the layers of the SIF; return False when a prune removed the file."""
     try:
         shared.put_layers(sif, image.layers)
     except (StoreError, OSError):
@@ -323,7 +323,7 @@ def _record_of(
 
 
 def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
-    """In this process and after the copying: a forked one outlived a killed publish.
+    """Make the SBOM in this process, after the copying: a forked process outlived a killed publish.
 
     None where a package database is broken.
     """
@@ -370,7 +370,7 @@ def _write_sif(sif: InnerPath, request: _Request, signature: Signature | None) -
 
 
 def _put_wheels(image: Image, store: Store, shared: SharedStore, staging: InnerPath, progress: Progress) -> None:
-    """What was compiled for the image, for whoever builds another one with it."""
+    """Copy the compiled wheels of the image, for builds of other images."""
     for key in image.result_keys:
         result = store.result(key)
         if result is None or shared.result(key) is not None:
@@ -402,14 +402,14 @@ def _put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str
 
 
 def _has_digest(path: InnerPath, sha256: str) -> bool:
-    """False for what is no file, too: it is moved away."""
+    """Return whether the file has this digest; False where it is none."""
     with contextlib.suppress(OSError):
         return digest_of(path) == f"sha256:{sha256}"
     return False
 
 
 def _put_module(shared: SharedStore, folder: InnerPath, image: Image, stem: str) -> str:
-    """The link by which it is found comes last. Returns the module's name."""
+    """Write the modulefile, and last the link by which it is found. Return the module's name."""
     name, tasks = module_name(image.name, stem), image.tasks
     modules = shared.folder / module_folder(image.name)
     for needed in (*modules.way(), folder / f"{stem}.bin"):

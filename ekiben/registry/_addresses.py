@@ -32,9 +32,7 @@ def origin(url: str) -> Origin:
 
 
 def is_private(address: str) -> bool:
-    """Return whether an IP address is not one of the internet: private, loopback, link-local, unspecified,
-    multicast.
-    """
+    """Return whether an IP address is private, loopback, link-local, unspecified or multicast."""
     item = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(item, ipaddress.IPv6Address):
         inner = item.ipv4_mapped or item.sixtofour

@@ -22,9 +22,7 @@ class Pace:
         self.begin()
 
     def begin(self, *, headers: bool = False) -> None:
-        """Begin to send a request or to read a body; or ``headers``, for which a server may think before the first
-        byte.
-        """
+        """Begin a request or a body; or ``headers``, for which a server may take time before the first byte."""
         self._headers, self._is_first = headers, headers
         self._total = 0
         self._start_window()

@@ -191,9 +191,7 @@ class Registry:
         return digest
 
     def _append_referrer(self, tag: str, item: dict[str, Any]) -> None:
-        """Append an entry to the list of referrers, and check it: registries have no locks, so another client may
-        overwrite it.
-        """
+        """Append an entry to the list of referrers, and check it: without locks, another client may overwrite it."""
         for _ in range(5):
             items = self._listed(tag)
             if item["digest"] in [other.digest for other in items]:

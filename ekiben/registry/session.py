@@ -169,9 +169,7 @@ class RegistrySession:
             self._check_private(address)
 
     def _check_private(self, host: str) -> None:
-        """Raise FetchError when a registry on the internet redirects to a private address, which only this machine can
-        reach.
-        """
+        """Raise FetchError when a registry on the internet redirects to a private address."""
         is_public = False in self._addresses
         if not self._addresses:  # behind a proxy, none is known
             is_public = not names_private(self._registry_origin[1])
@@ -422,9 +420,7 @@ class RegistrySession:
         )
 
     def _read_error(self, answer: Response) -> bytes:
-        """Return the beginning of a body, and close the response: one that was read to its end leaves its connection
-        open.
-        """
+        """Return the beginning of a body, and close the response; reading to the end keeps the connection open."""
         data = b""
         with answer, contextlib.suppress(BrokenConnection):
             for chunk in self.received(answer, None, piece=MAX_ERROR):
@@ -434,9 +430,7 @@ class RegistrySession:
         return data
 
     def read_small(self, path: str, size: int | None = None) -> bytes:
-        """Return a body that fits into memory: a manifest, a config, a signature, of ``size`` bytes where they are
-        known.
-        """
+        """Return a small body: a manifest, a config, a signature, of ``size`` bytes where they are known."""
         limit = MAX_MANIFEST if size is None else size
         if limit > MAX_MANIFEST:
             raise FetchError(f"{self.reference}: {path} has {limit} bytes, more than {MAX_MANIFEST}")

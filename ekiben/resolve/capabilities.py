@@ -1,4 +1,4 @@
-"""GPU architectures: which compute capabilities a CUDA version compiles for, and which of a stack's are wanted."""
+"""GPU architectures: the compute capabilities that a CUDA version supports, and those that a build selects."""
 
 from __future__ import annotations
 
@@ -106,9 +106,7 @@ def coverage_problem(capabilities: Sequence[str], code: Iterable[str]) -> str | 
 
 
 def has_cxx11_abi(torch: str, cuda: str) -> bool:
-    """Return whether the published wheels of torch use libstdc++'s new ABI: all since 2.7, and those of 2.6 from CUDA
-    12.6 on.
-    """
+    """Return whether torch's wheels use libstdc++'s new ABI: all since 2.7, and those of 2.6 from CUDA 12.6 on."""
     return release(torch)[:2] >= (2, 7) or (release(torch)[:2] == (2, 6) and release(cuda)[:2] >= (12, 6))
 
 

@@ -146,9 +146,7 @@ def _tasks(recipe: Recipe) -> str:
 
 
 def _last(resolved: ResolvedRecipe, section: Literal["runscript", "startscript"]) -> str:
-    """Return the section of the highest layer that has one, as it is in an image that Apptainer builds on another; else
-    "".
-    """
+    """Return the section of the highest layer that has one, as Apptainer does for images on images; else ""."""
     return next((text for item in reversed(resolved.definitions) if (text := getattr(item.final, section))), "")
 
 

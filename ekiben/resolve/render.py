@@ -120,9 +120,7 @@ def _lines_of(step: Step) -> list[list[File]]:
 
 
 def _paths_of(step: Step, target: str) -> Iterator[tuple[str, File]]:
-    """Return the path of each file in the rendered folder of its step: its destination, or below the number of its
-    line.
-    """
+    """Return each file's path in the rendered folder of its step: its destination, or below its line's number."""
     if not _is_copied_by_script(step, target):
         yield from ((file.destination.lstrip("/"), file) for file in step.files)
         return
@@ -216,9 +214,7 @@ def _docker_base(layer: Layer, tars: Mapping[str, str]) -> list[str]:
 
 
 def _docker_stages(resolved: ResolvedRecipe, lines: list[str]) -> dict[str, str]:
-    """Yield every layer and build stage as a stage of the Dockerfile, each once. The last is the image; return its
-    environment.
-    """
+    """Yield each layer and build stage as a stage of the Dockerfile, the image last; return its environment."""
     parents: dict[str, Step] = {}
     for step in _steps(resolved.layers):
         layers = step.layers if isinstance(step, BuildStage) else ()

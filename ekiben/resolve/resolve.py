@@ -265,9 +265,7 @@ class _Images:
         return state
 
     def _add_definition(self, definition: Definition, state: ImageState, circle: Sequence[str]) -> ImageState:
-        """Add the layer of a definition's header (when it is a base) and that of its %files and %post (when it has
-        any).
-        """
+        """Add the layer of a definition's header (of a base), and that of its %files and %post (if it has any)."""
         stage, epoch, environment = definition.final, self.stack.file.epoch, state.environment
         packages = self.apt_lock.of(definition.name, lowest=stage.parent is None)
         locked = {"packages": packages} if packages else {}

@@ -138,9 +138,7 @@ def declared_arguments(text: str) -> set[str]:
 
 
 def parent_argument(text: str) -> str | None:
-    """Return the argument that names the layer below (``From: {{ base }}.sif``); None where the file itself names
-    it.
-    """
+    """Return the argument that names the layer below (``From: {{ base }}.sif``); None where From: names it."""
     header = [section for section in _split(text) if not section.name][-1]
     lines = [match for line in header.body if (match := _HEADER.fullmatch(line.split(" #")[0].strip()))]
     values = [match[2].strip().removesuffix(".sif") for match in lines if match[1].lower() == "from"]

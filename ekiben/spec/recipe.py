@@ -80,7 +80,7 @@ class RecipeFile:
             if not TASK.fullmatch(task):
                 raise ValueError(f"tasks.{task}: a task is a command: letters, digits, '.', '_' and '-'")
             if "\n" in task_file.help:
-                raise ValueError(f"tasks.{task}.help: one line is wanted")
+                raise ValueError(f"tasks.{task}.help: should be one line")
         if self.default_task and self.default_task not in self.tasks:
             raise ValueError(
                 f"default_task: there is no task '{self.default_task}'." + nearest(self.default_task, self.tasks)
@@ -251,9 +251,7 @@ def _is_plain(path: str) -> bool:
 
 
 def recipe_folders() -> dict[str, Path]:
-    """Return every recipe by name: recipes/<name>/recipe.yaml of this project, then of the folders that config.yaml
-    names.
-    """
+    """Return every recipe by name: of this project, then of the folders that config.yaml names."""
     return {name: folders[0] for name, folders in sorted(_folders_by_name().items())}
 
 

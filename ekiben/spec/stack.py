@@ -81,9 +81,7 @@ class AptLock:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack's folder and what its stack.yaml holds; ``arch``: the architecture that is built for, ``amd64`` or
-    ``arm64``.
-    """
+    """A stack's folder and its stack.yaml; ``arch``: the architecture to build for, ``amd64`` or ``arm64``."""
 
     folder: Path
     file: StackFile
@@ -166,9 +164,7 @@ def shared_lock(lock: Path) -> Path:
 
 
 def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
-    """Return what a lock file of Python packages pins: name, version and sha256 of each; any of the hashes may be the
-    one installed.
-    """
+    """Return name, version and hashes of each pin of a Python lock file; one of the hashes is the installed one."""
     blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
     return [(match[1], match[2], sorted(_HASH.findall(block))) for block in blocks if (match := _PIN.match(block))]
 

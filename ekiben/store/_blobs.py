@@ -73,9 +73,7 @@ class Blobs:
             self._staging.defer(self._sync_blob, digest)
 
     def _sync_blob(self, digest: str) -> None:
-        """Bring a blob onto the disk, and only then note it as checked: what a power failure cuts short is read
-        again.
-        """
+        """Write a blob to the disk, and only then note it as checked: after a power failure it is read again."""
         path = self.path(digest)
         with self._staging.access.translated_errors():
             path.change(os.fsync)
@@ -133,7 +131,7 @@ def _read_or_nothing(path: InnerPath) -> bytes:
 
 
 def identity(path: AnyPath) -> str:
-    """Return what changes when the file does: whoever sets its mtime back cannot set its ctime. Raises OSError."""
+    """Return size, inode and times, which change with the file: its ctime cannot be set back. Raises OSError."""
     with open_regular(path) as file:
         stat = os.fstat(file.fileno())
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"

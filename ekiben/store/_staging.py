@@ -206,9 +206,7 @@ class StagingArea:
         return keys
 
     def oldest_running(self, now: float) -> float:
-        """Return when the oldest running build began, or ``now``: younger blobs may be about to be named by its
-        image.
-        """
+        """Return when the oldest running build began, or ``now``: it may name younger blobs later."""
         with self.folder.open_folder() as staging:
             return min((folder.status().st_mtime for folder in staging.folders()), default=now)
 
@@ -241,9 +239,7 @@ class StagingArea:
             self._running.append(self._pool.submit(work, *arguments))
 
     def remove_finished(self) -> None:
-        """Begin to remove the temporary trees of the layers made so far: call it when no script will make files any
-        more.
-        """
+        """Start removing the temporary trees of finished layers, when no more script will run."""
         folders, self._finished = self._finished, []
         if folders:
             threading.Thread(target=_remove_all, args=(folders,), name="removal").start()

@@ -189,9 +189,7 @@ class SharedAccess:
             raise
 
     def prepare(self) -> None:
-        """Make the folder, readable for all and written by its owner, when its parent is there; refuse one that is
-        unusable.
-        """
+        """Create the folder, readable for all and written by its owner; refuse one that cannot be used."""
         shared_dir = self.shared_dir
         with self.translated_errors():
             if not shared_dir.is_dir():
@@ -292,9 +290,7 @@ class SharedStore(Store):
         return None
 
     def _image_file(self, link: InnerPath, target: str | None = None) -> InnerPath | None:
-        """Return the regular file below images/ that a link of layers/ names, or would with ``target``; None where it
-        names none.
-        """
+        """Return the file below images/ that a link of layers/ names, or would with ``target``; None without one."""
         target = target or link.link_target()
         inner = PurePosixPath(os.path.normpath(PurePosixPath(*link.parts[:-1], target or "/")))
         return path if inner.parts[0] == IMAGES and (path := self.folder / inner).is_regular() else None
@@ -305,7 +301,7 @@ class SharedStore(Store):
         try:
             with layer.open_folder() as folder:
                 links = [(folder.status(name).st_mtime, name) for name in folder.names() if not name.startswith(".")]
-        except OSError:  # there is none, or prune is at work
+        except OSError:  # there is none, or prune is removing it
             return []
         return [layer / name for _, name in sorted(links, reverse=True)]
 

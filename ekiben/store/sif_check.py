@@ -127,7 +127,7 @@ def _content_difference(image: Image, path: AnyPath, store: Store) -> str:
             diff_id, _ = tar_digest(SquashfsReader(file, read_sif(path).layers[0].offset))
         except (StoreError, OSError, ValueError) as error:
             return f"its partition cannot be read: {error}"
-    return "" if expected.diff_id == diff_id else "its files are others"
+    return "" if expected.diff_id == diff_id else "its files differ"
 
 
 def _squashed_digest(store: Store, id: str) -> str | None:

@@ -78,7 +78,7 @@ class Store:
         self.root, self.upstream, self.version = root, upstream, version
         self.staging_area = StagingArea(access or UserAccess(root))
         self.blobs, self.records = Blobs(self.staging_area, locate), Records(self.staging_area)
-        self._refused: set[str] = set()  # damaged blobs of ``upstream``: made again here
+        self._refused: set[str] = set()  # damaged blobs of ``upstream``: replaced here
         try:
             stored_version = (self.staging_area.root / "version").read().decode(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -159,9 +159,7 @@ class Store:
             yield SquashfsReader(file, located.offset if located else 0)
 
     def layer_file(self, layer: StoredLayer) -> Path:
-        """Return a file that is this layer alone, for who can mount no part of one; copy it here where there is
-        none.
-        """
+        """Return a file that is this layer alone, for programs that cannot mount part of a file; copy it if needed."""
         local = self.blobs.path(layer.digest)
         with contextlib.suppress(OSError):
             if local.status().st_size == layer.size:

@@ -51,7 +51,7 @@ class Exporter(Protocol):
     """One format. As per PEP 544, ``self`` is ignored when the protocol is applied to a module."""
 
     PREFERENCE: int  # formats that nobody asked for are exported in this order
-    SUFFIX: str | None  # of its file; None: it writes no file
+    SUFFIX: str | None  # suffix of its file; None: it writes none
     FALLBACK: str | None  # the format to take where this one cannot be used
 
     def is_default(self) -> bool:

@@ -44,9 +44,7 @@ exec "$@"
 
 
 def header_problems(header: Mapping[str, str]) -> list[str]:
-    """Return what is missing for mmdebstrap, and what it would take for an option: its hooks are commands of this
-    machine.
-    """
+    """Return what mmdebstrap lacks, and values that it would read as options: its hooks are commands."""
     if not (suite := header.get("osversion")):
         return ["Bootstrap: debootstrap needs 'OSVersion: <suite>'"]
     problems = (

@@ -38,7 +38,7 @@ def _rootless(host: BuildHost, level: str) -> list[Finding]:
         message = "AppArmor keeps user namespaces from users" if host.apparmor_restricts else "user namespaces are off"
         findings.append(Finding(level, "namespaces", message, f"ask the administrator for: {fix}"))
     if min(host.subuid, host.subgid) < 65536:
-        message = f"{host.user} has {host.subuid} subordinate user ids and {host.subgid} group ids; 65536 are wanted"
+        message = f"{host.user} has {host.subuid} subordinate user ids and {host.subgid} group ids; 65536 are needed"
         findings.append(
             Finding(
                 level,

@@ -201,9 +201,7 @@ def stream_entries(named: Iterable[tuple[Entry, PathInode]]) -> Iterator[LayerEn
 
 
 def overlay(layers: Sequence[SquashfsReader]) -> Iterator[PathInode]:
-    """Merge layers by overlayfs' rules: the top layer's entry counts, directories merge, anything else ends what lies
-    below it.
-    """
+    """Merge layers as overlayfs does: the top entry counts, directories merge, other entries hide those below."""
     height = {id(layer): index for index, layer in enumerate(layers)}
     walks = [layer.walk() for layer in layers]
     last: Order | None = None

@@ -82,9 +82,7 @@ class SquashfsReader:
     # -- what callers ask
 
     def lookup(self, path: str) -> Entry | None:
-        """Return the entry at ``path``; symbolic links on the way are not followed, and any name of a hard link is a
-        file.
-        """
+        """Return the entry at ``path``, without following links; every name of a hard link is a file."""
         inode = self._find(path)
         return entry_of(path, inode) if inode is not None and inode.is_kept else None
 
@@ -119,7 +117,7 @@ class SquashfsReader:
         return data + self._cut(inode).of(self._fragment_load(inode.fragment).run())
 
     def open_file(self, path: str) -> SquashfsFile:
-        """Open a file for random access: of a library of gigabytes, only the blocks that are asked for are read."""
+        """Open a file for random access: only the requested blocks are read."""
         inode = self._find(path)
         if inode is None or inode.kind != sq.FILE:
             raise StoreError(f"{self._name}: no file {path!r} in this image")

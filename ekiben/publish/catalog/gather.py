@@ -244,7 +244,7 @@ class LayerInspector:
 
 
 def _gpus(requirements: ImageRequirements) -> list[GpuSupport]:
-    """Each kind of GPU: ``level`` as doctor has it (fine, but, fail), and what it says. Empty without device code."""
+    """Return each kind of GPU with doctor's ``level`` (fine, but, fail) and message. Empty without device code."""
     rows = list[GpuSupport]()
     for family, models, capability in GPUS if requirements.judged else ():
         node = Node(gpus=(Gpu(model=models, capability=capability, memory_gib=1),), architecture=requirements.arch)
@@ -266,7 +266,7 @@ def _gpus(requirements: ImageRequirements) -> list[GpuSupport]:
 
 
 def _driver(cuda: str | None) -> DriverVersions | None:
-    """The oldest driver of NVIDIA's that runs that CUDA version, and the one that CUDA version came with."""
+    """Return the oldest NVIDIA driver for that CUDA version, and the one released with it."""
     if cuda is None:
         return None
     return {"minimum": FLOORS.get(version_of(cuda)[0]), "toolkit": TOOLKIT_DRIVERS.get(cuda)}

@@ -144,7 +144,7 @@ def _python(debian: Mapping[str, str]) -> str | None:
 
 
 def _holds(version: CatalogVersion) -> str:
-    """The two or three versions by which people choose."""
+    """Return the two or three versions by which users choose."""
     chosen = [
         (name, value) for name, value in _main_packages(version) if name in ("CUDA", "torch", "transformers", "Python")
     ]

@@ -190,7 +190,7 @@ def _version_of(run: Mapping[str, Any], versions: Sequence[_Version]) -> InnerPa
 
 
 def _put(shared: SharedStore, folder: InnerPath, kept: ReducedRun) -> bool:
-    """False when it was there."""
+    """Write a run's record; return False when it exists."""
     data = json.dumps(kept, indent=1, sort_keys=True).encode() + b"\n"
     path = folder / f"{hashlib.sha256(data).hexdigest()[:12]}.json"
     if path.lexists():
@@ -255,7 +255,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def _text(value: Any) -> str | None:
-    """One line of reasonable length that names no path."""
+    """Return one line of limited length without a path."""
     if not isinstance(value, str) or not value.isprintable() or len(value) > 100 or value.startswith(("/", "~", ".")):
         return None
     return value

@@ -91,7 +91,7 @@ def _is_replaceable(out: InnerPath) -> bool:
 
 
 def _write_folder(shared: SharedStore | None, out: InnerPath, files: dict[str, bytes]) -> None:
-    """All of it or nothing."""
+    """Write all of the folder or nothing."""
     temporary = _hidden(out)
     try:
         for folder in (temporary, temporary / IMAGES):
@@ -113,8 +113,7 @@ def _hidden(out: InnerPath) -> InnerPath:
 
 
 def _take_name(temporary: InnerPath, out: InnerPath) -> None:
-    """Two renames: for a moment there is none, but never half of one, nor pages of two. Several may do it at once: the
-    last one's stays."""
+    """Rename twice: for a moment no folder has the name, but never half of one. The last writer wins."""
     for attempt in range(_ATTEMPTS):
         old = _hidden(out)
         try:

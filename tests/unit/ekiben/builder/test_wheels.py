@@ -32,10 +32,10 @@ def test_valid_wheel_passes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tag": "cp312-cp312-linux_x86_64"}, "is for cp312 on linux_x86_64; wanted is cp311 on linux/amd64"),
-        ({"tag": "cp311-cp311-linux_aarch64"}, "is for cp311 on linux_aarch64; wanted is cp311 on linux/amd64"),
+        ({"tag": "cp312-cp312-linux_x86_64"}, "is for cp312 on linux_x86_64; expected: cp311 on linux/amd64"),
+        ({"tag": "cp311-cp311-linux_aarch64"}, "is for cp311 on linux_aarch64; expected: cp311 on linux/amd64"),
         ({"tag": "py3-none-any"}, "is for py3 on any"),
-        ({"name": "other"}, "is a wheel of other; wanted is one of tiny"),
+        ({"name": "other"}, "is a wheel of other; expected: tiny"),
         ({"bad": SO}, f"{SO} is not what the wheel's RECORD says"),
     ],
 )

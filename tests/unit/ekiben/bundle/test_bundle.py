@@ -178,14 +178,14 @@ def test_bundle_commands_and_offline(
     (tmp_path / "a/x").mkdir(parents=True)
     (tmp_path / "b/x").mkdir(parents=True)
     stderr = run_cli("--store", store, "bundle", files_only.path, "--include", "a/x", "--include", "b/x", code=2).stderr
-    assert "two of the paths end in the same name" in stderr
+    assert "two of the paths have the same last name" in stderr
 
 
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("no/x.bundle", "-o no/x.bundle: there is no folder {}/no; make it first"),
-        ("file/x.bundle", "-o file/x.bundle: there is no folder {}/file; make it first"),
+        ("no/x.bundle", "-o no/x.bundle: there is no folder {}/no; create it first"),
+        ("file/x.bundle", "-o file/x.bundle: there is no folder {}/file; create it first"),
         ("there", "-o there: is a folder; name a file in it"),
     ],
 )

@@ -94,17 +94,3 @@ def test_a_layer_with_other_bytes_is_refused(store: Store, image: Image) -> None
     path.write_bytes(store.blob_path(other.digest).read_bytes())
     with pytest.raises(CorruptBlob, match=one.digest):
         list(oci.layer_tar(LayerHandle(store, one)))
-
-
-def test_chunk_reader_reads_an_iterator() -> None:
-    chunks = [b"abc", b"", b"defgh", b"i"]
-    assert oci.ChunkReader(iter([b"abc", b"defgh", b"i"])).read() == b"abcdefghi"
-    reader = oci.ChunkReader(iter([chunk for chunk in chunks if chunk]))
-    assert [reader.read(2), reader.read(4), reader.read(0), reader.read(10), reader.read(1)] == [
-        b"ab",
-        b"cdef",
-        b"",
-        b"ghi",
-        b"",
-    ]
-    assert reader.readable()

@@ -209,7 +209,7 @@ PAGE = b"<html><body>Welcome to the lab's wiki</body></html>"
             "something that is no image's manifest",
         ),
         (always(200, b'{"manifests": []}'), "no image for linux/amd64"),
-        (always(200, b"x" * (5 << 20)), "sends more than the 4194304 bytes there should be"),
+        (always(200, b"x" * (5 << 20)), "sends more than the expected 4194304 bytes"),
         (always(200, b"{", Content_Length="100"), "broke off"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -238,7 +238,7 @@ def test_busy_registry_is_retried(code: int) -> None:
     ("body", "size", "message"),
     [
         (b"other", 5, "arrived damaged"),
-        (b"longer than declared", 5, "sends more than the 5 bytes"),
+        (b"longer than declared", 5, "sends more than the expected 5 bytes"),
         (b"sho", 5, "broke off at"),
     ],
 )

@@ -123,8 +123,8 @@ def test_layers_whose_argument_has_one_name(tmp_path: Path) -> None:
             None,
             "--layer deepspeed-plain: 'lora-opencalm' has 'deepspeed', with the same packages and more",
         ),
-        ("lora-opencalm", ["megatron"], "cu124", "--layer megatron: stack 'cu124' lacks it: there is no "),
-        ("lora-opencalm", ["flash-attn-4"], "cu124", "--layer flash-attn-4: stack 'cu124' lacks it: there is no "),
+        ("lora-opencalm", ["megatron"], "cu124", "--layer megatron: stack 'cu124' lacks it: missing "),
+        ("lora-opencalm", ["flash-attn-4"], "cu124", "--layer flash-attn-4: stack 'cu124' lacks it: missing "),
     ],
 )
 def test_layer_that_cannot_be_added(recipe: str, layers: list[str], stack: str | None, message: str) -> None:

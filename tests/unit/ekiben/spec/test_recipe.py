@@ -107,7 +107,7 @@ def test_unknown_names_are_refused() -> None:
         ),
         (
             {"tasks": {"a": {"entrypoint": "a.py", "help": "x\nrm -rf /"}}},
-            "recipe.yaml: tasks.a.help: one line is wanted",
+            "recipe.yaml: tasks.a.help: should be one line",
         ),
         (
             {"environment": {"A-B": "x"}},
