@@ -280,7 +280,9 @@ class Image:
             EngineError: there is no runtime here.
             UsageError: ``argv`` is empty, or a folder is not there.
             ExecutionError: ``check``, and the exit code is not 0.
+            VerifyError: it lacks the signature that config.yaml requires.
         """
+        _refuse_unsigned(self.path)
         return _execute(Runtime(), self.path, argv, gpu, binds, environment, on_line, check)
 
     @contextlib.contextmanager
@@ -292,7 +294,9 @@ class Image:
         Raises:
             UsageError: ``name`` cannot be an instance's, or a folder of ``binds`` is not there.
             EngineError: it does not start, or cannot be stopped.
+            VerifyError: it lacks the signature that config.yaml requires.
         """
+        _refuse_unsigned(self.path)
         runtime, gpu = Runtime(), gives_gpus(os.environ) if gpu is None else gpu
         started = runtime.start(self.path, name=name, gpu=gpu, binds=binds)
         try:
@@ -347,6 +351,18 @@ class RunningImage:
     ) -> Result:
         """Run a program in the instance, as Image.execute() does."""
         return _execute(self._runtime, self._started, argv, self._gpu, (), environment, on_line, check)
+
+
+def _refuse_unsigned(sif: Path) -> None:
+    from ekiben.core.settings import read_settings
+
+    settings = read_settings(os.environ)
+    if settings.require_signature:
+        from ekiben.core.progress import Progress
+        from ekiben.signing.policy import required_signature
+        from ekiben.store import Store
+
+        required_signature(settings.require_signature, Store(settings.store), Progress()).check(sif)
 
 
 def _execute(

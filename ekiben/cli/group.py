@@ -32,7 +32,7 @@ from ekiben.core.printable import printable
 
 SECTIONS = {
     "Build and run": ("init", "image", "plan", "run", "shell", "notebook", "doctor", "render", "bundle", "wheels"),
-    "Share": ("publish", "catalog", "push", "pull"),
+    "Share": ("publish", "catalog", "push", "pull", "sign"),
     "Inspect": ("list", "inspect", "diff", "sbom", "verify"),
     "Jobs": ("submit", "status", "logs", "cancel"),
     "Manage": ("lock", "prune", "completion"),

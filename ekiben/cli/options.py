@@ -27,6 +27,7 @@ from ekiben.core.paths import expand_home
 from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
+    from ekiben.core.pgp_key import Key
     from ekiben.images import ImageOptions
     from ekiben.resolve.graph import ResolvedRecipe
     from ekiben.run.image import NamedImage
@@ -337,7 +338,16 @@ def find_named(context: Context, reference: str, options: ImageOptions) -> Named
     image = find_image(reference, replace(options, shared=lambda: context.settings.shared))
     if image.note:
         context.log(image.note)
-    return image
+    return with_policy(context, image)
+
+
+def with_policy(context: Context, image: NamedImage) -> NamedImage:
+    """Return an image with the signature that the settings require before it is run."""
+    if (policy := context.settings.require_signature) is None:
+        return image
+    from ekiben.signing.policy import required_signature
+
+    return replace(image, signature=required_signature(policy, context.store, context.progress))
 
 
 def published_file(context: Context, reference: str) -> str:
@@ -441,6 +451,23 @@ def engine_option(purpose: str) -> Callable[[Function], Function]:
     return click.option("--engine", type=kind, default="auto", show_default=True, help=purpose)
 
 
+def find_signing_key(context: Context, sign: str | None, option: str = "--sign") -> Key | None:
+    """Return the key of ``option``; without it the user's key that require_signature of the settings names, None
+    where nothing does.
+
+    Raises UsageError, SignatureError, EngineError.
+    """
+    from ekiben.signing import gpg, policy
+
+    required = context.settings.require_signature
+    if sign is not None:
+        key = gpg.find_key(sign, option)
+        if required and key.fingerprint not in required.fingerprints:
+            context.log(f"warning: {required} does not name {key}: this image will not be run here")
+        return key
+    return policy.signing_key(required) if required else None
+
+
 def sign_option(function: Function) -> Function:
     """Add --sign with an optional key: None, or the key's name, empty for gpg's default."""
     return click.option(
@@ -449,7 +476,10 @@ def sign_option(function: Function) -> Function:
         is_flag=False,
         flag_value=_DEFAULT_KEY,
         metavar="[KEY]",
-        help="Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one.",
+        help=(
+            "Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one. Where "
+            "config.yaml has require_signature, your key of those signs anyway."
+        ),
     )(function)
 
 

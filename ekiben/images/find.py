@@ -181,7 +181,7 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
     record = _version_of(name, version or CURRENT, records, tags(folder / IMAGES / name))
     sif = folder / IMAGES / name / record.file
     log_decision(f"image {name}", sif, f"published {record.published} in {shared}")
-    return replace(_named_file(sif), name=name, sha256=record.sha256)
+    return replace(_named_file(sif), name=name, sha256=record.sha256, is_published=True)
 
 
 def _version_of(name: str, version: str, records: list[VersionRecord], links: dict[str, str]) -> VersionRecord:

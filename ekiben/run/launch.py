@@ -17,7 +17,7 @@ from ekiben.core.paths import expand_home
 from ekiben.core.process import which
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
-from ekiben.run.image import NamedImage
+from ekiben.run.image import NamedImage, RequiredSignature
 
 OF_SIF = ("apptainer", "singularity")
 
@@ -40,12 +40,14 @@ Engines = Mapping[str, Callable[[], Engine]]  # by the name of the program, load
 @dataclass(frozen=True, slots=True)
 class Target:
     """What runs an image: ``program`` is Apptainer, SingularityCE or an engine; ``image`` a SIF's path, or the id of an
-    image that the engine keeps: never a name, which an engine would ask a registry for.
+    image that the engine keeps: never a name, which an engine would ask a registry for. ``signature``: what the SIF
+    needs.
     """
 
     program: str
     image: str
     engine: Engine | None = None
+    signature: RequiredSignature | None = None
 
     @property
     def takes_sif(self) -> bool:
@@ -88,7 +90,7 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
     """Return what runs the image here: Apptainer or SingularityCE with its SIF, else Docker with an image of its own.
 
     ``asked``: "auto", or the program. Raises UsageError when there is no such program, EngineError when nothing here
-    runs it.
+    runs it, VerifyError when it lacks the signature that it needs.
     """
     if asked != "auto":
         target = _asked_target(image, engines, asked)
@@ -97,10 +99,12 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
     runtime, has_sif = which(*OF_SIF), image.sif.is_file()
     if runtime and has_sif:
         log_decision("runtime", runtime, f"it runs SIF files, and {image.sif} is here")
-        return Target(runtime, str(image.sif))
+        return _sif_target(image, runtime)
     missing = [] if runtime else ["neither apptainer nor singularity is on PATH"]
     missing += [] if has_sif else [f"{image.sif} is not there"]
     if image.build_args and (docker := which("docker")):
+        if image.signature:
+            raise image.signature.refuse_engine(image.name, "docker", image.build_hint)
         engine = engines["docker"]()
         try:
             if image_id := engine.image_id(image.tag):
@@ -110,6 +114,13 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
         except EngineError as error:
             missing.append(str(error))
     raise EngineError(f"{image.name} cannot be run here: {'; '.join(missing)}", hint=image.build_hint)
+
+
+def _sif_target(image: NamedImage, program: str) -> Target:
+    """Return what runs the image's SIF. Raises VerifyError."""
+    if image.signature:  # before anything is started or looked for in the image
+        image.signature.check(image.sif)
+    return Target(program, str(image.sif), signature=image.signature)
 
 
 def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
@@ -122,9 +133,11 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
     if asked in OF_SIF:
         if not image.sif.is_file():
             raise EngineError(f"{image.name} cannot be run here: {image.sif} is not there", hint=image.build_hint)
-        return Target(program, str(image.sif))
+        return _sif_target(image, program)
     if not image.build_args:
         raise UsageError(f"--runtime {asked}: {image.sif} is a SIF file, which {asked} does not run")
+    if image.signature:
+        raise image.signature.refuse_engine(image.name, asked, image.build_hint)
     engine = engines[asked]()
     image_id = engine.image_id(image.tag)
     if not image_id:
@@ -136,8 +149,11 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
 def launch(target: Target, request: RunRequest, environment: Mapping[str, str]) -> Launch:
     """Return the command that does ``request`` in the image. Makes the folders of caches.
 
-    Raises UsageError when one cannot be made, or a folder to bind is not there.
+    Raises UsageError when one cannot be made, or a folder to bind is not there; VerifyError when the SIF, or its copy
+    on this node, lacks the signature that it needs.
     """
+    if target.signature:
+        target.signature.check(Path(target.image))
     environment = protect_caches(environment)
     folders = folders_to_bind(request.argv, request.binds, environment)
     if target.engine is None:

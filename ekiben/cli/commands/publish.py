@@ -29,13 +29,13 @@ from ekiben.cli.options import (
     RecipeType,
     TextType,
     engine_option,
+    find_signing_key,
     json_option,
     recipe_options,
     sign_option,
 )
 from ekiben.core.command_name import command_name
 from ekiben.publish.publish import Published, open_destination, publish
-from ekiben.signing.gpg import find_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def command(
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
     # An image takes minutes, a refusal none.
     open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
-    key = find_key(sign) if sign is not None else None
+    key = find_signing_key(context, sign)
     options = Options(engine=engine, mirror=recipe_options.mirror, registry=context.settings.registry)
     image = build(resolved, store, options, context.progress)
     published = publish(

@@ -28,6 +28,7 @@ from ekiben.cli.options import (
     RecipeOptions,
     RecipeType,
     TextType,
+    find_signing_key,
     json_option,
     recipe_options,
     refuse_ignored,
@@ -36,7 +37,6 @@ from ekiben.cli.options import (
 from ekiben.core.command_name import command_name
 from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
-from ekiben.signing.gpg import find_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def command(
     target, progress = Reference.parse(reference), context.progress
     resolved, store = recipe_options.resolve(recipe), context.store
     options = Options(mirror=recipe_options.mirror, registry=context.settings.registry)
-    key = find_key(sign) if sign is not None else None
+    key = find_signing_key(context, sign) if format_ != "layers" else None
     check_push(target, format_)  # before a build of minutes
     pushed = push(build(resolved, store, options, progress), store, target, format_, progress, key=key, sbom=sbom)
     use = {
