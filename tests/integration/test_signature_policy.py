@@ -270,10 +270,11 @@ def test_job_knows_the_file_that_was_checked_and_no_recorded_checksum(
         submitted(image_of(alices, tmp_path / "gone.sif"), tmp_path)
 
 
-def test_job_that_compares_every_byte_takes_the_checksum_of_the_checked_file(
-    alices: Policy, signed: Path, tmp_path: Path
+@pytest.mark.parametrize("option", ["check_digest", "copy_local"])
+def test_job_that_reads_every_byte_has_the_checksum_of_the_checked_file(
+    option: str, alices: Policy, signed: Path, tmp_path: Path
 ) -> None:
-    text = submitted(image_of(alices, signed, sha256="e" * 64), tmp_path, check_digest=True)
+    text = submitted(image_of(alices, signed, sha256="e" * 64), tmp_path, **{option: True})
     assert f"image_sha256={hashlib.sha256(signed.read_bytes()).hexdigest()}\n" in text
 
 

@@ -134,7 +134,8 @@ def _state_of(sif: Path, image: NamedImage, request: JobRequest) -> SifState | N
         return None
     try:
         state = image.signature.check(sif) if image.signature else sif_state(sif, image.sha256)
-        if request.check_digest and not state.sha256:
+        is_read = request.check_digest or (request.copy_local and image.signature)  # a copy is compared with it
+        if is_read and not state.sha256:
             state = replace(state, sha256=digest_of(sif).removeprefix("sha256:"))
             if sif_state(sif, state.sha256) != state:
                 raise UsageError(f"{sif} was changed while it was read", hint="submit again when it is complete")
