@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.core.checked import NAME
+from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError, UsageError, nearest
 from ekiben.core.inner_path import AnyPath, InnerPath
-from ekiben.images.published import VersionRecord, image_folders, read_records, tags
+from ekiben.images.published import VersionRecord, image_folders, read_records, tags, unrecorded_versions
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, shipped_recipe
 from ekiben.spec.recipe import Recipe, find_recipe, recipe_folders
 from ekiben.store.shared import IMAGES, open_shared
@@ -51,7 +52,7 @@ def find_image(reference: str, options: ImageOptions) -> NamedImage:
     """
     if _is_path(reference):
         return _at_path(reference, options)
-    name, colon, version = reference.partition(":")
+    name, colon, version = _split(reference)
     if colon:
         return _published_image(name, version, options)
     try:
@@ -74,10 +75,23 @@ def published_sif(reference: str, shared: Path | None) -> Path | None:
 
     Raises UsageError when the version is not there, StoreError when the folder cannot be read.
     """
-    name, colon, version = reference.partition(":")
-    if _is_path(reference) or not (colon or _is_published(name, shared)):
+    if _is_path(reference):
+        return None
+    name, colon, version = _split(reference)
+    if not (colon or _is_published(name, shared)):
         return None
     return _published_image(name, version, ImageOptions(shared=lambda: shared)).sif
+
+
+def _split(reference: str) -> tuple[str, str, str]:
+    """Return name, colon, version. Raises UsageError for a colon without a version."""
+    name, colon, version = reference.partition(":")
+    if colon and not version:
+        raise UsageError(
+            f"{reference}: the version after the colon is missing",
+            hint=f"{name}:{CURRENT} is the newest published image; {name} is a recipe's, or else that one",
+        )
+    return name, colon, version
 
 
 def _is_path(reference: str) -> bool:
@@ -173,6 +187,7 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
         raise UsageError(f"{name}: an image's name is lower-case letters, digits, '.', '_' and '-'")
     folder = open_shared(shared).folder
     records, skipped = read_records(folder / IMAGES / name)
+    _refuse_unrecorded(name, version or CURRENT, folder / IMAGES / name, shared)
     if not records:
         if skipped:
             raise StoreError(f"{name} in {shared}: {skipped[0][0]}: {skipped[0][1]}")
@@ -182,6 +197,18 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
     sif = folder / IMAGES / name / record.file
     log_decision(f"image {name}", sif, f"published {record.published} in {shared}")
     return replace(_named_file(sif), name=name, sha256=record.sha256, is_published=True)
+
+
+def _refuse_unrecorded(name: str, version: str, folder: InnerPath, shared: Path) -> None:
+    """Raise StoreError where the version that is meant is there, and its record is not: nothing says what it is."""
+    with contextlib.suppress(OSError):
+        named = Path(tags(folder).get(version, "")).name
+        for item in unrecorded_versions(folder):
+            if item.file == named or version in (item.version, item.stem.removeprefix(f"{name}-")):
+                raise StoreError(
+                    f"{name}:{version} is {item.file} in {shared}, and {item.reason}",
+                    hint=f"{command_name()} publish --repair {shared} writes it anew from the image",
+                )
 
 
 def _version_of(name: str, version: str, records: list[VersionRecord], links: dict[str, str]) -> VersionRecord:

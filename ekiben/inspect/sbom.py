@@ -19,10 +19,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import shlex
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.message import Message
 from pathlib import Path
@@ -40,19 +38,15 @@ from packageurl import PackageURL
 from packaging.requirements import InvalidRequirement, Requirement
 
 from ekiben.core.checked import Fields, parse_json
-from ekiben.core.command_name import command_name
-from ekiben.core.errors import UsageError
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
-from ekiben.formats.layer import write_entries
 from ekiben.formats.sif import read_sif, sif_header
-from ekiben.formats.tar import DigestWriter
 from ekiben.formats.users import users_partition
-from ekiben.inspect._records import CompiledWheel, ImageMetadata, published_layers
+from ekiben.inspect._records import CompiledWheel, published_layers
+from ekiben.inspect.image_info import ImageInfo, config_of, image_info, layers_of
 from ekiben.inspect.image_reader import (
     DebianPackage,
     ImageReader,
-    LayerReader,
     PythonPackage,
     Tree,
     debian_packages,
@@ -95,9 +89,9 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
     ``known``: layers whose diff_id need not be computed. Raises StoreError, UsageError, VerifyError.
     """
     tree = tree_of(image)
-    info = _image_info(image, tree)
+    info = image_info(image, tree)
     debian, python, locks = debian_packages(image, tree), python_packages(image, tree), _locks(image, tree)
-    layers = _layers(image, info, store, progress, known)
+    layers = layers_of(image, info, store, progress, known)
     drift = _drift(layers)
     components = {"os": _system(info.distribution)}
     components |= {_key(item): _debian(item, image, tree, info, layers, drift) for item in debian}
@@ -133,111 +127,18 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
 # ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _ImageInfo:
-    """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it."""
-
-    recipe: str
-    stack: str
-    layers: list[tuple[str, str]]
-    compiled: list[CompiledWheel]
-    labels: dict[str, str]
-    environment: dict[str, str]
-    deffile: str
-    epoch: int
-    distribution: dict[str, str]
-
-
-def _image_info(image: ImageReader, tree: Tree) -> _ImageInfo:
-    def text(path: str) -> str:
-        return (read_file(image, tree, path) or b"").decode("utf-8", "surrogateescape")
-
-    try:
-        metadata = ImageMetadata.parse(read_file(image, tree, "opt/ekiben/image.json") or b"")
-        labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
-        exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
-        release = shlex.split(text("etc/os-release"), comments=True)
-        return _ImageInfo(
-            recipe=metadata.recipe,
-            stack=metadata.stack,
-            layers=metadata.layers,
-            compiled=metadata.compiled,
-            labels=labels,
-            environment=_assignments(exports),
-            deffile=text(".singularity.d/Singularity"),
-            epoch=tree["opt/ekiben"][0].mtime,
-            distribution=_assignments(release),
-        )
-    except (ValueError, KeyError) as error:
-        raise UsageError(
-            f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
-            hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} image RECIPE",
-        ) from error
-
-
-def _assignments(arguments: Iterable[str]) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in arguments if "=" in word)
-
-
-def _layers(
-    image: ImageReader, info: _ImageInfo, store: Store, progress: Progress, known: Iterable[StoredLayer]
-) -> list[StoredLayer]:
-    """Return the layers as far as they are known, "" where not: in one flat partition they cannot, and no layer holds
-    its own key.
-    """
-    named = [*info.layers, (info.recipe, "")]
-    if len(image.layers) != len(named):
-        return [_layer(name, key) for name, key in named]
-    seen = {layer.digest: layer for layer in known}
-    layers = []
-    for layer, (name, key) in zip(image.layers, named, strict=True):
-        record = layer.stored or seen.get(layer.digest) or (store.layer(key) if key else None)
-        if record is None or record.digest != layer.digest:
-            record = _layer(name, key, layer, _diff_id(layer, progress))
-        layers.append(replace(record, name=name, cache_key=key))
-    return layers
-
-
-def _layer(name: str, key: str, layer: LayerReader | None = None, diff_id: str = "") -> StoredLayer:
-    return StoredLayer(
-        name=name,
-        cache_key=key,
-        diff_id=diff_id,
-        tar_size=0,
-        digest=layer.digest if layer else "",
-        size=layer.size if layer else 0,
-        executor="",
-        seconds=0.0,
-        inputs={},
-    )
-
-
-def _diff_id(layer: LayerReader, progress: Progress) -> str:
-    sink = DigestWriter()
-    with progress.step(f"diff_id of layer {layer.name}, {layer.size / 1e6:.0f} MB, which no record here knows"):
-        write_entries(layer.reader.contents(), sink)
-    return sink.diff_id
-
-
 def _drift(layers: Iterable[StoredLayer]) -> dict[str, str]:
     """Return package → its line of the lock mismatches."""
     return {line.split(" ", 1)[0]: line for layer in layers for line in layer.drift}
 
 
 def _image_component(
-    image: ImageReader, info: _ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str], has_debian: bool
+    image: ImageReader, info: ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str], has_debian: bool
 ) -> Component:
     identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
     properties = [Property(name="ekiben:stack", value=info.stack)]
     if layers[0].diff_id:
-        config = oci.image_config(
-            layers,
-            environment=info.environment,
-            labels=info.labels,
-            epoch=info.epoch,
-            platform=f"linux/{image.arch}",
-            working_dir=oci.WORKING_DIR,
-        )
+        config = config_of(info, layers, image.arch)
         identity = oci.digest_of(config)
         hashes.append(HashType(alg=HashAlgorithm.SHA_256, content=identity.removeprefix("sha256:")))
         users = users_partition([layer.reader for layer in image.layers], info.epoch)
@@ -317,7 +218,7 @@ def _debian(
     package: DebianPackage,
     image: ImageReader,
     tree: Tree,
-    info: _ImageInfo,
+    info: ImageInfo,
     layers: Sequence[StoredLayer],
     drift: Mapping[str, str],
 ) -> Component:
@@ -351,7 +252,7 @@ def _python(
     package: PythonPackage,
     image: ImageReader,
     tree: Tree,
-    info: _ImageInfo,
+    info: ImageInfo,
     layers: Sequence[StoredLayer],
     locks: Locks,
     ref: str,

@@ -6,6 +6,7 @@ from.
         its sha256 <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c` <name>-<version>-<digest12>.cdx.json
         its SBOM (ekiben/inspect/sbom.py) <name>-<version>-<digest12>.json          its record
         (ekiben/images/published.py) <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+        <name>-<version>-<digest12>.removed       when and by whom (its owner) the version was removed
         <name>-<version>-<digest12>.runs/         records of runs with it, kept by ekiben/publish/catalog/runs.py
         <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (ekiben/run/modulefile.py)
         current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image,
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import hashlib
 import json
 import os
@@ -32,9 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from ekiben.builder.verify import Check, verify
+from ekiben.builder.verify import verify
 from ekiben.core.checked import with_checksum
 from ekiben.core.errors import StoreError, UsageError, VerifyError
 from ekiben.core.files import digest_of
@@ -43,7 +42,8 @@ from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition, copy_partition
 from ekiben.formats.sif import SifHeader, Signature, write_sif
-from ekiben.images.published import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, read_records
+from ekiben.images.published import REMOVED, SBOM_SUFFIX, VERSION, VersionRecord, read_records
+from ekiben.publish.record import PublishedFile, sha256_line, version_record
 from ekiben.run.modulefile import (
     check_shared_dir,
     command_files,
@@ -58,7 +58,7 @@ from ekiben.store.shared import IMAGES, SharedStore
 
 CURRENT = "current"
 _ATTEMPTS = 5
-_ENDINGS = (".sif", ".sha256", ".json", ".pin")
+_ENDINGS = (".sif", ".sha256", ".json", ".pin", REMOVED)
 _README = """\
 Container images, published with Ekiben. To run one, no Ekiben is needed:
 
@@ -138,7 +138,7 @@ def publish(
                 bytes_copied += _put(request, check=check)
                 if (record := _find_intact(request)) is None:
                     continue  # a prune that had begun before it was announced here took it away
-            _write(shared, folder / f"{record.file}.sha256", _sum_line(record.sha256, record.file))
+            _write(shared, folder / f"{record.file}.sha256", sha256_line(record.sha256, record.file))
             if pin:
                 _write(shared, folder / f"{record.stem}.pin", b"")
             for tag in (*([CURRENT] if current else []), *tags):
@@ -216,18 +216,13 @@ def _is_intact(request: _Request, record: VersionRecord) -> bool:
     return True
 
 
-def _sum_line(sha256: str, file: str) -> bytes:
-    """Return the content of a .sha256 file."""
-    return f"{sha256}  {file}\n".encode()
-
-
 def _stem(request: _Request, sha256: str) -> str:
     """Return the name that a SIF of this digest has there already, of which something is damaged, or a new one."""
     image, end = request.image, sha256[:12]
     version = request.version
     if version is None:
         start, end_of_record = f"{image.name}-", f"-{end}.json"
-        names = [path.name for path in request.folder.entries()]
+        names = [path.name.replace(".sif", ".json") for path in request.folder.entries()]  # its record may be gone
         records = [name for name in names if name.startswith(start) and name.endswith(end_of_record)]
         versions = (name.removeprefix(start).removesuffix(end_of_record) for name in records)
         version = next((item for item in versions if VERSION.fullmatch(item)), None)
@@ -270,53 +265,14 @@ def _put(request: _Request, *, check: bool) -> int:
         note_sif(request.header, published, store, sha256=sha256)
         if not _put_layers(shared, published, image):
             return bytes_copied
-        _write(shared, request.folder / f"{stem}.sif.sha256", _sum_line(sha256, published.name))
+        _write(shared, request.folder / f"{stem}.sif.sha256", sha256_line(sha256, published.name))
         if sbom is not None:
             _write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
-    record = with_checksum(_record_of(request, stem, sha256, size, checks, sbom))
+    file = PublishedFile(stem=stem, sha256=sha256, size=size, id=request.header.id, key=request.key)
+    record = version_record(image, file, checks, sbom)
+    record = with_checksum({**record, "previous": (request.folder / CURRENT).link_target()})
     _write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return bytes_copied
-
-
-def _record_of(
-    request: _Request, stem: str, sha256: str, size: int, checks: Sequence[Check], sbom: str | None
-) -> dict[str, Any]:
-    image, key = request.image, request.key
-    return {
-        "format": RECORD_FORMAT,
-        "name": image.name,
-        "recipe": image.recipe,
-        "version": stem.removeprefix(f"{image.name}-").rpartition("-")[0],
-        "stack": image.stack,
-        "description": image.description,
-        "file": f"{stem}.sif",
-        "sha256": sha256,
-        "size": size,
-        "sif": request.header.id,
-        "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
-        "image": image.image_id,
-        "layers": [
-            {
-                "name": layer.name,
-                "cache_key": layer.cache_key,
-                "diff_id": layer.diff_id,
-                "digest": layer.digest,
-                "size": layer.size,
-                "tar_size": layer.tar_size,
-                "notes": dict(layer.notes),
-            }
-            for layer in image.layers
-        ],
-        "tasks": dict(image.tasks),
-        "sbom": f"{stem}{SBOM_SUFFIX}" if sbom else None,
-        "sbom_sha256": digest_of(sbom.encode()).removeprefix("sha256:") if sbom else None,
-        "labels": dict(image.labels),
-        "environment": dict(image.environment),
-        "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
-        "published": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "by": getpass.getuser(),
-        "previous": (request.folder / CURRENT).link_target(),
-    }
 
 
 def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:

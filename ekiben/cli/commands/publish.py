@@ -1,20 +1,22 @@
 """Publish an image to a shared folder.
 
 Others run it from there and build on its layers. Missing layers are built first. With --modulefile, Environment Modules
-and Lmod find this version and later ones below DIR/modulefiles.
+and Lmod find this version and later ones below DIR/modulefiles. With --repair, records that somebody removed from DIR
+or damaged are written anew, each from its image; nothing else is published.
 
 \b
 Examples:
   ekiben publish lora-opencalm --to /groups/lab/ekiben
   ekiben publish lora-opencalm --to /groups/lab/ekiben --version 1.2 --tag stable --modulefile
   ekiben publish lora-opencalm --to /groups/lab/ekiben --sign you@example.org
+  ekiben publish --repair /groups/lab/ekiben
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,14 @@ from ekiben.cli.options import (
     find_signing_key,
     json_option,
     recipe_options,
+    refuse_ignored,
     sign_option,
 )
 from ekiben.core.command_name import command_name
+from ekiben.core.errors import UsageError
 from ekiben.publish.publish import Published, open_destination, publish
+from ekiben.publish.repair import RepairedVersion, repair
+from ekiben.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +59,8 @@ class PublishResult:
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
         done = self.published
-        return {**done.record.data, "path": str(done.sif), "bytes_copied": done.bytes_copied, "module": done.module}
+        files = {"path": str(done.sif), "bytes_copied": done.bytes_copied, "module": done.module}
+        return {**done.record.data, "by": done.record.by, **files}
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
@@ -77,9 +84,30 @@ class PublishResult:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class RepairResult:
+    """The versions that had no usable record."""
+
+    versions: Sequence[RepairedVersion]
+
+    def to_json(self) -> list[dict[str, str]]:
+        """Return what --json prints."""
+        return [asdict(version) for version in self.versions]
+
+    def to_lines(self) -> Iterator[str]:
+        """Yield what is printed."""
+        yield from (
+            f"repaired   {item.file}" if not item.reason else f"no record  {item.file}: {item.reason}"
+            for item in self.versions
+        )
+        if not self.versions:
+            yield "every version has its record"
+
+
 @click.command("publish", cls=Command, help=__doc__)
-@click.argument("recipe", type=RecipeType())
-@click.option("--to", "folder", type=PathType(), metavar="DIR", required=True, help="The folder colleagues read.")
+@click.argument("recipe", required=False, type=RecipeType())
+@click.option("--to", "folder", type=PathType(), metavar="DIR", help="The folder colleagues read.")
+@click.option("--repair", "damaged", type=PathType(), metavar="DIR", help="Write missing records of DIR anew instead.")
 @click.option("--version", type=TextType(), metavar="VERSION", help="Default: the date, as 2026.11.21.")
 @click.option(
     "--tag",
@@ -101,8 +129,9 @@ class PublishResult:
 def command(
     context: Context,
     /,
-    recipe: str,
-    folder: Path,
+    recipe: str | None,
+    folder: Path | None,
+    damaged: Path | None,
     version: str | None,
     tags: tuple[str, ...],
     pin: bool,
@@ -113,7 +142,13 @@ def command(
     engine: str,
     recipe_options: RecipeOptions,
 ) -> None:
-    """Check the folder and the key, build, publish."""
+    """Check the folder and the key, build, publish; or repair a folder."""
+    if damaged:
+        _repair(context, damaged.absolute())
+        return
+    if not recipe or not folder:
+        missing = "argument 'RECIPE'" if not recipe else "option '--to'"
+        raise UsageError(f"Missing {missing}", hint=f"{command_name()} publish RECIPE --to DIR")
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
     # An image takes minutes, a refusal none.
     open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
@@ -139,3 +174,12 @@ def command(
             recipe=resolved.cli_args, task=task, folder=folder, published=published, is_current=not no_current
         )
     )
+
+
+def _repair(context: Context, folder: Path) -> None:
+    """Print what was repaired; exit with 1 where a record could not be written."""
+    refuse_ignored("publishes an image, and --repair none", "recipe", "folder", "version", "tags", "pin", "sign")
+    result = RepairResult(repair(folder, Store(context.settings.store), context.progress))
+    context.print(result)
+    if any(item.reason for item in result.versions):
+        raise click.exceptions.Exit(1)

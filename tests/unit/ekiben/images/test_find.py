@@ -112,6 +112,8 @@ def test_recipe_comes_before_a_published_image_of_its_name(
         ("Own:1", "an image's name is lower-case"),
         ("own:../..", "no recipe.yaml there"),
         ("own:-x", "own has no version '-x'"),
+        ("own:", "own:: the version after the colon is missing"),
+        ("hello:", "hello:: the version after the colon is missing"),
         ("gone.sif", "gone.sif is not there"),
         ("./gone", "no recipe.yaml there, and it is no SIF file"),
         ("pipe.sif", "pipe.sif is no regular file"),
