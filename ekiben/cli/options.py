@@ -21,7 +21,7 @@ from ekiben.core import plugins
 from ekiben.core.checked import shorten
 from ekiben.core.command_name import INSTALLED, command_name
 from ekiben.core.environment import ARCHITECTURES
-from ekiben.core.errors import UsageError, nearest
+from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
 from ekiben.core.printable import printable
@@ -29,8 +29,9 @@ from ekiben.core.printable import printable
 if TYPE_CHECKING:
     from ekiben.core.pgp_key import Key
     from ekiben.images import ImageOptions
+    from ekiben.registry.reference import Reference
     from ekiben.resolve.graph import ResolvedRecipe
-    from ekiben.run.image import NamedImage
+    from ekiben.run.image import NamedImage, PulledImage
     from ekiben.spec.recipe import Recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -335,10 +336,17 @@ def find_named(context: Context, reference: str, options: ImageOptions) -> Named
     """
     from ekiben.images import find_image
 
-    image = find_image(reference, replace(options, shared=lambda: context.settings.shared))
+    options = replace(options, shared=lambda: context.settings.shared, pull=lambda named: _pull(context, named))
+    image = find_image(reference, options)
     if image.note:
         context.log(image.note)
     return with_policy(context, image)
+
+
+def _pull(context: Context, reference: Reference) -> PulledImage:
+    from ekiben.artifacts.pulled import pull_once
+
+    return pull_once(reference, context.store, context.progress)
 
 
 def with_policy(context: Context, image: NamedImage) -> NamedImage:
@@ -351,13 +359,19 @@ def with_policy(context: Context, image: NamedImage) -> NamedImage:
 
 
 def published_file(context: Context, reference: str) -> str:
-    """Return the SIF of a published NAME[:VERSION]; what names a recipe, a stored image or a path stays as it is.
+    """Return the SIF of a published NAME[:VERSION], or of an image in a registry; what names a recipe, a stored image
+    or a path stays as it is.
 
-    Raises UsageError, StoreError.
+    Raises UsageError, StoreError, FetchError.
     """
-    from ekiben.images import published_sif
+    from ekiben.images import ImageOptions, published_sif, registry_reference
     from ekiben.spec.recipe import recipe_folders
 
+    if registry_reference(reference):
+        image = find_named(context, reference, ImageOptions())
+        if not image.sif.is_file():
+            raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not read")
+        return str(image.sif)
     if "/" in reference or reference.endswith(".sif"):
         return reference
     is_recipe = reference in recipe_folders() or (Path(reference) / "recipe.yaml").is_file()

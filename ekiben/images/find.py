@@ -1,12 +1,14 @@
 """Find the image that a user names.
 
-What has a slash or ends in .sif is a path: of a recipe's folder, or of a SIF file. NAME is a recipe, else what was
-published under this name; NAME:VERSION is a published version, or a tag's.
+What has a slash or ends in .sif is a path: of a recipe's folder, or of a SIF file. Where nothing is there, and it
+begins with a registry's host or a scheme, it is an image in that registry. NAME is a recipe, else what was published
+under this name; NAME:VERSION is a published version, or a tag's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,15 +17,15 @@ from pathlib import Path
 from ekiben.core.checked import NAME
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.errors import FetchError, StoreError, UsageError, nearest
 from ekiben.core.inner_path import AnyPath, InnerPath
 from ekiben.images.published import VersionRecord, image_folders, read_records, tags, unrecorded_versions
-from ekiben.run.image import RECIPE_FOLDER, NamedImage, shipped_recipe
+from ekiben.registry.reference import Reference, is_reference
+from ekiben.run.image import RECIPE_FOLDER, NamedImage, PulledImage, shipped_recipe
 from ekiben.spec.recipe import Recipe, find_recipe, recipe_folders
 from ekiben.store.shared import IMAGES, open_shared
 
 CURRENT = "current"
-_SCHEMES = ("oras://", "docker://", "library://", "shub://", "https://", "http://")
 _SHOWN = 20  # versions that a message names
 
 
@@ -33,7 +35,7 @@ class ImageOptions:
 
     ``stack`` and ``layers`` name another image of a recipe; ``included``: what it may use elsewhere; ``sif``: its file
     (default: the image's name, in this folder); ``added_layer``: see Recipe; ``shared``: returns the folder where
-    colleagues publish, None where there is none.
+    colleagues publish, None where there is none; ``pull``: returns an image of a registry, None: it is refused.
     """
 
     stack: str | None = None
@@ -42,13 +44,15 @@ class ImageOptions:
     sif: Path | None = None
     added_layer: str | None = None
     shared: Callable[[], Path | None] = lambda: None
+    pull: Callable[[Reference], PulledImage] | None = None
 
 
 def find_image(reference: str, options: ImageOptions) -> NamedImage:
-    """Find the image of a recipe (its name or folder), a SIF file, or a published NAME[:VERSION].
+    """Find the image of a recipe (its name or folder), a SIF file, a published NAME[:VERSION], or an image in a
+    registry.
 
     Raises UsageError when there is none, DefinitionError for a recipe that is wrong, StoreError for a shared folder
-    that cannot be read.
+    that cannot be read, FetchError for a registry that does not have it or does not answer.
     """
     if _is_path(reference):
         return _at_path(reference, options)
@@ -99,10 +103,8 @@ def _is_path(reference: str) -> bool:
 
 
 def _at_path(reference: str, options: ImageOptions) -> NamedImage:
-    if reference.startswith(_SCHEMES):
-        raise UsageError(
-            f"{reference} is in a registry, and images are run from files", hint=f"ekiben pull {reference} -o NAME.sif"
-        )
+    if registry_reference(reference):
+        return _in_registry(reference, options)
     path = Path(reference)
     if path.name == "recipe.yaml" or (path / "recipe.yaml").is_file():
         return _of_recipe(find_recipe(reference, options.included), options)
@@ -113,6 +115,37 @@ def _at_path(reference: str, options: ImageOptions) -> NamedImage:
     if reference.endswith(".sif"):
         raise UsageError(f"{reference} is not there")
     raise UsageError(f"{reference}: no recipe.yaml there, and it is no SIF file")
+
+
+def registry_reference(text: str) -> Reference | None:
+    """Return the reference that a name is, None for a path. Raises UsageError for a scheme that is not read."""
+    if not is_reference(text) or ("://" not in text and (text.endswith(".sif") or os.path.lexists(text))):
+        return None
+    return Reference.parse(text)
+
+
+def _in_registry(text: str, options: ImageOptions) -> NamedImage:
+    _refuse_options(options, f"{text} is in a registry")
+    reference = Reference.parse(text)
+    if options.pull is None:
+        raise UsageError(
+            f"{text} is in a registry, and a file is needed", hint=f"{command_name()} pull {text} -o NAME.sif"
+        )
+    try:
+        pulled = options.pull(reference)
+    except FetchError as error:
+        if "://" in text:
+            raise
+        here = f"{text}: there is no such file or folder here, and no image in the registry {reference.host}"
+        raise FetchError(f"{here}: {error}", hint=error.hint) from error
+    stem = reference.repository.rpartition("/")[2]
+    log_decision(f"image {text}", pulled.engine or pulled.sif, "of a registry")
+    if not pulled.sif.is_file():
+        return NamedImage(name=stem, sif=pulled.sif, tasks=None, pulled=pulled.engine, note=pulled.note)
+    image = _named_file(pulled.sif)
+    name = stem if image.tasks is None else image.name
+    notes = "; ".join(filter(None, (pulled.note, image.note)))
+    return replace(image, name=name, sha256=pulled.sha256, pulled=pulled.engine, note=notes)
 
 
 def _of_recipe(recipe: Recipe, options: ImageOptions) -> NamedImage:

@@ -39,6 +39,21 @@ class RequiredSignature:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PulledImage:
+    """An image of a registry.
+
+    ``sif``: its file in the user's cache, which is not there where only an engine can take the image; ``sha256``: of
+    it; ``engine``: the reference by digest by which engines pull it, "" where they cannot; ``note``: a line for the
+    user.
+    """
+
+    sif: Path
+    sha256: str
+    engine: str
+    note: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedImage:
     """An image that may be run.
@@ -46,8 +61,9 @@ class NamedImage:
     ``name``: in engines, jobs and messages; ``sif``: its file, which may not be there; ``tasks``: task → how it is
     launched, None where the image does not say (of another builder); ``recipe``: of which it is built, None where the
     image came without; ``build_args``: the arguments of `ekiben image` that make it; ``sha256``: of ``sif`` where a
-    record has it, else ""; ``is_published``: it is a version in a shared folder; ``note``: a line for the user;
-    ``signature``: what it needs to be run, None: nothing.
+    record has it, else ""; ``is_published``: it is a version in a shared folder; ``pulled``: the reference by digest
+    of a registry's Docker image, which an engine can pull, else ""; ``note``: a line for the user; ``signature``: what
+    it needs to be run, None: nothing.
     """
 
     name: str
@@ -57,6 +73,7 @@ class NamedImage:
     build_args: str = ""
     sha256: str = ""
     is_published: bool = False
+    pulled: str = ""
     note: str = ""
     signature: RequiredSignature | None = None
 

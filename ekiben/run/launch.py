@@ -5,6 +5,7 @@ What it gets of this machine: ekiben/run/contract.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
 from ekiben.core.paths import expand_home
-from ekiben.core.process import which
+from ekiben.core.process import run, which
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
 from ekiben.run.image import NamedImage, RequiredSignature
@@ -100,6 +101,8 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
     if runtime and has_sif:
         log_decision("runtime", runtime, f"it runs SIF files, and {image.sif} is here")
         return _sif_target(image, runtime)
+    if image.pulled and not has_sif and (docker := which("docker")):
+        return _pulled_target(image, docker, "docker", engines)
     missing = [] if runtime else ["neither apptainer nor singularity is on PATH"]
     missing += [] if has_sif else [f"{image.sif} is not there"]
     if image.build_args and (docker := which("docker")):
@@ -134,6 +137,8 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
         if not image.sif.is_file():
             raise EngineError(f"{image.name} cannot be run here: {image.sif} is not there", hint=image.build_hint)
         return _sif_target(image, program)
+    if image.pulled:
+        return _pulled_target(image, program, asked, engines)
     if not image.build_args:
         raise UsageError(f"--runtime {asked}: {image.sif} is a SIF file, which {asked} does not run")
     if image.signature:
@@ -143,6 +148,28 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
     if not image_id:
         hint = f"{image.build_hint} --format {asked}"
         raise EngineError(f"{image.name} cannot be run here: {asked} has no image {image.tag}", hint=hint)
+    return Target(program, image_id, engine)
+
+
+def _pulled_target(image: NamedImage, program: str, name: str, engines: Engines) -> Target:
+    """Let an engine pull an image by its digest, where it does not have it, and return it by its id.
+
+    Raises VerifyError where a signature is needed, EngineError.
+    """
+    if image.signature:
+        raise image.signature.refuse_engine(image.name, name, None)
+    engine = engines[name]()
+    image_id = engine.image_id(image.pulled)
+    if not image_id:
+        begin = (
+            [program] if engine.run_argv is None else list(itertools.takewhile("run".__ne__, engine.run_argv(False)))
+        )
+        done = run([*begin, "pull", "--quiet", image.pulled], check=False)
+        image_id = engine.image_id(image.pulled)
+        if not image_id:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise EngineError(f"{image.pulled} cannot be pulled by {name}: {reason}")
+    log_decision("runtime", program, f"it has {image.pulled}")
     return Target(program, image_id, engine)
 
 

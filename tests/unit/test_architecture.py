@@ -112,6 +112,8 @@ BY_PATH = {
     "images/find.py _at_path path.is_file": "the path that you name",
     "images/find.py find_image (Path(reference) / 'recipe.yaml').is_file": "a folder here that you name",
     "images/find.py find_image Path(reference).is_file": "a file here that you name",
+    "images/find.py _in_registry pulled.sif.is_file": "your own folder of pulled images",
+    "images/find.py registry_reference os.path.lexists": "the path that you name",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "publish/catalog/runs.py import_runs folder.exists": "your folders of results",
     "publish/catalog/runs.py _find folder.is_dir": "your folders of results",

@@ -131,6 +131,8 @@ def _state_of(sif: Path, image: NamedImage, request: JobRequest) -> SifState | N
                 f"{sif} is not there, and its signature is checked when a job is submitted: {image.signature.reason}",
                 hint=image.build_hint,
             )
+        if image.pulled:
+            raise UsageError(f"{image.pulled} is a Docker image that was not made by Ekiben, and jobs run SIF files")
         return None
     try:
         state = image.signature.check(sif) if image.signature else sif_state(sif, image.sha256)

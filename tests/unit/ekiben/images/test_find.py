@@ -117,7 +117,7 @@ def test_recipe_comes_before_a_published_image_of_its_name(
         ("gone.sif", "gone.sif is not there"),
         ("./gone", "no recipe.yaml there, and it is no SIF file"),
         ("pipe.sif", "pipe.sif is no regular file"),
-        ("oras://host/own:1", "is in a registry"),
+        ("oras://host/own:1", "is in a registry, and a file is needed"),
     ],
 )
 def test_missing_image_is_an_error(find: Find, lab: Lab, reference: str, message: str) -> None:
