@@ -4,9 +4,10 @@ export      build an image and export it in the formats asked for, with one repa
 make        the same with its tests: what `image`, `notebook` and the Python interface do
 exporters   the formats, one module each: sif, docker, oci
 push, pull  an image in a registry
+push_file   the same of a SIF file as it is
 pulled      images of registries that commands name, each pulled once
 partial     a download that a later process resumes (for pull)
 reproduce   build an image again, and compare every byte
 """
 
-__all__ = ["export", "exporters", "make", "partial", "pull", "pulled", "push", "reproduce"]
+__all__ = ["export", "exporters", "make", "partial", "pull", "pulled", "push", "push_file", "reproduce"]

@@ -21,7 +21,7 @@ from ekiben.core import plugins
 from ekiben.core.checked import shorten
 from ekiben.core.command_name import INSTALLED, command_name
 from ekiben.core.environment import ARCHITECTURES
-from ekiben.core.errors import EngineError, UsageError, nearest
+from ekiben.core.errors import EngineError, UsageError, VerifyError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
 from ekiben.core.printable import printable
@@ -343,6 +343,23 @@ def find_named(context: Context, reference: str, options: ImageOptions) -> Named
     return with_policy(context, image)
 
 
+def file_of(context: Context, reference: str, options: RecipeOptions, verb: str) -> Path | None:
+    """Return the SIF of an image that no recipe here builds: a file, a published one, one of a registry; else None.
+
+    ``verb``: what is done to it, for messages. Raises UsageError, StoreError, FetchError.
+    """
+    from ekiben.images import ImageOptions
+
+    named = ImageOptions(stack=options.stack, layers=options.layers, included=options.included)
+    image = find_named(context, reference, named)
+    if image.recipe is not None:
+        return None
+    refuse_ignored(f"is for building a recipe's image, and {reference} is built", "arch", "gpu_arch", "arguments")
+    if not image.sif.is_file():
+        raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not {verb}")
+    return image.sif
+
+
 def _pull(context: Context, reference: Reference) -> PulledImage:
     from ekiben.artifacts.pulled import pull_once
 
@@ -480,6 +497,21 @@ def find_signing_key(context: Context, sign: str | None, option: str = "--sign")
             context.log(f"warning: {required} does not name {key}: this image will not be run here")
         return key
     return policy.signing_key(required) if required else None
+
+
+def key_for_file(context: Context, sif: Path, sign: str | None) -> Key | None:
+    """Return the key that signs a file: as find_signing_key(), but None for a file that has the required signature.
+
+    Raises UsageError, SignatureError, EngineError.
+    """
+    from ekiben.signing.policy import required_signature
+
+    required = context.settings.require_signature
+    if sign is None and required:
+        with contextlib.suppress(VerifyError):
+            required_signature(required, context.store, context.progress).check(sif)
+            return None
+    return find_signing_key(context, sign)
 
 
 def sign_option(function: Function) -> Function:

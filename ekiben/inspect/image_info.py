@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from ekiben.core.checked import NAME, Fields, parse_json
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import AnyPath
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
 from ekiben.formats.layer import write_entries
-from ekiben.formats.sif import read_sif
+from ekiben.formats.sif import read_sif, sif_header
 from ekiben.formats.tar import DigestWriter
+from ekiben.formats.users import users_partition
 from ekiben.inspect._records import CompiledWheel, ImageMetadata
 from ekiben.inspect.image_reader import ImageReader, LayerReader, Tree, open_sif, read_file, tree_of
 from ekiben.spec.recipe import ShippedRecipe
@@ -149,6 +150,7 @@ def image_of_sif(path: AnyPath, store: Store, progress: Progress, name: str = ""
                 f"{path} has all layers in one partition, and a published image has each in its own",
                 hint=f"build it without --squash: {command_name()} image {info.recipe}",
             )
+        _check_id(path, reader, info)
         config = config_of(info, layers, reader.arch)
         image = Image(
             name=name or _image_name(info, recipe, reader.arch),
@@ -167,6 +169,17 @@ def image_of_sif(path: AnyPath, store: Store, progress: Progress, name: str = ""
             cli_args=info.recipe,
         )
         return SifImage(read_sif(path).id, image)
+
+
+def _check_id(path: AnyPath, image: ImageReader, info: ImageInfo) -> None:
+    """Raise StoreError for a SIF whose id, which is made of its content, is that of another content."""
+    users = users_partition([layer.reader for layer in image.layers], info.epoch)
+    header = sif_header([layer.digest for layer in image.layers], info.deffile, image.arch, info.epoch, users)
+    if header.id != read_sif(path).id:
+        raise StoreError(
+            f"{path} is damaged, or was changed after it was built: its content is not that of its id",
+            hint=f"build it again: {command_name()} image {info.recipe}",
+        )
 
 
 def _shipped(image: ImageReader, tree: Tree) -> ShippedRecipe:

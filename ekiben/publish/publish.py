@@ -127,7 +127,7 @@ def publish(
         image=image, store=store, header=header, shared=shared, progress=progress, version=version, key=key
     )
     with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
-        _write_readme(shared)
+        write_readme(shared)
         folder = request.folder
         shared.policy.make_folder(folder)
         bytes_copied, created = 0, False
@@ -138,14 +138,14 @@ def publish(
                 bytes_copied += _put(request, check=check)
                 if (record := _find_intact(request)) is None:
                     continue  # a prune that had begun before it was announced here took it away
-            _write(shared, folder / f"{record.file}.sha256", sha256_line(record.sha256, record.file))
+            write(shared, folder / f"{record.file}.sha256", sha256_line(record.sha256, record.file))
             if pin:
-                _write(shared, folder / f"{record.stem}.pin", b"")
+                write(shared, folder / f"{record.stem}.pin", b"")
             for tag in (*([CURRENT] if current else []), *tags):
-                _link(folder / tag, record.file)
+                link(folder / tag, record.file)
             module_loaded = None
             if module or (shared.folder / module_folder(image.name)).is_folder():
-                module_loaded = _put_module(shared, folder, image, record.stem)
+                module_loaded = put_module(shared, folder, image, record.stem)
             if _find_intact(request) is not None:
                 return Published((folder / record.file).path, record, bytes_copied, created, module_loaded)
     raise StoreError(
@@ -216,17 +216,16 @@ def _is_intact(request: _Request, record: VersionRecord) -> bool:
     return True
 
 
-def _stem(request: _Request, sha256: str) -> str:
+def new_stem(folder: InnerPath, name: str, version: str | None, sha256: str) -> str:
     """Return the name that a SIF of this digest has there already, of which something is damaged, or a new one."""
-    image, end = request.image, sha256[:12]
-    version = request.version
+    end = sha256[:12]
     if version is None:
-        start, end_of_record = f"{image.name}-", f"-{end}.json"
-        names = [path.name.replace(".sif", ".json") for path in request.folder.entries()]  # its record may be gone
-        records = [name for name in names if name.startswith(start) and name.endswith(end_of_record)]
-        versions = (name.removeprefix(start).removesuffix(end_of_record) for name in records)
+        start, end_of_record = f"{name}-", f"-{end}.json"
+        names = [path.name.replace(".sif", ".json") for path in folder.entries()]  # its record may be gone
+        records = [file for file in names if file.startswith(start) and file.endswith(end_of_record)]
+        versions = (file.removeprefix(start).removesuffix(end_of_record) for file in records)
         version = next((item for item in versions if VERSION.fullmatch(item)), None)
-    return f"{image.name}-{version or f'{datetime.now(UTC):%Y.%m.%d}'}-{end}"
+    return f"{name}-{version or f'{datetime.now(UTC):%Y.%m.%d}'}-{end}"
 
 
 def _put_layers(shared: SharedStore, sif: InnerPath, image: Image) -> bool:
@@ -259,19 +258,19 @@ def _put(request: _Request, *, check: bool) -> int:
         checks = verify(image, store, progress, sifs=[sif]) if check else []
         _put_wheels(image, store, shared, staging, progress)
         sbom = _make_sbom(image, store, progress)
-        stem = _stem(request, sha256)
+        stem = new_stem(request.folder, image.name, request.version, sha256)
         published = request.folder / f"{stem}.sif"
-        size = _put_sif(shared, sif, published, sha256)
+        size = put_sif(shared, sif, published, sha256)
         note_sif(request.header, published, store, sha256=sha256)
         if not _put_layers(shared, published, image):
             return bytes_copied
-        _write(shared, request.folder / f"{stem}.sif.sha256", sha256_line(sha256, published.name))
+        write(shared, request.folder / f"{stem}.sif.sha256", sha256_line(sha256, published.name))
         if sbom is not None:
-            _write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
+            write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
     file = PublishedFile(stem=stem, sha256=sha256, size=size, id=request.header.id, key=request.key)
     record = version_record(image, file, checks, sbom)
     record = with_checksum({**record, "previous": (request.folder / CURRENT).link_target()})
-    _write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
+    write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return bytes_copied
 
 
@@ -341,7 +340,7 @@ def _copy_blob(source: Partition, shared: SharedStore, target: InnerPath, progre
         copy_partition(source, out, progress.count)
 
 
-def _put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str) -> int:
+def put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str) -> int:
     """Never over a file that is whole: a job may have it open, which NFS does not forgive. Returns its size."""
     size = sif.status().st_size
     shared.policy.apply_to(sif, 0o555)
@@ -361,33 +360,33 @@ def _has_digest(path: InnerPath, sha256: str) -> bool:
     return False
 
 
-def _put_module(shared: SharedStore, folder: InnerPath, image: Image, stem: str) -> str:
+def put_module(shared: SharedStore, folder: InnerPath, image: Image, stem: str) -> str:
     """The link by which it is found comes last. Returns the module's name."""
     name, tasks = module_name(image.name, stem), image.tasks
     modules = shared.folder / module_folder(image.name)
     for needed in (*modules.way(), folder / f"{stem}.bin"):
         shared.policy.make_folder(needed)
     for command, script in command_files(image.name, stem, tasks).items():
-        _write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
-    _write(shared, folder / f"{stem}.module", modulefile(image.name, stem, image.description, tasks).encode())
-    _write(shared, modules / ".modulerc", rc_file(image.name).encode())
-    _link(modules / PurePosixPath(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
+        write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
+    write(shared, folder / f"{stem}.module", modulefile(image.name, stem, image.description, tasks).encode())
+    write(shared, modules / ".modulerc", rc_file(image.name).encode())
+    link(modules / PurePosixPath(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
     return name
 
 
-def _write_readme(shared: SharedStore) -> None:
+def write_readme(shared: SharedStore) -> None:
     if not (shared.folder / "README").lexists():
-        _write(shared, shared.folder / "README", _README.encode())
+        write(shared, shared.folder / "README", _README.encode())
 
 
-def _write(shared: SharedStore, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
+def write(shared: SharedStore, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
     with contextlib.suppress(OSError, ValueError):
         if path.read(max_size=len(data)) == data:
             return
     shared.write_file(path, data, mode)
 
 
-def _link(path: InnerPath, target: str) -> None:
+def link(path: InnerPath, target: str) -> None:
     """Let ``path`` lead to ``target``; to what it did before until then, whoever looks."""
     if path.link_target() != target:
         path.link(target)

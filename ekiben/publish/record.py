@@ -6,13 +6,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ekiben.builder.verify import Check
+from ekiben.core.errors import EngineError, VerifyError
 from ekiben.core.files import digest_of
+from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
+from ekiben.core.progress import Progress
 from ekiben.images.published import RECORD_FORMAT, SBOM_SUFFIX
-from ekiben.store import Image
+from ekiben.inspect.image_reader import open_sif
+from ekiben.signing.gpg import Keys, SignatureError
+from ekiben.signing.sif import check_sif
+from ekiben.store import Image, Store
 from ekiben.store.shared import user_name
 
 
@@ -69,3 +76,24 @@ def version_record(image: Image, file: PublishedFile, checks: Sequence[Check], s
         "published": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "by": user_name(os.geteuid()),
     }
+
+
+def sbom_of_file(sif: InnerPath, store: Store, progress: Progress) -> str | None:
+    """Return the SBOM, None where a package database is broken."""
+    from ekiben.inspect.sbom import write_sbom  # late: its library is slow to import
+
+    try:
+        with open_sif(sif) as reader:
+            return write_sbom(reader, store, progress)
+    except VerifyError as error:
+        progress.log(f"no SBOM: {error}")
+        return None
+
+
+def signer_of(sif: InnerPath) -> Key | None:
+    """Return who signed the file, as far as the user's keyring tells; None where it does not."""
+    try:
+        with sif.open_file() as stream:
+            return check_sif(Path(f"/proc/self/fd/{stream.fileno()}"), Keys())[0]
+    except (SignatureError, EngineError):
+        return None

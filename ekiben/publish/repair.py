@@ -12,17 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ekiben.core.checked import with_checksum
-from ekiben.core.errors import EkibenError, EngineError, StoreError, VerifyError
+from ekiben.core.errors import EkibenError, StoreError
 from ekiben.core.files import digest_of
 from ekiben.core.inner_path import InnerPath
-from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.images.published import SBOM_SUFFIX, UnrecordedVersion, image_folders, parse_record, unrecorded_versions
 from ekiben.inspect.image_info import image_of_sif
-from ekiben.inspect.image_reader import open_sif
-from ekiben.publish.record import PublishedFile, sha256_line, version_record
-from ekiben.signing.gpg import Keys, SignatureError
-from ekiben.signing.sif import check_sif
+from ekiben.publish.record import PublishedFile, sbom_of_file, sha256_line, signer_of, version_record
 from ekiben.store import Store
 from ekiben.store.shared import SharedStore, open_shared
 
@@ -65,8 +61,8 @@ def _repair(
     if not version.stem.endswith(f"-{sha256[:12]}"):
         raise StoreError(f"{version.file} is damaged: its SHA-256 is {sha256}, and its name has another one")
     sif_image = image_of_sif(sif, store, progress, version.name)
-    sbom = _make_sbom(sif, store, progress)
-    file = PublishedFile(stem=version.stem, sha256=sha256, size=version.size, id=sif_image.id, key=_signer(sif))
+    sbom = sbom_of_file(sif, store, progress)
+    file = PublishedFile(stem=version.stem, sha256=sha256, size=version.size, id=sif_image.id, key=signer_of(sif))
     record = version_record(sif_image.image, file, (), sbom)
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     record |= {"published": version.written, "previous": None, "repaired": now}
@@ -75,24 +71,3 @@ def _repair(
     if sbom is not None:
         shared.write_file(folder / f"{version.stem}{SBOM_SUFFIX}", sbom.encode())
     shared.write_file(folder / f"{version.stem}.json", json.dumps(with_checksum(record), indent=1).encode() + b"\n")
-
-
-def _make_sbom(sif: InnerPath, store: Store, progress: Progress) -> str | None:
-    """Return the SBOM, None where a package database is broken."""
-    from ekiben.inspect.sbom import write_sbom  # late: its library is slow to import
-
-    try:
-        with open_sif(sif) as reader:
-            return write_sbom(reader, store, progress)
-    except VerifyError as error:
-        progress.log(f"no SBOM: {error}")
-        return None
-
-
-def _signer(sif: InnerPath) -> Key | None:
-    """Return who signed the file, as far as the user's keyring tells; None where it does not."""
-    try:
-        with sif.open_file() as stream:
-            return check_sif(Path(f"/proc/self/fd/{stream.fileno()}"), Keys())[0]
-    except (SignatureError, EngineError):
-        return None

@@ -20,6 +20,7 @@ from ekiben.registry.reference import Reference
 from ekiben.run.image import NamedImage
 from ekiben.store import Store
 from support.hostile import NO_RECORDS
+from support.keyrings import keyring, used
 from support.registries import Cutter, real_registry
 from support.sample_recipe import RunCli, SampleRecipe, image_of, quiet, seeded
 from workspaces import Cli, Workspace, need
@@ -65,7 +66,7 @@ def test_sif_is_pulled_once(files_only: SampleRecipe, builder: Store, user: Stor
     with Cutter(host) as proxy:
         first = find(f"oras://{proxy.host}/lab/own:1", user)
         assert first.sif.read_bytes() == (tmp_path / "own.sif").read_bytes()
-        assert (first.name, first.tasks, first.note) == ("own", {"greet": "single"}, "")
+        assert (first.name, first.tasks, first.note) == (image_of(files_only, builder).name, {"greet": "single"}, "")
         assert first.sif.parent == user.cache / "pulled"
         pulled = proxy.passed_down
         assert pulled > first.sif.stat().st_size
@@ -201,6 +202,34 @@ def test_open_takes_a_reference(
     monkeypatch.setenv("EKIBEN_STORE", str(tmp_path / "mine/store"))
     (tmp_path / "mine").mkdir()
     assert list(ekiben.open(f"oras://{host}/lab/own:6").tasks) == ["greet"]
+
+
+def test_file_is_pushed_as_it_is(
+    run_cli: RunCli, files_only: SampleRecipe, builder: Store, user: Store, host: str, tmp_path: Path
+) -> None:
+    make_sif(image_of(files_only, builder), builder, tmp_path / "own.sif", squash=False)
+    argv = ("--store", user.root, "push")
+    printed = run_cli(*argv, tmp_path / "own.sif", f"{host}/lab/file:1", "--sbom").stdout
+    assert f"use     apptainer pull oras://{host}/lab/file:1" in printed and "sbom " in printed
+    image = find(f"oras://{host}/lab/file:1", user)
+    assert image.sif.read_bytes() == (tmp_path / "own.sif").read_bytes()
+    again = json.loads(run_cli(*argv, f"oras://{host}/lab/file:1", f"{host}/lab/copy:1", "--json").stdout)
+    assert again["sent"] < 10
+    refused = run_cli(*argv, tmp_path / "own.sif", f"{host}/lab/file:2", "--format", "docker", code=2).stderr
+    assert "is a SIF file, and is pushed as one: --format sif" in refused
+    (tmp_path / "no.sif").write_bytes(b"none")
+    assert "not a SIF file" in run_cli(*argv, tmp_path / "no.sif", f"{host}/lab/file:3", code=6).stderr
+
+
+def test_image_in_a_registry_is_signed(
+    run_cli: RunCli, files_only: SampleRecipe, builder: Store, user: Store, host: str
+) -> None:
+    with keyring() as ring, used(ring):
+        fingerprint = ring.make("Alice")
+        send(files_only, builder, f"{host}/lab/signed:1")
+        assert fingerprint in run_cli("--store", user.root, "sign", f"{host}/lab/signed:1").stdout
+        assert "(existing)" in run_cli("--store", user.root, "sign", f"{host}/lab/signed:1").stdout
+        assert fingerprint in run_cli("verify", f"{host}/lab/signed:1").stdout
 
 
 @pytest.mark.guard

@@ -1,8 +1,9 @@
 """Publish an image to a shared folder.
 
-Others run it from there and build on its layers. Missing layers are built first. With --modulefile, Environment Modules
-and Lmod find this version and later ones below DIR/modulefiles. With --repair, records that somebody removed from DIR
-or damaged are written anew, each from its image; nothing else is published.
+IMAGE is a recipe: its missing layers are built first, and others build on them. FILE.sif, a published NAME[:VERSION]
+or an image of a registry is copied as it is, with its signatures. With --modulefile, Environment Modules and Lmod find
+this version and later ones below DIR/modulefiles. With --repair, records that somebody removed from DIR or damaged are
+written anew, each from its image; nothing else is published.
 
 \b
 Examples:
@@ -31,14 +32,17 @@ from ekiben.cli.options import (
     RecipeType,
     TextType,
     engine_option,
+    file_of,
     find_signing_key,
     json_option,
+    key_for_file,
     recipe_options,
     refuse_ignored,
     sign_option,
 )
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
+from ekiben.publish.file import FileOptions, publish_file
 from ekiben.publish.publish import Published, open_destination, publish
 from ekiben.publish.repair import RepairedVersion, repair
 from ekiben.store import Store
@@ -46,8 +50,8 @@ from ekiben.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishResult:
-    """``task`` is the first of the recipe, or stands for any command; ``is_current``: the link `current` leads to the
-    version now.
+    """``recipe``: "" where a file was published; ``task`` is the first of the recipe, or stands for any command;
+    ``is_current``: the link `current` leads to the version now.
     """
 
     recipe: str
@@ -76,7 +80,8 @@ class PublishResult:
             yield (
                 f"module     module use {shlex.quote(f'{self.folder}/modulefiles')}; module load {shlex.quote(module)}"
             )
-        yield f"build on   EKIBEN_SHARED={shlex.quote(str(self.folder))} {command_name()} image {self.recipe}"
+        if self.recipe:
+            yield f"build on   EKIBEN_SHARED={shlex.quote(str(self.folder))} {command_name()} image {self.recipe}"
         if done.created and (self.folder / "catalog").is_dir():
             yield (
                 f"catalog    {command_name()} catalog {shlex.quote(str(self.folder))}   # adds this version to the"
@@ -105,7 +110,7 @@ class RepairResult:
 
 
 @click.command("publish", cls=Command, help=__doc__)
-@click.argument("recipe", required=False, type=RecipeType())
+@click.argument("recipe", metavar="IMAGE", required=False, type=RecipeType())
 @click.option("--to", "folder", type=PathType(), metavar="DIR", help="The folder colleagues read.")
 @click.option("--repair", "damaged", type=PathType(), metavar="DIR", help="Write missing records of DIR anew instead.")
 @click.option("--version", type=TextType(), metavar="VERSION", help="Default: the date, as 2026.11.21.")
@@ -147,8 +152,23 @@ def command(
         _repair(context, damaged.absolute())
         return
     if not recipe or not folder:
-        missing = "argument 'RECIPE'" if not recipe else "option '--to'"
-        raise UsageError(f"Missing {missing}", hint=f"{command_name()} publish RECIPE --to DIR")
+        missing = "argument 'IMAGE'" if not recipe else "option '--to'"
+        raise UsageError(f"Missing {missing}", hint=f"{command_name()} publish IMAGE --to DIR")
+    sif = file_of(context, recipe, recipe_options, "published")
+    if sif is not None:
+        key = key_for_file(context, sif, sign)
+        file_options = FileOptions(
+            version=version,
+            tags=tags,
+            pin=pin,
+            current=not no_current,
+            check=not no_verify,
+            key=key,
+            module=modulefile,
+        )
+        done = publish_file(sif, context.store, folder.absolute(), context.progress, file_options)
+        _print(context, folder.absolute(), done, not no_current)
+        return
     resolved, store, folder = recipe_options.resolve(recipe), context.store, folder.absolute()
     # An image takes minutes, a refusal none.
     open_destination(folder, version=version, tags=tags, current=not no_current, module=modulefile)
@@ -174,6 +194,13 @@ def command(
             recipe=resolved.cli_args, task=task, folder=folder, published=published, is_current=not no_current
         )
     )
+
+
+def _print(context: Context, folder: Path, published: Published, is_current: bool) -> None:
+    """Print what was published of a file."""
+    record = published.record
+    task = next(iter(record.tasks), "COMMAND")
+    context.print(PublishResult(recipe="", task=task, folder=folder, published=published, is_current=is_current))
 
 
 def _repair(context: Context, folder: Path) -> None:

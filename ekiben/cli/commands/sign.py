@@ -2,13 +2,14 @@
 
 IMAGE is FILE.sif, or a recipe, whose SIF in this folder is signed. The file gets the signature beside those that it
 has, and is replaced at once; a job that has it open keeps the former one. What was published is not changed: -o writes
-a signed copy.
+a signed copy. An image in a registry is signed there.
 
 \b
 Examples:
   ekiben sign lora-opencalm
   ekiben sign ./lora-opencalm.sif --key you@example.org
   ekiben sign lora-opencalm:2026.11.27 -o lora-opencalm.sif
+  ekiben sign registry.example.org/lab/lora-opencalm:1.2
 """
 
 from __future__ import annotations
@@ -35,27 +36,29 @@ from ekiben.cli.options import (
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.pgp_key import Key
-from ekiben.images import ImageOptions
+from ekiben.images import ImageOptions, registry_reference
+from ekiben.registry.client import Registry
 from ekiben.run.image import NamedImage
 from ekiben.signing import gpg
+from ekiben.signing.registry import sign_pushed
 from ekiben.signing.sif import sign_file
 
 
 @dataclass(frozen=True, slots=True)
 class SignResult:
-    """``is_new``: the key had not signed it before."""
+    """``image``: a file, or a reference by digest; ``is_new``: the key had not signed it before."""
 
-    sif: Path
+    image: str
     key: Key
     is_new: bool
 
     def to_json(self) -> dict[str, Any]:
         """Return what --json prints."""
-        return {"path": str(self.sif), "signed": asdict(self.key), "created": self.is_new}
+        return {"path": self.image, "signed": asdict(self.key), "created": self.is_new}
 
     def to_lines(self) -> Iterator[str]:
         """Yield what is printed."""
-        yield f"signed  {self.sif}  by {self.key}{'' if self.is_new else '  (existing)'}"
+        yield f"signed  {self.image}  by {self.key}{'' if self.is_new else '  (existing)'}"
 
 
 @click.command("sign", cls=Command, help=__doc__)
@@ -82,12 +85,19 @@ def command(
     included: tuple[Path, ...],
 ) -> None:
     """Find the file and the key, and sign."""
+    if output is None and (reference := registry_reference(image)):
+        signer = find_signing_key(context, key, "--key") or gpg.find_key(option="--key")
+        registry = Registry(reference)
+        _, digest = registry.fetch_manifest()
+        is_new = sign_pushed(registry, digest, signer)
+        context.print(SignResult(f"{str(reference).partition('@')[0]}@{digest}", signer, is_new))
+        return
     named = find_named(context, image, ImageOptions(stack=stack, layers=layers, included=included))
     sif = _file_to_sign(named, image, output)
     signer = find_signing_key(context, key, "--key") or gpg.find_key(option="--key")
     with context.progress.step(f"sign {sif}", total=sif.stat().st_size):
         is_new = sign_file(sif, output or sif, signer, context.progress.count)
-    context.print(SignResult(output or sif, signer, is_new))
+    context.print(SignResult(str(output or sif), signer, is_new))
 
 
 def _file_to_sign(image: NamedImage, reference: str, output: Path | None) -> Path:
