@@ -246,6 +246,8 @@ def add_signatures(path: Path, out: Path, signatures: Mapping[int, Signature]) -
                 for at, data in ((0, head), (info.table_at, table)):
                     file.seek(at)
                     file.write(data)
+    except struct.error as error:
+        raise StoreError(f"{path}: its header does not fit a SIF's, and cannot be written again") from error
     except OSError as error:
         raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
 
