@@ -175,6 +175,10 @@ MEANINGS = {
         "shared": "Folder that colleagues publish to: layers there are not built again",
         "registry": "Repository of layers, asked after that",
         "recipes": "Folders of recipes that are found by name; relative to this file",
+        "require_signature": (
+            "Full fingerprints of PGP keys: an image is run only if one of them has signed it. Where both files have "
+            "it, only keys in both count"
+        ),
         "jobs": "What `submit` uses where the command line does not say it",
         **{f"jobs.{key}": meaning for key, meaning in JOB_DEFAULTS.items()},
     },

@@ -173,28 +173,41 @@ def build(recipe: str | Path, **options: Unpack[BuildOptions]) -> Image:
 
 
 def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
-    """Open the SIF file ``name``, that of the recipe ``name`` in this folder, or what was published as NAME[:VERSION].
+    """Open the SIF file ``name``, that of the recipe ``name`` in this folder, what was published as NAME[:VERSION], or
+    an image in a registry, which is pulled once.
 
     Args:
-        name: a file, a recipe's name or folder, or a published image; where both are there, the recipe's.
+        name: a file, a recipe's name or folder, a published image, or a registry's reference
+            (``oras://HOST/NAME:TAG``); where both are there, the recipe's.
         include: files and folders outside the recipe's own that it may use.
 
     Raises:
         UsageError: there is no such recipe.
         DefinitionError: recipe.yaml is wrong, or leads out of the recipe's folder.
         StoreError: the file is not there, or is no SIF.
+        FetchError: the registry does not have the image, or does not answer.
     """
+    from ekiben.artifacts.pulled import pull_once
+    from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
     from ekiben.formats.sif import read_sif
     from ekiben.images import ImageOptions, find_image
+    from ekiben.store import Store
 
     reference = os.fspath(name)
     if reference.endswith(".sif") and not Path(name).is_file():
         raise StoreError(f"{reference} is not there")
-    options = ImageOptions(included=tuple(map(Path, include)), shared=lambda: read_settings(os.environ).shared)
+    settings = read_settings(os.environ)
+    options = ImageOptions(
+        included=tuple(map(Path, include)),
+        shared=lambda: settings.shared,
+        pull=lambda reference: pull_once(reference, Store(settings.store), Progress()),
+    )
     image = find_image(reference, options)
     if image.recipe and not image.sif.is_file():
         raise StoreError(f"{image.sif} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
+    if image.pulled and not image.sif.is_file():
+        raise StoreError(f"{image.pulled} is a Docker image that was not made by Ekiben, and is not opened")
     read_sif(image.sif)
     return Image(image.sif)
 
@@ -271,7 +284,9 @@ class Image:
             EngineError: there is no runtime here.
             UsageError: ``argv`` is empty, or a folder is not there.
             ExecutionError: ``check``, and the exit code is not 0.
+            VerifyError: it lacks the signature that config.yaml requires.
         """
+        _refuse_unsigned(self.path)
         result = Runtime().execute(
             self.path, argv, gpu=_gives_gpus(gpu), binds=binds, environment=environment, on_line=on_line
         )
@@ -286,7 +301,9 @@ class Image:
         Raises:
             UsageError: ``name`` cannot be an instance's, or a folder of ``binds`` is not there.
             EngineError: it does not start, or cannot be stopped.
+            VerifyError: it lacks the signature that config.yaml requires.
         """
+        _refuse_unsigned(self.path)
         runtime, gpu = Runtime(), _gives_gpus(gpu)
         started = runtime.start(self.path, name=name, gpu=gpu, binds=binds)
         try:
@@ -342,6 +359,18 @@ class RunningImage:
         """Run a program in the instance, as Image.execute() does."""
         result = self._runtime.execute(self._started, argv, gpu=self._gpu, environment=environment, on_line=on_line)
         return _checked(argv, result) if check else result
+
+
+def _refuse_unsigned(sif: Path) -> None:
+    from ekiben.core.settings import read_settings
+
+    settings = read_settings(os.environ)
+    if settings.require_signature:
+        from ekiben.core.progress import Progress
+        from ekiben.signing.policy import required_signature
+        from ekiben.store import Store
+
+        required_signature(settings.require_signature, Store(settings.store), Progress()).check(sif)
 
 
 def _gives_gpus(gpu: bool | None) -> bool:

@@ -5,9 +5,23 @@ make          the same with its tests: what `build`, `notebook` and the Python i
 exporters     the formats, one module each: sif, docker, oci
 load          an image loaded into an engine, for its exporter
 push, pull    an image in a registry
+push_file     the same of a SIF file as it is
+pulled        images of registries that commands name, each pulled once
 partial       a download that a later process resumes (for pull)
 reproduce     build an image again, and compare every byte
 recipe_state  compare an image with its recipe as it is now
 """
 
-__all__ = ["export", "exporters", "load", "make", "partial", "pull", "push", "recipe_state", "reproduce"]
+__all__ = [
+    "export",
+    "exporters",
+    "load",
+    "make",
+    "partial",
+    "pull",
+    "pulled",
+    "push",
+    "push_file",
+    "recipe_state",
+    "reproduce",
+]

@@ -78,6 +78,14 @@ def verify_sif(image: Image, sif: AnyPath, store: Store, log: Log, *, again: boo
     Raises VerifyError when one fails, and when the file is not the image's, StoreError when it cannot be read.
     """
     check_sif(image, sif, store, again=again)
+    return run_sif_tests(image, sif, store, log, again=again)
+
+
+def run_sif_tests(image: Image, sif: AnyPath, store: Store, log: Log, *, again: bool = False) -> Check | None:
+    """Run the tests in a SIF whose layers need not be in the store; None where neither runtime is here.
+
+    Raises VerifyError when one fails.
+    """
     runtime = program()
     if runtime is None:
         log_decision(f"tests in {sif}", "not run", "neither apptainer nor singularity is on PATH")

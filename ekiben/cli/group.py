@@ -44,7 +44,7 @@ SECTIONS = {
         "bundle",
         "wheels",
     ),
-    "Share": ("publish", "catalog", "push", "pull"),
+    "Share": ("publish", "catalog", "push", "pull", "sign"),
     "Inspect": ("list", "inspect", "diff", "sbom", "verify"),
     "Jobs": ("submit", "status", "logs", "cancel"),
     "Manage": ("lock", "prune", "completion"),

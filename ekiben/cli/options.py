@@ -21,15 +21,17 @@ from ekiben.core import plugins
 from ekiben.core.checked import shorten
 from ekiben.core.command_name import INSTALLED, command_name
 from ekiben.core.environment import ARCHITECTURES
-from ekiben.core.errors import UsageError, nearest
+from ekiben.core.errors import EngineError, UsageError, VerifyError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
 from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
+    from ekiben.core.pgp_key import Key
     from ekiben.images import ImageOptions
+    from ekiben.registry.reference import Reference
     from ekiben.resolve.graph import ResolvedRecipe
-    from ekiben.run.image import NamedImage
+    from ekiben.run.image import NamedImage, PulledImage
     from ekiben.spec.recipe import Recipe
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -334,20 +336,59 @@ def find_named(context: Context, reference: str, options: ImageOptions) -> Named
     """
     from ekiben.images import find_image
 
-    image = find_image(reference, replace(options, shared=lambda: context.settings.shared))
+    options = replace(options, shared=lambda: context.settings.shared, pull=lambda named: _pull(context, named))
+    image = find_image(reference, options)
     if image.note:
         context.log(image.note)
-    return image
+    return with_policy(context, image)
+
+
+def file_of(context: Context, reference: str, options: RecipeOptions, verb: str) -> Path | None:
+    """Return the SIF of an image that no recipe here builds: a file, a published one, one of a registry; else None.
+
+    ``verb``: what is done to it, for messages. Raises UsageError, StoreError, FetchError.
+    """
+    from ekiben.images import ImageOptions
+
+    named = ImageOptions(stack=options.stack, layers=options.layers, included=options.included)
+    image = find_named(context, reference, named)
+    if image.recipe is not None:
+        return None
+    refuse_ignored(f"is for building a recipe's image, and {reference} is built", "arch", "gpu_arch", "arguments")
+    if not image.sif.is_file():
+        raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not {verb}")
+    return image.sif
+
+
+def _pull(context: Context, reference: Reference) -> PulledImage:
+    from ekiben.artifacts.pulled import pull_once
+
+    return pull_once(reference, context.store, context.progress)
+
+
+def with_policy(context: Context, image: NamedImage) -> NamedImage:
+    """Return an image with the signature that the settings require before it is run."""
+    if (policy := context.settings.require_signature) is None:
+        return image
+    from ekiben.signing.policy import required_signature
+
+    return replace(image, signature=required_signature(policy, context.store, context.progress))
 
 
 def published_file(context: Context, reference: str) -> str:
-    """Return the SIF of a published NAME[:VERSION]; what names a recipe, a stored image or a path stays as it is.
+    """Return the SIF of a published NAME[:VERSION], or of an image in a registry; what names a recipe, a stored image
+    or a path stays as it is.
 
-    Raises UsageError, StoreError.
+    Raises UsageError, StoreError, FetchError.
     """
-    from ekiben.images import published_sif
+    from ekiben.images import ImageOptions, published_sif, registry_reference
     from ekiben.spec.recipe import recipe_folders
 
+    if registry_reference(reference):
+        image = find_named(context, reference, ImageOptions())
+        if not image.sif.is_file():
+            raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not read")
+        return str(image.sif)
     if "/" in reference or reference.endswith(".sif"):
         return reference
     is_recipe = reference in recipe_folders() or (Path(reference) / "recipe.yaml").is_file()
@@ -441,6 +482,38 @@ def engine_option(purpose: str) -> Callable[[Function], Function]:
     return click.option("--engine", type=kind, default="auto", show_default=True, help=purpose)
 
 
+def find_signing_key(context: Context, sign: str | None, option: str = "--sign") -> Key | None:
+    """Return the key of ``option``; without it the user's key that require_signature of the settings names, None
+    where nothing does.
+
+    Raises UsageError, SignatureError, EngineError.
+    """
+    from ekiben.signing import gpg, policy
+
+    required = context.settings.require_signature
+    if sign is not None:
+        key = gpg.find_key(sign, option)
+        if required and key.fingerprint not in required.fingerprints:
+            context.log(f"warning: {required} does not name {key}: this image will not be run here")
+        return key
+    return policy.signing_key(required) if required else None
+
+
+def key_for_file(context: Context, sif: Path, sign: str | None) -> Key | None:
+    """Return the key that signs a file: as find_signing_key(), but None for a file that has the required signature.
+
+    Raises UsageError, SignatureError, EngineError.
+    """
+    from ekiben.signing.policy import required_signature
+
+    required = context.settings.require_signature
+    if sign is None and required:
+        with contextlib.suppress(VerifyError):
+            required_signature(required, context.store, context.progress).check(sif)
+            return None
+    return find_signing_key(context, sign)
+
+
 def sign_option(function: Function) -> Function:
     """Add --sign with an optional key: None, or the key's name, empty for gpg's default."""
     return click.option(
@@ -449,7 +522,10 @@ def sign_option(function: Function) -> Function:
         is_flag=False,
         flag_value=_DEFAULT_KEY,
         metavar="[KEY]",
-        help="Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one.",
+        help=(
+            "Sign it with this PGP key, as gpg knows it; without KEY, with gpg's default or your only one. Where "
+            "config.yaml has require_signature, your key of those signs anyway."
+        ),
     )(function)
 
 

@@ -6,10 +6,14 @@ key.
     recipes: [~/recipes, /groups/lab/recipes]      # folders of recipes, found by name beside those of Ekiben itself
     jobs: {account: lab, time: "2:00:00"}          # what `submit` uses where the command line says nothing: see
     JobDefaults
+    require_signature: [FINGERPRINT]               # keys, one of which has to have signed an image before it is run
 
 An option on the command line comes first, then the environment (EKIBEN_STORE, EKIBEN_SHARED, EKIBEN_REGISTRY, and
 EKIBEN_RECIPES with a colon between folders; empty: none), then the user's file, then the site's. A folder that is not
 absolute is taken from where config.yaml lies. The command line reads them once and hands the values down.
+
+``require_signature`` has neither option nor variable. Where both files have it, an image needs the signature of a key
+that both name: a user can tighten the site's policy, not loosen it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 
 from ekiben.core.files import read_yaml
 from ekiben.core.paths import expand_home
+from ekiben.core.pgp_key import SignaturePolicy, full_fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +63,29 @@ class JobDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The content of config.yaml."""
+    """The content of config.yaml. ``require_signature``: fingerprints of keys; None: unsigned images are run, too."""
 
     shared: str | None = None
     registry: str | None = None
     recipes: tuple[str, ...] = ()
     jobs: JobDefaults = field(default_factory=JobDefaults)
+    require_signature: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.require_signature == ():
+            raise ValueError("require_signature: is empty; name the fingerprints of keys, or leave it out")
+        try:
+            for text in self.require_signature or ():
+                full_fingerprint(text)
+        except ValueError as error:
+            raise ValueError(f"require_signature: {error} (gpg --fingerprint shows it)") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """``store`` and ``shared`` are absolute; ``registry`` is a reference of a repository of layers; ``recipes``
-    are absolute folders whose recipes are known by name; ``jobs`` are the user's defaults and the site's.
+    are absolute folders whose recipes are known by name; ``jobs`` are the user's defaults and the site's;
+    ``require_signature`` is the policy that satisfies both files, None where neither has one.
 
     ``sources``: setting → where its value comes from, for messages; ``job_sources`` says it of each of ``jobs``.
     """
@@ -79,6 +95,7 @@ class Settings:
     registry: str | None = None
     recipes: tuple[Path, ...] = ()
     jobs: tuple[JobDefaults, ...] = ()
+    require_signature: SignaturePolicy | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     job_sources: tuple[str, ...] = ()
 
@@ -133,6 +150,11 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
         shared=expand_home(Path(shared_dir), f"shared folder ({sources['shared']})").absolute() if shared_dir else None,
         registry=values["registry"] or None,
         jobs=tuple(config.jobs for _, config in configs),
+        require_signature=SignaturePolicy.of_all(
+            SignaturePolicy(frozenset(map(full_fingerprint, config.require_signature)), (str(path),))
+            for path, config in configs
+            if config.require_signature is not None
+        ),
         recipes=tuple(
             (base / expand_home(Path(folder), f"folders of recipes ({sources['recipes']})")).absolute()
             for folder in folders

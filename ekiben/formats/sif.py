@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -90,6 +90,11 @@ class SifInfo:
     created: int
     descriptors: tuple[Descriptor, ...]
     head: bytes = field(default=b"", repr=False)
+
+    @property
+    def table_at(self) -> int:
+        """Return where the table of descriptors begins."""
+        return int(HEADER.unpack(self.head)[9])
 
     @property
     def layers(self) -> tuple[Descriptor, ...]:
@@ -206,6 +211,64 @@ def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
 
+def message_of_group(info: SifInfo, group: int, object_digest: Callable[[Descriptor], str]) -> bytes:
+    """Return what a signature of a group of a SIF has to sign, whoever made the file."""
+    objects = sorted((item for item in info.descriptors if item.group == group), key=lambda item: item.number)
+    numbered = [(item.number - objects[0].number, item) for item in objects]
+    signed = [
+        {
+            "relativeId": number,
+            "descriptorDigest": digest_of(signed_descriptor(item.raw, number)),
+            "objectDigest": object_digest(item),
+        }
+        for number, item in numbered
+    ]
+    message = {"version": 1, "header": {"digest": digest_of(signed_header(info.head))}, "objects": signed}
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def add_signatures(path: Path, out: Path, signatures: Mapping[int, Signature]) -> None:
+    """Write a SIF with further signatures, of these groups, to ``out``, which may be ``path``.
+
+    Raises StoreError when its table of data objects is full, and when ``out`` cannot be written.
+    """
+    info = read_sif(path)
+    try:
+        with open_regular(path, 0) as source:
+            size = os.fstat(source.fileno()).st_size
+            head, table = _with_signatures(path, source, info, size, signatures)
+            with _new_sif(out, size + sum(len(item.data) for item in signatures.values())) as file:
+                copy_partition(Partition(path, 0, size, ""), file, lambda _: None)
+                file.seek(size)
+                file.write(b"".join(item.data for item in signatures.values()))
+                for at, data in ((0, head), (info.table_at, table)):
+                    file.seek(at)
+                    file.write(data)
+    except struct.error as error:
+        raise StoreError(f"{path}: its header does not fit a SIF's, and cannot be written again") from error
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _with_signatures(
+    path: Path, source: BinaryIO, info: SifInfo, size: int, signatures: Mapping[int, Signature]
+) -> tuple[bytes, bytes]:
+    """Return the header and the table of a SIF of ``size`` bytes to which ``signatures`` are appended."""
+    *fields, free, total, at, length, data_at, _ = HEADER.unpack(info.head)
+    table = _read_table(path, source, total, at, length)
+    slots = [number for number, raw in enumerate(table) if not raw[4]]
+    if len(slots) < len(signatures):
+        raise StoreError(f"{path}: its table of {total} data objects is full", hint="build it again, and sign that")
+    number = max((item.number for item in info.descriptors), default=0)
+    for slot, (group, signature) in zip(slots, signatures.items(), strict=False):
+        number += 1
+        item = _signature_descriptor(number, group, size, signature)
+        table[slot] = _raw_descriptor(item, item.size, info.created, item.extra)
+        size += item.size
+    head = _raw_header(*fields, free - len(signatures), total, at, length, data_at, size - data_at)
+    return head, b"".join(table)
+
+
 def signed_header(head: bytes) -> bytes:
     """Return the fields of a header that a signature covers."""
     launch, magic, version, _, id = HEADER.unpack_from(head)[:5]
@@ -262,10 +325,25 @@ def _lay_out(
         descriptors.append(Descriptor(number, PARTITION, GROUP, start, size, name, SQUASHFS, partition_type))
         end = start + size
     if signature:
-        extra = SIGNATURE_EXTRA.pack(HASHES[signature.hash], bytes.fromhex(signature.fingerprint))
-        number, size = len(descriptors) + 1, len(signature.data)
-        descriptors.append(Descriptor(number, SIGNATURE, NO_GROUP, end, size, "", link=GROUP, extra=extra))
+        descriptors.append(_signature_descriptor(len(descriptors) + 1, GROUP, end, signature))
     return descriptors
+
+
+def _signature_descriptor(number: int, group: int, offset: int, signature: Signature) -> Descriptor:
+    extra = SIGNATURE_EXTRA.pack(HASHES[signature.hash], bytes.fromhex(signature.fingerprint))
+    return Descriptor(number, SIGNATURE, NO_GROUP, offset, len(signature.data), "", link=group, extra=extra)
+
+
+def _raw_descriptor(item: Descriptor, padded: int, time: int, extra: bytes) -> bytes:
+    """Return a descriptor as it is in a file; ``padded``: its bytes with the gap before it."""
+    return DESCRIPTOR.pack(
+        *(item.data_type, True, item.number, item.group, item.link, item.offset, item.size, padded),
+        *(time, time, 0, 0, item.name.encode(), extra),
+    )
+
+
+def _raw_header(*fields: bytes | int) -> bytes:
+    return HEADER.pack(*fields)
 
 
 def _begin(descriptors: Sequence[Descriptor], header: SifHeader) -> bytes:
@@ -287,13 +365,9 @@ def _head(descriptors: Sequence[Descriptor], sif_header: SifHeader) -> bytes:
         extra = item.extra
         if item.data_type == PARTITION:
             extra = PARTITION_EXTRA.pack(item.file_system, item.partition_type, arch)
-        padded = item.offset + item.size - end
-        table += DESCRIPTOR.pack(
-            *(item.data_type, True, item.number, item.group, item.link, item.offset, item.size, padded),
-            *(epoch, epoch, 0, 0, item.name.encode(), extra),
-        )
+        table += _raw_descriptor(item, item.offset + item.size - end, epoch, extra)
         end = item.offset + item.size
-    header = HEADER.pack(
+    header = _raw_header(
         *(LAUNCH, MAGIC, VERSION, arch, id, epoch, epoch),
         *(DESCRIPTOR_COUNT - len(descriptors), DESCRIPTOR_COUNT, DESCRIPTORS_AT, DATA_AT - DESCRIPTORS_AT),
         *(DATA_AT, end - DATA_AT),

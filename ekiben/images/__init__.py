@@ -5,6 +5,6 @@ published_sif  The file of a published one alone.
 published      Read what a shared folder says of its versions.
 """
 
-from ekiben.images.find import ImageOptions, find_image, published_sif
+from ekiben.images.find import ImageOptions, find_image, published_sif, registry_reference
 
-__all__ = ["ImageOptions", "find_image", "published", "published_sif"]
+__all__ = ["ImageOptions", "find_image", "published", "published_sif", "registry_reference"]

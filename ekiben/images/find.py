@@ -1,28 +1,31 @@
 """Find the image that a user names.
 
-What has a slash or ends in .sif is a path: of a recipe's folder, or of a SIF file. NAME is a recipe, else what was
-published under this name; NAME:VERSION is a published version, or a tag's.
+What has a slash or ends in .sif is a path: of a recipe's folder, or of a SIF file. Where nothing is there, and it
+begins with a registry's host or a scheme, it is an image in that registry. NAME is a recipe, else what was published
+under this name; NAME:VERSION is a published version, or a tag's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.core.checked import NAME
+from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.errors import FetchError, StoreError, UsageError, nearest
 from ekiben.core.inner_path import AnyPath, InnerPath
-from ekiben.images.published import VersionRecord, image_folders, read_records, tags
-from ekiben.run.image import RECIPE_FOLDER, NamedImage, shipped_recipe
+from ekiben.images.published import VersionRecord, image_folders, read_records, tags, unrecorded_versions
+from ekiben.registry.reference import Reference, is_reference
+from ekiben.run.image import RECIPE_FOLDER, NamedImage, PulledImage, shipped_recipe
 from ekiben.spec.recipe import Recipe, find_recipe, recipe_folders
 from ekiben.store.shared import IMAGES, open_shared
 
 CURRENT = "current"
-_SCHEMES = ("oras://", "docker://", "library://", "shub://", "https://", "http://")
 _SHOWN = 20  # versions that a message names
 
 
@@ -32,7 +35,7 @@ class ImageOptions:
 
     ``stack`` and ``layers`` name another image of a recipe; ``included``: what it may use elsewhere; ``sif``: its file
     (default: the image's name, in this folder); ``added_layer``: see Recipe; ``shared``: returns the folder where
-    colleagues publish, None where there is none.
+    colleagues publish, None where there is none; ``pull``: returns an image of a registry, None: it is refused.
     """
 
     stack: str | None = None
@@ -41,17 +44,19 @@ class ImageOptions:
     sif: Path | None = None
     added_layer: str | None = None
     shared: Callable[[], Path | None] = lambda: None
+    pull: Callable[[Reference], PulledImage] | None = None
 
 
 def find_image(reference: str, options: ImageOptions) -> NamedImage:
-    """Find the image of a recipe (its name or folder), a SIF file, or a published NAME[:VERSION].
+    """Find the image of a recipe (its name or folder), a SIF file, a published NAME[:VERSION], or an image in a
+    registry.
 
     Raises UsageError when there is none, DefinitionError for a recipe that is wrong, StoreError for a shared folder
-    that cannot be read.
+    that cannot be read, FetchError for a registry that does not have it or does not answer.
     """
     if _is_path(reference):
         return _at_path(reference, options)
-    name, colon, version = reference.partition(":")
+    name, colon, version = _split(reference)
     if colon:
         return _published_image(name, version, options)
     try:
@@ -74,10 +79,23 @@ def published_sif(reference: str, shared: Path | None) -> Path | None:
 
     Raises UsageError when the version is not there, StoreError when the folder cannot be read.
     """
-    name, colon, version = reference.partition(":")
-    if _is_path(reference) or not (colon or _is_published(name, shared)):
+    if _is_path(reference):
+        return None
+    name, colon, version = _split(reference)
+    if not (colon or _is_published(name, shared)):
         return None
     return _published_image(name, version, ImageOptions(shared=lambda: shared)).sif
+
+
+def _split(reference: str) -> tuple[str, str, str]:
+    """Return name, colon, version. Raises UsageError for a colon without a version."""
+    name, colon, version = reference.partition(":")
+    if colon and not version:
+        raise UsageError(
+            f"{reference}: the version after the colon is missing",
+            hint=f"{name}:{CURRENT} is the newest published image; {name} is a recipe's, or else that one",
+        )
+    return name, colon, version
 
 
 def _is_path(reference: str) -> bool:
@@ -85,10 +103,8 @@ def _is_path(reference: str) -> bool:
 
 
 def _at_path(reference: str, options: ImageOptions) -> NamedImage:
-    if reference.startswith(_SCHEMES):
-        raise UsageError(
-            f"{reference} is in a registry, and images are run from files", hint=f"ekiben pull {reference} -o NAME.sif"
-        )
+    if registry_reference(reference):
+        return _in_registry(reference, options)
     path = Path(reference)
     if path.name == "recipe.yaml" or (path / "recipe.yaml").is_file():
         return _of_recipe(find_recipe(reference, options.included), options)
@@ -99,6 +115,37 @@ def _at_path(reference: str, options: ImageOptions) -> NamedImage:
     if reference.endswith(".sif"):
         raise UsageError(f"{reference} is not there")
     raise UsageError(f"{reference}: no recipe.yaml there, and it is no SIF file")
+
+
+def registry_reference(text: str) -> Reference | None:
+    """Return the reference that a name is, None for a path. Raises UsageError for a scheme that is not read."""
+    if not is_reference(text) or ("://" not in text and (text.endswith(".sif") or os.path.lexists(text))):
+        return None
+    return Reference.parse(text)
+
+
+def _in_registry(text: str, options: ImageOptions) -> NamedImage:
+    _refuse_options(options, f"{text} is in a registry")
+    reference = Reference.parse(text)
+    if options.pull is None:
+        raise UsageError(
+            f"{text} is in a registry, and a file is needed", hint=f"{command_name()} pull {text} -o NAME.sif"
+        )
+    try:
+        pulled = options.pull(reference)
+    except FetchError as error:
+        if "://" in text:
+            raise
+        here = f"{text}: there is no such file or folder here, and no image in the registry {reference.host}"
+        raise FetchError(f"{here}: {error}", hint=error.hint) from error
+    stem = reference.repository.rpartition("/")[2]
+    log_decision(f"image {text}", pulled.engine or pulled.sif, "of a registry")
+    if not pulled.sif.is_file():
+        return NamedImage(name=stem, sif=pulled.sif, tasks=None, pulled=pulled.engine, note=pulled.note)
+    image = _named_file(pulled.sif)
+    name = stem if image.tasks is None else image.name
+    notes = "; ".join(filter(None, (pulled.note, image.note)))
+    return replace(image, name=name, sha256=pulled.sha256, pulled=pulled.engine, note=notes)
 
 
 def _of_recipe(recipe: Recipe, options: ImageOptions) -> NamedImage:
@@ -173,6 +220,7 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
         raise UsageError(f"{name}: an image's name is lower-case letters, digits, '.', '_' and '-'")
     folder = open_shared(shared).folder
     records, skipped = read_records(folder / IMAGES / name)
+    _refuse_unrecorded(name, version or CURRENT, folder / IMAGES / name, shared)
     if not records:
         if skipped:
             raise StoreError(f"{name} in {shared}: {skipped[0][0]}: {skipped[0][1]}")
@@ -181,7 +229,19 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
     record = _version_of(name, version or CURRENT, records, tags(folder / IMAGES / name))
     sif = folder / IMAGES / name / record.file
     log_decision(f"image {name}", sif, f"published {record.published} in {shared}")
-    return replace(_named_file(sif), name=name, sha256=record.sha256)
+    return replace(_named_file(sif), name=name, sha256=record.sha256, is_published=True)
+
+
+def _refuse_unrecorded(name: str, version: str, folder: InnerPath, shared: Path) -> None:
+    """Raise StoreError where the version that is meant is there, and its record is not: nothing says what it is."""
+    with contextlib.suppress(OSError):
+        named = Path(tags(folder).get(version, "")).name
+        for item in unrecorded_versions(folder):
+            if item.file == named or version in (item.version, item.stem.removeprefix(f"{name}-")):
+                raise StoreError(
+                    f"{name}:{version} is {item.file} in {shared}, and {item.reason}",
+                    hint=f"{command_name()} publish --repair {shared} writes it anew from the image",
+                )
 
 
 def _version_of(name: str, version: str, records: list[VersionRecord], links: dict[str, str]) -> VersionRecord:

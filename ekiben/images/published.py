@@ -1,6 +1,8 @@
 """Read what a shared folder says of its versions: records that any of its writers may have written.
 
-A version is there when its record is: the record is written last, and removed first. The record, one JSON object:
+A version is there when its record is: the record is written last, and removed first. Who published it is the owner of
+that file, as the kernel knows it. A SIF whose record somebody removed or damaged is a version without a record
+(unrecorded_versions()): ekiben/publish/repair.py writes it anew. The record, one JSON object:
 
     format       1
     name, recipe, version, stack, description
@@ -15,7 +17,9 @@ A version is there when its record is: the record is written last, and removed f
     sbom_sha256  that file's; missing in records of earlier versions
     labels, environment
     checks       runtime and seconds of every test that passed before it was published
-    published    when (UTC, ISO 8601); by: the login name
+    published    when (UTC, ISO 8601); by: the login name of its writer, who may write anything here: readers take the
+                 owner of the file
+    repaired     when the record was written anew from the image; missing where it was not
     previous     the file that `current` named before; null at first
     checksum     of all other fields (ekiben/core/checked.py); missing in records of earlier versions
 
@@ -24,24 +28,33 @@ A later version may add fields.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 from ekiben.core.checked import Fields, is_basename, parse_json, without_checksum
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
 from ekiben.formats import oci
+from ekiben.formats.sif import DATA_AT
 from ekiben.store import StoredLayer
-from ekiben.store.shared import IMAGES
+from ekiben.store.shared import IMAGES, user_name
 
 RECORD_FORMAT = 1
 SBOM_SUFFIX = ".cdx.json"  # as CycloneDX has it
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+]{0,63}")
 _RECORD_FILE = re.compile(r".+-[0-9a-f]{12}\.json")  # and not <stem>.cdx.json, say
+_SIF_FILE = re.compile(rf"(.+)-({VERSION.pattern})-[0-9a-f]{{12}}\.sif")
 _MAX_RECORD = 4 << 20  # bytes
+_MAX_REMOVAL = 1 << 16
+RECORD_MISSING = "its record is missing"
+REMOVED = ".removed"  # beside where a version was: who removed it is the owner of this file
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,8 @@ class PassedCheck:
 class VersionRecord:
     """One published version.
 
-    ``data`` is the record as it was read, with fields that this version of Ekiben does not know.
+    ``by`` is the owner of the record; ``data`` is the record as it was read, with fields that this version of Ekiben
+    does not know.
     """
 
     name: str
@@ -93,13 +107,50 @@ class VersionRecord:
         return tuple(str(labels.get(oci.LAYER_LABEL, "")).split()) if isinstance(labels, Mapping) else ()
 
 
+class NewerRecord(ValueError):
+    """A record of a later version of Ekiben, which is not damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnrecordedVersion:
+    """A SIF of a version whose record is missing or cannot be used; ``reason`` says which.
+
+    ``by``: the owner of the SIF; ``written``: when it was (UTC, ISO 8601); ``is_newer``: its record is one of a later
+    version of Ekiben.
+    """
+
+    name: str
+    version: str
+    file: str
+    size: int
+    by: str
+    written: str
+    reason: str
+    is_newer: bool = False
+
+    @property
+    def stem(self) -> str:
+        """Return the name that the version's files begin with."""
+        return self.file.removesuffix(".sif")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A version that was removed: ``by`` is the owner of the note about it; ``removed``: when (UTC, ISO 8601)."""
+
+    file: str
+    by: str
+    removed: str
+
+
 def read_record(path: InnerPath) -> VersionRecord:
     """Read the record ``path`` of a version in its image's folder.
 
     Raises ValueError that says what is wrong with it.
     """
     try:
-        record = parse_record(parse_json(path.read(max_size=_MAX_RECORD)), path.parent.name)
+        data, owner = _read_owned(path, _MAX_RECORD)
+        record = replace(parse_record(parse_json(data), path.parent.name), by=user_name(owner))
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     if record.stem != path.name.removesuffix(".json"):
@@ -115,11 +166,20 @@ def read_record(path: InnerPath) -> VersionRecord:
     return record
 
 
+def _read_owned(path: InnerPath, max_size: int) -> tuple[bytes, int]:
+    """Return what is in a file, and whose it is. Raises OSError, ValueError for a larger one."""
+    with path.open_file() as stream:
+        status = os.fstat(stream.fileno())
+        if status.st_size > max_size:
+            raise ValueError(f"has {status.st_size} bytes, more than {max_size}")
+        return stream.read(status.st_size), status.st_uid
+
+
 def parse_record(data: object, name: str) -> VersionRecord:
     """Check the record of a version of the image ``name``. Raises ValueError."""
     fields = Fields.of(data)
     if fields.size("format") != RECORD_FORMAT:
-        raise ValueError(f"is of format {fields.size('format')}; this Ekiben reads format {RECORD_FORMAT}")
+        raise NewerRecord(f"is of format {fields.size('format')}; this Ekiben reads format {RECORD_FORMAT}")
     fields = Fields(without_checksum(fields.data))
     if fields.name("name") != name:
         raise ValueError(f"'name' is of another image: {fields.name('name')}")
@@ -176,6 +236,63 @@ def read_records(folder: InnerPath) -> tuple[list[VersionRecord], list[tuple[str
         except ValueError as error:
             skipped.append((path.name, str(error)))
     return sorted(records, key=lambda record: (record.published, record.file)), skipped
+
+
+def unrecorded_versions(folder: InnerPath) -> list[UnrecordedVersion]:
+    """Return the versions of the image in ``folder`` whose record is missing or cannot be used, sorted by file.
+
+    No SIF is read: that would count as its last use. Raises OSError.
+    """
+    versions = []
+    for path in folder.entries():
+        match = _SIF_FILE.fullmatch(path.name)
+        if match is None or match[1] != folder.name:
+            continue
+        reason, is_newer = RECORD_MISSING, False
+        try:
+            read_record(path.with_name(f"{path.name.removesuffix('.sif')}.json"))
+            continue
+        except ValueError as error:
+            if path.with_name(f"{path.name.removesuffix('.sif')}.json").lexists():
+                reason, is_newer = f"its record {error}", isinstance(error, NewerRecord)
+        with contextlib.suppress(OSError):  # prune is at work
+            status = path.status()
+            if not stat.S_ISREG(status.st_mode) or status.st_size < DATA_AT:  # less than a SIF's header and table
+                continue
+            versions.append(
+                UnrecordedVersion(
+                    name=folder.name,
+                    version=match[2],
+                    file=path.name,
+                    size=status.st_size,
+                    by=user_name(status.st_uid),
+                    written=datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds"),
+                    reason=reason,
+                    is_newer=is_newer,
+                )
+            )
+    return versions
+
+
+def removals(folder: InnerPath) -> list[Removal]:
+    """Return the versions of the image in ``folder`` that were removed, oldest first. Raises OSError."""
+    removed = []
+    for path in folder.entries():
+        file = f"{path.name.removesuffix(REMOVED)}.sif"
+        if path.name.endswith(REMOVED) and _SIF_FILE.fullmatch(file) and not path.with_name(file).lexists():
+            with contextlib.suppress(OSError, ValueError):  # written by hand
+                data, owner = _read_owned(path, _MAX_REMOVAL)
+                removed.append(Removal(file, user_name(owner), Fields.of(parse_json(data)).time("removed")))
+    return sorted(removed, key=lambda item: (item.removed, item.file))
+
+
+def removal_note(version: VersionRecord | UnrecordedVersion) -> bytes:
+    """Return what is written when a version is removed."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    note = {"file": version.file, "size": version.size, "removed": now}
+    if isinstance(version, VersionRecord):
+        note |= {"sha256": version.sha256, "published": version.published}
+    return json.dumps(note).encode() + b"\n"
 
 
 def image_folders(shared_dir: InnerPath) -> list[InnerPath]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, VerifyError
 from ekiben.core.files import digest_of, open_regular
+from ekiben.core.inner_path import AnyPath
 from ekiben.formats.layer import Entry
 from ekiben.formats.sif import USERS, SifInfo, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
@@ -140,7 +141,14 @@ def _open_blob(
         raise StoreError(f"{name}: layer {digest} is not in {store.root}: {error.strerror}", hint=hint) from error
 
 
-def _open_sif(path: Path, stack: contextlib.ExitStack) -> ImageReader:
+@contextlib.contextmanager
+def open_sif(path: AnyPath) -> Iterator[ImageReader]:
+    """Open a SIF to be read. Raises StoreError."""
+    with contextlib.ExitStack() as stack:
+        yield _open_sif(path, stack)
+
+
+def _open_sif(path: AnyPath, stack: contextlib.ExitStack) -> ImageReader:
     try:
         info = read_sif(path)
     except StoreError as error:

@@ -19,10 +19,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import shlex
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.message import Message
 from pathlib import Path
@@ -40,19 +38,15 @@ from packageurl import PackageURL
 from packaging.requirements import InvalidRequirement, Requirement
 
 from ekiben.core.checked import Fields, parse_json
-from ekiben.core.command_name import command_name
-from ekiben.core.errors import UsageError
 from ekiben.core.progress import Progress
 from ekiben.formats import oci
-from ekiben.formats.layer import write_entries
 from ekiben.formats.sif import read_sif, sif_header
-from ekiben.formats.tar import DigestWriter
 from ekiben.formats.users import users_partition
 from ekiben.inspect._records import published_layers
+from ekiben.inspect.image_info import ImageInfo, config_of, image_info, layers_of
 from ekiben.inspect.image_reader import (
     DebianPackage,
     ImageReader,
-    LayerReader,
     PythonPackage,
     debian_packages,
     open_image,
@@ -60,7 +54,7 @@ from ekiben.inspect.image_reader import (
     python_packages,
 )
 from ekiben.inspect.licenses import debian_licenses, is_id, is_license_expression, python_licenses
-from ekiben.inspect.metadata import IMAGE_METADATA, CompiledWheel, ImageMetadata
+from ekiben.inspect.metadata import CompiledWheel
 from ekiben.packages.installed import DPKG_STATUS, plain_name
 from ekiben.spec.stack import read_pins
 from ekiben.store import Image, Store, StoredLayer
@@ -92,9 +86,9 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
 
     ``known``: layers whose diff_id need not be computed. Raises StoreError, UsageError, VerifyError.
     """
-    info = _image_info(image)
+    info = image_info(image)
     debian, python, locks = debian_packages(image), python_packages(image), _locks(image)
-    layers = _layers(image, info, store, progress, known)
+    layers = layers_of(image, info, store, progress, known)
     drift = _drift(layers)
     components = {"os": _system(info.distribution)}
     components |= {_key(item): _debian(item, image, info, layers, drift) for item in debian}
@@ -130,109 +124,18 @@ def write_sbom(image: ImageReader, store: Store, progress: Progress, known: Iter
 # ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _ImageInfo:
-    """What the image says of itself; ``layers`` and ``compiled`` as ekiben.resolve.resolve wrote them into it."""
-
-    recipe: str
-    stack: str
-    layers: list[tuple[str, str]]
-    compiled: list[CompiledWheel]
-    labels: dict[str, str]
-    environment: dict[str, str]
-    deffile: str
-    epoch: int
-    distribution: dict[str, str]
-
-
-def _image_info(image: ImageReader) -> _ImageInfo:
-    def text(path: str) -> str:
-        return (image.read_through_links(path) or b"").decode("utf-8", "surrogateescape")
-
-    try:
-        metadata = ImageMetadata.parse(image.read_through_links(IMAGE_METADATA) or b"")
-        labels = Fields.of({"labels": parse_json(text(".singularity.d/labels.json"))}).texts("labels")
-        exports = shlex.split(text(".singularity.d/env/90-environment.sh").removeprefix("#!/bin/sh\n"))
-        release = shlex.split(text("etc/os-release"), comments=True)
-        return _ImageInfo(
-            recipe=metadata.recipe,
-            stack=metadata.stack,
-            layers=metadata.layers,
-            compiled=metadata.compiled,
-            labels=labels,
-            environment=_assignments(exports),
-            deffile=text(".singularity.d/Singularity"),
-            epoch=image.tree["opt/ekiben"][0].mtime,
-            distribution=_assignments(release),
-        )
-    except (ValueError, KeyError) as error:
-        raise UsageError(
-            f"{image.name} is no image of Ekiben's: nothing in it says what it is made of (/opt/ekiben/image.json)",
-            hint=f"scan any other image with a tool such as syft; build a recipe's with {command_name()} build RECIPE",
-        ) from error
-
-
-def _assignments(arguments: Iterable[str]) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in arguments if "=" in word)
-
-
-def _layers(
-    image: ImageReader, info: _ImageInfo, store: Store, progress: Progress, known: Iterable[StoredLayer]
-) -> list[StoredLayer]:
-    """Return the layers as far as known, "" where not: a flat partition has none, and no layer has its key."""
-    named = [*info.layers, (info.recipe, "")]
-    if len(image.layers) != len(named):
-        return [_layer(name, key) for name, key in named]
-    seen = {layer.digest: layer for layer in known}
-    layers = []
-    for layer, (name, key) in zip(image.layers, named, strict=True):
-        record = layer.stored or seen.get(layer.digest) or (store.layer(key) if key else None)
-        if record is None or record.digest != layer.digest:
-            record = _layer(name, key, layer, _diff_id(layer, progress))
-        layers.append(replace(record, name=name, cache_key=key))
-    return layers
-
-
-def _layer(name: str, key: str, layer: LayerReader | None = None, diff_id: str = "") -> StoredLayer:
-    return StoredLayer(
-        name=name,
-        cache_key=key,
-        diff_id=diff_id,
-        tar_size=0,
-        digest=layer.digest if layer else "",
-        size=layer.size if layer else 0,
-        executor="",
-        seconds=0.0,
-        inputs={},
-    )
-
-
-def _diff_id(layer: LayerReader, progress: Progress) -> str:
-    sink = DigestWriter()
-    with progress.step(f"diff_id of layer {layer.name}, {layer.size / 1e6:.0f} MB, which no record here knows"):
-        write_entries(layer.reader.contents(), sink)
-    return sink.diff_id
-
-
 def _drift(layers: Iterable[StoredLayer]) -> dict[str, str]:
     """Return package → its line of the lock mismatches."""
     return {line.split(" ", 1)[0]: line for layer in layers for line in layer.drift}
 
 
 def _image_component(
-    image: ImageReader, info: _ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str], has_debian: bool
+    image: ImageReader, info: ImageInfo, layers: Sequence[StoredLayer], drift: Mapping[str, str], has_debian: bool
 ) -> Component:
     identity, hashes = read_sif(Path(image.name)).id if not layers[0].diff_id else "", list[HashType]()
     properties = [Property(name="ekiben:stack", value=info.stack)]
     if layers[0].diff_id:
-        config = oci.image_config(
-            layers,
-            environment=info.environment,
-            labels=info.labels,
-            epoch=info.epoch,
-            platform=f"linux/{image.arch}",
-            working_dir=oci.WORKING_DIR,
-        )
+        config = config_of(info, layers, image.arch)
         identity = oci.digest_of(config)
         hashes.append(HashType(alg=HashAlgorithm.SHA_256, content=identity.removeprefix("sha256:")))
         users = users_partition([layer.reader for layer in image.layers], info.epoch)
@@ -308,7 +211,7 @@ def _package(
 def _debian(
     package: DebianPackage,
     image: ImageReader,
-    info: _ImageInfo,
+    info: ImageInfo,
     layers: Sequence[StoredLayer],
     drift: Mapping[str, str],
 ) -> Component:
@@ -344,7 +247,7 @@ def _layer_of(
 def _python(
     package: PythonPackage,
     image: ImageReader,
-    info: _ImageInfo,
+    info: ImageInfo,
     layers: Sequence[StoredLayer],
     locks: Locks,
     ref: str,

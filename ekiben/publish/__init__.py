@@ -2,7 +2,10 @@
 
 publish   Write an image into it.
 prune     List what is in it, and remove what nobody uses.
+file      The same with a SIF file as it is.
+repair    Write its missing records anew.
+record    The record of a version.
 catalog   Write pages about it.
 """
 
-__all__ = ["catalog", "prune", "publish"]
+__all__ = ["catalog", "file", "prune", "publish", "record", "repair"]

@@ -10,15 +10,28 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
 from ekiben.core.errors import StoreError, UsageError, nearest
 from ekiben.core.inner_path import InnerPath
-from ekiben.images.published import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
+from ekiben.images.published import (
+    REMOVED,
+    SBOM_SUFFIX,
+    UnrecordedVersion,
+    VersionRecord,
+    image_folders,
+    read_records,
+    removal_note,
+    tags,
+    unrecorded_versions,
+)
 from ekiben.run.modulefile import MODULES
 from ekiben.store.shared import IMAGES, SharedStore, open_shared
 
 _OF_A_VERSION = re.compile(r"(.+)\.(sif|sif\.sha256|cdx\.json|runs|module|bin)")
 _DAY = 86400
+
+Version: TypeAlias = VersionRecord | UnrecordedVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +52,27 @@ def published(shared_dir: Path) -> dict[str, list[VersionRecord]]:
         raise StoreError(f"{shared_dir / IMAGES} cannot be read: {error.strerror}") from error
 
 
+def _all_versions(shared: SharedStore) -> dict[str, list[Version]]:
+    """Return every version, with and without its record: image → its versions. Raises StoreError."""
+    try:
+        folders = image_folders(shared.folder)
+        return {folder.name: [*read_records(folder)[0], *unrecorded_versions(folder)] for folder in folders}
+    except OSError as error:
+        raise StoreError(f"{shared.shared_dir / IMAGES} cannot be read: {error.strerror}") from error
+
+
 def prune(
     shared_dir: Path, *, names: Sequence[str] = (), unused_for: float = 30, grace: float = 7, dry_run: bool = False
 ) -> tuple[list[PruneDecision], int, int]:
     """Remove versions that nobody used for ``unused_for`` days, and with them layers that no other version has.
 
-    What is pinned or tagged stays. ``names`` are files, or images whose every other version goes at once. What goes is
-    moved to trash/ and removed ``grace`` days later: until then, a job that began with it goes on.
+    What is pinned or tagged stays. A version whose record is missing is treated like the others. ``names`` are files,
+    or images whose every other version goes at once. What goes is moved to trash/ and removed ``grace`` days later:
+    until then, a job that began with it goes on.
     Returns the decisions, and the bytes moved aside and removed for good. Raises StoreError, UsageError.
     """
     shared = open_shared(shared_dir)
-    known = published(shared_dir)
+    known = _all_versions(shared)
     _refuse_unknown(names, known)
     decisions = []
     for record in (record for versions in known.values() for record in versions):
@@ -64,7 +87,7 @@ def prune(
                     if record.stem in going and _is_kept_by_now(shared, record, names, unused_for):
                         going.remove(record.stem)
                     elif record.stem in going:
-                        _discard_version(shared, shared.folder / IMAGES / name, record.stem)
+                        _discard_version(shared, shared.folder / IMAGES / name, record)
                 _discard_strays(shared, shared.folder / IMAGES / name)
             _discard_dangling(shared)
             shared.drop_dangling()
@@ -72,22 +95,23 @@ def prune(
     return decisions, sum(decision.size for decision in decisions if not decision.keep), removed
 
 
-def _refuse_unknown(names: Sequence[str], known: Mapping[str, Sequence[VersionRecord]]) -> None:
+def _refuse_unknown(names: Sequence[str], known: Mapping[str, Sequence[Version]]) -> None:
     files = [record.file for versions in known.values() for record in versions]
     for name in names:
         if name not in known and name not in files:
             raise UsageError(f"nothing named '{name}' was published there." + nearest(name, [*known, *files]))
 
 
-def _decide(shared: SharedStore, record: VersionRecord, names: Sequence[str], unused_for: float) -> PruneDecision:
+def _decide(shared: SharedStore, record: Version, names: Sequence[str], unused_for: float) -> PruneDecision:
     folder = shared.folder / IMAGES / record.name
     named = [tag for tag, target in sorted(tags(folder).items()) if target == record.file]
-    days = (time.time() - shared.last_use((folder / record.file).status())) / _DAY
+    status = (folder / record.file).status()
+    days = (time.time() - shared.last_use(status)) / _DAY
     if (folder / f"{record.stem}.pin").lexists():
         keep, reason = True, "pinned"
     elif named:
         keep, reason = True, f"tagged {', '.join(named)}"
-    elif record.layers[-1].cache_key in shared.announced_keys():
+    elif _is_being_published(shared, record, status):
         keep, reason = True, "being published"
     elif record.name in names or record.file in names:
         keep, reason = False, "asked for"
@@ -95,10 +119,19 @@ def _decide(shared: SharedStore, record: VersionRecord, names: Sequence[str], un
         keep, reason = True, "its last use is not known here (noatime): name it to remove it"
     else:
         keep, reason = days < unused_for, f"last used {days:.0f} days ago"
-    return PruneDecision(record.file, record.size, keep, reason)
+    missing = f", and {record.reason}" if isinstance(record, UnrecordedVersion) else ""
+    return PruneDecision(record.file, record.size, keep, reason + missing)
 
 
-def _is_kept_by_now(shared: SharedStore, record: VersionRecord, names: Sequence[str], unused_for: float) -> bool:
+def _is_being_published(shared: SharedStore, record: Version, status: os.stat_result) -> bool:
+    """Return whether a running publisher needs it; a SIF without a record may be its new one."""
+    announced = shared.announced_keys()
+    if isinstance(record, VersionRecord):
+        return record.layers[-1].cache_key in announced
+    return bool(announced) and status.st_mtime > time.time() - _DAY
+
+
+def _is_kept_by_now(shared: SharedStore, record: Version, names: Sequence[str], unused_for: float) -> bool:
     """Return whether a version is kept now: a publisher may have announced it after the first look."""
     try:
         return _decide(shared, record, names, unused_for).keep
@@ -106,9 +139,11 @@ def _is_kept_by_now(shared: SharedStore, record: VersionRecord, names: Sequence[
         return False
 
 
-def _discard_version(shared: SharedStore, folder: InnerPath, stem: str) -> None:
-    """Remove a version, its record first: without a record the version does not exist."""
-    beside = [path for path in folder.entries() if path.name.startswith(f"{stem}.")]
+def _discard_version(shared: SharedStore, folder: InnerPath, version: Version) -> None:
+    """Note that this user removes a version, and remove it, its record first: without it there is none."""
+    stem = version.stem
+    shared.write_file(folder / f"{stem}{REMOVED}", removal_note(version))
+    beside = [path for path in folder.entries() if path.name.startswith(f"{stem}.") and path.name != f"{stem}{REMOVED}"]
     beside.sort(key=lambda path: path.name != f"{stem}.json")
     for path in beside:
         with contextlib.suppress(FileNotFoundError):
@@ -116,6 +151,7 @@ def _discard_version(shared: SharedStore, folder: InnerPath, stem: str) -> None:
     if f"{stem}.sif" in tags(folder).values():  # a publisher links, then looks whether the file is there
         for path in beside[::-1]:
             shared.restore(path)
+        (folder / f"{stem}{REMOVED}").remove(missing_ok=True)
 
 
 def _discard_strays(shared: SharedStore, folder: InnerPath) -> None:
@@ -123,6 +159,7 @@ def _discard_strays(shared: SharedStore, folder: InnerPath) -> None:
     entries = folder.entries()
     records = [path.name for path in entries if path.name.endswith(".json") and not path.name.endswith(SBOM_SUFFIX)]
     recorded = {name.removesuffix(".json") for name in records}
+    recorded |= {version.stem for version in unrecorded_versions(folder)}
     for path in entries:
         with contextlib.suppress(FileNotFoundError):
             status = path.status()

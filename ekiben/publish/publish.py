@@ -6,6 +6,7 @@ from.
         its sha256 <name>-<version>-<digest12>.sif.sha256    for `sha256sum -c` <name>-<version>-<digest12>.cdx.json
         its SBOM (ekiben/inspect/sbom.py) <name>-<version>-<digest12>.json          its record
         (ekiben/images/published.py) <name>-<version>-<digest12>.pin           when it is there, prune keeps the image
+        <name>-<version>-<digest12>.removed       when and by whom (its owner) the version was removed
         <name>-<version>-<digest12>.runs/         records of runs with it, kept by ekiben/publish/catalog/runs.py
         <name>-<version>-<digest12>.module, .bin/ its modulefile, and the commands of that (ekiben/run/modulefile.py)
         current -> <name>-<version>-<digest12>.sif    the newest; other links beside it are tags: they keep an image,
@@ -23,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import getpass
 import hashlib
 import json
 import os
@@ -32,9 +32,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from ekiben.builder.verify import Check, verify
+from ekiben.builder.verify import verify
 from ekiben.core.checked import with_checksum
 from ekiben.core.errors import StoreError, UsageError, VerifyError
 from ekiben.core.files import digest_of
@@ -43,7 +42,8 @@ from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.formats.partition import Partition, copy_partition
 from ekiben.formats.sif import SifHeader, Signature, write_sif
-from ekiben.images.published import RECORD_FORMAT, SBOM_SUFFIX, VERSION, VersionRecord, read_records
+from ekiben.images.published import REMOVED, SBOM_SUFFIX, VERSION, VersionRecord, read_records
+from ekiben.publish.record import PublishedFile, sha256_line, version_record
 from ekiben.run.modulefile import (
     check_shared_dir,
     command_files,
@@ -58,7 +58,7 @@ from ekiben.store.shared import IMAGES, SharedStore
 
 CURRENT = "current"
 _ATTEMPTS = 5
-_ENDINGS = (".sif", ".sha256", ".json", ".pin")
+_ENDINGS = (".sif", ".sha256", ".json", ".pin", REMOVED)
 _README = """\
 Container images, published with Ekiben. To run one, no Ekiben is needed:
 
@@ -143,7 +143,7 @@ def publish(
     header = image.sif_header(store)
     request = _Request(image=image, store=store, header=header, shared=shared, progress=progress, options=options)
     with shared.translated_errors(), shared.building(layer.cache_key for layer in image.layers):
-        _write_readme(shared)
+        write_readme(shared)
         folder = request.folder
         shared.policy.make_folder(folder)
         bytes_copied, created = 0, False
@@ -154,14 +154,14 @@ def publish(
                 bytes_copied += _put(request)
                 if (record := _find_intact(request)) is None:
                     continue  # a prune that began before this announcement removed it
-            _write(shared, folder / f"{record.file}.sha256", _sum_line(record.sha256, record.file))
+            write(shared, folder / f"{record.file}.sha256", sha256_line(record.sha256, record.file))
             if options.pin:
-                _write(shared, folder / f"{record.stem}.pin", b"")
+                write(shared, folder / f"{record.stem}.pin", b"")
             for tag in (*([CURRENT] if options.current else []), *options.tags):
-                _link(folder / tag, record.file)
+                link(folder / tag, record.file)
             module_loaded = None
             if options.module or (shared.folder / module_folder(image.name)).is_folder():
-                module_loaded = _put_module(shared, folder, image, record.stem)
+                module_loaded = put_module(shared, folder, image, record.stem)
             if _find_intact(request) is not None:
                 return Published((folder / record.file).path, record, bytes_copied, created, module_loaded)
     raise StoreError(
@@ -219,22 +219,16 @@ def _is_intact(request: _Request, record: VersionRecord) -> bool:
     return True
 
 
-def _sum_line(sha256: str, file: str) -> bytes:
-    """Return the content of a .sha256 file."""
-    return f"{sha256}  {file}\n".encode()
-
-
-def _stem(request: _Request, sha256: str) -> str:
+def new_stem(folder: InnerPath, name: str, version: str | None, sha256: str) -> str:
     """Return the name that a SIF of this digest has there already, of which something is damaged, or a new one."""
-    image, end = request.image, sha256[:12]
-    version = request.options.version
+    end = sha256[:12]
     if version is None:
-        start, end_of_record = f"{image.name}-", f"-{end}.json"
-        names = [path.name for path in request.folder.entries()]
-        records = [name for name in names if name.startswith(start) and name.endswith(end_of_record)]
-        versions = (name.removeprefix(start).removesuffix(end_of_record) for name in records)
+        start, end_of_record = f"{name}-", f"-{end}.json"
+        names = [path.name.replace(".sif", ".json") for path in folder.entries()]  # its record may be gone
+        records = [file for file in names if file.startswith(start) and file.endswith(end_of_record)]
+        versions = (file.removeprefix(start).removesuffix(end_of_record) for file in records)
         version = next((item for item in versions if VERSION.fullmatch(item)), None)
-    return f"{image.name}-{version or f'{datetime.now(UTC):%Y.%m.%d}'}-{end}"
+    return f"{name}-{version or f'{datetime.now(UTC):%Y.%m.%d}'}-{end}"
 
 
 def _put_layers(shared: SharedStore, sif: InnerPath, image: Image) -> bool:
@@ -267,59 +261,20 @@ def _put(request: _Request) -> int:
         checks = verify(image, store, progress, sifs=[sif]) if request.options.check else []
         _put_wheels(image, store, shared, staging, progress)
         sbom = _make_sbom(image, store, progress)
-        stem = _stem(request, sha256)
+        stem = new_stem(request.folder, image.name, request.options.version, sha256)
         published = request.folder / f"{stem}.sif"
-        size = _put_sif(shared, sif, published, sha256)
+        size = put_sif(shared, sif, published, sha256)
         note_sif(request.header, published, store, sha256=sha256)
         if not _put_layers(shared, published, image):
             return bytes_copied
-        _write(shared, request.folder / f"{stem}.sif.sha256", _sum_line(sha256, published.name))
+        write(shared, request.folder / f"{stem}.sif.sha256", sha256_line(sha256, published.name))
         if sbom is not None:
-            _write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
-    record = with_checksum(_record_of(request, stem, sha256, size, checks, sbom))
-    _write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
+            write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
+    file = PublishedFile(stem=stem, sha256=sha256, size=size, id=request.header.id, key=request.options.key)
+    record = version_record(image, file, checks, sbom)
+    record = with_checksum({**record, "previous": (request.folder / CURRENT).link_target()})
+    write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return bytes_copied
-
-
-def _record_of(
-    request: _Request, stem: str, sha256: str, size: int, checks: Sequence[Check], sbom: str | None
-) -> dict[str, Any]:
-    image, key = request.image, request.options.key
-    return {
-        "format": RECORD_FORMAT,
-        "name": image.name,
-        "recipe": image.recipe,
-        "version": stem.removeprefix(f"{image.name}-").rpartition("-")[0],
-        "stack": image.stack,
-        "description": image.description,
-        "file": f"{stem}.sif",
-        "sha256": sha256,
-        "size": size,
-        "sif": request.header.id,
-        "signature": {"fingerprint": key.fingerprint, "user": key.user} if key else None,
-        "image": image.image_id,
-        "layers": [
-            {
-                "name": layer.name,
-                "cache_key": layer.cache_key,
-                "diff_id": layer.diff_id,
-                "digest": layer.digest,
-                "size": layer.size,
-                "tar_size": layer.tar_size,
-                "notes": dict(layer.notes),
-            }
-            for layer in image.layers
-        ],
-        "tasks": dict(image.tasks),
-        "sbom": f"{stem}{SBOM_SUFFIX}" if sbom else None,
-        "sbom_sha256": digest_of(sbom.encode()).removeprefix("sha256:") if sbom else None,
-        "labels": dict(image.labels),
-        "environment": dict(image.environment),
-        "checks": [{"runtime": item.runtime, "seconds": item.seconds} for item in checks],
-        "published": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "by": getpass.getuser(),
-        "previous": (request.folder / CURRENT).link_target(),
-    }
 
 
 def _make_sbom(image: Image, store: Store, progress: Progress) -> str | None:
@@ -388,7 +343,7 @@ def _copy_blob(source: Partition, shared: SharedStore, target: InnerPath, progre
         copy_partition(source, out, progress.count)
 
 
-def _put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str) -> int:
+def put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str) -> int:
     """Never over a file that is whole: a job may have it open, which NFS does not forgive. Returns its size."""
     size = sif.status().st_size
     shared.policy.apply_to(sif, 0o555)
@@ -408,33 +363,33 @@ def _has_digest(path: InnerPath, sha256: str) -> bool:
     return False
 
 
-def _put_module(shared: SharedStore, folder: InnerPath, image: Image, stem: str) -> str:
+def put_module(shared: SharedStore, folder: InnerPath, image: Image, stem: str) -> str:
     """Write the modulefile, and last the link by which it is found. Return the module's name."""
     name, tasks = module_name(image.name, stem), image.tasks
     modules = shared.folder / module_folder(image.name)
     for needed in (*modules.way(), folder / f"{stem}.bin"):
         shared.policy.make_folder(needed)
     for command, script in command_files(image.name, stem, tasks).items():
-        _write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
-    _write(shared, folder / f"{stem}.module", modulefile(image.name, stem, image.description, tasks).encode())
-    _write(shared, modules / ".modulerc", rc_file(image.name).encode())
-    _link(modules / PurePosixPath(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
+        write(shared, folder / f"{stem}.bin" / command, script.encode(), 0o555)
+    write(shared, folder / f"{stem}.module", modulefile(image.name, stem, image.description, tasks).encode())
+    write(shared, modules / ".modulerc", rc_file(image.name).encode())
+    link(modules / PurePosixPath(name).name, f"../../../{IMAGES}/{image.name}/{stem}.module")
     return name
 
 
-def _write_readme(shared: SharedStore) -> None:
+def write_readme(shared: SharedStore) -> None:
     if not (shared.folder / "README").lexists():
-        _write(shared, shared.folder / "README", _README.encode())
+        write(shared, shared.folder / "README", _README.encode())
 
 
-def _write(shared: SharedStore, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
+def write(shared: SharedStore, path: InnerPath, data: bytes, mode: int = 0o444) -> None:
     with contextlib.suppress(OSError, ValueError):
         if path.read(max_size=len(data)) == data:
             return
     shared.write_file(path, data, mode)
 
 
-def _link(path: InnerPath, target: str) -> None:
+def link(path: InnerPath, target: str) -> None:
     """Let ``path`` lead to ``target``; to what it did before until then, whoever looks."""
     if path.link_target() != target:
         path.link(target)

@@ -58,6 +58,12 @@ class Reference:
         return f"{self.host}/{self.repository}{tag}{digest}"
 
 
+def is_reference(text: str) -> bool:
+    """Return whether a name begins with a registry's scheme or host, rather than with a folder."""
+    host, slash, _ = text.partition("/")
+    return "://" in text or bool(slash and re.fullmatch(r"localhost|[\w-]+([.:][\w-]+)+", host, re.ASCII))
+
+
 def digest_of(data: bytes) -> str:
     """Return the digest of a blob or a manifest."""
     return "sha256:" + hashlib.sha256(data).hexdigest()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ekiben.core.command_name import command_name
-from ekiben.core.errors import StoreError, UsageError, nearest
+from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
 from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import AnyPath
 from ekiben.formats.sif import read_sif
@@ -19,6 +20,40 @@ RECIPE_FOLDER = "opt/ekiben/recipe"  # in an image
 _HEADER = 1 << 15  # bytes, in which a SIF has its header and its table of partitions
 
 
+@dataclass(frozen=True, slots=True)
+class RequiredSignature:
+    """The signature without which an image is not run.
+
+    ``reason``: the setting that asks for it; ``check``: returns the state of a SIF whose signature was found good, and
+    raises VerifyError for one without.
+    """
+
+    reason: str
+    check: Callable[[Path], SifState]
+
+    def refuse_engine(self, name: str, program: str, fix: str | None) -> VerifyError:
+        """Return the error for an image that an engine keeps."""
+        return VerifyError(
+            f"{name} is not run with {program}, whose images have no signature: {self.reason}",
+            hint=f"{fix} --format sif, then {command_name()} sign {name}" if fix else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PulledImage:
+    """An image of a registry.
+
+    ``sif``: its file in the user's cache, which is not there where only an engine can take the image; ``sha256``: of
+    it; ``engine``: the reference by digest by which engines pull it, "" where they cannot; ``note``: a line for the
+    user.
+    """
+
+    sif: Path
+    sha256: str
+    engine: str
+    note: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedImage:
     """An image that may be run.
@@ -26,7 +61,9 @@ class NamedImage:
     ``name``: in engines, jobs and messages; ``sif``: its file, which may not be there; ``tasks``: task → how it is
     launched, None where the image does not say (of another builder); ``recipe``: of which it is built, None where the
     image came without; ``build_args``: the arguments of `ekiben build` that make it; ``sha256``: of ``sif`` where a
-    record has it, else ""; ``note``: a line for the user.
+    record has it, else ""; ``is_published``: it is a version in a shared folder; ``pulled``: the reference by digest
+    of a registry's Docker image, which an engine can pull, else ""; ``note``: a line for the user; ``signature``: what
+    it needs to be run, None: nothing.
     """
 
     name: str
@@ -35,7 +72,10 @@ class NamedImage:
     recipe: Recipe | None = None
     build_args: str = ""
     sha256: str = ""
+    is_published: bool = False
+    pulled: str = ""
     note: str = ""
+    signature: RequiredSignature | None = None
 
     @property
     def tag(self) -> str:
@@ -83,8 +123,14 @@ class SifState:
 def sif_state(path: Path, sha256: str = "") -> SifState:
     """Return the state of a SIF. Raises OSError."""
     with open_regular(path) as stream:
-        status = os.fstat(stream.fileno())
-        header = hashlib.sha256(stream.read(_HEADER)).hexdigest()
+        return state_of(stream, sha256)
+
+
+def state_of(stream: BinaryIO, sha256: str = "") -> SifState:
+    """Return the state of an open SIF. Raises OSError."""
+    status = os.fstat(stream.fileno())
+    stream.seek(0)
+    header = hashlib.sha256(stream.read(_HEADER)).hexdigest()
     times = (f"{ns // 10**9}.{ns % 10**9:09d}" for ns in (status.st_mtime_ns, status.st_ctime_ns))
     return SifState(" ".join([str(status.st_size), *times, str(status.st_ino)]), header, sha256)
 

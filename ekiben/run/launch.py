@@ -5,6 +5,7 @@ What it gets of this machine: ekiben/run/contract.py.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,10 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
 from ekiben.core.paths import expand_home
-from ekiben.core.process import which
+from ekiben.core.process import run, which
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
-from ekiben.run.image import NamedImage
+from ekiben.run.image import NamedImage, RequiredSignature
 
 OF_SIF = ("apptainer", "singularity")
 
@@ -40,12 +41,14 @@ Engines = Mapping[str, Callable[[], Engine]]  # by the name of the program, load
 @dataclass(frozen=True, slots=True)
 class Target:
     """What runs an image: ``program`` is Apptainer, SingularityCE or an engine; ``image`` a SIF's path, or the id of an
-    image that the engine keeps: never a name, which an engine would ask a registry for.
+    image that the engine keeps: never a name, which an engine would ask a registry for. ``signature``: what the SIF
+    needs.
     """
 
     program: str
     image: str
     engine: Engine | None = None
+    signature: RequiredSignature | None = None
 
     @property
     def takes_sif(self) -> bool:
@@ -88,7 +91,7 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
     """Return what runs the image here: Apptainer or SingularityCE with its SIF, else Docker with an image of its own.
 
     ``asked``: "auto", or the program. Raises UsageError when there is no such program, EngineError when nothing here
-    runs it.
+    runs it, VerifyError when it lacks the signature that it needs.
     """
     if asked != "auto":
         target = _asked_target(image, engines, asked)
@@ -97,10 +100,14 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
     runtime, has_sif = which(*OF_SIF), image.sif.is_file()
     if runtime and has_sif:
         log_decision("runtime", runtime, f"it runs SIF files, and {image.sif} is here")
-        return Target(runtime, str(image.sif))
+        return _sif_target(image, runtime)
+    if image.pulled and not has_sif and (docker := which("docker")):
+        return _pulled_target(image, docker, "docker", engines)
     missing = [] if runtime else ["neither apptainer nor singularity is on PATH"]
     missing += [] if has_sif else [f"{image.sif} is not there"]
     if image.build_args and (docker := which("docker")):
+        if image.signature:
+            raise image.signature.refuse_engine(image.name, "docker", image.build_hint)
         engine = engines["docker"]()
         try:
             if image_id := engine.image_id(image.tag):
@@ -110,6 +117,13 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
         except EngineError as error:
             missing.append(str(error))
     raise EngineError(f"{image.name} cannot be run here: {'; '.join(missing)}", hint=image.build_hint)
+
+
+def _sif_target(image: NamedImage, program: str) -> Target:
+    """Return what runs the image's SIF. Raises VerifyError."""
+    if image.signature:  # before anything is started or looked for in the image
+        image.signature.check(image.sif)
+    return Target(program, str(image.sif), signature=image.signature)
 
 
 def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
@@ -122,9 +136,13 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
     if asked in OF_SIF:
         if not image.sif.is_file():
             raise EngineError(f"{image.name} cannot be run here: {image.sif} is not there", hint=image.build_hint)
-        return Target(program, str(image.sif))
+        return _sif_target(image, program)
+    if image.pulled:
+        return _pulled_target(image, program, asked, engines)
     if not image.build_args:
         raise UsageError(f"--runtime {asked}: {image.sif} is a SIF file, which {asked} does not run")
+    if image.signature:
+        raise image.signature.refuse_engine(image.name, asked, image.build_hint)
     engine = engines[asked]()
     image_id = engine.image_id(image.tag)
     if not image_id:
@@ -133,11 +151,36 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
     return Target(program, image_id, engine)
 
 
+def _pulled_target(image: NamedImage, program: str, name: str, engines: Engines) -> Target:
+    """Let an engine pull an image by its digest, where it does not have it, and return it by its id.
+
+    Raises VerifyError where a signature is needed, EngineError.
+    """
+    if image.signature:
+        raise image.signature.refuse_engine(image.name, name, None)
+    engine = engines[name]()
+    image_id = engine.image_id(image.pulled)
+    if not image_id:
+        begin = (
+            [program] if engine.run_argv is None else list(itertools.takewhile("run".__ne__, engine.run_argv(False)))
+        )
+        done = run([*begin, "pull", "--quiet", image.pulled], check=False)
+        image_id = engine.image_id(image.pulled)
+        if not image_id:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise EngineError(f"{image.pulled} cannot be pulled by {name}: {reason}")
+    log_decision("runtime", program, f"it has {image.pulled}")
+    return Target(program, image_id, engine)
+
+
 def launch(target: Target, request: RunRequest, environment: Mapping[str, str]) -> Launch:
     """Return the command that does ``request`` in the image. Makes the folders of caches.
 
-    Raises UsageError when one cannot be made, or a folder to bind is not there.
+    Raises UsageError when one cannot be made, or a folder to bind is not there; VerifyError when the SIF, or its copy
+    on this node, lacks the signature that it needs.
     """
+    if target.signature:
+        target.signature.check(Path(target.image))
     environment = protect_caches(environment)
     folders = folders_to_bind(request.argv, request.binds, environment)
     if target.engine is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from ekiben.core.command_name import command_name
@@ -10,7 +9,7 @@ from ekiben.core.errors import UsageError
 from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.registry.client import Registry
-from ekiben.registry.reference import Reference
+from ekiben.registry.reference import Reference, is_reference
 from ekiben.signing import gpg
 from ekiben.signing.gpg import unsigned
 from ekiben.signing.registry import check_pushed
@@ -19,7 +18,7 @@ from ekiben.signing.sif import check_sif
 
 def is_image(name: str) -> bool:
     """Return whether ``name`` is a file or a reference to a registry, rather than a recipe."""
-    return Path(name).is_file() or name.endswith(".sif") or (not Path(name).exists() and _is_reference(name))
+    return Path(name).is_file() or name.endswith(".sif") or (not Path(name).exists() and is_reference(name))
 
 
 def check_image(name: str, signer: str | None) -> tuple[str, list[Key]]:
@@ -28,7 +27,7 @@ def check_image(name: str, signer: str | None) -> tuple[str, list[Key]]:
     ``signer``: as for known_keys(). Raises SignatureError, StoreError, FetchError, UsageError.
     """
     with gpg.known_keys(signer) as keys:
-        if not Path(name).exists() and _is_reference(name):
+        if not Path(name).exists() and is_reference(name):
             registry = Registry(Reference.parse(name))
             _, digest = registry.fetch_manifest()
             signing_key = check_pushed(registry, digest, keys)
@@ -42,9 +41,3 @@ def check_image(name: str, signer: str | None) -> tuple[str, list[Key]]:
         progress = Progress()
         with progress.step(f"check the signature of {name}", total=Path(name).stat().st_size):
             return name, check_sif(Path(name), keys, progress.count)
-
-
-def _is_reference(name: str) -> bool:
-    """Whether it begins with a registry's host, not with a folder."""
-    host, slash, _ = name.partition("/")
-    return "://" in name or bool(slash and re.fullmatch(r"localhost|[\w-]+([.:][\w-]+)+", host, re.ASCII))

@@ -15,22 +15,22 @@ from urllib.parse import unquote
 from ekiben.core.checked import read_regular
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, VerifyError
-from ekiben.core.pgp_key import Key
+from ekiben.core.pgp_key import Key, full_fingerprint
 from ekiben.core.process import run, which
 
 _HASHES = {"8": "sha256", "9": "sha384", "10": "sha512"}  # RFC 4880, 9.4; the older ones count for nothing
-_FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
 _PASSPHRASE = re.compile(r"pinentry|passphrase|ioctl|cancel|timeout|PIN\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
     """Whose signatures count: those of ``fingerprints``, or, where that is None, of every key in the keyring of
-    ``home``.
+    ``home``. ``source``: what names the fingerprints, for messages.
     """
 
     home: Path | None = None
     fingerprints: frozenset[str] | None = None
+    source: str = "the key of --key"
 
 
 class SignatureError(VerifyError):
@@ -57,16 +57,16 @@ def worst(name: str, problems: Sequence[SignatureError]) -> SignatureError:
 # ------------------------------------------------------------------------------------------------------------- signing
 
 
-def find_key(name: str = "") -> Key:
+def find_key(name: str = "", option: str = "--sign") -> Key:
     """Return the secret key ``name`` (a fingerprint or mail address, as for gpg), else gpg's default, else the only
-    one.
+    one. ``option``: what named it, for messages.
 
     Raises UsageError that lists what there is.
     """
     asked = name or _default_key()
     listed = _listed("--list-secret-keys", asked)
     usable = [key for key, trouble in listed if not trouble]
-    option = f"--sign {name}".rstrip()
+    option = f"{option} {name}".rstrip()
     if len(usable) == 1:
         reason = "requested" if name else "gpg's default key" if asked else "the only secret key"
         log_decision("signing key", usable[0], reason)
@@ -90,6 +90,12 @@ def find_key(name: str = "") -> Key:
             "another keyring"
         ),
     )
+
+
+def usable_secret_key(fingerprints: Sequence[str]) -> Key | None:
+    """Return the first of these keys that is the user's and can sign. Raises EngineError."""
+    listed = (item for fingerprint in fingerprints for item in _listed("--list-secret-keys", fingerprint))
+    return next((key for key, trouble in listed if not trouble and key.fingerprint in fingerprints), None)
 
 
 def sign(data: bytes, key: Key, *, clear: bool) -> tuple[bytes, str]:
@@ -159,12 +165,13 @@ def known_keys(signer: str | None) -> Iterator[Keys]:
                 )
             yield Keys(home, frozenset(keys))
     else:
-        fingerprint = signer.replace(" ", "").removeprefix("0x").upper()
-        if not _FINGERPRINT.fullmatch(fingerprint):
+        try:
+            fingerprint = full_fingerprint(signer)
+        except ValueError as error:
             raise UsageError(
                 f"--key {signer}: neither a file nor a full fingerprint",
                 hint="gpg --fingerprint shows fingerprints, 40 digits; shorter ones can be forged",
-            )
+            ) from error
         if not (listed := _listed("--list-keys", fingerprint)):
             raise UsageError(
                 f"--key {signer}: no such key in your keyring", hint="gpg --import its file, or --key FILE"
@@ -240,7 +247,7 @@ def _judge(status: str, keys: Keys) -> Key:
         raise SignatureError(f"its signature by {signer} rests on a hash that can be forged", rank=2)
     if keys.fingerprints is not None and signer.fingerprint not in keys.fingerprints:
         raise SignatureError(
-            f"it is signed by {signer}, not by the key of --key: {', '.join(sorted(keys.fingerprints))}", rank=1
+            f"it is signed by {signer}, not by {keys.source}: {', '.join(sorted(keys.fingerprints))}", rank=1
         )
     return signer
 

@@ -6,6 +6,7 @@ that is not a signature has to be covered by one. One good signature is enough, 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -24,6 +25,8 @@ from ekiben.formats.sif import (
     Descriptor,
     SifInfo,
     Signature,
+    add_signatures,
+    message_of_group,
     read_sif,
     signed_descriptor,
     signed_header,
@@ -59,23 +62,53 @@ def sign_image(image: Image, store: Store, key: Key) -> Signature:
     return Signature(data, key.fingerprint, hash)
 
 
-def check_sif(path: Path, keys: Keys, on_bytes: Callable[[int], None] = lambda _: None) -> list[Key]:
-    """Return who signed a SIF. Raises SignatureError unless signatures cover all of it, StoreError."""
+def sign_file(path: Path, out: Path, key: Key, on_bytes: Callable[[int], None] = lambda _: None) -> bool:
+    """Write a SIF with ``key``'s signature of all that is in it to ``out``, which may be ``path``.
+
+    Returns False, and writes nothing, where the key has signed the file at ``path`` before and that is ``out``.
+    Raises StoreError, SignatureError for a file that no signature can cover, EngineError when gpg does not sign.
+    """
+    info = read_sif(path)
+    objects = [item for item in info.descriptors if item.data_type != SIGNATURE]
+    _refuse_uncoverable(path, info, objects)
+    known = dict[str, str]()
+    with contextlib.suppress(SignatureError):
+        if path == out and check_sif(path, Keys(fingerprints=frozenset([key.fingerprint])), known=known):
+            return False
+    signatures = dict[int, Signature]()
+    try:
+        with open_regular(path) as file:
+            digests = _Digests(file, on_bytes, known)
+            for group in sorted({item.group for item in objects}):
+                message = message_of_group(info, group, lambda item: digests("sha256", item))
+                data, hash = gpg.sign(message, key, clear=True)
+                signatures[group] = Signature(data, key.fingerprint, hash)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    add_signatures(path, out, signatures)
+    return True
+
+
+def check_sif(
+    path: Path,
+    keys: Keys,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    known: dict[str, str] | None = None,
+) -> list[Key]:
+    """Return who signed a SIF. Raises SignatureError unless signatures cover all of it, StoreError.
+
+    ``known``: digests of this very file's objects, which are not read again; new ones are added.
+    """
     info = read_sif(path)
     signatures = [item for item in info.descriptors if item.data_type == SIGNATURE]
     objects = [item for item in info.descriptors if item.data_type != SIGNATURE]
     if not signatures:
         raise unsigned(str(path), f"apptainer sign {path}")
-    if len({item.number for item in info.descriptors}) < len(info.descriptors):
-        raise SignatureError(
-            f"{path}: two of its objects have one number, and a signature cannot tell them apart", rank=5
-        )
-    if loose := [item.number for item in objects if item.group == NO_GROUP]:
-        raise SignatureError(f"{path}: no signature covers its object {loose[0]}, which is in no group", rank=5)
+    _refuse_uncoverable(path, info, objects)
     signers = list[Key]()
     try:
         with open_regular(path) as file:
-            digests = _Digests(file, on_bytes)
+            digests = _Digests(file, on_bytes, {} if known is None else known)
             for group in sorted({item.group for item in objects}):
                 of_group = [item for item in objects if item.group == group]
                 signers.append(
@@ -88,22 +121,32 @@ def check_sif(path: Path, keys: Keys, on_bytes: Callable[[int], None] = lambda _
     return list(dict.fromkeys(signers))
 
 
+def _refuse_uncoverable(path: Path, info: SifInfo, objects: Sequence[Descriptor]) -> None:
+    if len({item.number for item in info.descriptors}) < len(info.descriptors):
+        raise SignatureError(
+            f"{path}: two of its objects have one number, and a signature cannot tell them apart", rank=5
+        )
+    if loose := [item.number for item in objects if item.group == NO_GROUP]:
+        raise SignatureError(f"{path}: no signature covers its object {loose[0]}, which is in no group", rank=5)
+
+
 class _Digests:
     """Of a SIF's objects, each read once."""
 
-    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None]) -> None:
-        self._file, self._on_bytes, self._known = file, on_bytes, dict[tuple[str, int], str]()
+    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None], known: dict[str, str]) -> None:
+        self._file, self._on_bytes, self._known = file, on_bytes, known
 
     def __call__(self, algorithm: str, item: Descriptor) -> str:
-        if (algorithm, item.number) not in self._known:
+        name = f"{algorithm} {item.offset} {item.size}"
+        if name not in self._known:
             digest, left = hashlib.new(algorithm), item.size
             self._file.seek(item.offset)
             while left and (data := self._file.read(min(left, 1 << 20))):
                 digest.update(data)
                 left -= len(data)
                 self._on_bytes(len(data))
-            self._known[algorithm, item.number] = f"{algorithm}:{digest.hexdigest()}"
-        return self._known[algorithm, item.number]
+            self._known[name] = f"{algorithm}:{digest.hexdigest()}"
+        return self._known[name]
 
 
 def _check_group(

@@ -95,6 +95,7 @@ class ShippedRecipe:
     name: str
     description: str
     tasks: Mapping[str, ShippedTask]
+    stack: str = ""
 
     @classmethod
     def parse(cls, data: bytes) -> ShippedRecipe:
@@ -105,6 +106,7 @@ class ShippedRecipe:
             fields.name("name"),
             fields.text("description", ""),
             {str(task): ShippedTask.parse(Fields.of(value, f"tasks.{task}")) for task, value in tasks.data.items()},
+            fields.text("stack", ""),
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import zstandard
 
 from ekiben import api
+from ekiben.artifacts import pulled
 from ekiben.artifacts.pull import pull
 from ekiben.builder.bases import docker
 from ekiben.bundle.read import import_compiled, open_bundle
@@ -32,13 +33,14 @@ from ekiben.core.settings import read_settings
 from ekiben.doctor.image_requirements import requirements_of_layers, requirements_of_sif
 from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.layer import LayerEntry
-from ekiben.formats.sif import read_sif
+from ekiben.formats.sif import GROUP, Signature, add_signatures, read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader, merged_layer
 from ekiben.formats.upper import Changes
 from ekiben.gpu.device_code import read_device_code
 from ekiben.gpu.elf import read_library
-from ekiben.images.published import read_records
+from ekiben.images.published import read_records, removals
 from ekiben.inspect._records import published_layers, stored_image
+from ekiben.inspect.image_info import image_of_sif
 from ekiben.inspect.sbom import sbom_of
 from ekiben.packages.outdated import find_advisories
 from ekiben.packages.requirements import read_requirements
@@ -324,6 +326,36 @@ def version_record(world: World) -> Case:
     return Case([valid], read, path.name)
 
 
+def removal_note(world: World) -> Case:
+    """What is beside a published image that was removed."""
+    folder = world.published.sif.parent
+    note = folder / f"{folder.name}-1-{'0' * 12}.removed"
+    valid = b'{"file": "x", "size": 1, "removed": "2026-11-27T00:00:00.000+00:00"}'
+
+    def read(data: bytes) -> object:
+        world.put(note, data)
+        try:
+            return removals(InnerPath.below(folder))
+        finally:
+            note.unlink()
+
+    return Case([valid], read)
+
+
+def pulled_record(world: World) -> Case:
+    """The records of images that were pulled from registries."""
+    sif = world.put(world.path(f"cache/pulled/{'0' * 64}.sif"), b"content")
+    state = {"stat": "1", "header": "0" * 64, "sha256": "0" * 64}
+    record = {"digest": f"sha256:{'0' * 64}", "state": state, "engine": ""}
+    tag = {"digest": f"sha256:{'0' * 64}", "asked": "2026-11-27T00:00:00.000+00:00"}
+
+    def read(data: bytes) -> object:
+        path = world.put(sif.with_suffix(".json"), data)
+        return pulled._known(sif), pulled._noted(path)
+
+    return Case([json.dumps(record).encode(), json.dumps(tag).encode()], read)
+
+
 def catalog(world: World) -> Case:
     """The records of a shared folder, read for its web pages, and an earlier catalog."""
     path = world.published.sif.with_suffix(".json")
@@ -468,6 +500,8 @@ def sif(world: World) -> Case:
         read_sif(path)
         with suppress(EkibenError):
             check_sif(path, Keys())
+        signature = Signature(b"signed", "A" * 40, "sha512")
+        add_signatures(path, path.with_suffix(".signed"), {GROUP: signature})
         return api.open(path).metadata
 
     return Case([sif_of(world, samples.squashfs())], read, path.name)
@@ -482,6 +516,8 @@ def sif_files(world: World) -> Case:
         world.put(path, data)
         with suppress(EkibenError):
             sbom_of(str(path), store, quiet())
+        with suppress(EkibenError):
+            image_of_sif(path, store, quiet())
         result = requirements_of_sif(path, store, lambda line: None)
         for record in (store.root / "checks").glob("facts-*"):
             record.unlink()
@@ -902,6 +938,8 @@ CASES: dict[str, Make] = {
         store_records,
         stored_blobs,
         version_record,
+        removal_note,
+        pulled_record,
         catalog,
         catalog_replaced,
         run_record,
@@ -935,7 +973,8 @@ _OURS = "reads what Ekiben itself has just written, or a program of this machine
 _READERS = {
     "packages": (
         """
-        api.py:metadata inspect/_records.py:parse inspect/sbom.py:_image_info,_installed_from spec/recipe.py:parse
+        api.py:metadata inspect/_records.py:parse inspect/image_info.py:image_info
+        inspect/sbom.py:_installed_from spec/recipe.py:parse
     """
     ),
     "compiled_record": "builder/_stage.py:_read_measured builder/wheels.py:read_record",
@@ -949,6 +988,8 @@ _READERS = {
     "bundle": "bundle/read.py:_unpack",
     "bundle_record": "bundle/read.py:import_compiled packages/git.py:mount_kept",
     "version_record": "core/checked.py:parse_json inspect/_records.py:published_layers images/published.py:read_record",
+    "removal_note": "images/published.py:removals",
+    "pulled_record": "artifacts/pulled.py:_known,_noted,parse",
     "definition": "core/files.py:read_source spec/definition.py:read_definition",
     "recipe": "core/files.py:read_yaml spec/recipe.py:read_recipe",
     "config": "core/settings.py:read_settings",
@@ -958,6 +999,7 @@ _READERS = {
     "sif": (
         """
         formats/sif.py:_descriptor,_difference_between,_fixed_fields,read_sif,signed_descriptor,signed_header
+        formats/sif.py:_with_signatures,table_at
         signing/sif.py:_check_group,_refuse_changes
     """
     ),

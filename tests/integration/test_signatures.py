@@ -18,11 +18,11 @@ from ekiben.core.pgp_key import Key
 from ekiben.registry.reference import Reference
 from ekiben.signing import gpg
 from ekiben.signing.gpg import Keys, SignatureError
-from ekiben.signing.sif import check_sif
+from ekiben.signing.sif import check_sif, sign_file
 from support.keyrings import Keyring, keyring, used
 from support.registries import real_registry
 from support.sample_recipe import SampleRecipe, chain_of, quiet, seeded
-from support.signed_sifs import ALICE, layers, make_signed
+from support.signed_sifs import ALICE, BOB, layers, make_signed
 from support.small_sifs import make
 from workspaces import USER, give, need
 
@@ -115,6 +115,28 @@ def test_we_verify_what_apptainer_signed(ring: Keyring, kind: str, tmp_path: Pat
     apptainer("sif", "add", "--datatype", "3", "--groupid", "1", sif, secret, config=config)
     with pytest.raises(SignatureError, match="did not sign its object 7: it was added later"):
         check_sif(sif, Keys())
+
+
+def test_apptainer_verifies_what_sign_adds(ring: Keyring, kind: str, tmp_path: Path) -> None:
+    """Beside a signature of Apptainer's, and with a new object in each of two groups."""
+    alice, bob = Key(ring.make(ALICE, kind=kind), ALICE), Key(ring.make(BOB, kind=kind), BOB)
+    secret, config, sif = tmp_path / "secret.asc", folder(tmp_path / "config"), tmp_path / "x.sif"
+    secret.write_bytes(ring.gpg("--armor", "--export-secret-keys", ALICE))
+    make(sif, *layers(tmp_path, "base", "top"))
+    apptainer("sif", "add", "--datatype", "3", "--groupid", "2", sif, secret, config=config)
+    apptainer("key", "import", secret, config=config)
+    apptainer("sign", sif, config=config)
+    content = sif.read_bytes()
+    assert sign_file(sif, tmp_path / "both.sif", bob)
+    assert sif.read_bytes() == content
+    both = tmp_path / "both.sif"
+    for key in (alice, bob):
+        assert check_sif(both, Keys(fingerprints=frozenset([key.fingerprint]))) == [key]
+    apptainer("key", "import", ring.export(BOB, tmp_path / "bob.asc"), config=config)
+    output = " ".join(apptainer("verify", "--all", both, config=config).split())
+    for key in (alice, bob):
+        assert f"Fingerprint: {key.fingerprint}" in output
+    assert not sign_file(both, both, bob)
 
 
 def test_signed_text_equals_apptainers(ring: Keyring, tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ BY_PATH = {
     "images/find.py _at_path path.is_file": "the path that you name",
     "images/find.py find_image (Path(reference) / 'recipe.yaml').is_file": "a folder here that you name",
     "images/find.py find_image Path(reference).is_file": "a file here that you name",
+    "images/find.py _in_registry pulled.sif.is_file": "your own folder of pulled images",
+    "images/find.py registry_reference os.path.lexists": "the path that you name",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",
     "publish/catalog/runs.py import_runs folder.exists": "your folders of results",
     "publish/catalog/runs.py _find folder.is_dir": "your folders of results",
@@ -136,6 +138,8 @@ BY_PATH = {
     "publish/catalog/write.py _inner os.path.realpath": (
         "whether -o lies in the shared folder, which is then walked without links"
     ),
+    "publish/file.py _copy source.stat": "the file that you publish",
+    "publish/file.py _signed sif.stat": "the file that you publish",
     "store/_staging.py prepare self.root.is_dir": "your own store, before it is opened",
     "store/_staging.py prepare make_folders": "your own store, before it is opened",
     "store/_staging.py prepare self.root.mkdir": "your own store, before it is opened",

@@ -1,13 +1,15 @@
 """Start JupyterLab in a recipe's image.
 
 The image is the recipe's with one layer more, which holds JupyterLab in an environment of its own; it is built once, as
-./RECIPE-notebook.sif or in Docker. Cells run in the recipe's Python. The server listens on this machine only, and
-prints its URL with a random token. Ctrl-C ends it.
+./RECIPE-notebook.sif or in Docker. FILE.sif, a published NAME[:VERSION] or a registry's image is started as it is,
+where it has JupyterLab. Cells run in the recipe's Python. The server listens on this machine only, and prints its URL
+with a random token. Ctrl-C ends it.
 
 \b
 Examples:
   ekiben notebook lora-opencalm
   ekiben notebook lora-opencalm --port 9000
+  ekiben notebook ./mine-notebook.sif
   ekiben notebook lora-opencalm --no-start             (build the image, where there is a network)
   ekiben notebook lora-opencalm --gpus-per-node 1 --time 2:00:00      (on a compute node)
 """
@@ -40,14 +42,16 @@ from ekiben.cli.options import (
 )
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
+from ekiben.run.image import NamedImage, read_in_sif
 
 LAYER = "notebook"
 _PORTS = range(8888, 8988)
 _ANY = "0.0.0.0"
+_PROGRAM = "usr/local/bin/ekiben-notebook"  # of the layer
 
 
 @click.command("notebook", cls=Command, help=__doc__)
-@click.argument("recipe", type=RecipeType())
+@click.argument("recipe", metavar="IMAGE", type=RecipeType())
 @click.option(
     "--port", type=click.IntRange(1, 65535), metavar="PORT", help="Listen on this port (default: a free one from 8888)."
 )
@@ -85,13 +89,10 @@ def command(
             *("port", "ip", "cpu", "binds", "copy_local", "live", "force", "dry_run"),
         )
     image = named_image(context, recipe, start, LAYER)
-    if image.recipe is None:
-        raise UsageError(
-            f"{recipe} is no recipe, and JupyterLab is a layer on a recipe's",
-            hint=f"{command_name()} shell {recipe}, where the image has a notebook of its own",
-        )
     kind = export_format(start)
-    if start.sif is not None:
+    if image.recipe is None:
+        _check_file(image, recipe)
+    elif start.sif is not None:
         refuse_ignored(
             "is for building the image, and --sif names one", "no_start", "no_verify", "gpu_arch", "arguments"
         )
@@ -103,7 +104,7 @@ def command(
             kind,
             verify=not no_verify,
         )
-    elif kind == "sif" and not image.sif.is_file():
+    elif image.recipe and kind == "sif" and not image.sif.is_file():
         raise UsageError(f"--dry-run: {image.sif} is not built yet, and would be first", hint="--no-start builds it")
     if no_start:
         return
@@ -115,6 +116,16 @@ def command(
     address = socket.gethostname() if ip == _ANY else ip
     argv = ["ekiben-notebook", f"--port={port}", f"--ip={_ANY if publish else ip}", f"--address={address}"]
     start_image(context, image, argv, start, executes=True, publish=publish)
+
+
+def _check_file(image: NamedImage, reference: str) -> None:
+    """Raise UsageError where an image that is not built here has no JupyterLab, or for options of building one."""
+    refuse_ignored("is for building the image, and this one is built", "no_start", "no_verify", "gpu_arch", "arguments")
+    if image.sif.is_file() and read_in_sif(image.sif, _PROGRAM) is None:
+        raise UsageError(
+            f"{reference} has no JupyterLab: there is no /{_PROGRAM} in it",
+            hint=f"{command_name()} build RECIPE --layer {LAYER} builds an image that has it",
+        )
 
 
 def _choose_port(ip: str, asked: int | None) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.formats.sif import is_sif
-from ekiben.images import ImageOptions, find_image
+from ekiben.images import ImageOptions
 from ekiben.run.image import NamedImage, SifState
 from ekiben.run.jobs import plan as planning
 from ekiben.run.jobs import records
@@ -267,7 +267,7 @@ def command(
                 before,
                 runs,
                 [*(word for known in reversed(context.settings.jobs) for word in known.env), *ctx.params["env"]],
-                ImageOptions(included=included),
+                lambda image, sif: find_named(context, image, ImageOptions(included=included, sif=sif)),
             )
             if not force:
                 jobs.check_same_image(before, run)
@@ -350,7 +350,9 @@ def _with_recorded_sha256(image: NamedImage, state: SifState | None) -> NamedIma
     return image
 
 
-def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: ImageOptions) -> planning.JobPlan:
+def _plan_again(
+    before: records.Run, runs: Path, env: Sequence[str], find: Callable[[str, Path | None], NamedImage]
+) -> planning.JobPlan:
     """Plan a run once more. Raises UsageError when its record has too little in it."""
     profile = find_site(str(before.record.site_path)) if before.record.site_path else None
     defaults = profile.file.scheduler.defaults.env if profile and profile.file.scheduler else ()
@@ -360,7 +362,7 @@ def _plan_again(before: records.Run, runs: Path, env: Sequence[str], options: Im
     recipe, sif = before.record.recipe_path, before.record.sif
     if recipe and not (recipe / "recipe.yaml").is_file():
         raise UsageError(f"{before.folder.name}: its recipe is no longer in {recipe}")
-    image = find_image(f"{recipe}/", replace(options, sif=sif)) if recipe else find_image(str(sif), options)
+    image = find(f"{recipe}/", sif) if recipe else find(str(sif), None)
     return planning.plan(
         _with_recorded_sha256(image, before.record.sif_state),
         argv,

@@ -40,6 +40,7 @@ from ekiben.cli.options import (
 from ekiben.core.pgp_key import Key
 from ekiben.core.printable import printable
 from ekiben.inspect.describe import drift_of
+from ekiben.registry.reference import is_reference
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.signing.check import check_image, is_image
 from ekiben.store import Image
@@ -133,7 +134,7 @@ def command(
     recipe_options: RecipeOptions,
 ) -> None:
     """Check the signature, rebuild, or run the tests."""
-    recipe = published_file(context, recipe)
+    recipe = recipe if is_reference(recipe) else published_file(context, recipe)  # a signature in a registry is there
     if is_image(recipe):
         refuse_ignored(
             "is for a recipe's image; of a file or a reference, integrity and signature are checked",

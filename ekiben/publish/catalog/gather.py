@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,15 @@ from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_
 from ekiben.doctor.rules.device_code import FLOORS, TOOLKIT_DRIVERS
 from ekiben.formats.compare import layer_differences
 from ekiben.formats.squashfs.reader import SquashfsReader
-from ekiben.images.published import SBOM_SUFFIX, VersionRecord, image_folders, read_records, tags
+from ekiben.images.published import (
+    RECORD_MISSING,
+    SBOM_SUFFIX,
+    VersionRecord,
+    image_folders,
+    read_records,
+    tags,
+    unrecorded_versions,
+)
 from ekiben.inspect.diff import changes, compare_layers
 from ekiben.packages.installed import DPKG_STATUS, installed_packages
 from ekiben.publish.catalog._types import (
@@ -84,6 +93,9 @@ def _image(
 ) -> CatalogImage | None:
     records, unusable = read_records(folder)
     skipped += [{"file": f"{IMAGES}/{folder.name}/{name}", "reason": reason} for name, reason in unusable]
+    with contextlib.suppress(OSError):
+        missing = [item for item in unrecorded_versions(folder) if item.reason == RECORD_MISSING]
+        skipped += [{"file": f"{IMAGES}/{folder.name}/{item.file}", "reason": item.reason} for item in missing]
     if not records:
         return None
     links = tags(folder)

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.core.command_name import command_name
@@ -84,7 +84,7 @@ def plan(
 ) -> JobPlan:
     """Return the run that ``argv`` (TASK ARGS…, and after a lone ``+`` the next task) and ``request`` describe.
 
-    Raises UsageError when it can never run.
+    Raises UsageError when it can never run, VerifyError when its image lacks the signature that it needs.
     """
     if site and site.file.scheduler and site.file.scheduler.kind != scheduler:
         raise UsageError(f"--scheduler {scheduler}: {site.name} has {site.file.scheduler.kind}")
@@ -113,7 +113,7 @@ def plan(
         folder=next(folder for folder in folders if not folder.exists()),
         image=image,
         sif=sif,
-        sif_state=_state_of(sif, image.sha256, request) if sif.is_file() else None,
+        sif_state=_state_of(sif, image, request),
         scheduler=scheduler,
         site=site,
         request=request,
@@ -139,11 +139,29 @@ def recipe_of(image: NamedImage) -> Recipe:
     return image.recipe
 
 
-def _state_of(sif: Path, sha256: str, request: JobRequest) -> SifState:
+def _state_of(sif: Path, image: NamedImage, request: JobRequest) -> SifState | None:
+    """Return by what jobs know their image, None where it is not there yet.
+
+    Where a signature is needed, that of the file whose signature was found good, and no checksum that somebody else
+    recorded: a job would take any file that has it.
+    """
+    if not sif.is_file():
+        if image.signature:
+            raise UsageError(
+                f"{sif} is not there, and its signature is checked when a job is submitted: {image.signature.reason}",
+                hint=image.build_hint,
+            )
+        if image.pulled:
+            raise UsageError(f"{image.pulled} is a Docker image that was not made by Ekiben, and jobs run SIF files")
+        return None
     try:
-        if request.check_digest and not sha256:
-            sha256 = digest_of(sif).removeprefix("sha256:")
-        return sif_state(sif, sha256)
+        state = image.signature.check(sif) if image.signature else sif_state(sif, image.sha256)
+        is_read = request.check_digest or (request.copy_local and image.signature)  # a copy is compared with it
+        if is_read and not state.sha256:
+            state = replace(state, sha256=digest_of(sif).removeprefix("sha256:"))
+            if sif_state(sif, state.sha256) != state:
+                raise UsageError(f"{sif} was changed while it was read", hint="submit again when it is complete")
+        return state
     except OSError as error:
         raise UsageError(f"{sif} cannot be read: {error.strerror}") from error
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.formats.layer import Entry, write_entries
+from ekiben.formats.squashfs.writer import SquashfsWriter
 from support.programs import write_program
 from support.sample_recipe import RunCli
+from support.small_sifs import blob, make
 
 
 @pytest.fixture
@@ -65,3 +68,29 @@ def test_port_in_use_is_named_or_the_next_one_taken(run_cli: RunCli, tools: dict
     chosen = int(run_cli(*argv, env=tools).stdout.partition("--port=")[2].split()[0])
     with socket.create_server(("127.0.0.1", chosen)):
         assert f"--port={chosen} " not in run_cli(*argv, env=tools).stdout
+
+
+def sif_with(path: Path, program: str) -> Path:
+    """A SIF file that has one program in usr/local/bin."""
+    folders = ["", "usr", "usr/local", "usr/local/bin"]
+    with path.with_suffix(".squashfs").open("w+b") as out:
+        entries = [*((Entry(name, "dir"), None) for name in folders), (Entry(program, "file", size=4), [b"data"])]
+        write_entries(entries, SquashfsWriter(out))
+    make(path, blob(path.with_suffix(".squashfs"), path.with_suffix(".squashfs").read_bytes()))
+    return path
+
+
+def test_file_with_jupyterlab_is_started(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
+    sif = sif_with(tmp_path / "x.sif", "usr/local/bin/ekiben-notebook")
+    port = free_port()
+    shown = run_cli("notebook", sif, "--cpu", "--dry-run", "--port", str(port), env=tools).stdout
+    assert f" {sif} ekiben-notebook --port={port} " in shown
+    refused = run_cli("notebook", sif, "--no-verify", "--dry-run", env=tools, code=2).stderr
+    assert "--no-verify is for building the image, and this one is built" in refused
+
+
+def test_file_without_jupyterlab_is_refused(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
+    sif = sif_with(tmp_path / "x.sif", "usr/local/bin/other")
+    refused = run_cli("notebook", sif, "--dry-run", env=tools, code=2).stderr
+    assert f"{sif} has no JupyterLab: there is no /usr/local/bin/ekiben-notebook in it" in refused
+    assert "image RECIPE --layer notebook" in refused

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from ekiben.core.errors import DefinitionError
 from ekiben.core.settings import read_settings
 from ekiben.run.jobs.request import JobRequest, with_defaults
 
@@ -54,3 +56,58 @@ def test_user_config_replaces_single_keys_of_site_config(tmp_path: Path, monkeyp
         5400,
         ("A=1", "B", "C"),
     )
+
+
+A, B, C = "A" * 40, "B" * 40, "c" * 64
+
+
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, user: str) -> list[str] | None:
+    (tmp_path / "ekiben").mkdir(exist_ok=True)
+    monkeypatch.setattr("ekiben.core.settings._OF_SITE", tmp_path / "site.yaml")
+    (tmp_path / "site.yaml").write_text(site)
+    (tmp_path / "ekiben/config.yaml").write_text(user)
+    found = read_settings({"XDG_CONFIG_HOME": str(tmp_path), "EKIBEN_REQUIRE_SIGNATURE": ""}).require_signature
+    return None if found is None else sorted(found.fingerprints)
+
+
+@pytest.mark.parametrize(
+    ("site", "user", "expected"),
+    [
+        ("", "", None),
+        (f"require_signature: [{A}]", "", [A]),
+        (f"require_signature: [{A}]", "require_signature: null", [A]),
+        ("", f"require_signature: [{A}]", [A]),
+        (f"require_signature: [{A}, {B}]", f"require_signature: [{B}, {C}]", [B]),
+        (f"require_signature: [{A}]", f"require_signature: [{B}]", []),
+        (f"require_signature: ['{'a' * 20} {'a' * 20}', '0x{C}']", "", [A, C.upper()]),
+    ],
+)
+def test_user_tightens_the_policy_of_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, user: str, expected: list[str] | None
+) -> None:
+    assert policy(tmp_path, monkeypatch, site, user) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[]", "require_signature: is empty; name the fingerprints of keys, or leave it out"),
+        ("[A1B2C3D4]", "require_signature: 'A1B2C3D4' is not a full fingerprint"),
+        ("[A1B2C3D4E5F60718]", "is not a full fingerprint"),
+        (f"[{A}F]", "is not a full fingerprint"),
+        (f"[{A[:-1]}g]", "is not a full fingerprint"),
+        (f'["{A}\\n"]', "is not a full fingerprint"),
+        ('[""]', "'' is not a full fingerprint"),
+        (f"[{'1' * 40}]", "require_signature.0: should be a string"),
+        (A, "require_signature: should be a list"),
+        ("false", "require_signature: should be a list"),
+        (f"[[{A}]]", "require_signature.0: should be a string"),
+    ],
+)
+@pytest.mark.parametrize("file", ["site", "user"])
+def test_wrong_policy_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, value: str, message: str
+) -> None:
+    texts = {"site": "", "user": "", file: f"require_signature: {value}\n"}
+    with pytest.raises(DefinitionError, match=re.escape(message)):
+        policy(tmp_path, monkeypatch, **texts)

@@ -112,10 +112,12 @@ def test_recipe_comes_before_a_published_image_of_its_name(
         ("Own:1", "an image's name is lower-case"),
         ("own:../..", "no recipe.yaml there"),
         ("own:-x", "own has no version '-x'"),
+        ("own:", "own:: the version after the colon is missing"),
+        ("hello:", "hello:: the version after the colon is missing"),
         ("gone.sif", "gone.sif is not there"),
         ("./gone", "no recipe.yaml there, and it is no SIF file"),
         ("pipe.sif", "pipe.sif is no regular file"),
-        ("oras://host/own:1", "is in a registry"),
+        ("oras://host/own:1", "is in a registry, and a file is needed"),
     ],
 )
 def test_missing_image_is_an_error(find: Find, lab: Lab, reference: str, message: str) -> None:

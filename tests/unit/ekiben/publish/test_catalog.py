@@ -502,7 +502,8 @@ def test_run_records_are_pruned_with_their_version(lab: Lab, tmp_path: Path) -> 
     make(lab.folder, runs=[tmp_path / "results"])
     lab.put_next()
     prune(lab.folder, names=[done.sif.name])
-    assert [path.name for path in done.sif.parent.iterdir() if path.name.startswith(done.sif.stem)] == []
+    left = [path.name for path in done.sif.parent.iterdir() if path.name.startswith(done.sif.stem)]
+    assert left == [f"{done.sif.stem}.removed"]
     prune(lab.folder, grace=0)
     assert list((lab.folder / "trash").iterdir()) == []
 

@@ -8,8 +8,7 @@ import json
 
 from ekiben.core.files import digest_of
 from ekiben.registry.client import MEDIA_INDEX, Registry
-from ekiben.registry.reference import Reference
-from ekiben.signing.check import _is_reference
+from ekiben.registry.reference import Reference, is_reference
 from ekiben.signing.registry import MEDIA_SIGNATURE
 from support.registries import Answer, bad_registry
 
@@ -22,9 +21,9 @@ def test_references_are_told_from_paths() -> None:
         "oras://a/b:1",
         "host:5000/a@sha256:0",
     ):
-        assert _is_reference(name), name
+        assert is_reference(name), name
     for name in ("hello", "./x.sif", "../my-recipes/chatbot", "recipes/hello", "/a.b/c.sif", "x.sif"):
-        assert not _is_reference(name), name
+        assert not is_reference(name), name
 
 
 def test_signatures_are_found_by_the_referrers_api() -> None:

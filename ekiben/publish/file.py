@@ -1,0 +1,131 @@
+"""Publish a SIF file as it is, with its signatures: one that is built, published elsewhere, or pulled.
+
+Its layers are not offered to builds: what a file says of their cache keys is the word of whoever made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ekiben.builder.verify import run_sif_tests
+from ekiben.core.checked import with_checksum
+from ekiben.core.errors import StoreError
+from ekiben.core.files import open_regular
+from ekiben.core.inner_path import InnerPath
+from ekiben.core.pgp_key import Key
+from ekiben.core.progress import Progress
+from ekiben.images.published import SBOM_SUFFIX, VersionRecord, parse_record, read_records
+from ekiben.inspect.image_info import SifImage, image_of_sif
+from ekiben.publish.publish import (
+    CURRENT,
+    Published,
+    PublishOptions,
+    link,
+    new_stem,
+    open_destination,
+    put_module,
+    put_sif,
+    write,
+    write_readme,
+)
+from ekiben.publish.record import PublishedFile, sbom_of_file, sha256_line, signer_of, version_record
+from ekiben.run.modulefile import module_folder
+from ekiben.signing.sif import sign_file
+from ekiben.store import Store
+from ekiben.store.shared import IMAGES, SharedStore
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A file in the shared folder that has no name there yet, and which image it is."""
+
+    file: InnerPath
+    image: SifImage
+    sha256: str
+
+
+def publish_file(sif: Path, store: Store, shared_dir: Path, progress: Progress, options: PublishOptions) -> Published:
+    """Copy a SIF into ``shared_dir``, tested before anyone sees it, and signed with the key of ``options``.
+
+    Raises StoreError, VerifyError, UsageError for a SIF of another builder, EngineError when gpg does not sign.
+    """
+    shared = open_destination(shared_dir, options)
+    with _signed(sif, store, options.key, progress) as source, shared.translated_errors(), shared.building(()):
+        write_readme(shared)
+        with shared.new_folder() as staging:
+            staged = staging / "image.sif"
+            sha256 = _copy(source, staged, shared, progress)
+            sif_image = image_of_sif(staged, store, progress)
+            folder = shared.folder / IMAGES / sif_image.image.name
+            shared.policy.make_folder(folder)
+            record = _find(folder, sha256, options.version)
+            is_new = record is None
+            if record is None:
+                record = _put(_Copy(staged, sif_image, sha256), shared, store, progress, options)
+        if options.pin:
+            write(shared, folder / f"{record.stem}.pin", b"")
+        for tag in (*([CURRENT] if options.current else []), *options.tags):
+            link(folder / tag, record.file)
+        module = None
+        if options.module or (shared.folder / module_folder(record.name)).is_folder():
+            module = put_module(shared, folder, sif_image.image, record.stem)
+        return Published((folder / record.file).path, record, record.size if is_new else 0, is_new, module)
+
+
+@contextlib.contextmanager
+def _signed(sif: Path, store: Store, key: Key | None, progress: Progress) -> Iterator[Path]:
+    """Yield the file, or with a key a signed copy."""
+    if key is None:
+        yield sif
+        return
+    store.open_for_writing()
+    with store.staging() as folder, progress.step(f"sign {sif}", total=sif.stat().st_size):
+        sign_file(sif, folder / "signed.sif", key, progress.count)
+        yield folder / "signed.sif"
+
+
+def _copy(source: Path, target: InnerPath, shared: SharedStore, progress: Progress) -> str:
+    """Return the SHA-256 of what was copied."""
+    sha, size = hashlib.sha256(), source.stat().st_size
+    if shared.folder.free_bytes() < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with progress.step(f"copy {source}", total=size), open_regular(source) as original, target.create() as out:
+        shared.apply_permissions(out.fileno(), 0o600)
+        while chunk := original.read(1 << 20):
+            sha.update(chunk)
+            out.write(chunk)
+            progress.count(len(chunk))
+    return sha.hexdigest()
+
+
+def _find(folder: InnerPath, sha256: str, version: str | None) -> VersionRecord | None:
+    records = [item for item in read_records(folder)[0] if item.sha256 == sha256 and version in (None, item.version)]
+    return records[-1] if records else None
+
+
+def _put(copy: _Copy, shared: SharedStore, store: Store, progress: Progress, options: PublishOptions) -> VersionRecord:
+    image, staged, sha256 = copy.image.image, copy.file, copy.sha256
+    folder = shared.folder / IMAGES / image.name
+    check = run_sif_tests(image, staged, store, progress.note) if options.check else None
+    sbom, signer = sbom_of_file(staged, store, progress), signer_of(staged)
+    stem = new_stem(folder, image.name, options.version, sha256)
+    size = put_sif(shared, staged, folder / f"{stem}.sif", sha256)
+    write(shared, folder / f"{stem}.sif.sha256", sha256_line(sha256, f"{stem}.sif"))
+    if sbom is not None:
+        write(shared, folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
+    file = PublishedFile(stem=stem, sha256=sha256, size=size, id=copy.image.id, key=signer)
+    record = version_record(image, file, [check] if check else [], sbom)
+    record = with_checksum({**record, "previous": (folder / CURRENT).link_target()})
+    try:
+        parsed = parse_record(record, image.name)  # what an image says of itself may be anything
+    except ValueError as error:
+        raise StoreError(f"the image says of itself what no record may have: it {error}") from error
+    write(shared, folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
+    return parsed

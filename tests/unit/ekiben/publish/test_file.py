@@ -1,0 +1,108 @@
+"""A SIF file is published as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ekiben.artifacts.exporters.sif import make_sif
+from ekiben.core.errors import StoreError, UsageError
+from ekiben.core.inner_path import InnerPath
+from ekiben.images.published import read_records
+from ekiben.publish.file import publish_file
+from ekiben.publish.publish import Published, PublishOptions
+from ekiben.store import Store
+from ekiben.store.shared import open_shared
+from support.hostile import flip
+from support.published import Lab
+from support.sample_recipe import RunCli, quiet
+from support.small_sifs import make, squashfs
+
+UNTESTED = PublishOptions(check=False)
+
+
+@pytest.fixture
+def sif(lab: Lab, tmp_path: Path) -> Path:
+    make_sif(lab.image(), lab.store, tmp_path / "any name.sif", squash=False)
+    return tmp_path / "any name.sif"
+
+
+@pytest.fixture
+def colleague(tmp_path: Path) -> Store:
+    """Has the file, and nothing of what it was built from."""
+    (tmp_path / "colleague").mkdir()
+    return Store(tmp_path / "colleague/store")
+
+
+def put(sif: Path, store: Store, folder: Path, options: PublishOptions = UNTESTED) -> Published:
+    return publish_file(sif, store, folder, quiet(), options)
+
+
+def test_record_is_that_of_the_recipes_image(lab: Lab, sif: Path, colleague: Store, tmp_path: Path) -> None:
+    done, expected = put(sif, colleague, tmp_path / "folder"), lab.put()
+    assert done.sif.name == expected.sif.name
+    assert done.sif.read_bytes() == sif.read_bytes()
+    for field in ("name", "recipe", "stack", "sha256", "size", "sif", "image", "tasks", "environment", "sbom_sha256"):
+        assert getattr(done.record, field) == getattr(expected.record, field), field
+    assert [layer.diff_id for layer in done.record.layers] == [layer.diff_id for layer in expected.record.layers]
+    names = {path.name for path in done.sif.parent.iterdir()}
+    assert names == {path.name for path in expected.sif.parent.iterdir()}
+
+
+def test_layers_of_a_file_are_not_offered_to_builds(sif: Path, colleague: Store, tmp_path: Path) -> None:
+    """Their keys are the word of whoever made the file."""
+    put(sif, colleague, tmp_path / "folder")
+    assert open_shared(tmp_path / "folder").records.names("keys") == []
+
+
+def test_file_is_published_once(lab: Lab, sif: Path, colleague: Store, tmp_path: Path) -> None:
+    first = put(sif, colleague, tmp_path / "folder", PublishOptions(check=False, version="1", tags=["good"]))
+    again = put(sif, colleague, tmp_path / "folder")
+    assert (first.created, again.created, again.sif) == (True, False, first.sif)
+    (record,) = read_records(InnerPath.below(first.sif.parent))[0]
+    assert (record.version, record.file) == ("1", first.sif.name)
+    assert (first.sif.parent / "good").is_symlink() and (first.sif.parent / "current").is_symlink()
+
+
+def test_published_version_by_its_name(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
+    done = lab.put(version="1")
+    argv = ("--store", tmp_path / "store", "--shared", lab.folder, "publish", "own:1", "--to", tmp_path / "folder")
+    printed = run_cli(*argv, "--no-verify", "--version", "2").stdout
+    assert "own-2-" in printed and "build on" not in printed
+    (copy,) = (tmp_path / "folder/images/own").glob("own-2-*.sif")
+    assert copy.read_bytes() == done.sif.read_bytes()
+    assert json.loads(copy.with_suffix(".json").read_bytes())["sha256"] == done.record.sha256
+
+
+def test_file_of_another_builder_is_refused(colleague: Store, tmp_path: Path) -> None:
+    make(tmp_path / "x.sif", squashfs(tmp_path / "a", "a"))
+    with pytest.raises(UsageError, match="is no image of Ekiben's"):
+        put(tmp_path / "x.sif", colleague, tmp_path / "folder")
+    (tmp_path / "y.sif").write_bytes(b"no SIF")
+    with pytest.raises(StoreError, match="not a SIF file"):
+        put(tmp_path / "y.sif", colleague, tmp_path / "folder")
+    assert list((tmp_path / "folder/store/staging").iterdir()) == []
+
+
+def test_squashed_file_is_refused(lab: Lab, colleague: Store, tmp_path: Path) -> None:
+    make_sif(lab.image(), lab.store, tmp_path / "s.sif", squash=True)
+    with pytest.raises(UsageError, match="has all layers in one partition"):
+        put(tmp_path / "s.sif", colleague, tmp_path / "folder")
+
+
+def test_damaged_file_is_refused(sif: Path, colleague: Store, tmp_path: Path) -> None:
+    for at in range(40_000, sif.stat().st_size, sif.stat().st_size // 5):
+        damaged = tmp_path / f"{at}.sif"
+        damaged.write_bytes(sif.read_bytes())
+        flip(damaged, at)
+        with pytest.raises((StoreError, UsageError)):
+            put(damaged, colleague, tmp_path / "folder")
+
+
+def test_options_of_building_are_refused(sif: Path, run_cli: RunCli, tmp_path: Path) -> None:
+    for option in (["--stack", "cu130"], ["--gpu-arch", "9.0"], ["--build-arg", "a=b"]):
+        failed = run_cli("publish", sif, "--to", tmp_path / "folder", *option, code=2).stderr
+        assert f"{option[0]} is for" in failed
+    assert not (tmp_path / "folder").exists()
