@@ -256,7 +256,7 @@ class Image:
         return self.metadata.tasks
 
     def inspect(self) -> Inspection:
-        """Return what the runtime reads in the file: labels, definition, scripts. Raises EngineError."""
+        """Return the labels, definition and scripts that the runtime reads in the file. Raises EngineError."""
         return Runtime().inspect(self.path)
 
     def execute(
@@ -344,7 +344,7 @@ class RunningImage:
 
     @property
     def logs(self) -> tuple[str, str]:
-        """Return what the instance's own programs wrote to stdout and to stderr; not that of ``execute``."""
+        """Return stdout and stderr of the instance's programs, without those of ``execute``."""
         files = (self._started.stdout, self._started.stderr)
         return tuple(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "" for path in files)  # type: ignore[return-value]
 

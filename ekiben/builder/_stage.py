@@ -113,7 +113,7 @@ def remove_work(result: StoredResult, store: Store) -> None:
 
 
 def files_for(copies: Sequence[StageCopy], results: Mapping[str, StoredResult], store: Store) -> list[File]:
-    """Return what the lines of ``%files from`` bring, from the store's blobs.
+    """Return the files of the lines of ``%files from``, from the store's blobs.
 
     A folder's files keep their paths below it.
 
@@ -234,7 +234,7 @@ def _collect_outputs(
 
 
 def _wheel_notes(stage: BuildStage, outputs: Sequence[StageOutput], store: Store) -> dict[str, Any]:
-    """Return what the wheel shows of itself. Raises LayerError without a wheel, VerifyError; its blobs are dropped."""
+    """Return the notes on a wheel. Raises LayerError without a wheel, VerifyError; its blobs are dropped."""
     if stage.wheel is None:
         return {}
     wheels = [file for file in outputs if file.path.endswith(".whl")]

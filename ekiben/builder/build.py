@@ -358,7 +358,7 @@ def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def image_name(resolved: ResolvedRecipe) -> str:
-    """Return what the image is called in the store."""
+    """Return the name of the image in the store."""
     return resolved.recipe.image_name(resolved.stack.name, resolved.stack.arch)
 
 

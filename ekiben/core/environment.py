@@ -34,11 +34,11 @@ def ca_bundle() -> Path | None:
     asked = os.environ.get("SSL_CERT_FILE")
     if asked and os.path.lexists(asked):
         try:
-            has_some = b"-----BEGIN" in read_regular(Path(asked), follow=True)
+            has_certificate = b"-----BEGIN" in read_regular(Path(asked), follow=True)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"SSL_CERT_FILE={asked}: cannot be read: {reason}") from error
-        if not has_some:
+        if not has_certificate:
             raise UsageError(
                 f"SSL_CERT_FILE={asked} has no certificate in it",
                 hint="name a bundle of certificates (PEM), or unset it",

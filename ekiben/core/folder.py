@@ -242,7 +242,7 @@ class Folder:
     # -- links
 
     def link_target(self, name: str) -> str | None:
-        """Return what a link says; None where there is no link."""
+        """Return the target of a link; None where there is none."""
         try:
             with self._named(name):
                 return os.readlink(name, dir_fd=self.handle)
@@ -332,7 +332,7 @@ def _remove_files(folder: Folder) -> int:
 
 
 def _mount_of(handle: int) -> tuple[int, bytes]:
-    """Return what tells mounts apart, those of one file system, too, where /proc is mounted (Linux 3.15)."""
+    """Return a mount's identity, also among mounts of one file system where /proc is mounted (Linux 3.15)."""
     mount = b""
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{handle}", "rb") as lines:
         mount = next((line for line in lines if line.startswith(b"mnt_id:")), b"")

@@ -136,7 +136,7 @@ class InnerPath:
             return False
 
     def entries(self) -> list[InnerPath]:
-        """Return what is in the folder at this path, sorted by name. Raises OSError."""
+        """Return the entries of the folder at this path, sorted by name. Raises OSError."""
         with self.open_folder() as folder:
             return [self / name for name in folder.names()]
 
@@ -204,7 +204,7 @@ class InnerPath:
             folder.link(self.name, target)
 
     def link_target(self) -> str | None:
-        """Return what the link here says; None where there is none."""
+        """Return the target of the link at this path; None where there is none."""
         with contextlib.suppress(OSError), self.parent.open_folder() as folder:
             return folder.link_target(self.name)
         return None

@@ -52,7 +52,7 @@ class JobDefaults:
             raise ValueError(f"check: should be state or digest (found: '{self.check}')")
 
     def describe(self) -> str:
-        """Return what is set, for messages; of lists only the name, because a variable may hold a secret."""
+        """Return the settings, for messages; of lists only the name, because a variable may hold a secret."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return ", ".join(
             name if isinstance(value, tuple) else f"{name}={value}"
@@ -117,7 +117,7 @@ def store_root(environment: Mapping[str, str], option: Path | None = None) -> Pa
 
 
 def store_source(environment: Mapping[str, str], option: Path | None = None) -> str:
-    """Return what store_root() takes the path from, for messages."""
+    """Return where store_root() takes the path from, for messages."""
     if option:
         return "--store"
     names = (name for name in ("EKIBEN_STORE", "XDG_CACHE_HOME") if environment.get(name))

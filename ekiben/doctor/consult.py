@@ -41,7 +41,7 @@ STACK_RULES = device_code.RULES
 
 
 def check(rules: Iterable[Rule], site: SiteFile, checked: CheckedImage) -> list[Finding]:
-    """Return what ``rules`` find."""
+    """Return the findings of ``rules``."""
     return [finding for rule in rules for finding in rule(site, checked)]
 
 
@@ -80,7 +80,7 @@ def declared_requirements(stack: StackFile, arch: str, partitions: int, *, gpu: 
 
 
 def check_stack(site: SiteFile, stack: StackFile) -> list[Finding]:
-    """Check whether what is built of a stack runs on a site's GPUs."""
+    """Check whether images of a stack run on a site's GPUs."""
     return check(STACK_RULES, site, CheckedImage(declared_requirements(stack, site.node.architecture, 1)))
 
 

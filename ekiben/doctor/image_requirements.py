@@ -120,7 +120,7 @@ def _scan_sif(path: Path, info: SifInfo, log: Callable[[str], None]) -> LayerReq
 
 
 def read_layer(image: SquashfsReader) -> LayerRequirements:
-    """Return what one layer has. Raises StoreError when the squashfs is damaged."""
+    """Return the requirements of one layer. Raises StoreError when the squashfs is damaged."""
     libraries, packages, damaged, gone = dict[str, DeviceCode](), dict[str, str](), dict[str, str](), list[str]()
     glibc = torch_cuda = compat = None
     network: set[str] = set()

@@ -139,7 +139,7 @@ def runtimes_here() -> tuple[Runtime, ...]:
 
 
 def runtime_of(program: str) -> Runtime | None:
-    """Return what ``apptainer``, ``singularity`` or ``docker`` is here; None when it is not, or does not answer."""
+    """Return kind and version of ``apptainer``, ``singularity`` or ``docker``; None when it does not answer."""
     executable = which(program)
     if executable is None:
         return None
@@ -232,7 +232,7 @@ def _left(columns: list[str]) -> int | None:
 
 
 def build_host(store: Path, output: Path) -> BuildHost:
-    """Return what decides whether this user can build here. Raises OSError."""
+    """Return the facts that decide whether this user can build here. Raises OSError."""
     from ekiben import executors
 
     user = _user()

@@ -95,7 +95,7 @@ def untried_reason(task: JobTask) -> str | None:
 
 
 def outputs_of(argv: Sequence[str]) -> list[str]:
-    """Return what the arguments of a task name as its output: by ``--output``, or the setting ``output``."""
+    """Return the outputs that the arguments of a task name: by ``--output``, or the setting ``output``."""
     pairs = zip(argv, [*argv[1:], ""], strict=True)
     names = [
         value if word == "--output" else word.rpartition("=")[2]

@@ -10,7 +10,7 @@ from ekiben.formats.squashfs.reader import SquashfsReader
 
 
 def comparable(entry: Entry) -> tuple[object, ...]:
-    """Return what two entries of one path are compared by: all but their time."""
+    """Return the fields by which entries of one path are compared: all but their time."""
     return entry.kind, entry.mode, entry.uid, entry.gid, entry.size, entry.target, entry.xattrs
 
 

@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def order(self) -> tuple[bytes, ...]:
-        """Return what entries are sorted by."""
+        """Return the sort key of an entry."""
         return sort_key(self.path)
 
 

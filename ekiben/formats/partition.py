@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 COPY = 1 << 20
-_AHEAD = 1 << 24  # bytes: how far ahead of the copy the disk is asked
+_AHEAD = 1 << 24  # bytes that the kernel reads ahead of the copy
 _MAX_UNHASHED = 1 << 28  # bytes
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -17,7 +17,7 @@ class Below(Protocol):
     """The layers below, merged."""
 
     def lookup(self, path: str) -> Entry | None:
-        """Return what is at a path."""
+        """Return the entry at a path."""
 
 
 def resolve_destinations(files: Iterable[File], lower: Below) -> list[File]:

@@ -199,7 +199,7 @@ def new_sif(
 
 
 def signed_message(partitions: Sequence[Partition], header: SifHeader) -> bytes:
-    """Return what a signature of the SIF that write_sif() would write has to sign: known before the file is there."""
+    """Return the text to sign for the SIF that write_sif() would write, before the file exists."""
     table = _head(_lay_out(partitions, header), header)
     digests = [*map(digest_of, header.objects), *(item.digest for item in partitions)]
     raw_descriptors = [table[at : at + DESCRIPTOR.size] for at in range(DESCRIPTORS_AT, len(table), DESCRIPTOR.size)]

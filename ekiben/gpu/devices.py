@@ -46,7 +46,7 @@ def nvidia_gpus() -> tuple[list[NvidiaGpu], str | None]:
 
 
 def _from_nvml() -> tuple[list[NvidiaGpu], str | None] | None:
-    """Return what NVML says; None where its library is not there or does not answer."""
+    """Return the GPUs that NVML reports; None where its library is missing or does not answer."""
     try:
         import pynvml  # type: ignore[import-untyped]
     except ImportError:

@@ -23,7 +23,7 @@ class Library:
 
 
 def read_library(data: bytes) -> Library:
-    """Return what a library says of itself.
+    """Return machine, needed libraries and dynamic symbols of a library.
 
     Raises ValueError when ``data`` is no 64-bit ELF file, or not all of one.
     """

@@ -132,5 +132,5 @@ def _time(seconds: int) -> str:
 
 
 def drift_of(layers: Sequence[StoredLayer]) -> list[str]:
-    """Return what could not be installed as locked when the layers were built, a line each."""
+    """Return the packages that were not installed as locked, a line each."""
     return [f"{layer.name}: {line}" for layer in layers for line in layer.drift]

@@ -336,7 +336,7 @@ def _lock_debian(
 
 
 def _resolve_debian(stack: Stack, definitions: Mapping[str, Definition], pins: AptLock, mirror: str | None) -> AptLock:
-    """Return what apt would install today for each layer, beyond the layers below.
+    """Return the packages that apt would install today for each layer, beyond the layers below.
 
     Raises FetchError when the mirror does not answer, FileNotFoundError when there is no apt-get.
     """

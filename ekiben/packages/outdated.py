@@ -45,7 +45,7 @@ class Advisory:
 
 
 def read_locks(folder: Path, sources: SourceFolders | None = None) -> dict[Path, dict[str, str]]:
-    """Return what the lock files of Python packages in ``folder`` pin: file → name → version.
+    """Return the pins of the Python lock files in ``folder``: file → name → version.
 
     Raises UsageError; DefinitionError, also for a file that is not in ``sources``.
     """

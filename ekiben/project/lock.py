@@ -107,7 +107,7 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
             path.unlink(missing_ok=True)
     elif changes or _read(sums) != text:
         raise LockMismatchError(
-            f"{shared} is not what {source.name} gives on the layers below",
+            f"{shared} differs from the resolution of {source.name} on the layers below",
             hint=f"{command_name()} lock {shlex.quote(str(recipe.folder))} --keep",
         )
     if not changes:

@@ -166,7 +166,7 @@ def publish(
                 return Published((folder / record.file).path, record, bytes_copied, created, module_loaded)
     raise StoreError(
         f"{image.name} was removed from {folder} again and again while it was published",
-        hint="somebody prunes it: publish it again afterwards",
+        hint="another user prunes the folder: publish it again afterwards",
     )
 
 

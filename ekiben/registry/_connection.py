@@ -113,7 +113,7 @@ class _GuardedTLSConnection(_GuardedConnection, HTTPSConnection):
 
 
 def new_adapter(context: ssl.SSLContext, guard: Guard) -> HTTPAdapter:
-    """Return what a session of requests connects with, for http and https."""
+    """Return the adapter of a session of requests, for http and https."""
     context.sslsocket_class = TLSSocket
 
     class PlainConnection(_GuardedConnection):

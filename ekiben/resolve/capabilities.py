@@ -36,7 +36,7 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def known_capabilities(cuda: str) -> tuple[str, ...]:
-    """Return what the compiler of a CUDA version makes code for. Raises DefinitionError when it is older than 11.8."""
+    """Return the GPUs that a CUDA compiler supports. Raises DefinitionError when it is older than 11.8."""
     fitting = [known for known in KNOWN if known <= release(cuda)[:2]]
     if not fitting:
         raise DefinitionError(f"CUDA {cuda}: nothing is known of a CUDA before {min(KNOWN)[0]}.{min(KNOWN)[1]}")
@@ -86,13 +86,13 @@ def supported_archs(capabilities: Iterable[str], minimum: str | None, where: Pat
     if not supported:
         raise UsageError(
             f"{where}: what it compiles needs compute capability {minimum} or later; "
-            f"wanted are only {', '.join(capabilities)}"
+            f"the build selects only {', '.join(capabilities)}"
         )
     return supported
 
 
 def coverage_problem(capabilities: Sequence[str], code: Iterable[str]) -> str | None:
-    """Return what is wrong with device code (``code``: sm_80 …, see ekiben.gpu.device_code) for GPUs of
+    """Return the problem of device code (``code``: sm_80 …, see ekiben.gpu.device_code) for GPUs of
     ``capabilities``.
 
     All of them run it as it is, and none of it is for other GPUs only. sm_80 is all that an 8.6 needs, too.

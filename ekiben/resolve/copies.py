@@ -45,7 +45,7 @@ def copied_files(definition: Definition, copy: Copy, folders: SourceFolders, arc
 
 
 def file_inputs(files: Sequence[File]) -> dict[str, Any]:
-    """Return what a cache key says of files; a source's name where it may become a part of the path."""
+    """Return the inputs of a key for files; with a source's name where it may become a part of the path."""
     names = {file.target: file.name for file in files if file.name and file.name_counts}
     entries = [[file.destination + "/" * file.is_folder, file.mode, file.sha256()] for file in files]
     return {"files": entries, **({"names": sorted(names.items())} if names else {})}

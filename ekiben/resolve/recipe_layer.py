@@ -151,7 +151,7 @@ def _last(resolved: ResolvedRecipe, section: Literal["runscript", "startscript"]
 
 
 def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
-    """Return what `apptainer run-help` prints: the recipe's tasks, and the %help of its layers, the highest first."""
+    """Return the text of `apptainer run-help`: the recipe's tasks, and the %help of its layers, the highest first."""
     layers = [
         f"Layer {item.name}:\n{item.final.help.rstrip()}" for item in reversed(resolved.definitions) if item.final.help
     ]

@@ -118,10 +118,10 @@ class Agent(Protocol):
     """What a header's ``Bootstrap:`` names, as far as reading goes (see ekiben.builder.bases)."""
 
     def header_problems(self, header: Mapping[str, str]) -> list[str]:
-        """Return what is wrong with a header; its keys are in lower case."""
+        """Return the problems of a header; its keys are in lower case."""
 
     def key_inputs(self, header: Mapping[str, str]) -> dict[str, str]:
-        """Return what of the header decides about the content, in one spelling: it is part of the cache key."""
+        """Return the part of a header that decides the content, normalized, for the cache key."""
 
 
 def load_agent(bootstrap: str) -> Agent:

@@ -75,7 +75,7 @@ class AptLock:
         return {name: version for packages in self.layers.values() for name, version in packages.items()}
 
     def of(self, layer: str, *, lowest: bool) -> dict[str, str]:
-        """Return what is locked for one layer."""
+        """Return the locked packages of one layer."""
         return {**(self.layers.get("", {}) if lowest else {}), **self.layers.get(layer, {})}
 
 

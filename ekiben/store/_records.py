@@ -61,7 +61,7 @@ class StoredLayer:
 
     @property
     def drift(self) -> tuple[str, ...]:
-        """Return what differs from its lock."""
+        """Return the differences from its lock."""
         return tuple(self.notes.get("drift", ()))
 
 
@@ -232,7 +232,7 @@ class Records:
         return next((record["inputs"] for record in records if record and isinstance(record.get("inputs"), dict)), None)
 
     def compile_stats(self, name: str) -> CompileStats:
-        """Return what compiling a package took; empty where there is no record, or one with other types."""
+        """Return the measurements of compiling a package; empty where there is no record, or one with other types."""
         with contextlib.suppress(ValueError):
             fields = Fields.of(self.read("compile_stats", name))
             for field_name in fields.data.keys() & {"job_memory", "units", "jobs"}:

@@ -175,7 +175,7 @@ class SharedAccess:
                 ) from error
             if error.errno in _EXCHANGED and self.shared_dir in Path(where).parents:
                 raise StoreError(
-                    f"{where} was made a link or another file while this command worked there ({error.strerror})",
+                    f"{where} was replaced by a link or a different file while this command ran ({error.strerror})",
                     hint=(
                         f"somebody who may write in {self.shared_dir} did that, and nothing was followed: ask who, and"
                         " again"

@@ -262,7 +262,7 @@ class Store:
         self.records.note_last(name, cache_key)
 
     def compile_stats(self, name: str) -> CompileStats:
-        """Return what compiling a package took before; empty when it was never compiled here."""
+        """Return the measurements of compiling a package; empty when it was never compiled here."""
         return self.records.compile_stats(name)
 
     def put_compile_stats(self, name: str, stats: CompileStats) -> None:
@@ -291,7 +291,7 @@ class Store:
         return record
 
     def check(self, name: str) -> dict[str, Any] | None:
-        """Return what was noted under this name."""
+        """Return the note of this name."""
         return self.records.read("checks", name)
 
     def put_check(self, name: str, result: Mapping[str, Any]) -> None:

@@ -981,7 +981,7 @@ _READERS = {
     _OURS: (
         """
         builder/layer.py:_files_tar bundle/write.py:_write cli/commands/sbom.py:command
-        executors/buildah.py:unavailable executors/podman.py:load,unavailable packages/outdated.py:find_newer
+        executors/_containers_storage.py:unavailable executors/podman.py:load packages/outdated.py:find_newer
     """
     ),
     "bundle_index": "bundle/_index.py:parse",
@@ -1019,7 +1019,7 @@ _READERS = {
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """
-        packages/lock.py:_compile,_read,_resolve project/lock.py:_compile,_read resolve/capabilities.py:check_torch
+        packages/lock.py:_read,_resolve project/lock.py:_read resolve/capabilities.py:check_torch
         spec/recipe.py:_imports_library spec/stack.py:unlocked
     """
     ),

@@ -44,7 +44,7 @@ exec "$@"
 
 
 def header_problems(header: Mapping[str, str]) -> list[str]:
-    """Return what mmdebstrap lacks, and values that it would read as options: its hooks are commands."""
+    """Return missing fields, and values that mmdebstrap would read as options: its hooks are commands."""
     if not (suite := header.get("osversion")):
         return ["Bootstrap: debootstrap needs 'OSVersion: <suite>'"]
     problems = (

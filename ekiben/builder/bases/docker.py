@@ -25,7 +25,7 @@ _DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
 
 
 def header_problems(header: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with From:, which names an image by its digest."""
+    """Return the problems of From:, which names an image by its digest."""
     reference = header.get("from")
     if not reference:
         return ["Bootstrap: docker needs 'From:'"]

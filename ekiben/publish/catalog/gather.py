@@ -164,7 +164,7 @@ class LayerInspector:
         self._debian: dict[str, dict[str, str] | None] = {}
 
     def of(self, record: VersionRecord) -> LayerSummary:
-        """Return what decides where an image runs, and its packages; ``read_error`` is the reason when they are not
+        """Return the requirements of an image, and its packages; ``read_error`` is the reason when they are not
         known.
         """
         nothing: LayerSummary = {
@@ -202,7 +202,7 @@ class LayerInspector:
         }
 
     def changes(self, before: CatalogVersion, after: CatalogVersion) -> VersionChanges:
-        """Return what ``after`` has that the version before it had not. Of small layers, the files, too."""
+        """Return the additions of ``after`` to the version before it; of small layers, also the files."""
         layers = [
             [StoredLayer(**layer, executor="", seconds=0, inputs={}) for layer in one["layers"]]
             for one in (before, after)

@@ -162,7 +162,7 @@ def _versions(shared: SharedStore, unreadable: list[tuple[str, str]]) -> Iterato
 
 
 def image_metadata(layer: SquashfsReader) -> dict[str, Any]:
-    """Return what a run.json has under `image` for the image whose last layer this is.
+    """Return `image` of a run.json for the image whose last layer this is.
 
     Raises StoreError, ValueError.
     """

@@ -172,7 +172,7 @@ def test_gpu_arch_narrows_the_compiled_capabilities(tiny: SampleRecipe) -> None:
         "images/roof.def", "    org.ekiben.wheel tiny", "    org.ekiben.wheel tiny\n    org.ekiben.least-capability 8.0"
     )
     assert stage_of(tiny).inputs["capabilities"] == ["8.0", "9.0"]
-    with pytest.raises(UsageError, match=r"needs compute capability 8\.0 or later; wanted are only 7\.5"):
+    with pytest.raises(UsageError, match=r"needs compute capability 8\.0 or later; the build selects only 7\.5"):
         stage_of(tiny, gpu_arch="7.5")
 
 

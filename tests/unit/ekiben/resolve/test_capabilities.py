@@ -68,7 +68,8 @@ def test_package_for_newer_gpus_only() -> None:
     assert supported_archs(["7.5", "8.0", "10.0"], "8.0", Path("x.def")) == ["8.0", "10.0"]
     assert supported_archs(["7.5"], None, Path("x.def")) == ["7.5"]
     with pytest.raises(
-        UsageError, match=r"x\.def: what it compiles needs compute capability 8\.0 or later; wanted are only 7\.5"
+        UsageError,
+        match=r"x\.def: what it compiles needs compute capability 8\.0 or later; the build selects only 7\.5",
     ):
         supported_archs(["7.5"], "8.0", Path("x.def"))
     with pytest.raises(DefinitionError, match=r"x\.def: many is no compute capability"):

@@ -336,7 +336,10 @@ def test_a_file_exchanged_before_its_mode_is_set_changes_no_other(
 def test_an_exchanged_folder_is_named_and_a_wrong_path_is_not_called_one(shared: SharedStore, tmp_path: Path) -> None:
     (shared.root / "staging").rmdir()
     (shared.root / "staging").symlink_to(tmp_path)
-    with pytest.raises(StoreError, match=r"store/staging was made a link or another file"), shared.translated_errors():
+    with (
+        pytest.raises(StoreError, match=r"store/staging was replaced by a link or a different file"),
+        shared.translated_errors(),
+    ):
         shared.staging_area.sweep()
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"cannot be written: Not a directory: .*/file$"):
