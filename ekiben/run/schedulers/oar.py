@@ -128,8 +128,8 @@ def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with oarsub's message."""
     wait = [word for id in _of_array(after) for word in ("-a", id)] if after else []
     asked = [arg for word in args for arg in word.split(" ", 1)]
-    # It takes PWD for the working folder, which `submit --again` leaves as the shell had it.
-    done = run([*SUBMIT, *wait, *asked, str(script)], check=False, env={**os.environ, "PWD": os.getcwd()})
+    # It takes PWD for the working folder, which a job's script changes to by itself, and fails for some names.
+    done = run([*SUBMIT, *wait, *asked, str(script)], check=False, env={**os.environ, "PWD": "/"})
     match = re.search(r"^OAR_ARRAY_ID=(\d+)$", done.stdout, re.MULTILINE) or re.search(
         r"^OAR_JOB_ID=(\d+)$", done.stdout, re.MULTILINE
     )
