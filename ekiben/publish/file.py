@@ -21,7 +21,7 @@ from ekiben.core.files import open_regular
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
-from ekiben.images.published import SBOM_SUFFIX, VersionRecord, parse_record, read_records
+from ekiben.images.published import REMOVED, SBOM_SUFFIX, VersionRecord, parse_record, read_records
 from ekiben.inspect.image_info import SifImage, image_of_sif
 from ekiben.publish.publish import (
     CURRENT,
@@ -122,6 +122,7 @@ def _put(copy: _Copy, shared: SharedStore, store: Store, progress: Progress, opt
         write(shared, folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
     file = PublishedFile(stem=stem, sha256=sha256, size=size, id=copy.image.id, key=signer)
     record = version_record(image, file, [check] if check else [], sbom)
+    (folder / f"{stem}{REMOVED}").remove(missing_ok=True)  # it is there again
     record = with_checksum({**record, "previous": (folder / CURRENT).link_target()})
     try:
         parsed = parse_record(record, image.name)  # what an image says of itself may be anything

@@ -113,6 +113,8 @@ def _decide(shared: SharedStore, record: Version, names: Sequence[str], unused_f
         keep, reason = True, f"tagged {', '.join(named)}"
     elif _is_being_published(shared, record, status):
         keep, reason = True, "being published"
+    elif isinstance(record, UnrecordedVersion) and (folder / f"{record.stem}{REMOVED}").lexists():
+        keep, reason = False, "its removal was interrupted"
     elif record.name in names or record.file in names:
         keep, reason = False, "asked for"
     elif not shared.knows_last_use():

@@ -272,6 +272,7 @@ def _put(request: _Request) -> int:
             write(shared, request.folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
     file = PublishedFile(stem=stem, sha256=sha256, size=size, id=request.header.id, key=request.options.key)
     record = version_record(image, file, checks, sbom)
+    (request.folder / f"{stem}{REMOVED}").remove(missing_ok=True)  # it is there again
     record = with_checksum({**record, "previous": (request.folder / CURRENT).link_target()})
     write(shared, request.folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return bytes_copied

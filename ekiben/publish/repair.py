@@ -16,7 +16,14 @@ from ekiben.core.errors import EkibenError, StoreError
 from ekiben.core.files import digest_of
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.progress import Progress
-from ekiben.images.published import SBOM_SUFFIX, UnrecordedVersion, image_folders, parse_record, unrecorded_versions
+from ekiben.images.published import (
+    REMOVED,
+    SBOM_SUFFIX,
+    UnrecordedVersion,
+    image_folders,
+    parse_record,
+    unrecorded_versions,
+)
 from ekiben.inspect.image_info import image_of_sif
 from ekiben.publish.record import PublishedFile, sbom_of_file, sha256_line, signer_of, version_record
 from ekiben.store import Store
@@ -67,6 +74,7 @@ def _repair(
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     record |= {"published": version.written, "previous": None, "repaired": now}
     parse_record(record, folder.name)  # what an image says of itself may be anything
+    (folder / f"{version.stem}{REMOVED}").remove(missing_ok=True)
     shared.write_file(folder / f"{version.file}.sha256", sha256_line(sha256, version.file))
     if sbom is not None:
         shared.write_file(folder / f"{version.stem}{SBOM_SUFFIX}", sbom.encode())

@@ -139,7 +139,8 @@ def test_modulefile_left_by_a_killed_prune_is_removed(lab: Lab, monkeypatch: pyt
     unused(lab.folder, 1.5)
     prune(lab.folder)
     assert not os.path.lexists(lab.folder / "modulefiles" / str(first.module))
-    assert not list(first.sif.parent.glob(f"{first.sif.stem}*"))
+    left = [path.name for path in first.sif.parent.glob(f"{first.sif.stem}*")]
+    assert left == [f"{first.sif.stem}.removed"]  # who removed it
 
 
 # --------------------------------------------------------------------------------------------------------------- output
