@@ -1,8 +1,8 @@
 """Run a program in an image.
 
-As `run` does it with a task: the same folders, environment and GPUs. IMAGE is a recipe (its name or folder), FILE.sif,
-or what colleagues published: NAME or NAME:VERSION. Options come before IMAGE or PROGRAM; what follows PROGRAM is the
-program's.
+As `run` does it with a task: the same folders, environment and GPUs. IMAGE is a recipe (its name or folder),
+FILE.sif, what colleagues published (NAME or NAME:VERSION), or a registry's image. Options come before IMAGE or
+PROGRAM; what follows PROGRAM is the program's.
 
 \b
 Examples:

@@ -1,9 +1,9 @@
 """Run a task of an image.
 
-IMAGE is a recipe (its name or folder), FILE.sif, or what colleagues published: NAME or NAME:VERSION. It runs with
-Apptainer or SingularityCE and the SIF, else with Docker. Of your environment the image gets what a job needs: its
-scheduler's variables, NCCL's, proxies, HF_TOKEN; not LD_LIBRARY_PATH or PYTHONPATH. Options come before IMAGE or
-TASK; what follows TASK is the task's.
+IMAGE is a recipe (its name or folder), FILE.sif, what colleagues published (NAME or NAME:VERSION), or a registry's
+image (oras://HOST/NAME:TAG), which is pulled once. It runs with Apptainer or SingularityCE and the SIF, else with
+Docker. Of your environment the image gets what a job needs: its scheduler's variables, NCCL's, proxies, HF_TOKEN; not
+LD_LIBRARY_PATH or PYTHONPATH. Options come before IMAGE or TASK; what follows TASK is the task's.
 
 \b
 Examples:
