@@ -93,4 +93,4 @@ def test_file_without_jupyterlab_is_refused(run_cli: RunCli, tools: dict[str, st
     sif = sif_with(tmp_path / "x.sif", "usr/local/bin/other")
     refused = run_cli("notebook", sif, "--dry-run", env=tools, code=2).stderr
     assert f"{sif} has no JupyterLab: there is no /usr/local/bin/ekiben-notebook in it" in refused
-    assert "image RECIPE --layer notebook" in refused
+    assert "build RECIPE --layer notebook" in refused
