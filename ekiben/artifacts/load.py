@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def load_image(kind: str, image: Image, engine: Engine, options: ExportOptions, 
     if not options.check:
         engine.load(image.tag)
         return artifact
-    untested = f"{image.tag.rpartition(':')[0]}:untested-{image.image_id.removeprefix('sha256:')[:12]}"
+    untested = f"{image.tag.rpartition(':')[0]}:untested-{os.getpid()}-{image.image_id.removeprefix('sha256:')[:12]}"
     engine.load(untested)
     try:
         options.check(image, artifact)
@@ -47,6 +48,6 @@ def load_image(kind: str, image: Image, engine: Engine, options: ExportOptions, 
         progress.log(f"{image.tag} {'is left as it was' if engine.image_id(image.tag) else 'is not made'}")
         raise
     finally:
-        with contextlib.suppress(EngineError):  # another build of the same image did it
+        with contextlib.suppress(EngineError):  # its daemon is gone: what failed before says so
             engine.untag(untested)
     return artifact

@@ -43,14 +43,19 @@ _UNKNOWN = RecipeState("unknown")
 def state_of_sif(sif: Path, recipe: Recipe, stack: str | None = None) -> RecipeState:
     """Compare a SIF with its recipe on ``stack``. Only the recipe's files and the keys of layers are read."""
     try:
+        layers = read_sif(sif).layers
+        if not layers:  # of another builder, as below
+            return _UNKNOWN
         with open_regular(sif) as stream:
-            top = SquashfsReader(stream, read_sif(sif).layers[-1].offset)
+            top = SquashfsReader(stream, layers[-1].offset)
             if top.lookup(IMAGE_METADATA) is None:
                 return _UNKNOWN  # of another builder
             metadata = ImageMetadata.parse(top.read_file(IMAGE_METADATA))
             resolved = _resolve(recipe, stack, metadata)
             known = {key for _, key in metadata.layers}
-            below = [*_changed_definitions(top, resolved), *_changed_layers(resolved, known)]
+            # With --build-arg, keys depend on values that the image does not have.
+            by_key = () if metadata.arguments else _changed_layers(resolved, known)
+            below = [*_changed_definitions(top, resolved), *by_key]
             return _state(_changed_files(top, resolved), below)
     except (EkibenError, OSError, ValueError) as error:
         return _unknown(str(sif), error)
@@ -59,11 +64,11 @@ def state_of_sif(sif: Path, recipe: Recipe, stack: str | None = None) -> RecipeS
 def state_in_engine(image_id: str, name: str, recipe: Recipe, store: Store, stack: str | None = None) -> RecipeState:
     """Compare an engine's image, called ``name`` in the store, with its recipe on ``stack``.
 
-    Unknown where the store has no record of this image.
+    Unknown where the store has no record of this image, or it was built with --gpu-arch or --build-arg.
     """
     try:
         record = store.image(name)
-        if record is None or record["config"] != image_id:
+        if record is None or record["config"] != image_id or record.get("is_custom"):
             return _UNKNOWN
         resolved = resolve(recipe, stack=stack)
         is_same_top = resolved.top.cache_key in record["keys"]

@@ -97,9 +97,14 @@ def image_id(name: str) -> str:
 
 
 def tag(image_id: str, name: str) -> None:
-    """Let ``name`` be the image with this id."""
+    """Let ``name`` be the image with this id. Raises EngineError."""
+    from docker.errors import APIError
+
     repository, _, version = name.rpartition(":")
-    client().api.tag(image_id, repository, version)
+    try:
+        client().api.tag(image_id, repository, version)
+    except APIError as error:
+        raise EngineError(f"{image_id} cannot be named {name}: {error.explanation or error}") from error
 
 
 def untag(name: str) -> None:

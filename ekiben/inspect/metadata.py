@@ -42,12 +42,15 @@ class CompiledWheel:
 
 @dataclass(frozen=True, slots=True)
 class ImageMetadata:
-    """/opt/ekiben/image.json of an image: ``layers`` are (name, cache_key), without the last one."""
+    """/opt/ekiben/image.json of an image: ``layers`` are (name, cache_key), without the last one;
+    ``arguments``: names that --build-arg set.
+    """
 
     recipe: str
     stack: str
     layers: list[tuple[str, str]]
     compiled: list[CompiledWheel]
+    arguments: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, data: bytes) -> ImageMetadata:
@@ -59,4 +62,5 @@ class ImageMetadata:
             fields.text("stack"),
             [(layer.text("name"), layer.text("cache_key", "")) for layer in fields.objects("layers")],
             [CompiledWheel.parse(item) for item in compiled if item.data.keys() >= {"package", "source", "cache_key"}],
+            tuple(fields.strings("arguments")) if "arguments" in fields else (),
         )

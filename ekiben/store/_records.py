@@ -140,7 +140,9 @@ def _notes(record: Fields) -> dict[str, Any]:
 
 
 class ImageRecord(TypedDict):
-    """An image by name. ``keys``: the cache keys of its layers; ``size``: of the manifest; ``config``: its digest."""
+    """An image by name. ``keys``: the cache keys of its layers; ``size``: of the manifest; ``config``: its digest;
+    ``is_custom``: built with --gpu-arch or --build-arg.
+    """
 
     manifest: str
     size: int
@@ -149,6 +151,7 @@ class ImageRecord(TypedDict):
     recipe: NotRequired[str]
     stack: NotRequired[str]
     tasks: NotRequired[dict[str, str]]
+    is_custom: NotRequired[bool]
 
 
 class CompileStats(TypedDict, total=False):

@@ -87,6 +87,7 @@ def command(
         refuse_ignored(
             "is for starting the image, which --no-start leaves out",
             *("port", "ip", "cpu", "binds", "copy_local", "live", "force", "dry_run"),
+            *NodeOptions.__slots__,
         )
     image = named_image(context, recipe, start, LAYER)
     kind = export_format(start)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import click
 
-from ekiben.cli.commands._node import NodeOptions, node_options, start_on_node
+from ekiben.cli.commands._node import LOGIN_HOST, NodeOptions, node_options, start_on_node
 from ekiben.cli.commands._start import StartOptions, build_or_compare, named_image, start_image, start_options
 from ekiben.cli.context import Context
 from ekiben.cli.options import RecipeType, TaskCommand
@@ -33,6 +33,7 @@ _SHELL = ("sh", "-c", "if command -v bash >/dev/null; then exec bash; fi; exec s
 def command(context: Context, /, image: str, argv: tuple[str, ...], node: NodeOptions, start: StartOptions) -> None:
     """Check the machine, then become the container runtime with a shell."""
     named = named_image(context, image, start)
+    if LOGIN_HOST not in context.environment:  # on a node, the login node has done it
+        build_or_compare(context, named, start)
     start_on_node(context, named, node, dry_run=start.dry_run)
-    build_or_compare(context, named, start)
     start_image(context, named, argv or _SHELL, start, executes=True)

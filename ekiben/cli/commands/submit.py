@@ -387,11 +387,9 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
         )
     if run.by_hand:
         jobs.write(run)
-        submit = load(run.scheduler).SUBMIT
-        commands = {
-            step.name: shlex.join([*submit, *run.command_args, str(run.folder / f"{step.name}.sh")])
-            for step in run.steps
-        }
+        submit = [*load(run.scheduler).SUBMIT, *(arg for word in run.command_args for arg in word.split(" ", 1))]
+        scripts = {step.name: str(run.folder / f"{step.name}.sh") for step in run.steps}
+        commands = {name: shlex.join([*submit, path]) for name, path in scripts.items()}
         context.print(WrittenRun(run.folder, commands))
         return
     if dry_run:

@@ -149,7 +149,7 @@ wait_for_step_before() {
             since=$(cat "$run/$before.times" 2>/dev/null)
             if [ ! -e "$run/$before.exit" ] && [ "$since" != "$(cat "$run/$name.waited.$before" 2>/dev/null)" ]; then
                 echo "$since" >"$run/$name.waited.$before"
-                requeue_waiting && exit
+                put_back requeue_waiting && exit
             fi
         fi
         ended=$(cat "$run/$before.exit" 2>/dev/null)
@@ -220,28 +220,38 @@ has_saved() {
     return 1
 }
 
-# A job that had ended and starts again, because somebody submitted its script once more, is a new attempt; one whose
-# script was written without being submitted is the first. What the end of a run removed is made anew.
+# A start that neither the job itself nor its scheduler put back into the queue is a new attempt: somebody submitted the
+# script once more. Of a script that was written and not submitted, the first start is the first attempt.
 begin_attempt() {
-    local ended attempt
+    local ended known attempt before='did not end'
     ended=$(cat "$run/$name.exit" 2>/dev/null)
-    attempt=$(cat "$run/$name.attempt" 2>/dev/null || echo 1)
-    case $ended in
-        '' | 75) [ -n "$by_hand" ] && [ ! -e "$run/$name.job" ] && note_id ;;
-        *)
-            attempt=$((attempt + 1))
-            echo "$attempt" >"$run/$name.attempt"
-            note_id
-            rm -f "$run/$name.times" "$run/$name.idle" "$run/$name.cancelled" "$run/cancelled"
-            echo "attempt     $attempt, after one that ended with exit code $ended"
-            ;;
-    esac
+    known=$(cat "$run/$name.job" 2>/dev/null)
+    if [ -e "$run/$name.requeued" ]; then
+        rm -f "$run/$name.requeued"
+    elif [ -z "$known" ]; then
+        [ -z "$by_hand" ] || note_id
+    elif [ "${known%%.*}" != "${job%%.*}" ] || { [ -n "$ended" ] && [ "$ended" != 75 ]; }; then
+        attempt=$(($(cat "$run/$name.attempt" 2>/dev/null || echo 1) + 1))
+        echo "$attempt" >"$run/$name.attempt"
+        note_id
+        rm -f "$run/$name.times" "$run/$name.idle" "$run/$name.cancelled" "$run/cancelled"
+        [ -z "$ended" ] || before="ended with exit code $ended"
+        echo "attempt     $attempt, after one that $before"
+    fi
     rm -f "$run/$name.exit" "$run/$name.notice"
     if [ ! -e "$run/environment" ]; then
         echo "note: the variables of the shell that submitted this run were removed when it ended: those of the job are used"
         make_private environment </dev/null
     fi
     [ -e "$run/key" ] || od -An -N16 -tx1 /dev/urandom | tr -d ' \n' | make_private key
+}
+
+# Put this job back into the queue by a function of the scheduler.
+put_back() {
+    touch "$run/$name.requeued"
+    "$1" && return
+    rm -f "$run/$name.requeued"
+    return 1
 }
 
 # By its newest id a job is asked for; in an array it has the array's.
@@ -307,7 +317,7 @@ if [ "$code" = 75 ] && [ ! -e "$run/cancelled" ] && [ ! -e "$run/$name.cancelled
     elif [ "$times" -lt "$max_resubmits" ]; then
         echo $((times + 1)) >"$run/$name.times"
         echo "again       $saved: back into the queue, $((times + 1)) of at most $max_resubmits times"
-        requeue && exit "$code"
+        put_back requeue && exit "$code"
         echo "$times" >"$run/$name.times"
     else
         echo "error: $saved, and back in the queue $max_resubmits times: that is --max-resubmits"

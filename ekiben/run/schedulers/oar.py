@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import time
@@ -17,7 +16,8 @@ from ekiben.run.schedulers import LIST_SECONDS, Job, JobScriptHooks, Limits, Que
 
 TITLE = "OAR"
 PREFERENCE = 40
-SUBMIT = ("oarsub", "-S")
+# oarsub takes PWD for the working folder, which a job's script changes to by itself, and fails for some names.
+SUBMIT = ("env", "PWD=/", "oarsub", "-S")
 PREFIX = "#OAR "
 _MAX_ANSWER = 256 << 20  # bytes: oarstat says all of every job
 VARIABLES = ("OAR_",)
@@ -128,8 +128,7 @@ def submit(script: Path, args: Sequence[str], after: str | None) -> str:
     """Submit a job that waits for job ``after``, and return its id. Raises SchedulerError with oarsub's message."""
     wait = [word for id in _of_array(after) for word in ("-a", id)] if after else []
     asked = [arg for word in args for arg in word.split(" ", 1)]
-    # It takes PWD for the working folder, which a job's script changes to by itself, and fails for some names.
-    done = run([*SUBMIT, *wait, *asked, str(script)], check=False, env={**os.environ, "PWD": "/"})
+    done = run([*SUBMIT, *wait, *asked, str(script)], check=False)
     match = re.search(r"^OAR_ARRAY_ID=(\d+)$", done.stdout, re.MULTILINE) or re.search(
         r"^OAR_JOB_ID=(\d+)$", done.stdout, re.MULTILINE
     )

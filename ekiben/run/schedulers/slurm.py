@@ -110,9 +110,10 @@ def _output(log: Path, *, array: bool) -> str:
 
 def interactive(args: Sequence[str], seconds: int | None, command: Sequence[str]) -> list[str]:
     """Return the srun command that runs ``command`` on a node, in this terminal."""
+    options = [word for arg in args for word in arg.split(" ", 1)]
     time = [f"--time={clock(seconds)}"] if seconds else []
     terminal = ["--pty"] if sys.stdin.isatty() else []
-    return ["srun", "--ntasks=1", *args, *time, *terminal, *command]
+    return ["srun", "--ntasks=1", *options, *time, *terminal, *command]
 
 
 def limits(args: Sequence[str]) -> Limits:

@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.artifacts import recipe_state
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.artifacts.recipe_state import RecipeState, state_in_engine, state_of_sif
+from ekiben.builder.build import BuildContext, build
+from ekiben.builder.plan import Options
+from ekiben.formats.sif import SifInfo
+from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Store
-from support.sample_recipe import SampleRecipe, image_of
+from support.sample_recipe import SampleRecipe, image_of, quiet
 
 Edit = Callable[[SampleRecipe], object]
 EDITS: dict[str, tuple[Edit, RecipeState]] = {
@@ -89,3 +94,26 @@ def test_edits_since_an_engine_got_its_image_are_known_by_the_store(files_only: 
     assert state_in_engine(image.image_id, image.name, recipe, store).below == ("what layer roof is made of",)
     assert state_in_engine("sha256:" + "0" * 64, image.name, recipe, store).kind == "unknown"
     assert state_in_engine(image.image_id, "other", recipe, store).kind == "unknown"
+
+
+def test_an_image_of_build_arguments_is_compared_without_them(
+    files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    files_only.replace("images/roof.def", "%files", "%arguments\n    word=a\n\n%files")
+    files_only.replace("images/roof.def", "/opt/tree", "/opt/{{ word }}")
+    recipe = find_recipe(str(files_only.path))
+    image = build(BuildContext(resolve(recipe, arguments={"word": "b"}), store, Options(), quiet()))
+    make_sif(image, store, tmp_path / "x.sif", squash=False)
+    assert state_of_sif(tmp_path / "x.sif", recipe) == RecipeState("same")
+    assert state_in_engine(image.image_id, image.name, recipe, store).kind == "unknown"
+    files_only.write("entrypoints/greet.py", "print('bye')\n")
+    assert state_of_sif(tmp_path / "x.sif", recipe).files == ("entrypoints/greet.py",)
+
+
+def test_a_sif_without_a_squashfs_is_unknown(
+    files_only: SampleRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.sif").write_bytes(b"")
+    info = SifInfo(id="0" * 32, arch="amd64", created=0, descriptors=())
+    monkeypatch.setattr(recipe_state, "read_sif", lambda path: info)
+    assert state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path))).kind == "unknown"
