@@ -281,10 +281,9 @@ def run_ours(
 
     from ekiben_tasks.data import packing
     from ekiben_tasks.data.sources import SplitExamples
-    from ekiben_tasks.distributed import strategy
+    from ekiben_tasks.distributed import sharded, strategy
     from ekiben_tasks.distributed.context import Stop
     from ekiben_tasks.distributed.replicated import ReplicatedStrategy
-    from ekiben_tasks.distributed.strategies import fsdp
     from ekiben_tasks.models import attention as attention_module
     from ekiben_tasks.models import flops, memory
     from ekiben_tasks.models import tuning as learners
@@ -342,9 +341,9 @@ def run_ours(
         loss_module.compile_blocks()
     started = time.monotonic()
     if gpus > 1:
-        fsdp.shard(loss_module, device.torch_device, here, trained=method == "full")
+        sharded.shard(loss_module, device.torch_device, here, trained=method == "full")
     trained: Any = (
-        fsdp.ShardedStrategy(loss_module, plan.optimizer, here, device.torch_device)
+        sharded.ShardedStrategy(loss_module, plan.optimizer, here, device.torch_device)
         if gpus > 1 and method == "full"
         else ReplicatedStrategy(loss_module, plan.optimizer, here, collective=gpus > 1)
     )

@@ -6,6 +6,7 @@ __all__ = [
     "architectures",
     "attention",
     "attention_kernel",
+    "checkpoint_folder",
     "compile_patches",
     "device",
     "flops",

@@ -67,11 +67,9 @@ def run(job: Job) -> int:
 
     Raises:
         DoesNotFitError: it needs more memory than there is.
-        TaskError: the strategy, the device, the data, the model or the output cannot be used.
+        TaskError: the device, the data, the model or the output cannot be used.
     """
     module = strategies.find(job.parallel)
-    if reason := module.unavailable(_options(job)):
-        raise TaskError(f"setting parallel={job.parallel}: {reason}")
     heartbeat = Heartbeat(job.settings.hang_minutes)
     heartbeat.beat(Phase.LOAD, long=True)
     world = _join(job, module)
@@ -176,7 +174,7 @@ def _decide(
         form=form,
         trainable=trainable,
         trained=describe(meta, settings),
-        output=job.output,
+        output="removed afterwards" if job.options.temporary else str(job.output.absolute()),
     )
     return summary, profile, flops.training_costs(meta)
 
@@ -221,7 +219,8 @@ def _record(
     plot.draw(job.output / "loss.png", f"{Path(job.settings.model).name}: loss", series)
     if outcome.exit_code is None:
         tokenizer.save_pretrained(str(folder))
-        print("\n".join(run_summary.format_footer(result, job.product, job.output)), flush=True)
+        lines = run_summary.format_footer(result, job.product, job.output)
+        print("\n".join(lines[:1] if job.options.temporary else lines), flush=True)
 
 
 def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, *, is_here: bool) -> None:

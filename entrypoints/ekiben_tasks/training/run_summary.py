@@ -47,7 +47,7 @@ class RunSummary:
     trainable: int
     trained: str  # in words
     form: str  # of the rows, in words
-    output: Path
+    output: str  # in words
 
     @property
     def expected_bytes(self) -> int:
@@ -125,7 +125,7 @@ def format_header(summary: RunSummary) -> list[str]:
             f"memory      {expected} of {device.memory / GIB:.1f} GiB"
             f" free{' on each' * (summary.processes > 1)}{twice}{host}"
         ),
-        f"output      {summary.output.absolute()}",
+        f"output      {summary.output}",
     ]
     if summary.no_device:
         many = f"; planned for {summary.processes} GPUs {summary.spread}" if summary.processes > 1 else ""
