@@ -20,9 +20,9 @@ from ekiben_tasks.distributed.optimizer import OptimizerConfig, decay_groups, se
 from ekiben_tasks.distributed.options import DeepSpeed, compiled_ops
 from ekiben_tasks.distributed.saved_state import ZERO, load_zero_file, open_saved, zero_rank
 from ekiben_tasks.distributed.strategy import ModelRequest
-from ekiben_tasks.models.attention import choose_attention
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, read_config
+from ekiben_tasks.models.proof import attach_masks, verify
 from ekiben_tasks.models.tuning import LossModule, apply_tuning_method
 from ekiben_tasks.task.errors import TaskError
 
@@ -80,11 +80,18 @@ class PartitionedStrategy:
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(compiled_ops(), True)
         deepspeed.init_distributed()  # takes up torch's group
         config = make_config(options, optimizer.max_grad_norm, request.device)
+        proof = verify(read_config(request.path))  # before models that are made are sharded
         # While this lives, from_pretrained() gives every weight away as soon as it is read.
         self.shares_while_loading = HfDeepSpeedConfig(config) if options.stage == 3 else None
-        causal = load_base(request.path, request.device, choose_attention(read_config(request.path)))
+        causal = load_base(request.path, request.device, proof.implementation)
+        attach_masks(causal, proof)
         model = apply_tuning_method(causal, request.tuning)
         self.loss_module = LossModule(model, request.device.dtype, request.attention_kernel)
+        if self.loss_module.tails and options.stage == 3:
+            raise TaskError(
+                f"{type(causal).__name__}: its head is more than a product, or adapted, which was not tried with"
+                " DeepSpeed's stage 3; take parallel=fsdp, or deepspeed.stage=2"
+            )
         if request.checkpointed_blocks:
             self.loss_module.checkpoint_activations(request.checkpointed_blocks)
         self.world = world

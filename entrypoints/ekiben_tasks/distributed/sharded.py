@@ -26,8 +26,9 @@ from ekiben_tasks.distributed.replicated import ReplicatedStrategy
 from ekiben_tasks.distributed.saved_state import open_saved
 from ekiben_tasks.distributed.strategy import ModelRequest
 from ekiben_tasks.models.checkpoint_folder import SHARDS
+from ekiben_tasks.models.description import find_blocks
 from ekiben_tasks.models.sharded_checkpoint import read_metadata, read_shards, write_shards
-from ekiben_tasks.models.tuning import LossModule, find_blocks
+from ekiben_tasks.models.tuning import LossModule
 from ekiben_tasks.task.errors import TaskError
 
 

@@ -37,6 +37,8 @@ def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_module
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
+        if "not found" not in str(error):
+            raise TaskError(f"setting lora.target_modules: {str(error).splitlines()[0]}") from error
         linear_names = {
             name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
         }

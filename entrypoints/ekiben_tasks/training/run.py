@@ -19,8 +19,9 @@ from ekiben_tasks.distributed.context import DistributedContext, Stop, init_dist
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.distributed.options import DeepSpeed
 from ekiben_tasks.models import flops, load, memory
-from ekiben_tasks.models.attention import choose_attention, choose_kernels, choose_layout, kernels_in_use
+from ekiben_tasks.models.attention_choice import choose_kernels, kernels_in_use
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
+from ekiben_tasks.models.proof import verify
 from ekiben_tasks.models.tuning import apply_tuning_method, describe
 from ekiben_tasks.task import plot, run_metadata
 from ekiben_tasks.task.checksums import ModelChecksum
@@ -142,6 +143,7 @@ def _decide(
     # Micro-batches that fit the fullest GPU: processes with different plans would deadlock.
     device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
     form = apply_format(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
+    proof = verify(load.read_config(job.path))
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
     data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.options.skip_bad)
@@ -165,7 +167,8 @@ def _decide(
         device=device,
         no_device=no_device,
         plan=make_plan(settings, device, expected, profile, data),
-        attention=run_summary.name_attention(choose_layout(meta.config), choose_attention(meta.config), kernels.mixed),
+        attention=run_summary.name_attention(proof, kernels.mixed),
+        proof=proof,
         kernels=kernels,
         data=data,
         memory=expected,
