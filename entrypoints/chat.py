@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ekiben_tasks.generation.settings import ChatSettings
-from ekiben_tasks.task import caches, command, input_files
+from ekiben_tasks.generation.settings import ChatSettings, check_chat
+from ekiben_tasks.task import adapter_folder, caches, command, input_files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.errors import SettingError
 
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return smoke_chat(settings, command.recipe_folder(args.config, __file__) / "data" / "sample.jsonl")
     if settings.form.kind == "template":
         raise SettingError("setting form.kind: a template needs columns; use `generate`, or another kind")
+    check_chat(settings)
     context = _read_context(args.context) if args.context else ""
+    adapter_folder.check_source(settings.model, "" if settings.model else settings.adapter, args.base)
     for line in [*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ)]:
         print(line, file=sys.stderr, flush=True)
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from ekiben_tasks.data.sources import check_locations, parse_sources
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.generation.settings import GenerateSettings, check
-from ekiben_tasks.task import caches, command, files
+from ekiben_tasks.task import adapter_folder, caches, command, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
-from ekiben_tasks.task.hub import is_hub_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +73,7 @@ def generate(settings: GenerateSettings, recipe: Path, *, skip_bad: bool = False
     check(settings)
     data: object = str(recipe / "data" / "sample.jsonl") if settings.data == "sample" else settings.data
     (source,) = parse_sources(data, 0.0)
-    if check_locations([source]) | (not settings.adapter and is_hub_model(settings.model)):
+    if check_locations([source]) | adapter_folder.check_source(settings.model, settings.adapter):
         print_once(*caches.prefer_cache(os.environ))
     files.ensure_output_dir(Path(settings.output).absolute().parent)
 

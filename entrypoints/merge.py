@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ekiben_tasks.task import caches, command, files
+from ekiben_tasks.task import adapter_folder, caches, command, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.settings import option
@@ -42,13 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
+    folder = Path(args.adapter or settings.adapter)
+    adapter_folder.check_source("", str(folder), args.base)
     output = files.ensure_output_dir(Path(args.output or settings.output), empty=True)
     print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))
 
     from ekiben_tasks.models.device import choose_device
     from ekiben_tasks.models.merge import merge
 
-    folder = Path(args.adapter or settings.adapter)
     device = choose_device(settings.device)
     print(f"merging     {folder} on {device.name}", flush=True)
     difference = merge(folder, output, device, base=args.base, dtype=settings.dtype)

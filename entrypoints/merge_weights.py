@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ekiben_tasks.models.checkpoint_folder import find_checkpoint
 from ekiben_tasks.task import caches, command, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
-from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.hub import is_hub_model
 from ekiben_tasks.task.settings import option
 
@@ -51,13 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = options.load(Settings, args.config, args.set)
     if args.smoke:
         os.environ["HF_HUB_OFFLINE"] = "1"
+    elif not settings.max_shard_gb > 0:
+        raise SettingError(f"setting max_shard_gb: must be above 0, not {settings.max_shard_gb}")
     print_once(*caches.prepare_caches(os.environ))
+    checkpoint = None if args.smoke else find_checkpoint(Path(args.run))
+    if args.base:
+        is_hub_model(args.base)
 
     from ekiben_tasks.models import merge_checkpoint
 
-    if args.smoke:
+    if checkpoint is None:
         return merge_checkpoint.smoke_test()
-    checkpoint = merge_checkpoint.find_checkpoint(Path(args.run))
     output = files.ensure_output_dir(Path(args.output or settings.output), empty=True)
     base = args.base or merge_checkpoint.read_fingerprint(checkpoint).get("model")
     if not base:

@@ -210,12 +210,13 @@ def measure(case: str, args: Any) -> dict[str, Any]:
 
     from ekiben_tasks.distributed import context
     from ekiben_tasks.models import attention as attention_module
+    from ekiben_tasks.models import attention_choice
     from ekiben_tasks.models.device import choose_device
 
     here = context.init_distributed("cpu" if args.tiny else "auto")
     device = choose_device("cpu" if args.tiny else "auto", here.local_rank)
     attention_module.register()
-    attention_module.prefer_kernels(device.torch_device, device.dtype)
+    attention_choice.prefer_kernels(device.torch_device, device.dtype)
     kind, sizes = SHAPES[CASES[case][0]]
     if args.layers:
         sizes = {**sizes, "num_hidden_layers": args.layers}
@@ -281,12 +282,11 @@ def run_ours(
 
     from ekiben_tasks.data import packing
     from ekiben_tasks.data.sources import SplitExamples
-    from ekiben_tasks.distributed import strategy
+    from ekiben_tasks.distributed import sharded, strategy
     from ekiben_tasks.distributed.context import Stop
     from ekiben_tasks.distributed.replicated import ReplicatedStrategy
-    from ekiben_tasks.distributed.strategies import fsdp
     from ekiben_tasks.models import attention as attention_module
-    from ekiben_tasks.models import flops, memory
+    from ekiben_tasks.models import attention_choice, flops, memory
     from ekiben_tasks.models import tuning as learners
     from ekiben_tasks.models.lora import Lora
     from ekiben_tasks.training import loop
@@ -342,9 +342,9 @@ def run_ours(
         loss_module.compile_blocks()
     started = time.monotonic()
     if gpus > 1:
-        fsdp.shard(loss_module, device.torch_device, here, trained=method == "full")
+        sharded.shard(loss_module, device.torch_device, here, trained=method == "full")
     trained: Any = (
-        fsdp.ShardedStrategy(loss_module, plan.optimizer, here, device.torch_device)
+        sharded.ShardedStrategy(loss_module, plan.optimizer, here, device.torch_device)
         if gpus > 1 and method == "full"
         else ReplicatedStrategy(loss_module, plan.optimizer, here, collective=gpus > 1)
     )
@@ -362,12 +362,12 @@ def run_ours(
         run = loop.Run(trained, batches, progress, Checkpoints(output, {}, "random", here), device, Stop())
         run._save = lambda: None  # type: ignore[method-assign]  # 80 GB of checkpoint are not what is measured
         started_at = time.monotonic()
-        with attention_module.uniform_kernels(device.torch_device):
+        with attention_choice.uniform_kernels(device.torch_device):
             run.fit()
         wall = time.monotonic() - started_at
         speed, mfu = progress.speed()
         if args.profile:
-            with attention_module.uniform_kernels(device.torch_device):
+            with attention_choice.uniform_kernels(device.torch_device):
                 profiled(lambda: [run._step() for _ in range(PROFILED)])
         losses = progress.metrics.series("loss") if progress.metrics else [(0, 0.0)]
     return {

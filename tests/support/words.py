@@ -195,10 +195,10 @@ ALLOWED = {  # (file, identifier or one-word string): why it stays
     ("ekiben/publish/catalog/_types.py", "rows"): "a key of run.json, which the tasks write; rows of a plot",
     ("entrypoints/ekiben_tasks/distributed/saved_state.py", "fp32_flat_groups"): "a key of DeepSpeed's checkpoints",
     (
-        "entrypoints/ekiben_tasks/distributed/strategies/deepspeed.py",
+        "entrypoints/ekiben_tasks/distributed/partitioned.py",
         "fp32_partitioned_groups_flat",
     ): "DeepSpeed's name",
-    ("entrypoints/ekiben_tasks/distributed/strategies/deepspeed.py", "ds_shape"): "DeepSpeed's name",
+    ("entrypoints/ekiben_tasks/distributed/partitioned.py", "ds_shape"): "DeepSpeed's name",
     ("qa/gpu/carry_image.py", "pack"): "its command, the opposite of unpack",
     ("qa/gpu/carry_image.py", "contents"): "SquashfsReader's method",
     ("qa/test_carry_image.py", "pack"): "the command",

@@ -3,8 +3,9 @@
 A step of the optimizer takes ``batch_size`` examples; they are split into micro-batches that fit the memory. The loss
 is divided by the number of target tokens of the whole step, so how the step is split does not change its gradient.
 
-Architectures whose attention is not transformers' exchangeable one (Falcon, MPT, GPT-Neo) get the examples side by side
-instead, padded at the right: there no real token can see the padding, because attention is causal.
+Models whose attention is not transformers' exchangeable one (Falcon, MPT, GPT-Neo), or that keep a state (Mamba), get
+the examples side by side instead, padded at the right: there no real token can see the padding, because attention is
+causal. Where the padding would change something all the same, only examples of equal length are side by side.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import torch
 
 from ekiben_tasks.data.tokenize import Example
 
-Layout = Literal["packed", "padded"]
+Layout = Literal["packed", "padded", "equal"]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Hold the tensors of one micro-batch, int64 where not noted.
 
-    ids, position_ids: ``[1, tokens]``, or ``[examples, longest]`` when padded. target_positions, labels: ``[targets]``:
-    the hidden state at target_positions[i], counted over all of ``ids``, predicts labels[i].
+    ids, position_ids: ``[1, tokens]``, or ``[examples, longest]`` when not packed. target_positions, labels:
+    ``[targets]``: the hidden state at target_positions[i], counted over all of ``ids``, predicts labels[i].
     """
 
     ids: torch.Tensor
@@ -62,8 +63,10 @@ def split_micro_batches(
     groups: list[list[Example]] = []
     remaining = 0
     for example in sorted(examples, key=lambda example: len(example.ids), reverse=True):
-        size = len(groups[-1][0].ids) if groups and layout == "padded" else len(example.ids)
-        if not groups or len(groups[-1]) >= max_examples or remaining < size:
+        first = len(groups[-1][0].ids) if groups else 0
+        size = first if groups and layout == "padded" else len(example.ids)
+        is_other = layout == "equal" and first != size
+        if not groups or len(groups[-1]) >= max_examples or remaining < size or is_other:
             groups.append([])
             remaining, size = max_tokens, len(example.ids)
         groups[-1].append(example)
@@ -101,8 +104,8 @@ def pack(examples: Sequence[Example], layout: Layout = "packed") -> PackedBatch:
     seq_lens = [len(example.ids) for example in examples]
     ends = np.cumsum(seq_lens)
     longest = max(seq_lens)
-    starts = np.arange(len(seq_lens)) * longest if layout == "padded" else ends - seq_lens
-    shape = (len(seq_lens), longest) if layout == "padded" else (1, int(ends[-1]))
+    starts = ends - seq_lens if layout == "packed" else np.arange(len(seq_lens)) * longest
+    shape = (1, int(ends[-1])) if layout == "packed" else (len(seq_lens), longest)
     ids, position_ids = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for example, start, length in zip(examples, starts, seq_lens, strict=True):
         ids.reshape(-1)[start : start + length] = example.ids

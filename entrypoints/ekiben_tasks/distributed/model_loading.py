@@ -10,7 +10,7 @@ import torch
 from ekiben_tasks.distributed.context import DistributedContext
 from ekiben_tasks.distributed.strategy import ModelRequest
 from ekiben_tasks.models import load
-from ekiben_tasks.models.attention import choose_attention
+from ekiben_tasks.models.proof import attach_masks, verify
 from ekiben_tasks.models.tuning import LossModule, apply_tuning_method, check_head, check_weights
 
 
@@ -40,10 +40,13 @@ def prepare(loss_module: LossModule, request: ModelRequest) -> None:
 
 
 def _load_causal(request: ModelRequest, shards_in: DistributedContext | None) -> Any:
-    attention = choose_attention(load.read_config(request.path))
+    proof = verify(load.read_config(request.path))
     if shards_in is None:
-        return load.load_base(request.path, request.device, attention, request.bits)
-    if shards_in.is_main_process:
+        causal = load.load_base(request.path, request.device, proof.implementation, request.bits)
+    elif shards_in.is_main_process:
         on_host = dataclasses.replace(request.device, torch_device=torch.device("cpu"))
-        return load.load_base(request.path, on_host, attention)
-    return load.load_meta_model(request.path, request.device.dtype, attention)
+        causal = load.load_base(request.path, on_host, proof.implementation)
+    else:
+        causal = load.load_meta_model(request.path, request.device.dtype, proof.implementation)
+    attach_masks(causal, proof)
+    return causal

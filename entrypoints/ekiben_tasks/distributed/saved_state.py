@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ekiben_tasks.models.sharded_checkpoint import METADATA, SHARDS, read_metadata, read_shards
+from ekiben_tasks.models.checkpoint_folder import METADATA, SHARDS
+from ekiben_tasks.models.sharded_checkpoint import read_metadata, read_shards
 from ekiben_tasks.task.errors import TaskError
 
 ZERO = "deepspeed"  # the folder that DeepSpeed writes

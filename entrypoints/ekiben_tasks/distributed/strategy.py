@@ -1,7 +1,7 @@
 """Define what a parallel strategy is, and find it by its name.
 
 Each module of ``strategies`` is one, and its name is what the setting ``parallel`` takes. A module added to that folder
-is found; nothing else has to know it. Importing a strategy imports torch; listing their names does not.
+is found; nothing else has to know it. It imports torch in ``create()`` alone: a wrong setting is refused before that.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import torch
 
 from ekiben_tasks.distributed.context import DistributedContext
 from ekiben_tasks.generation.settings import GenerateSettings
-from ekiben_tasks.models.adapter import read_base
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task import files, run_metadata
+from ekiben_tasks.task.adapter_folder import read_base
 from ekiben_tasks.task.checksums import ModelChecksum
 from ekiben_tasks.task.errors import TaskError
 

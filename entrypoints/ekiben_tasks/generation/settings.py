@@ -64,28 +64,44 @@ class GenerateSettings:
     device: Literal["auto", "cpu"] = option("auto", "auto: the GPU; cpu: without one, slowly")
 
 
-def check(settings: GenerateSettings) -> None:
-    """Check the settings.
+def check_chat(settings: ChatSettings) -> None:
+    """Check the settings of `chat`.
 
     Raises:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
-    problems = [
-        f"setting {name}: must be at least {least}, not {value}"
-        for name, value, least in [
-            ("examples", settings.examples, 0),
-            ("max_new_tokens", settings.max_new_tokens, 1),
-            ("temperature", settings.temperature, 0),
-            ("batch_size", settings.batch_size, 1),
-        ]
-        if value < least
-    ]
-    if not 0 < settings.top_p <= 1:
-        problems.append(f"setting top_p: must be above 0 and at most 1, not {settings.top_p}")
+    _raise_for(_sampling_problems(settings))
+
+
+def check(settings: GenerateSettings) -> None:
+    """Check the settings of `generate`.
+
+    Raises:
+        SettingError: some are wrong; the message has all problems.
+    """
+    check_format(settings.form)
+    problems = _too_small(("examples", settings.examples, 0), ("batch_size", settings.batch_size, 1))
+    problems += _sampling_problems(settings)
     if not 0 <= settings.hang_minutes < math.inf:
         problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
+    _raise_for(problems)
+
+
+def _sampling_problems(settings: ChatSettings | GenerateSettings) -> list[str]:
+    problems = _too_small(("max_new_tokens", settings.max_new_tokens, 1), ("temperature", settings.temperature, 0))
+    if not 0 < settings.top_p <= 1:
+        problems.append(f"setting top_p: must be above 0 and at most 1, not {settings.top_p}")
     if not settings.repetition_penalty > 0:
         problems.append(f"setting repetition_penalty: must be above 0, not {settings.repetition_penalty}")
+    return problems
+
+
+def _too_small(*limits: tuple[str, float, float]) -> list[str]:
+    """Return a problem for each (setting, value, least value) that is below."""
+    return [f"setting {name}: must be at least {least}, not {value}" for name, value, least in limits if value < least]
+
+
+def _raise_for(problems: list[str]) -> None:
     if problems:
         raise SettingError("\n".join(problems))

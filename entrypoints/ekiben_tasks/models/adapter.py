@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.models.load import load_base, load_tokenizer
 from ekiben_tasks.task import input_files
+from ekiben_tasks.task.adapter_folder import find_config, read_base
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.files import make_readable, replace_folder
 from ekiben_tasks.task.hub import split_revision
@@ -36,6 +37,8 @@ def add_adapter(model: Any, *, r: int, alpha: int, dropout: float, target_module
         # Adapter weights in the model's own dtype: no casts in the forward pass. The optimizer keeps fp32 copies.
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
+        if "not found" not in str(error):
+            raise TaskError(f"setting lora.target_modules: {str(error).splitlines()[0]}") from error
         linear_names = {
             name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
         }
@@ -53,13 +56,7 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
     Raises:
         TaskError: the folder holds no adapter, the base cannot be loaded, or the two do not fit each other.
     """
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        near = (
-            [str(path.parent) for path in sorted(folder.glob("**/adapter_config.json"))[:3]] if folder.is_dir() else []
-        )
-        hint = f"; there is one in {', '.join(near)}" if near else "; train writes one to OUTPUT/adapter"
-        raise TaskError(f"{folder.absolute()}: holds no adapter_config.json, so it is no adapter{hint}")
+    file = find_config(folder)
     name = base or read_base(file)
     input_files.check_model_folder(folder)
     model = load_base(name, device, bits=bits)
@@ -69,22 +66,6 @@ def load_adapter(folder: Path, device: Device, *, base: str | None = None, bits:
         reason = " ".join(str(error).split())[:300]
         raise TaskError(f"adapter {folder}: does not fit the base model {name}: {reason}") from error
     return adapted.eval(), name
-
-
-def read_base(file: Path) -> str:
-    """Return the base model that an adapter_config.json names; a relative path may start here or at the adapter.
-
-    Raises:
-        TaskError: the file cannot be read, or names none.
-    """
-    config = input_files.read_object(file, "copy or train the adapter again")
-    name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if not isinstance(name, str) or not name:
-        raise TaskError(f"{file}: names no base model (base_model_name_or_path); give it with --base")
-    beside = file.parent / name
-    if not Path(name).is_dir() and beside.is_dir():
-        return str(beside)
-    return f"{name}@{revision}" if revision and not Path(name).is_dir() else name
 
 
 def load_ready(model: str, adapter: str, device: Device, *, base: str | None = None, bits: int = 16) -> tuple[Any, Any]:

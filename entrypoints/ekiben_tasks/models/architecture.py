@@ -1,4 +1,4 @@
-"""Describe what differs between the supported decoders: the names of their modules, and how their attention is called.
+"""Describe the decoders that have a file of their own, and find the parts of all others in the model itself.
 
 Names are those of transformers 5; where a checkpoint's own differ (`embed_out`), it renames them while loading.
 """
@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 from ekiben_tasks.models import architectures
 from ekiben_tasks.task.errors import TaskError
@@ -27,10 +27,6 @@ class Architecture:
     lora: tuple[str, ...]  # default targets of an adapter
     linear: tuple[str, ...]  # all linear layers of a block: the most an adapter can target
     transposed: bool = False  # Conv1D, [in, out]: PEFT's fan_in_fan_out
-    # interface: takes any function registered with transformers, so packed examples need no mask at all.
-    # mask: the classes of its own file; packed examples need a block-diagonal mask.
-    attention: Literal["interface", "mask"] = "interface"
-    implementations: tuple[str, ...] = ("flash_attention_3", "flash_attention_2", "sdpa", "eager")  # best first
     # Per block: numbers kept per token for backward, in widths and in inner widths (of the feed-forward), and per head
     # and token of its row where attention takes a mask. First with the block's own weights frozen, then trained.
     kept: tuple[Kept, Kept]
@@ -55,7 +51,7 @@ class ArchitectureModule(Protocol):
 
 
 def names() -> list[str]:
-    """Return the ``model_type`` of every supported architecture, sorted."""
+    """Return the ``model_type`` of every architecture that has a file, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(architectures.__path__))
 
 
@@ -73,25 +69,45 @@ def find_module(model_type: str) -> ArchitectureModule:
     return cast(ArchitectureModule, importlib.import_module(f"{architectures.__name__}.{model_type}"))
 
 
-def find_architecture(config: Any) -> Architecture:
-    """Return the architecture of a model's configuration.
-
-    Raises:
-        TaskError: its ``model_type`` is not supported.
-    """
-    return find_module(config.model_type).ARCHITECTURE
+def find_architecture(config: Any) -> Architecture | None:
+    """Return the architecture of a model's configuration, None where its ``model_type`` has no file."""
+    return find_module(config.model_type).ARCHITECTURE if config.model_type in names() else None
 
 
-def last_layer(config: Any) -> tuple[str, ...]:
-    """Return the modules that a last-layer run trains: the final norm, and the head if it is not tied.
+def last_layer(causal: Any) -> tuple[str, ...]:
+    """Return the modules that a last-layer run trains: the norms behind the blocks, and the head if it is not tied.
 
     A head that is tied to the embeddings is the first layer's weight: training it would change both ends.
-
-    Raises:
-        TaskError: the ``model_type`` is not supported.
     """
-    norm = find_architecture(config).final_norm
-    return (norm,) if config.tie_word_embeddings else (norm, "lm_head")
+    from ekiben_tasks.models.proof import verify
+
+    known = find_architecture(causal.config)
+    norms = (known.final_norm,) if known else verify(causal.config).late
+    if causal.config.get_text_config().tie_word_embeddings:
+        return norms
+    head = causal.get_output_embeddings()
+    return (*norms, next(name for name, module in causal.named_modules() if module is head))
+
+
+def lora_targets(causal: Any) -> tuple[str, ...]:
+    """Return the layers that an adapter targets by default, as last parts of their names.
+
+    Those of the family's file, else of PEFT's table, else the linear layers of the modules that call attention, else
+    all linear layers of the blocks.
+    """
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    from ekiben_tasks.models.description import find_blocks, list_linear
+    from ekiben_tasks.models.proof import verify
+
+    if known := find_architecture(causal.config):
+        return known.lora
+    if listed := TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(causal.config.model_type):
+        return tuple(listed)
+    classes, blocks = verify(causal.config).attention_classes, find_blocks(causal)
+    attentions = [module for block in blocks for module in block.modules() if type(module).__name__ in classes]
+    # PEFT refuses these two of Mamba's blocks, whose weights a kernel reads itself.
+    return list_linear(attentions) or tuple(name for name in list_linear(blocks) if name not in ("out_proj", "conv1d"))
 
 
 def strip_adapter(model: Any) -> Any:
@@ -100,39 +116,35 @@ def strip_adapter(model: Any) -> Any:
 
 
 def list_blocks(model: Any) -> Sequence[Any]:
-    """Return the repeated blocks of a causal model, with or without an adapter.
+    """Return the repeated blocks of a causal model, with or without an adapter."""
+    from ekiben_tasks.models.description import find_blocks
 
-    Raises:
-        TaskError: its ``model_type`` is not supported.
-    """
-    causal = strip_adapter(model)
-    blocks: Sequence[Any] = causal.get_submodule(find_architecture(causal.config).blocks)
-    return blocks
+    return find_blocks(strip_adapter(model))
 
 
 def attention_width(config: Any) -> int:
-    """Return the width of the queries: heads times the size of a head. Keys of grouped heads are narrower."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_attention_heads * size)
+    """Return the width of the queries: heads times the size of a head. Keys of grouped heads are narrower.
 
-
-def plain_attention(config: Any) -> str | None:
-    """Return transformers' ``attn_implementation`` for unpacked examples: sdpa, else eager.
-
-    None for an unknown architecture: transformers chooses.
+    0 for a model without attention.
     """
-    if config.model_type not in names():
-        return None
-    return "sdpa" if "sdpa" in find_architecture(config).implementations else "eager"
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(heads * size)
 
 
-def attention_windows(config: Any) -> list[int | None]:
-    """Return the attention window of each layer in tokens; None: unlimited.
-
-    Raises:
-        TaskError: the ``model_type`` is not supported.
-    """
-    return find_module(config.model_type).attention_windows(config)
+def attention_windows(config: Any, layers: int) -> list[int | None]:
+    """Return the attention window of each of the ``layers`` in tokens; None: unlimited."""
+    if config.model_type in names():
+        return find_module(config.model_type).attention_windows(config)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or []
+    if len(kinds) == layers:
+        chunk = getattr(config, "attention_chunk_size", None)
+        sizes = {"sliding_attention": window, "chunked_attention": chunk}
+        return [sizes.get(kind) for kind in kinds]
+    return [window if isinstance(window, int) else None] * layers
 
 
 def full_attention(config: Any) -> list[int | None]:

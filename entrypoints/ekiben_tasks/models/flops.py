@@ -93,9 +93,10 @@ def training_costs(model: Any) -> Costs:
     head, table = causal.get_output_embeddings(), causal.get_input_embeddings()
     flows = any(parameter.requires_grad for parameter in table.parameters())
     per_token, spans = 0.0, dict[int | None, float]()
-    for block, window in zip(blocks, attention_windows(causal.config), strict=True):
+    for block, window in zip(blocks, attention_windows(causal.config, len(blocks)), strict=True):
         flows = flows or any(parameter.requires_grad for parameter in block.parameters())
         per_token += sum(_product(module, flows) for module in block.modules())
+        per_token += _experts(block, causal.config, flows)
         spans[window] = spans.get(window, 0.0) + (12 if flows else 4) * attention_width(causal.config)
     # The norm before the head: all else that is trained, and neither block nor table nor head.
     known = {id(parameter) for module in (table, head, *blocks) for parameter in module.parameters()}
@@ -120,6 +121,18 @@ def utilisation(flops: float, seconds: float, gpus: int, peak: float) -> float:
     peak: FLOP/s of one GPU.
     """
     return flops / seconds / (gpus * peak)
+
+
+def _experts(block: Any, config: Any, flows: bool) -> float:
+    """FLOPs per token of experts whose weights are one tensor, ``[experts, ...]``, of which a token takes a few."""
+    known = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
+    chosen = next((value for name in known if isinstance(value := getattr(config, name, None), int)), 1)
+    total = 0.0
+    for name, weight in block.named_parameters():
+        if weight.ndim == 3 and "expert" in name:
+            share = min(chosen / weight.shape[0], 1.0)
+            total += 2.0 * weight.numel() * share * (1 + bool(weight.requires_grad) + flows)
+    return total
 
 
 def _product(module: Any, flows: bool) -> float:

@@ -12,7 +12,6 @@ import transformers
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ekiben_tasks.models import attention as attention_module
-from ekiben_tasks.models.architecture import plain_attention
 from ekiben_tasks.models.device import Device
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.hub import format_hub_error, locate_model, split_revision
@@ -56,13 +55,12 @@ def load_tokenizer(name: str) -> Any:
 def load_base(name: str, device: Device, attention: str | None = None, bits: int = 16) -> Any:
     """Return the frozen base model on ``device``, its GEMM weights in ``bits`` bits.
 
-    attention: transformers' ``attn_implementation``; None, for generation: the best that torch has.
+    attention: transformers' ``attn_implementation``; None, for generation: transformers' choice.
 
     Raises:
         TaskError: it cannot be loaded or quantised, or does not fit the memory.
     """
     path = locate_model(name)
-    attention = attention or plain_attention(read_config(path))
     attention_module.register()
     silence_warnings()
     try:

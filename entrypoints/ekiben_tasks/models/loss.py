@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 CHUNK = 4096  # positions at a time: 4096 x 52224 logits in bf16 are 0.4 GiB
 
@@ -60,6 +61,51 @@ class _HeadLoss(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         ]
         ctx.grad_hidden = ctx.grad_weight = None
         return *gradients, None, None
+
+
+def tail_loss(hidden: torch.Tensor, tail: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Return the summed loss in fp32 of logits that ``tail`` makes of hidden states; call backward on it at most once.
+
+    tail: a Tail (head.py), for a head with a bias, a scale, a cap or an adapter. Shapes are those of ``head_loss``.
+    """
+    if not torch.is_grad_enabled():
+        chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+        losses = [F.cross_entropy(tail(states).float(), labels, reduction="sum") for states, labels in chunks]
+        return torch.stack([torch.zeros((), device=hidden.device), *losses]).sum()
+    parameters = [each for each in tail.parameters() if each.requires_grad]
+    loss: torch.Tensor = _TailLoss.apply(hidden, targets, tail, *parameters)
+    return loss
+
+
+class _TailLoss(torch.autograd.Function):  # type: ignore[misc]
+    """As _HeadLoss, with autograd's gradients of each chunk: of the hidden states, and of all that the tail trains."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, tail: Any, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for start in range(0, len(hidden), CHUNK // 2):
+            chunk = slice(start, start + CHUNK // 2)
+            with torch.enable_grad():
+                states = hidden[chunk].detach().requires_grad_()
+                loss = F.cross_entropy(tail(states).float(), targets[chunk], reduction="sum")
+            first, *rest = torch.autograd.grad(loss, [states, *parameters], allow_unused=True)
+            total += loss.detach()
+            grad_hidden[chunk] = first
+            for gathered, gradient in zip(sums, rest, strict=True):
+                if gradient is not None:
+                    gathered += gradient
+        ctx.gradients = [grad_hidden, *sums]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *scales: torch.Tensor) -> Any:
+        grad_hidden, *sums = (gradient.mul_(scales[0]) for gradient in ctx.gradients)
+        ctx.gradients = None
+        return grad_hidden, None, None, *sums
 
 
 def softmax_loss(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ekiben_tasks.models.architecture import find_architecture, list_blocks, strip_adapter
 from ekiben_tasks.models.loss import CHUNK
+from ekiben_tasks.models.proof import choose_layout
 from ekiben_tasks.task.errors import SettingError, nearest
 
 GIB = 1 << 30
@@ -23,6 +24,9 @@ GIB = 1 << 30
 SPREAD = 0.47
 _BUCKET = 500_000_000  # numbers: DeepSpeed's reduce_bucket_size, allocated whole (stage_1_and_2.py, stage3.py)
 _LIVE = 1_000_000_000  # numbers: DeepSpeed's stage3_max_live_parameters
+# What a block keeps where its family has no file: a Llama's, whose shape most have (Architecture.kept).
+_KEPT = ((9, 3, 0), (13, 4, 0))
+_KEPT_COMPILED = ((7, 2, 0), (9, 3, 0))
 Strategy = Literal["none", "ddp", "fsdp", "zero2", "zero3"]
 
 # GiB that a program can allocate, a little less than the data sheet says. The longer name first: "A100-SXM4-80GB"
@@ -154,7 +158,7 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     choices: the fields of MemoryProfile that depend on the run, such as ``strategy`` and ``bits``.
 
     Raises:
-        TaskError: the model's ``model_type`` is not supported.
+        TaskError: no layout of its batches is exact.
     """
     causal = strip_adapter(model)
     blocks = list_blocks(causal)
@@ -163,12 +167,14 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
     # Kernels of quantised GEMMs separate the compiled parts, so there recomputation is not certain.
     compiled = choices.get("compiled", False) and choices.get("bits", 16) == 16
     family = find_architecture(config)
-    widths, inners, pairs = (family.kept_compiled if compiled else family.kept)[1 if trained_block else 0]
-    kept = widths * config.hidden_size + inners * _inner_width(blocks[0], config)
-    kept += pairs * config.num_attention_heads * int(choices.get("longest", 0))
-    if choices.get("keeps_scores", False) and family.attention == "interface":
+    known, known_compiled = (family.kept, family.kept_compiled) if family else (_KEPT, _KEPT_COMPILED)
+    widths, inners, pairs = (known_compiled if compiled else known)[1 if trained_block else 0]
+    width, heads = causal.get_input_embeddings().embedding_dim, getattr(config, "num_attention_heads", None) or 0
+    kept = widths * width + inners * _inner_width(blocks[0], width)
+    kept += pairs * heads * int(choices.get("longest", 0))
+    if choices.get("keeps_scores", False) and choose_layout(config) == "packed":
         # The softmax, in fp32 (aten's _scaled_dot_product_attention_math).
-        kept += config.num_attention_heads * int(choices.get("longest", 0)) * 4 / choices.get("size", 2)
+        kept += heads * int(choices.get("longest", 0)) * 4 / choices.get("size", 2)
     # Dropped-out inputs, and the mask: a byte each where it is compiled.
     inputs = sum(module.in_features for module in blocks[0].modules() if hasattr(module, "lora_A"))
     kept += inputs * (1 + (1 / choices.get("size", 2) if compiled else 1))
@@ -184,8 +190,8 @@ def profile_model(model: Any, **choices: Any) -> MemoryProfile:
         unit=max(sum(p.numel() for p in block.parameters()) for block in blocks),
         root=sum(p.numel() for p in everything if id(p) not in inside),
         layers=len(blocks) if flows else 1,
-        width=config.hidden_size,
-        vocabulary=config.vocab_size,
+        width=width,
+        vocabulary=causal.get_input_embeddings().num_embeddings,
         kept=kept,
         trains_head=causal.get_output_embeddings().weight.requires_grad,
         **choices,
@@ -304,10 +310,10 @@ def suggest(profile: MemoryProfile, budget_bytes: int, *, quantises: bool = True
     return suggestions
 
 
-def _inner_width(block: Any, config: Any) -> int:
+def _inner_width(block: Any, width: int) -> int:
     """Return the feed-forward's width, which every configuration names differently: the widest input of a GEMM."""
     inputs = [
         module.nx if type(module).__name__ == "Conv1D" else getattr(module, "in_features", 0)
         for module in block.modules()
     ]
-    return max([*inputs, int(config.hidden_size)])
+    return max([*inputs, width])

@@ -18,29 +18,12 @@ from transformers.utils import cached_file
 from ekiben_tasks.data.schema import DatasetFormat
 from ekiben_tasks.data.tokenize import apply_format
 from ekiben_tasks.models import device, load, tiny
-from ekiben_tasks.models.sharded_checkpoint import METADATA, SHARDS, read_metadata, read_shards, write_shards
+from ekiben_tasks.models.checkpoint_folder import SHARDS
+from ekiben_tasks.models.sharded_checkpoint import read_metadata, read_shards, write_shards
 from ekiben_tasks.task.command import check_smoke
 from ekiben_tasks.task.errors import TaskError, nearest
 from ekiben_tasks.task.files import replace_folder
 from ekiben_tasks.task.hub import split_revision
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Return the folder of shards: ``path`` itself, that of a checkpoint, or that of a run's newest checkpoint.
-
-    Raises:
-        TaskError: there is none.
-    """
-    # By number: names grow at a million.
-    steps = sorted((path / "checkpoints").glob(f"step-*/{SHARDS}/{METADATA}"), key=lambda file: int(file.parts[-3][5:]))
-    for candidate in (path, path / SHARDS, *(file.parent for file in reversed(steps))):
-        if (candidate / METADATA).is_file():
-            return candidate
-    if (path / "model" / "config.json").is_file() or (path / "config.json").is_file():
-        raise TaskError(f"{path}: holds a complete model already; there is nothing to merge")
-    if (path / "adapter").is_dir() or (path / "adapter_config.json").is_file():
-        raise TaskError(f"{path}: holds an adapter; `merge` writes it into its base")
-    raise TaskError(f"{path.absolute()}: holds no sharded checkpoint (a folder {SHARDS} with a file {METADATA})")
 
 
 def read_fingerprint(checkpoint: Path) -> dict[str, Any]:

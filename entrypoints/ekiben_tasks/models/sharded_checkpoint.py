@@ -15,10 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from ekiben_tasks.models.checkpoint_folder import METADATA
 from ekiben_tasks.task.errors import TaskError
 
-SHARDS = "shards"  # of a checkpoint: such a folder
-METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 # What torch's own file of metadata names; dtypes beside it. A pickle that names anything else could run whatever it
 # wants.

@@ -11,9 +11,12 @@ import torch
 from ekiben_tasks.data import packing
 from ekiben_tasks.models import adapter, attention, compile_patches
 from ekiben_tasks.models import loss as losses
-from ekiben_tasks.models.architecture import find_architecture, last_layer
+from ekiben_tasks.models.architecture import last_layer, lora_targets
 from ekiben_tasks.models.attention_kernel import AttentionKernel
+from ekiben_tasks.models.description import find_blocks, find_body_path
+from ekiben_tasks.models.head import Tail
 from ekiben_tasks.models.lora import Lora
+from ekiben_tasks.models.proof import verify
 from ekiben_tasks.task.errors import TaskError, nearest
 
 
@@ -45,7 +48,11 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
         self.model = model
         self.dtype = dtype
         self.attention_kernel = attention_kernel
-        self.layout = attention.choose_layout(self.causal.config)
+        proof = verify(self.causal.config)
+        self.layout = proof.layout
+        self.body_path = find_body_path(self.causal)
+        # Not where the head is a plain product, which is faster. In a tuple: its modules are the model's own.
+        self.tails = () if proof.has_plain_head and is_plain(self.causal) else (Tail(self.causal),)
         self.chunk_loss: losses.ChunkLoss = losses.softmax_loss
 
     @property
@@ -56,12 +63,14 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
     @property
     def body(self) -> Any:
         """Return the causal model without its head."""
-        return getattr(self.causal, self.causal.base_model_prefix)
+        return self.causal.get_submodule(self.body_path)
 
     def forward(self, batch: packing.PackedBatch) -> torch.Tensor:
         """Return the summed loss of the target tokens of ``batch``, a scalar in fp32."""
         hidden = attention.forward(self.body, batch, self.dtype, self.attention_kernel)
         hidden = hidden.index_select(0, batch.target_positions)
+        if self.tails:
+            return losses.tail_loss(hidden, self.tails[0], batch.labels)
         # Looked up here: a sharded head is complete only while its model runs.
         return losses.head_loss(hidden, self.causal.get_output_embeddings().weight, batch.labels, self.chunk_loss)
 
@@ -77,6 +86,11 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
 
     def checkpoint_activations(self, count: int) -> None:
         """Checkpoint the activations of the first ``count`` blocks."""
+        if not getattr(self.causal, "supports_gradient_checkpointing", False):
+            raise TaskError(
+                f"{type(self.causal).__name__}: transformers has no gradient checkpointing for it; take smaller"
+                " micro-batches (--set micro_batch=1 --set gradient_checkpointing=false), or shorter rows"
+            )
         # Later versions of transformers 5 renamed it. Not reentrant: the only leaves that want gradients are inside the
         # blocks.
         enable = getattr(self.causal, "activation_checkpointing_enable", None)
@@ -85,10 +99,9 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch has no types h
             block.gradient_checkpointing = False
 
 
-def find_blocks(body: Any) -> list[Any]:
-    """Return the repeated blocks of a decoder: its longest ModuleList."""
-    lists = [list(module) for module in body.modules() if isinstance(module, torch.nn.ModuleList)]
-    return max(lists, key=len)
+def is_plain(causal: Any) -> bool:
+    """Return whether the head is a linear layer, without an adapter or a trained copy around it."""
+    return type(causal.get_output_embeddings()) is torch.nn.Linear
 
 
 def apply_tuning_method(causal: Any, tuning: TuningMethod) -> Any:
@@ -108,10 +121,10 @@ def apply_tuning_method(causal: Any, tuning: TuningMethod) -> Any:
             alpha=tuning.lora.alpha,
             dropout=tuning.lora.dropout,
             seed=tuning.seed,
-            target_modules=find_architecture(causal.config).lora if targets == "auto" else targets,
+            target_modules=lora_targets(causal) if targets == "auto" else targets,
         )
     if tuning.method == "last-layer":
-        chosen = last_layer(causal.config) if tuning.last_layer == "auto" else tuning.last_layer
+        chosen = last_layer(causal) if tuning.last_layer == "auto" else tuning.last_layer
         set_trainable(causal, chosen)
     return causal
 
@@ -157,21 +170,24 @@ def check_weights(model: Any, name: str) -> None:
 
 
 def check_head(module: LossModule) -> None:
-    """Check that logits are hidden states times head: not scaled, not capped, without a bias.
+    """Check that the logits of the loss are the model's own, whether of a plain product or of its tail.
 
     Raises:
         TaskError: they are not.
     """
-    causal, body = module.causal, module.body
-    head = causal.get_output_embeddings()
-    ids = torch.arange(8, device=head.weight.device)[None] % causal.config.vocab_size
+    causal, head = module.causal, module.causal.get_output_embeddings()
+    ids = torch.arange(8, device=head.weight.device)[None] % causal.get_input_embeddings().num_embeddings
+    ends = torch.tensor([0, 8], dtype=torch.int32, device=ids.device)
+    lengths: dict[str, Any] = {"cu_seq_lens_q": ends, "max_length_q": 8, "row_lengths": (8,)}
+    arguments = {"input_ids": ids, "use_cache": False, **(lengths if module.layout == "packed" else {})}
     was_training = causal.training
     causal.eval()
     with torch.no_grad():
-        model_logits = causal(input_ids=ids, use_cache=False).logits[0].float()
-        head_logits = (body(input_ids=ids, use_cache=False).last_hidden_state[0] @ head.weight.T).float()
+        model_logits = causal(**arguments).logits[0].float()
+        hidden = module.body(**arguments)[0][0]
+        head_logits = (module.tails[0](hidden) if module.tails else hidden @ head.weight.T).float()
     causal.train(was_training)
     if (model_logits - head_logits).abs().max() > 1e-3 * model_logits.abs().max() + 1e-4:
         raise TaskError(
-            f"{type(causal).__name__}: its logits are more than hidden states times head; not supported here"
+            f"{type(causal).__name__}: its logits are not what the loss would be computed of; not supported here"
         )

@@ -1,6 +1,7 @@
 """Provide what every task has: settings, a command line, errors, cache folders, the hub, output files and records."""
 
 __all__ = [
+    "adapter_folder",
     "caches",
     "checksums",
     "command",

@@ -11,8 +11,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.files import ensure_output_dir
 
 NAME = ".lock"
+
+
+@contextlib.contextmanager
+def claim_output(folder: Path) -> Iterator[None]:
+    """Create ``folder`` and hold it for this run, as lock_output() does.
+
+    A run that fails before it has written anything leaves no folder that it created.
+
+    Raises:
+        TaskError: it cannot be written, or another run writes there.
+    """
+    is_new = not folder.exists()
+    ensure_output_dir(folder)
+    with lock_output(folder):
+        try:
+            yield
+        except BaseException:
+            if is_new and [file.name for file in folder.iterdir()] == [NAME]:
+                (folder / NAME).unlink()
+                with contextlib.suppress(OSError):  # another process of the run is writing
+                    folder.rmdir()
+            raise
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from ekiben_tasks.distributed import failures
 from ekiben_tasks.distributed.context import REQUEUE, Stop, check_grace_period
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.distributed.strategy import ParallelStrategy
+from ekiben_tasks.models.description import find_blocks
 from ekiben_tasks.models.device import Device
-from ekiben_tasks.models.tuning import find_blocks
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.batches import Batches
 from ekiben_tasks.training.checkpoint import Checkpoints

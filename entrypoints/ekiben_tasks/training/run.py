@@ -19,8 +19,9 @@ from ekiben_tasks.distributed.context import DistributedContext, Stop, init_dist
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.distributed.options import DeepSpeed
 from ekiben_tasks.models import flops, load, memory
-from ekiben_tasks.models.attention import choose_attention, choose_kernels, choose_layout, kernels_in_use
+from ekiben_tasks.models.attention_choice import choose_kernels, kernels_in_use
 from ekiben_tasks.models.device import GIB, Device, choose_device, dry_run_device, free_ram, named_device
+from ekiben_tasks.models.proof import verify
 from ekiben_tasks.models.tuning import apply_tuning_method, describe
 from ekiben_tasks.task import plot, run_metadata
 from ekiben_tasks.task.checksums import ModelChecksum
@@ -67,11 +68,9 @@ def run(job: Job) -> int:
 
     Raises:
         DoesNotFitError: it needs more memory than there is.
-        TaskError: the strategy, the device, the data, the model or the output cannot be used.
+        TaskError: the device, the data, the model or the output cannot be used.
     """
     module = strategies.find(job.parallel)
-    if reason := module.unavailable(_options(job)):
-        raise TaskError(f"setting parallel={job.parallel}: {reason}")
     heartbeat = Heartbeat(job.settings.hang_minutes)
     heartbeat.beat(Phase.LOAD, long=True)
     world = _join(job, module)
@@ -144,6 +143,7 @@ def _decide(
     # Micro-batches that fit the fullest GPU: processes with different plans would deadlock.
     device = dataclasses.replace(device, memory=world.minimum(device.memory, device.torch_device))
     form = apply_format(tokenizer, settings.form)  # before anything is rendered: it is saved with the tokenizer
+    proof = verify(load.read_config(job.path))
     meta = apply_tuning_method(load.load_meta_model(job.path), settings)
     context = load.longest_context(meta.config)
     data = (job.prepare or prepare_data)(settings, job.sources, tokenizer, context, job.options.skip_bad)
@@ -167,7 +167,8 @@ def _decide(
         device=device,
         no_device=no_device,
         plan=make_plan(settings, device, expected, profile, data),
-        attention=run_summary.name_attention(choose_layout(meta.config), choose_attention(meta.config), kernels.mixed),
+        attention=run_summary.name_attention(proof, kernels.mixed),
+        proof=proof,
         kernels=kernels,
         data=data,
         memory=expected,
@@ -176,7 +177,7 @@ def _decide(
         form=form,
         trainable=trainable,
         trained=describe(meta, settings),
-        output=job.output,
+        output="removed afterwards" if job.options.temporary else str(job.output.absolute()),
     )
     return summary, profile, flops.training_costs(meta)
 
@@ -221,7 +222,8 @@ def _record(
     plot.draw(job.output / "loss.png", f"{Path(job.settings.model).name}: loss", series)
     if outcome.exit_code is None:
         tokenizer.save_pretrained(str(folder))
-        print("\n".join(run_summary.format_footer(result, job.product, job.output)), flush=True)
+        lines = run_summary.format_footer(result, job.product, job.output)
+        print("\n".join(lines[:1] if job.options.temporary else lines), flush=True)
 
 
 def _refuse_what_cannot_fit(summary: RunSummary, profile: memory.MemoryProfile, *, is_here: bool) -> None:

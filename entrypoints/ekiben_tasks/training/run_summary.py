@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ekiben_tasks.data import packing
 from ekiben_tasks.distributed.optimizer import name_optimizer
 from ekiben_tasks.models.attention_kernel import SDPA_KERNELS
 from ekiben_tasks.models.device import GIB, Device, compiler_missing
@@ -19,8 +18,9 @@ from ekiben_tasks.task import run_metadata
 from ekiben_tasks.training.settings import Settings
 
 if TYPE_CHECKING:
-    from ekiben_tasks.models.attention import ChosenKernels
+    from ekiben_tasks.models.attention_choice import ChosenKernels
     from ekiben_tasks.models.memory import Memory
+    from ekiben_tasks.models.proof import Proof
     from ekiben_tasks.task.checksums import ModelChecksum
     from ekiben_tasks.training import loop
     from ekiben_tasks.training import plan as plan_module
@@ -38,6 +38,7 @@ class RunSummary:
     device: Device
     no_device: str | None  # why there is no GPU, in a dry run
     attention: str  # in words
+    proof: Proof
     kernels: ChosenKernels
     plan: plan_module.Plan
     data: Prepared
@@ -47,7 +48,7 @@ class RunSummary:
     trainable: int
     trained: str  # in words
     form: str  # of the rows, in words
-    output: Path
+    output: str  # in words
 
     @property
     def expected_bytes(self) -> int:
@@ -121,16 +122,17 @@ def format_header(summary: RunSummary) -> list[str]:
         f"steps       {steps:,} of {batch}, {settings.epochs:g} epoch{'s' * (settings.epochs > 1)}",
         f"device      {where}, {str(device.dtype).removeprefix('torch.')}, {compiling}",
         f"attention   {summary.attention}",
+        *_proof_lines(summary.proof),
         (
             f"memory      {expected} of {device.memory / GIB:.1f} GiB"
             f" free{' on each' * (summary.processes > 1)}{twice}{host}"
         ),
-        f"output      {summary.output.absolute()}",
+        f"output      {summary.output}",
     ]
     if summary.no_device:
         many = f"; planned for {summary.processes} GPUs {summary.spread}" if summary.processes > 1 else ""
         lines[7] = f"device      none: {summary.no_device}{many}"
-        lines[9] = f"memory      {expected}{twice}{host}"
+        lines[-2] = f"memory      {expected}{twice}{host}"
     return [*lines, *_notes(summary, steps)]
 
 
@@ -158,11 +160,21 @@ def _notes(summary: RunSummary, steps: int) -> list[str]:
     return lines
 
 
-def name_attention(layout: packing.Layout, implementation: str, kernel: str) -> str:
-    """Return a description of the attention. implementation: transformers' name; kernel: for mixed lengths."""
-    if layout == "padded":
-        return f"{implementation} over rows side by side, filled up (this architecture's cannot take packed rows)"
+def name_attention(proof: Proof, kernel: str) -> str:
+    """Return a description of the attention. kernel: for mixed lengths."""
+    if proof.layout == "padded":
+        return f"{proof.implementation} over rows side by side, filled up (this architecture's cannot take packed rows)"
+    if proof.layout == "equal":
+        return f"{proof.implementation} over rows of one length side by side (others would change each other)"
     return f"{kernel} row by row over packed rows" if kernel in SDPA_KERNELS else f"{kernel} over packed rows"
+
+
+def _proof_lines(proof: Proof) -> list[str]:
+    """Return how the layout of batches was verified, and why faster ones were not taken."""
+    return [
+        f"            on a small model the gradient is within {proof.gradient:.0e} of that of one row at a time",
+        *(f"            not {reason}" for reason in proof.reasons),
+    ]
 
 
 def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, Any]:
@@ -193,6 +205,12 @@ def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, An
             "parallel": summary.parallel,
             "dtype": str(run.device.dtype).removeprefix("torch."),
             "attention": summary.attention,
+            "layout": {
+                "name": summary.proof.layout,
+                "not": list(summary.proof.reasons),
+                "loss_difference": summary.proof.loss,
+                "gradient_difference": summary.proof.gradient,
+            },
             "attention_kernels": {"one_length": summary.kernels.one_length, "mixed": summary.kernels.mixed},
             "compiled": run.plan.compile,
             "checkpointed_blocks": run.checkpointed,

@@ -118,12 +118,13 @@ class TrainOptions:
     """Hold the options of a run that are no settings.
 
     dry: print the plan for these GPUs, and stop. skip_bad: leave invalid examples out. fresh: start again, though the
-    output holds a checkpoint.
+    output holds a checkpoint. temporary: the output is removed afterwards, so no message names it.
     """
 
     dry: DryRun | None = None
     skip_bad: bool = False
     fresh: bool = False
+    temporary: bool = False
 
 
 def check(settings: Settings) -> None:

@@ -19,6 +19,7 @@ from ekiben_tasks.models.device import choose_device
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task.command import check_smoke
 from ekiben_tasks.task.errors import TaskError
+from ekiben_tasks.task.files import ensure_output_dir
 from ekiben_tasks.training.settings import Settings, TrainOptions
 from ekiben_tasks.training.train import train
 
@@ -33,9 +34,12 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
     load.silence_warnings()
     device: Literal["auto", "cpu"] = settings.device if torch.cuda.is_available() else "cpu"
     world = init_distributed(device)
+    if output:
+        ensure_output_dir(output)
     with shared_scratch(world, output) as scratch:
         folder = output or scratch / "result"
-        base = scratch / "base"
+        # Beside an adapter that is kept, which names it.
+        base = (output or scratch) / "smoke-base"
         if world.is_main_process:
             make_base(base, sample, form=settings.form)
         world.barrier()  # the others read it
@@ -62,7 +66,7 @@ def smoke_test(settings: Settings, sample: Path, output: Path | None) -> int:
             deepspeed=settings.deepspeed,
             parallel=settings.parallel if sharded else "auto",
         )
-        if train(quick, sample.parent.parent, folder, TrainOptions(fresh=True)) != 0:
+        if train(quick, sample.parent.parent, folder, TrainOptions(fresh=True, temporary=output is None)) != 0:
             raise TaskError("smoke: interrupted")
         if not world.is_main_process:  # what is left of the run is checked once
             return 0

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ekiben_tasks.data.sources import Source, check_locations, parse_sources
+from ekiben_tasks.distributed import strategy
 from ekiben_tasks.task import caches
 from ekiben_tasks.task.command import print_once
-from ekiben_tasks.task.files import ensure_output_dir
+from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.hub import is_hub_model, locate_model
-from ekiben_tasks.task.output_lock import lock_output
+from ekiben_tasks.task.output_lock import claim_output
 from ekiben_tasks.training.settings import SAMPLE, Settings, TrainOptions, check, count_processes, resolve_parallel
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ def train(
     check(settings)
     processes = count_processes(settings, options.dry)
     parallel = resolve_parallel(settings, processes)
+    if reason := strategy.find(parallel).unavailable(getattr(settings, parallel, None)):
+        raise TaskError(f"setting parallel={parallel}: {reason}")
     sources = parse_sources(_with_sample(settings.data, recipe), settings.validation_split)
     if check_locations(sources) | is_hub_model(settings.model):
         print_once(*caches.prefer_cache(os.environ))
-    if not options.dry:
-        ensure_output_dir(output)
-    with contextlib.nullcontext() if options.dry else lock_output(output):
+    with contextlib.nullcontext() if options.dry else claim_output(output):
         path = locate_model(settings.model)
 
         from ekiben_tasks.training.run import Job, run

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import dolly
 from bench_runs import RESULT, run_folder, run_label, run_once, summarise
 from bench_settings import REFERENCE, Settings
 from ekiben_tasks.distributed import failures
@@ -28,6 +29,7 @@ from ekiben_tasks.task import command
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.files import ensure_output_dir
+from ekiben_tasks.training.settings import check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise TaskError(
             "as one of several processes each run is started by itself: give --reference, --run 1, --run 2 ..."
         )
+    check(settings.train)
+    dolly.read_record(Path(str(settings.train.data)))
     ensure_output_dir(args.output)
     for number in range(REFERENCE if settings.target_loss == "auto" else 1, settings.runs + 1):
         if (run_folder(args.output, number) / RESULT).is_file():

@@ -28,11 +28,20 @@ if TYPE_CHECKING:
 RESULT = "result.json"
 
 
-def run_once(settings: Settings, number: int, output: Path, *, config: Path | None, dry: DryRun | None = None) -> int:
+def run_once(
+    settings: Settings,
+    number: int,
+    output: Path,
+    *,
+    config: Path | None,
+    dry: DryRun | None = None,
+    temporary: bool = False,
+) -> int:
     """Train once, from the beginning, until the target is reached, and return the exit code.
 
     The clock starts before the data is first read. An interrupted run starts again: a benchmark may not pause. number:
-    of the run, from 1, or REFERENCE. dry: print the plan for these GPUs, and stop.
+    of the run, from 1, or REFERENCE. dry: print the plan for these GPUs, and stop. temporary: ``output`` is removed
+    afterwards, so no message names it.
 
     Raises:
         TaskError: there is no target, the data was prepared for another model, or the run fails.
@@ -61,7 +70,12 @@ def run_once(settings: Settings, number: int, output: Path, *, config: Path | No
     recipe = command.recipe_folder(config, __file__)
     try:
         code = train_model(
-            tuned, recipe, folder, TrainOptions(dry, fresh=True), prepare=prepare, callback=log.callback()
+            tuned,
+            recipe,
+            folder,
+            TrainOptions(dry, fresh=True, temporary=temporary),
+            prepare=prepare,
+            callback=log.callback(),
         )
     except BaseException:
         with contextlib.suppress(TaskError):  # of a log that cannot be written: the error before it counts

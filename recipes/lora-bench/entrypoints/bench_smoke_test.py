@@ -47,7 +47,7 @@ def smoke_test(recipe: Path) -> int:
         settings = tiny(folder, sample, cpu=not torch.cuda.is_available())
         first = evaluate.evaluate(evaluate.Settings(data=str(folder / "processed"), device=settings.train.device), None)
         for number in (1, 2):
-            if bench_runs.run_once(settings, number, folder / "bench", config=None):
+            if bench_runs.run_once(settings, number, folder / "bench", config=None, temporary=True):
                 raise TaskError("smoke: interrupted")
         summary = bench_runs.summarise(folder / "bench", 2)
         check_smoke(

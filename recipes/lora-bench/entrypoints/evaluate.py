@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dolly
-from ekiben_tasks.task import caches, command
+from ekiben_tasks.task import adapter_folder, caches, command
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.settings import option
@@ -58,14 +58,16 @@ def evaluate(settings: Settings, adapter: Path | None) -> dict[str, Any]:
     Raises:
         TaskError: the data, the model or the adapter cannot be read.
     """
+    folder = Path(settings.data)
+    record = dolly.read_record(folder)
+    adapter_folder.check_source(record["model"], str(adapter or ""), record["model"])
+
     import torch
 
     from ekiben_tasks.models import load
     from ekiben_tasks.models.adapter import load_adapter
     from ekiben_tasks.models.device import choose_device
 
-    folder = Path(settings.data)
-    record = dolly.read_record(folder)
     device = choose_device(settings.device)
     if adapter:
         model, _ = load_adapter(adapter, device, base=record["model"])

@@ -17,7 +17,7 @@ from ekiben_tasks.task import caches, command, errors, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
-from ekiben_tasks.task.hub import locate_model
+from ekiben_tasks.task.hub import is_hub_model, locate_model
 from ekiben_tasks.task.settings import option
 
 
@@ -45,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("processed"), help="default: processed")
     args: argparse.Namespace = parser.parse_args(arguments)
     settings = options.load(Settings, args.config, args.set)
+    if not 0 < settings.validation_split < 1:
+        raise errors.SettingError(
+            f"setting validation_split: must be above 0 and below 1, not {settings.validation_split}"
+        )
     rows = dolly.read(args.input)
+    is_hub_model(settings.model)
     output = files.ensure_output_dir(args.output, empty=True)
     print_once(*caches.prepare_caches(os.environ), *caches.prefer_cache(os.environ))
     preprocess(settings, rows, output)
@@ -56,15 +61,10 @@ def preprocess(settings: Settings, rows: Sequence[dolly.Row], output: Path) -> N
     """Write train.parquet, test.parquet, and processed.json last.
 
     Raises:
-        SettingError: validation_split is not between 0 and 1.
         TaskError: no response of a split fits max_length, or the tokenizer cannot be loaded.
     """
     from ekiben_tasks.models import load
 
-    if not 0 < settings.validation_split < 1:
-        raise errors.SettingError(
-            f"setting validation_split: must be above 0 and below 1, not {settings.validation_split}"
-        )
     tokenizer = load.load_tokenizer(locate_model(settings.model))
     record: dict[str, object] = {"model": settings.model, "vocabulary": len(tokenizer), "data": dolly.digest(rows)}
     for name, examples in zip(

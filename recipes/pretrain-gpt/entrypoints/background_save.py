@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ekiben_tasks.distributed.context import DistributedContext, check_grace_period
-from ekiben_tasks.models.sharded_checkpoint import SHARDS, write_shards
+from ekiben_tasks.models.checkpoint_folder import SHARDS
+from ekiben_tasks.models.sharded_checkpoint import write_shards
 from ekiben_tasks.task import files, input_files
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.checkpoint import current_names

@@ -154,7 +154,7 @@ def _load(checkpoint: Path, sizes: Shape, dtype: Any) -> Any:
 
     import gpt
     import sharded_state
-    from ekiben_tasks.models.sharded_checkpoint import SHARDS
+    from ekiben_tasks.models.checkpoint_folder import SHARDS
 
     config = gpt.configure(sizes, gpt.ModelOptions(dtype=dtype))
     # Megatron builds norms and positions in fp32, and casts them for training: what is read is rounded as it was there.

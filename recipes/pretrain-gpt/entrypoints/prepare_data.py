@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import texts
 from ekiben_tasks.task import command, input_files
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
@@ -51,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
-    output = files_module.ensure_output_dir(args.output, empty=True)
     recipe = command.recipe_folder(args.config, __file__)
+    texts.find_files(args.data, recipe)
+    output = files_module.ensure_output_dir(args.output, empty=True)
     prepare(settings, args.data, recipe, args.tokenizer, output, skip_bad=args.skip_invalid)
     return 0
 
@@ -68,7 +70,6 @@ def prepare(
         TaskError: the texts or the tokenizer cannot be read, or the disk is full; ``output`` stays empty.
     """
     import pieces
-    import texts
     from ekiben_tasks.task.files import write_json
 
     processor = pieces.load(tokenizer)

@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         os.environ["HF_HUB_OFFLINE"] = "1"
         return smoke_test(command.recipe_folder(args.config, __file__))
-    return pretrain(settings, args.output, dry=dry, fresh=args.overwrite)
+    code = pretrain(settings, args.output, dry=dry, fresh=args.overwrite)
+    if code == 0 and dry is None:
+        print_once(f"try         convert --input {args.output} --output converted")
+    return code
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -185,8 +185,7 @@ def _record(run: _Run, training: steps.Run, result: dict[str, Any]) -> None:
     if result["status"] == "finished":
         mfu = f", MFU {result['mfu']:.0%}" if result["mfu"] else ""
         speed = f"{result['tokens_per_s']:,.0f} tokens/s{mfu}"
-        print(f"done        {training.step:,} steps in {training.wall:,.0f} s, {speed}")
-        print(f"try         convert --input {output} --output converted", flush=True)
+        print(f"done        {training.step:,} steps in {training.wall:,.0f} s, {speed}", flush=True)
 
 
 def make_plan(settings: Settings, data: dict[str, Any], gpus: int, memory: int, dtype: torch.dtype) -> steps.Plan:

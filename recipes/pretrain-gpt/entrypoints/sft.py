@@ -22,7 +22,8 @@ from ekiben_tasks.task import caches, command
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.files import ensure_output_dir
-from ekiben_tasks.training.settings import TrainOptions
+from ekiben_tasks.task.hub import is_hub_model
+from ekiben_tasks.training.settings import TrainOptions, check
 from ekiben_tasks.training.train import train
 
 
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="ekiben-sft-") as scratch:
             tuned = prepare(settings, files, Path(scratch), skip_bad=args.skip_invalid)
             return train(tuned, recipe, args.output, TrainOptions(dry))
+    check(settings.train)
+    is_hub_model(settings.train.model)
     output = ensure_output_dir(args.output)
     tuned = prepare(settings, files, output, skip_bad=args.skip_invalid)
     return train(tuned, recipe, output, TrainOptions(fresh=args.overwrite))

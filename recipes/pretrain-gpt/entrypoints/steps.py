@@ -25,8 +25,8 @@ from background_save import CHECKPOINTS, Saver, list_checkpoints, read_metadata
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, Stop
 from ekiben_tasks.distributed.heartbeat import Heartbeat, Phase
 from ekiben_tasks.models import flops
+from ekiben_tasks.models.checkpoint_folder import SHARDS
 from ekiben_tasks.models.device import Device
-from ekiben_tasks.models.sharded_checkpoint import SHARDS
 from ekiben_tasks.task import run_metadata
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training.checkpoint import advise_restart, check_fingerprint

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import texts
 from ekiben_tasks.task import command, errors
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
@@ -44,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = options.load(Settings, args.config, args.set)
     if not 0 < settings.character_coverage <= 1:
         raise errors.SettingError("setting character_coverage: must be above 0 and at most 1")
+    recipe = command.recipe_folder(args.config, __file__)
+    texts.find_files(args.data, recipe)
     output = files_module.ensure_output_dir(args.output)
-    train(settings, args.data, command.recipe_folder(args.config, __file__), output, skip_bad=args.skip_invalid)
+    train(settings, args.data, recipe, output, skip_bad=args.skip_invalid)
     return 0
 
 
@@ -56,7 +59,6 @@ def train(settings: Settings, data: Sequence[str], recipe: Path, output: Path, *
         TaskError: the data cannot be read, holds no text, or does not suit the settings.
     """
     import pieces
-    import texts
     from ekiben_tasks.task.files import write_json
     from ekiben_tasks.task.run_metadata import versions
 

@@ -46,7 +46,8 @@ from recipes.test_pretrain_gpt import pretrained as finished_run  # noqa: F401
 # isort: split
 import sharded_state  # Megatron-Core, which is told first that there is no GPU
 from ekiben_tasks.distributed.context import REQUEUE
-from ekiben_tasks.models.sharded_checkpoint import SHARDS, read_metadata
+from ekiben_tasks.models.checkpoint_folder import SHARDS
+from ekiben_tasks.models.sharded_checkpoint import read_metadata
 from ekiben_tasks.task.errors import TaskError
 from support import forkserver, multiprocess
 

@@ -34,11 +34,10 @@ from ekiben_tasks.data import (
     sources,
 )
 from ekiben_tasks.data.tokenize import Example, full_text
-from ekiben_tasks.distributed import context, model_loading, replicated, strategy
+from ekiben_tasks.distributed import context, model_loading, replicated, sharded, strategy
 from ekiben_tasks.distributed.context import REQUEUE, DistributedContext, init_distributed
 from ekiben_tasks.distributed.optimizer import OptimizerConfig
 from ekiben_tasks.distributed.options import DeepSpeed
-from ekiben_tasks.distributed.strategies import fsdp
 from ekiben_tasks.models import attention, load, tiny
 from ekiben_tasks.models import device as device_module
 from ekiben_tasks.models.lora import Lora
@@ -186,7 +185,7 @@ def test_a_sharded_block_is_one_graph_for_any_number_of_tokens(tmp_path: Path) -
             return graph.forward
 
         loss_module.compile_blocks(backend=look)
-        fsdp.shard(loss_module, torch.device("cpu"), world, trained=True)
+        sharded.shard(loss_module, torch.device("cpu"), world, trained=True)
         for rows_ in (4, 6):
             loss_module(packing.pack([Example(np.arange(128) % 300, ((5, 128),))] * rows_)).backward()
         print(f"graphs {graphs}")

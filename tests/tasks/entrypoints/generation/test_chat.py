@@ -34,7 +34,7 @@ from ekiben_tasks.data.schema import Conversation, DatasetFormat, Message
 from ekiben_tasks.generation import chat as chat_library
 from ekiben_tasks.generation.sampling import StrippingStreamer, printable
 from ekiben_tasks.generation.settings import ChatSettings
-from ekiben_tasks.models import adapter, load, merge, merge_checkpoint, tiny
+from ekiben_tasks.models import adapter, checkpoint_folder, load, merge, tiny
 from ekiben_tasks.models.device import choose_device
 from ekiben_tasks.task.errors import SettingError, TaskError
 
@@ -184,7 +184,7 @@ def test_merged_weights_keep_the_chat_template_and_generation_config(
 def test_the_newest_checkpoint_is_the_highest_step_also_above_a_million(checkpoint: Path) -> None:
     for step in ("step-999999", "step-1000000"):
         shutil.copytree(checkpoint, checkpoint.with_name(step))
-    assert merge_checkpoint.find_checkpoint(checkpoint.parent.parent).parent.name == "step-1000000"
+    assert checkpoint_folder.find_checkpoint(checkpoint.parent.parent).parent.name == "step-1000000"
 
 
 def test_a_checkpoint_of_another_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:

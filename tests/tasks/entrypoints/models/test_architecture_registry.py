@@ -67,7 +67,7 @@ def test_one_file_adds_a_family(added: str) -> None:
 
     assert added in architecture.names()
     model = apply_tuning_method(tiny.random_model(added, 300), Settings(method="lora"))
-    assert architecture.find_architecture(model.config).name == "Qwen2"
+    assert model.config.model_type == added and architecture.find_module(added).ARCHITECTURE.name == "Qwen2"
     assert len(architecture.list_blocks(model)) == 2
     check_head(LossModule(model, torch.float32))
     assert flops.training_costs(model).per_token > 0

@@ -26,14 +26,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ekiben_tasks.models import (
     architecture,
+    attention_choice,
+    description,
     flops,
     memory,
+    proof,
     tiny,
 )
 from ekiben_tasks.models import attention as attention_module
 from ekiben_tasks.models import loss as losses
 from ekiben_tasks.models.tuning import LossModule, apply_tuning_method
-from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.training import settings as train_settings
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -47,7 +49,7 @@ def model(kind: str, method: str = "full", attention: str = "eager", **sizes: in
         return made
     made.requires_grad_(False)
     if method == "last-layer":
-        for name in architecture.last_layer(made.config):
+        for name in architecture.last_layer(made):
             made.get_submodule(name).requires_grad_(True)
         return made
     known = architecture.find_module(kind).ARCHITECTURE
@@ -80,10 +82,8 @@ def test_module_names_match_transformers(kind: str) -> None:
     assert set(known.lora) <= products
     assert known.transposed == any(type(part).__name__ == "Conv1D" for part in blocks[0].modules())
     assert made.get_submodule(known.final_norm).weight.shape == (64,)
-    assert (known.attention == "interface") == bool(made._supports_attention_backend)
-    for implementation in ("sdpa", "eager"):
-        works = implementation == "eager" or bool(made._supports_sdpa)
-        assert (implementation in known.implementations) == works, implementation
+    found = description.find_blocks_path(made), proof.verify(made.config).late  # as for a family without a file
+    assert found == (known.blocks, (known.final_norm,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,15 +98,13 @@ def test_last_layer_excludes_the_first_block(kind: str) -> None:
     assert not made.get_input_embeddings().weight.requires_grad
 
 
-def test_unknown_architecture_is_named() -> None:
-    config = transformers.AutoConfig.for_model("opt")
-    with pytest.raises(TaskError, match=r"'opt'.*gpt_neox.*lora\.target_modules"):
-        architecture.find_architecture(config)
-
-
 def test_attention_windows() -> None:
-    assert architecture.attention_windows(tiny.random_model("gpt_neo", 10).config) == [None, 16]
-    assert architecture.attention_windows(tiny.random_model("llama", 10).config) == [None, None]
+    assert architecture.attention_windows(tiny.random_model("gpt_neo", 10).config, 2) == [None, 16]
+    assert architecture.attention_windows(tiny.random_model("llama", 10).config, 2) == [None, None]
+    alternating = transformers.AutoConfig.for_model("gemma2", num_hidden_layers=3, sliding_window=8)
+    assert architecture.attention_windows(alternating, 3) == [8, None, 8]
+    everywhere = transformers.AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=8)
+    assert architecture.attention_windows(everywhere, 2) == [8, 8]
 
 
 # ------------------------------------------------------------------------------------------------------------ FLOPs
@@ -205,6 +203,8 @@ def kept_for_backward(made: Any, length: int, **how: Any) -> int:
     attention.
     """
     causal = architecture.strip_adapter(made)
+    if causal.config._attn_implementation == attention_module.ATTENTION:
+        how.setdefault("uniform_rows", 1)
     weights = {tensor.untyped_storage().data_ptr() for tensor in [*causal.parameters(), *causal.buffers()]}
     kept: dict[int, int] = {}
 
@@ -223,10 +223,9 @@ def kept_for_backward(made: Any, length: int, **how: Any) -> int:
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_bytes_equal_autograds(kind: str, method: str) -> None:
-    known, length = architecture.find_module(kind).ARCHITECTURE, 96
+    length = 96
     attention_module.register()
-    attention = attention_module.ATTENTION if known.attention == "interface" else known.implementations[-2:][0]
-    attention = attention if attention in ("sdpa", attention_module.ATTENTION) else "eager"
+    attention = proof.choose_attention(tiny.random_model(kind, 128).config)
     two, four = (model(kind, method, attention, layers=layers).to(torch.bfloat16).train() for layers in (2, 4))
     measured = (kept_for_backward(four, length) - kept_for_backward(two, length)) / 2
     expected = memory.expect_memory(memory.profile_model(four, longest=length)).per_token * length / 4
@@ -238,7 +237,7 @@ def test_activation_bytes_with_the_kernel_math(kind: str) -> None:
     """It keeps the square of the scores."""
     attention_module.register()
     two, four = (model(kind, "full", attention_module.ATTENTION, layers=layers).train() for layers in (2, 4))
-    with attention_module.kernels_in_use("math", torch.device("cpu")):
+    with attention_choice.kernels_in_use("math", torch.device("cpu")):
         measured = (kept_for_backward(four, 256) - kept_for_backward(two, 256)) / 2
     profiles = [memory.profile_model(four, longest=256, size=4, keeps_scores=keeps) for keeps in (True, False)]
     expected, without = (memory.expect_memory(profile).per_token * 256 / 4 for profile in profiles)
@@ -257,13 +256,12 @@ def test_activation_bytes_of_compiled_blocks_equal_autograds(
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, **{**how, "dynamic": False}))
     attention_module.register()
     torch._dynamo.reset()
-    how = (
-        {"uniform_rows": 1} if architecture.find_module(kind).ARCHITECTURE.attention == "interface" else {}
-    )  # one kernel, as on a GPU
+    packed = proof.choose_layout(tiny.random_model(kind, 128).config) == "packed"
+    how = {"uniform_rows": 1} if packed else {}  # one kernel, as on a GPU
     measured = {}
     for layers in (2, 4):
         made = model(kind, method, layers=layers).to(torch.bfloat16).train()
-        made.set_attn_implementation(attention_module.choose_attention(made.config))
+        made.set_attn_implementation(proof.choose_attention(made.config))
         LossModule(made, torch.bfloat16).compile_blocks("aot_eager_decomp_partition")
         measured[layers] = kept_for_backward(made, length, **how)
     one = (measured[4] - measured[2]) / 2
@@ -539,12 +537,12 @@ TABLE = ROOT / "recipes" / "finetune" / "README.md"
 def dressed(made: Any, method: str) -> Any:
     made.requires_grad_(method == "full")
     if method == "last-layer":
-        for name in architecture.last_layer(made.config):
+        for name in architecture.last_layer(made):
             made.get_submodule(name).requires_grad_(True)
     if method != "lora":
         return made
     with torch.device("meta"):  # r as configs/lora.yaml has it
-        names = list(architecture.find_architecture(made.config).lora)
+        names = list(architecture.lora_targets(made))
         return peft.get_peft_model(made, peft.LoraConfig(r=2, target_modules=names, task_type="CAUSAL_LM"))
 
 
@@ -574,7 +572,7 @@ def test_table_of_models_matches_the_computed_values(row: list[str]) -> None:
         known.name,
         f"{sum(part.numel() for part in made.parameters()) / 1e9:.2f} B",
         ", ".join(known.lora),
-        ", ".join(architecture.last_layer(made.config)),
+        ", ".join(architecture.last_layer(made)),
         *(f"{size:.0f}" for size in reckoned),
     ]
     assert row[1:] == expected

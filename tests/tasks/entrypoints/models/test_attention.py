@@ -23,8 +23,8 @@ import torch
 
 import train as train_command
 from ekiben_tasks.data import packing
-from ekiben_tasks.models import attention, memory, tiny
-from ekiben_tasks.models.attention import ChosenKernels, choose_kernels, kernels_in_use
+from ekiben_tasks.models import attention, attention_choice, memory, tiny
+from ekiben_tasks.models.attention_choice import ChosenKernels, choose_kernels, kernels_in_use
 from ekiben_tasks.models.device import Device, dry_run_device, named_device
 from ekiben_tasks.models.tuning import LossModule
 from ekiben_tasks.task.errors import SettingError, TaskError
@@ -259,7 +259,7 @@ def test_choice_of_kernels(kernel: Any, kind: str, where: Device, is_here: bool,
     ],
 )
 def test_kernel_that_cannot_run(kernel: Any, kind: str, where: Device, is_here: bool, message: str) -> None:
-    if kernel in ("flash_attn_2", "flash_attn_4") and attention.missing_package(kernel) is None:
+    if kernel in ("flash_attn_2", "flash_attn_4") and attention_choice.missing_package(kernel) is None:
         pytest.skip(f"{kernel} is installed here")
     with pytest.raises(TaskError) as caught:
         choose_kernels(kernel, config(kind), where, is_here=is_here)
@@ -344,7 +344,7 @@ def test_auto_takes_flash_attn_4_for_long_examples(
 
 
 def test_auto_without_flash_attn_4() -> None:
-    if attention.missing_package("flash_attn_4") is None:
+    if attention_choice.missing_package("flash_attn_4") is None:
         pytest.skip("flash_attn_4 is installed here")
     assert choose_kernels("auto", with_heads_of(64), gpu("H100"), is_here=False, longest=8000) == TORCH
 
@@ -369,13 +369,13 @@ def test_auto_without_flash_attn_4() -> None:
 def test_auto_compares_flash_attn_4_before_it_takes_it(
     results: float | Exception, note: str, package_of_flash_attn_4: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compare(*_: Any) -> float:
+    def compare(*_: Any, **__: Any) -> float:
         if isinstance(results, Exception):
             raise results
         return results
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(attention, "compare_kernel", compare)
+    monkeypatch.setattr(attention_choice, "compare_kernel", compare)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda _: 1 / 0)
     chosen = choose_kernels("auto", with_heads_of(64), gpu("H100"), is_here=True, longest=8000)
     assert chosen == (ChosenKernels("cudnn", "varlen", note=note) if note else FLASH_ATTN_4)
@@ -390,9 +390,9 @@ def test_flash_attn_4_alone_is_not_mistaken_for_flash_attn_2(
     package_of_flash_attn_4: None, flash_attn: list[str]
 ) -> None:
     """Both packages have the module flash_attn."""
-    assert attention.missing_package("flash_attn_4") is None
+    assert attention_choice.missing_package("flash_attn_4") is None
     if not any(importlib.metadata.distributions(name="flash-attn")):
-        assert "--layer flash-attn," in str(attention.missing_package("flash_attn_2"))
+        assert "--layer flash-attn," in str(attention_choice.missing_package("flash_attn_2"))
 
 
 def test_gpus_older_than_hopper_by_name() -> None:
@@ -418,7 +418,7 @@ def test_kernel_that_its_package_refuses(error: Exception, monkeypatch: pytest.M
     def refuse(*args: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(attention, "attend", refuse)
+    monkeypatch.setattr(attention_choice, "attend", refuse)
     reason = "head_dim" if error.args else "KeyError"
     with pytest.raises(TaskError, match=rf"it does not run on CPU with heads of 16 in float32 \(.*{reason}"):
         choose_kernels("flash", config(), CPU, is_here=True)
@@ -428,7 +428,7 @@ def test_kernel_that_torch_refuses_is_named_with_torchs_reason(monkeypatch: pyte
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("No available kernel. Aborting execution.\nmore")
 
-    monkeypatch.setattr(attention, "attend", refuse)
+    monkeypatch.setattr(attention_choice, "attend", refuse)
     with pytest.raises(
         TaskError, match=r"attention=flash: it does not run on CPU with heads of 16 in float32 \(No avail"
     ):
@@ -440,7 +440,7 @@ def test_kernel_that_torch_refuses_is_named_with_torchs_reason(monkeypatch: pyte
 def test_train_refuses_a_kernel_whose_package_is_missing(
     kernel: Any, layer: str, options: list[str], base: Path, tmp_path: Path
 ) -> None:
-    if attention.missing_package(kernel) is None:
+    if attention_choice.missing_package(kernel) is None:
         pytest.skip(f"{layer} is installed here")
     argv = ["--data", str(SAMPLE), "--set", f"model={base}", "--output", str(tmp_path / "out"), "--set", "device=cpu"]
     with pytest.raises(
@@ -461,7 +461,7 @@ def test_run_records_its_kernel(base: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "math", "flash_attn_2", "flash_attn_4"])
 @pytest.mark.parametrize(("heads", "kept", "size"), [(4, 4, 80), (8, 2, 64)])
 def test_kernels_agree_with_math(kernel: Any, heads: int, kept: int, size: int, flash_attn: list[str]) -> None:
-    assert attention.compare_kernel(kernel, heads, kept, size, CPU) < 1e-5
+    assert attention_choice.compare_kernel(kernel, heads, kept, size, CPU) < 1e-5
 
 
 class Halved(torch.autograd.Function):

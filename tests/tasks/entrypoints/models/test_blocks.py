@@ -29,6 +29,7 @@ from ekiben_tasks.models import (
     compile_patches,
     load,
     memory,
+    proof,
     tiny,
 )
 from ekiben_tasks.models import device as device_module
@@ -129,7 +130,7 @@ def test_packed_examples_do_not_attend_to_each_other(kind: str, tokenizer: Any) 
     attention.register()
     with torch.no_grad():
         expected = single_losses(model, examples).item()
-        model.set_attn_implementation(attention.choose_attention(model.config))
+        model.set_attn_implementation(proof.choose_attention(model.config))
         loss_module = LossModule(model, torch.float32)
         assert loss_module.layout == ("packed" if kind in ("gpt2", "gpt_neox", "llama") else "padded")
         for order in (examples, examples[::-1]):

@@ -18,7 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from ekiben_tasks.models.sharded_checkpoint import METADATA, read_metadata
+from ekiben_tasks.models.checkpoint_folder import METADATA
+from ekiben_tasks.models.sharded_checkpoint import read_metadata
 from ekiben_tasks.task.errors import TaskError
 
 pytestmark = pytest.mark.filterwarnings("default")  # what torch warns of is not ours

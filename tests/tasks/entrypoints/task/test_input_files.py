@@ -28,8 +28,7 @@ from ekiben_tasks.data import sources, tokenize
 from ekiben_tasks.data.schema import DatasetFormat
 from ekiben_tasks.generation.resumable_jsonl import ResumableJsonlWriter
 from ekiben_tasks.generation.settings import ChatSettings
-from ekiben_tasks.models import adapter
-from ekiben_tasks.task import hub, input_files, run_metadata, settings
+from ekiben_tasks.task import adapter_folder, hub, input_files, run_metadata, settings
 from ekiben_tasks.task.errors import SettingError, TaskError
 
 
@@ -94,7 +93,7 @@ def check_refused(kind: str, file: Path, read: Callable[[], Any], *, message: st
 # A reader → the file that it reads, in an empty folder, and how it is called.
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "object": ("a.json", lambda file: input_files.read_object(file, "remove it")),
-    "adapter": ("adapter_config.json", adapter.read_base),
+    "adapter": ("adapter_config.json", adapter_folder.read_base),
     "prepared": ("prepared.json", lambda file: prepare_data.read_record(file.parent)),
     "benchmark": ("processed.json", lambda file: dolly.read_record(file.parent)),
     "reference": ("reference/result.json", lambda file: bench_runs.read_target(file.parents[1], "model", "data")),

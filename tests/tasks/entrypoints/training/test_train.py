@@ -44,6 +44,7 @@ from ekiben_tasks.models import merge as merging
 from ekiben_tasks.models.adapter import add_adapter, load_adapter
 from ekiben_tasks.models.lora import Lora
 from ekiben_tasks.task import (
+    adapter_folder,
     hub,
     plot,
 )
@@ -366,7 +367,7 @@ def test_chat_prints_the_response_alone(
     (tmp_path / "long.txt").write_text("貸出期間は14日間とする。" * 300, encoding="utf-8")
     with pytest.raises(TaskError, match="shorten the context"):
         ask("--context", str(tmp_path / "long.txt"), "何日借りられますか。")
-    with pytest.raises(TaskError, match="cannot be read"):
+    with pytest.raises(TaskError, match="no such file"):
         ask("--context", str(tmp_path / "none.txt"), "何日借りられますか。")
 
 
@@ -427,7 +428,31 @@ def test_unknown_hub_error_shows_the_exception() -> None:
 
 def test_smoke_run_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert smoke.smoke_test(train.Settings(), SAMPLE, tmp_path / "out") == 0
-    assert capsys.readouterr().out.count("smoke ") >= 7
+    printed = capsys.readouterr().out
+    assert printed.count("smoke ") >= 7
+    assert f"chat --adapter {tmp_path / 'out' / 'adapter'}" in printed
+    base = adapter_folder.read_base(tmp_path / "out" / "adapter" / "adapter_config.json")
+    assert load.load_tokenizer(base).eos_token  # the adapter can be used: its base was kept with it
+
+
+def test_smoke_run_names_nothing_that_it_removes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke.smoke_test(train.Settings(), SAMPLE, None) == 0
+    printed = capsys.readouterr().out
+    assert "try  " not in printed and "adapter     /" not in printed
+    assert "output      removed afterwards" in printed
+
+
+def test_a_run_that_fails_at_once_leaves_no_folder(base: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(base, broken)
+    (broken / "tokenizer.json").write_text("{}")
+    with pytest.raises(TaskError, match="tokenizer"):
+        fit(small(broken), tmp_path / "result")
+    assert not (tmp_path / "result").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(TaskError, match="tokenizer"):
+        fit(small(broken), tmp_path / "mine")
+    assert (tmp_path / "mine").is_dir()
 
 
 def test_smoke_run_fails_when_the_loss_stays(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""What can be refused without torch is refused before it is imported, which takes half a minute from a cold disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+# An import of one of these names raises ImportError, with and without the package.
+RUN = """
+import runpy, sys
+for name in ("torch", "transformers", "peft", "numpy"):
+    sys.modules[name] = None
+sys.argv = sys.argv[1:]
+sys.path[:0] = PATHS
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FINETUNE, BENCH, GPT = (ROOT / "recipes" / name for name in ("finetune", "lora-bench", "pretrain-gpt"))
+BAD_KEY = (["--config", "bad.yaml"], "bad.yaml: no setting 'nonsense'")
+NO_MODEL = "/nope: no such folder"
+NO_ADAPTER = "holds no adapter_config.json"
+CASES: dict[str, tuple[Path, list[tuple[list[str], str]]]] = {
+    "train.py": (
+        FINETUNE,
+        [
+            BAD_KEY,
+            (["--set", "model=./nope"], NO_MODEL),
+            (["--set", "model=empty"], "holds no config.json"),
+            (["--set", "lora.r=0"], "setting lora.r: must be at least 1"),
+            (["--set", "bits=8", "--set", "parallel=fsdp"], "setting bits=8: not together with parallel=fsdp"),
+            (["--set", "parallel=fsdp"], "setting parallel=fsdp: needs several processes"),
+            (["--data", "nope.jsonl"], "nope.jsonl: no such file"),
+        ],
+    ),
+    "generate.py": (
+        FINETUNE,
+        [
+            BAD_KEY,
+            (["--model", "./nope"], NO_MODEL),
+            (["--adapter", "empty"], NO_ADAPTER),
+            (["--adapter", "adapter"], NO_MODEL),
+            (["--set", "top_p=9"], "setting top_p"),
+            (["--data", "nope.jsonl"], "nope.jsonl: no such file"),
+        ],
+    ),
+    "merge.py": (
+        FINETUNE,
+        [
+            BAD_KEY,
+            ([], NO_ADAPTER),
+            (["--adapter", "adapter"], NO_MODEL),
+            (["--adapter", "adapter", "--base", "empty"], "holds no config.json"),
+        ],
+    ),
+    "merge_weights.py": (
+        ROOT / "recipes" / "fsdp-llama",
+        [BAD_KEY, (["nope"], "holds no sharded checkpoint"), (["--set", "max_shard_gb=0"], "max_shard_gb: must be")],
+    ),
+    "chat.py": (
+        ROOT / "recipes" / "lora-opencalm",
+        [
+            BAD_KEY,
+            (["q"], NO_ADAPTER),
+            (["--model", "./nope", "q"], NO_MODEL),
+            (["--adapter", "adapter", "q"], NO_MODEL),
+            (["--adapter", "adapter", "--base", "./nope/base", "q"], "/nope/base: no such folder"),
+            (["--set", "temperature=-1", "q"], "setting temperature: must be at least 0"),
+            (["--context", "nope.txt", "q"], "nope.txt: no such file"),
+        ],
+    ),
+    "prepare_jsquad.py": (FINETUNE, [([*BAD_KEY[0], "x"], BAD_KEY[1]), (["nope.json"], "nope.json: no such file")]),
+    "bench.py": (
+        BENCH,
+        [
+            BAD_KEY,
+            ([], "preprocess writes such a folder"),
+            (["--set", "train.lora.r=0"], "setting lora.r"),
+        ],
+    ),
+    "evaluate.py": (
+        BENCH,
+        [
+            BAD_KEY,
+            ([], "preprocess writes such a folder"),
+            (["--set", "data=ready", "--adapter", "empty"], NO_ADAPTER),
+        ],
+    ),
+    "preprocess.py": (
+        BENCH,
+        [
+            BAD_KEY,
+            ([], "raw: no such file"),
+            (["--set", "validation_split=3"], "setting validation_split"),
+            (["--input", str(BENCH / "data" / "sample.jsonl"), "--set", "model=./nope"], NO_MODEL),
+        ],
+    ),
+    "check_dataset.py": (BENCH, [([], "preprocess writes such a folder")]),
+    "pretrain.py": (GPT, [BAD_KEY, (["--data", "nope"], "prepare-data writes such a folder")]),
+    "train_tokenizer.py": (GPT, [(["--data", "nope", "--output", "out"], "nope: no such file")]),
+    "prepare_data.py": (GPT, [(["--data", "nope", "--output", "out"], "nope: no such file")]),
+    "convert.py": (GPT, [BAD_KEY, (["--input", "nope"], "holds no checkpoint")]),
+    "sft.py": (
+        GPT,
+        [
+            BAD_KEY,
+            (["--data", "nope"], "nope: no such file"),
+            (["--set", "train.model=./nope"], NO_MODEL),
+            (["--set", "train.lora.r=0"], "setting lora.r"),
+        ],
+    ),
+    "upload.py": (GPT, [(["--input", "nope", "--name", "a/b", "--dry-run"], "no config.json there")]),
+}
+EACH = [
+    pytest.param(task, recipe, arguments, message, id=" ".join([task, *arguments[-2:]]).replace(str(ROOT), ""))
+    for task, (recipe, cases) in CASES.items()
+    for arguments, message in cases
+]
+
+
+@pytest.mark.parametrize(("task", "recipe", "arguments", "message"), EACH)
+def test_refused_without_torch(task: str, recipe: Path, arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("nonsense: 1\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "./nope"}))
+    (tmp_path / "ready").mkdir()
+    (tmp_path / "ready" / "processed.json").write_text(json.dumps({"model": "someone/something"}))
+    before = sorted(tmp_path.iterdir())
+    folders = [str(folder) for folder in (recipe / "entrypoints", ROOT / "entrypoints") if folder.is_dir()]
+    script = next(Path(folder) / task for folder in folders if (Path(folder) / task).is_file())
+    done = subprocess.run(
+        [sys.executable, "-c", RUN.replace("PATHS", repr(folders)), str(script), *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "EKIBEN_RECIPE": str(recipe), "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.startswith("error: ") and message in done.stderr, done.stderr
+    assert done.returncode != 0
+    assert sorted(tmp_path.iterdir()) == before  # no empty folder of results
