@@ -24,7 +24,7 @@ from ekiben import __version__
 from ekiben.cli import commands
 from ekiben.cli.context import Context
 from ekiben.cli.frames import OPTION, VARIABLE, print_frames, wants_frames
-from ekiben.cli.options import COMPLETE_VAR, PathType, with_command_name
+from ekiben.cli.options import COMPLETE_VAR, HelpContext, PathType, with_command_name
 from ekiben.core.command_name import command_name, set_command_name, typed_name
 from ekiben.core.decisions import set_decision_log
 from ekiben.core.errors import EkibenError, UsageError, nearest
@@ -76,6 +76,7 @@ class Root(click.Group):
     143.
     """
 
+    context_class = HelpContext
     _wants_json = False
     wants_frames = False
 
@@ -323,7 +324,8 @@ def _run() -> int:
     Of its own, click makes 1 of an interrupt that comes after the command's end.
     """
     try:
-        code = root.main(prog_name=command_name(), complete_var=COMPLETE_VAR, standalone_mode=False)
+        color = False if os.environ.get("NO_COLOR") else None  # None: where it is a terminal
+        code = root.main(prog_name=command_name(), complete_var=COMPLETE_VAR, standalone_mode=False, color=color)
     except click.ClickException as error:
         _print_requested_frames(error)
         error.show()

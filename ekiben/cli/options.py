@@ -43,8 +43,24 @@ _OF_TASKS = {"--dry-run", "--json", "--help", "--output"}
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
+class _HelpFormatter(click.HelpFormatter):
+    """Headings of help in bold, on a terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        """Write a heading."""
+        self.write(f"{'':>{self.current_indent}}{click.style(f'{heading}:', bold=True)}\n")
+
+
+class HelpContext(click.Context):
+    """A context whose help has its headings in bold."""
+
+    formatter_class = _HelpFormatter
+
+
 class Command(click.Command):
     """A command whose help names the program as the user started it."""
+
+    context_class = HelpContext
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help text."""
@@ -104,6 +120,7 @@ class CommandGroup(click.Group):
     """The same for a command that has commands of its own."""
 
     command_class = Command
+    context_class = HelpContext
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help text."""

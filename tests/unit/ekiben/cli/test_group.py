@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -431,3 +432,20 @@ def test_help_fits_80_columns_and_its_examples_can_be_pasted(name: str, monkeypa
     for line in written:
         argv = line.strip().removeprefix("ekiben ").split("  ")[0].split()
         assert " ".join(argv) in " ".join(joined.split())
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_headings_of_help_are_bold_on_a_terminal_but_with_no_color(no_color: bool) -> None:
+    reader, writer = os.openpty()
+    env = {**{name: value for name, value in os.environ.items() if name != "NO_COLOR"}, "TERM": "xterm"}
+    argv = [sys.executable, str(ROOT / "build.py"), "exec", "--help"]
+    with subprocess.Popen(argv, stdout=writer, env={**env, **({"NO_COLOR": "1"} if no_color else {})}) as process:
+        os.close(writer)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while data := os.read(reader, 1 << 16):
+                shown += data
+        os.close(reader)
+    assert process.returncode == 0
+    assert (b"\x1b[1mOptions:\x1b[0m" in shown) == (not no_color)
+    assert b"Options:" in shown
