@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+for package in ("torch", "transformers", "peft", "tokenizers"):
+    pytest.importorskip(package, reason="the recipe's packages are not installed here")
+ROOT = Path(__file__).resolve().parents[4]
+sys.path.insert(0, str(Path(os.environ.get("EKIBEN_RECIPE", ROOT)) / "entrypoints"))
+
 import torch
 import transformers
 
