@@ -1,7 +1,7 @@
 """Images of registries as SIF files of this user's: pulled once by digest, and taken from there afterwards.
 
-    pulled/<manifest's digest>.sif     the image
-    pulled/<manifest's digest>.json    its record: reference, digest, the file's SHA-256 and state
+    pulled/<digest>-<platform>.sif     the image: of several in an index, the one for this platform
+    pulled/<digest>-<platform>.json    its record: reference, digest, the file's SHA-256 and state
     pulled/references/<hash>.json      the digest that a tag named when its registry was last asked
 
 A tag's digest is asked of the registry each time; nothing else is. Where the registry does not answer, the digest that
@@ -59,7 +59,7 @@ def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledI
     """
     folder = _folder(store)
     digest, note = _digest_of(reference, folder)
-    sif = folder / f"{digest.removeprefix('sha256:')}.sif"
+    sif = folder / f"{_stem(digest)}.sif"
     if (record := _known(sif)) is not None:
         return PulledImage(sif, record.state.sha256, record.engine, note)
     if note:
@@ -71,12 +71,12 @@ def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledI
     is_sif = manifest.config.media_type == MEDIA_SIF_CONFIG or manifest.layers[0].media_type == MEDIA_SIF
     engine = "" if is_sif else str(by_digest)
     if engine and not which(*OF_SIF):
-        return PulledImage(sif, "", engine, "")
+        return _left_to_engine(sif, engine)
     try:
         pull(by_digest, store, sif, progress)
     except FetchError:
         if engine and which("docker", "podman"):  # of another builder: an engine runs it
-            return PulledImage(sif, "", engine, "")
+            return _left_to_engine(sif, engine)
         raise
     sha256 = (manifest.layers[0].digest if is_sif else digest_of(sif)).removeprefix("sha256:")
     state = sif_state(sif, sha256)
@@ -85,6 +85,17 @@ def pull_once(reference: Reference, store: Store, progress: Progress) -> PulledI
         {"digest": digest, "reference": str(reference), "state": asdict(state), "engine": engine},
     )
     return PulledImage(sif, sha256, engine, "")
+
+
+def _stem(digest: str) -> str:
+    """Return the name of an image's files: a home may be that of machines of several architectures."""
+    return f"{digest.removeprefix('sha256:')}-{platform().replace('/', '-')}"
+
+
+def _left_to_engine(sif: Path, engine: str) -> PulledImage:
+    """Return an image without its SIF; what lies there all the same is not known, and goes."""
+    sif.unlink(missing_ok=True)
+    return PulledImage(sif, "", engine, "")
 
 
 def _folder(store: Store) -> Path:
@@ -137,7 +148,7 @@ def _known(sif: Path) -> _Record | None:
     """Return the record of a file that is there and has not changed."""
     try:
         record = _Record.parse(read_regular(sif.with_suffix(".json")))
-        is_same = record.digest == f"sha256:{sif.stem}" and record.state.is_same(sif)
+        is_same = _stem(record.digest) == sif.stem and record.state.is_same(sif)
     except (OSError, ValueError):
         return None
     return record if is_same else None

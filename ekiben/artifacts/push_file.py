@@ -24,13 +24,15 @@ from ekiben.formats.sif import read_sif
 from ekiben.registry.client import Blob
 from ekiben.registry.reference import Reference
 from ekiben.signing.registry import sign_pushed
+from ekiben.signing.sif import signed_copy
 from ekiben.store import Store
 
 _TITLE = "org.opencontainers.image.title"
 
 
 def push_file(sif: Path, store: Store, request: PushRequest, progress: Progress) -> Pushed:
-    """Send a SIF file to a registry. The key signs the image there, not the file.
+    """Send a SIF file to a registry. The key signs the image there, and the file that is sent: whoever pulls it has
+    that.
 
     Raises FetchError, StoreError, EngineError; UsageError or VerifyError where its SBOM cannot be made.
     """
@@ -40,7 +42,7 @@ def push_file(sif: Path, store: Store, request: PushRequest, progress: Progress)
     document = _make_sbom(sif, store) if request.sbom else None  # first: it may fail, and then nothing is sent
     sender = _Sender(store, reference, progress)
     try:
-        with open_regular(sif) as stream:
+        with signed_copy(sif, store, key, progress) as source, open_regular(source) as stream:
             size = os.fstat(stream.fileno()).st_size
             with progress.step(f"digest of {sif}", total=size):
                 digest = digest_of(stream)

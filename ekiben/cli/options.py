@@ -21,7 +21,7 @@ from ekiben.core import plugins
 from ekiben.core.checked import shorten
 from ekiben.core.command_name import INSTALLED, command_name
 from ekiben.core.environment import ARCHITECTURES
-from ekiben.core.errors import EngineError, UsageError, VerifyError, nearest
+from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
 from ekiben.core.printable import printable
@@ -519,15 +519,20 @@ def find_signing_key(context: Context, sign: str | None, option: str = "--sign")
 def key_for_file(context: Context, sif: Path, sign: str | None) -> Key | None:
     """Return the key that signs a file: as find_signing_key(), but None for a file that has the required signature.
 
-    Raises UsageError, SignatureError, EngineError.
+    Raises UsageError, SignatureError for a file with another signature, be it a bad one, EngineError, StoreError.
     """
+    from ekiben.signing.gpg import SignatureError
     from ekiben.signing.policy import required_signature
+    from ekiben.signing.sif import is_signed
 
     required = context.settings.require_signature
-    if sign is None and required:
-        with contextlib.suppress(VerifyError):
+    if sign is None and required and is_signed(sif):
+        try:
             required_signature(required, context.store, context.progress).check(sif)
-            return None
+        except SignatureError as error:
+            hint = "where you trust what is in it all the same, --sign KEY signs it"
+            raise SignatureError(str(error), rank=error.rank, hint=hint) from error
+        return None
     return find_signing_key(context, sign)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ekiben.core.errors import UsageError, nearest
 from ekiben.core.process import run, which
-from ekiben.run.image import RECIPE_FOLDER, NamedImage, read_in_sif, shipped_recipe
+from ekiben.run.image import RECIPE_FOLDER, NamedImage, RequiredSignature, read_in_sif, shipped_recipe
 from ekiben.run.launch import RunRequest, Target, launch
 
 _CONCLUSIVE = (2, 3)  # exit codes of tasks: a wrong option or setting; it will not fit
@@ -109,13 +109,21 @@ def _is_within(path: str, output: str) -> bool:
     return os.path.abspath(path) == os.path.abspath(output) or Path(output).absolute() in Path(path).absolute().parents
 
 
-def try_arguments(sif: Path, task: JobTask, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
+def try_arguments(
+    sif: Path,
+    task: JobTask,
+    environment: Mapping[str, str],
+    log: Callable[[str], None],
+    signature: RequiredSignature | None = None,
+) -> None:
     """Run a task with --dry-run in the image, where it has that option and a runtime is here.
+
+    ``signature``: what the image needs to be run.
 
     Tasks before it may write files that it lacks now. Then only a wrong option or setting, or a model that does not
     fit, is an error; anything else is a warning.
 
-    Raises UsageError with the task's last lines when it ends with an error.
+    Raises UsageError with the task's last lines when it ends with an error, VerifyError without the signature.
     """
     program, gpus = which("apptainer", "singularity"), task.gpus
     name, *arguments = task.argv
@@ -125,14 +133,14 @@ def try_arguments(sif: Path, task: JobTask, environment: Mapping[str, str], log:
     shown = " ".join([name, "--dry-run", *options])
     log(f"trying {shown} with these arguments")
     request = RunRequest(argv=[name, "--dry-run", *options, *arguments], gpu=False, mounts=task.mounts)
-    ready = launch(Target(program, str(sif)), request, environment)
+    ready = launch(Target(program, str(sif), signature=signature), request, environment)
     done = run(ready.argv, env=ready.environment, check=False)
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
     if done.returncode == _RUNTIME_FAILED:
         log(f"{name} --dry-run could not be tried here: {' '.join(lines)}")
     elif done.returncode and gpus.model and any(line.startswith(f"error: --on {gpus.model}") for line in lines):
         log(f"{name} knows no memory size of {gpus.model}: whether it fits is not checked")
-        try_arguments(sif, replace(task, gpus=PlannedGpus(gpus.count)), environment, log)
+        try_arguments(sif, replace(task, gpus=PlannedGpus(gpus.count)), environment, log, signature)
     elif done.returncode and task.earlier and done.returncode not in _CONCLUSIVE:
         log(
             f"warning: {shown} ended with exit code {done.returncode}, and a task before it may write what it lacks:"

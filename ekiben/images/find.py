@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,14 @@ from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import FetchError, StoreError, UsageError, nearest
 from ekiben.core.inner_path import AnyPath, InnerPath
-from ekiben.images.published import VersionRecord, image_folders, read_records, tags, unrecorded_versions
+from ekiben.images.published import (
+    UnrecordedVersion,
+    VersionRecord,
+    image_folders,
+    read_records,
+    tags,
+    unrecorded_versions,
+)
 from ekiben.registry.reference import Reference, is_reference
 from ekiben.run.image import RECIPE_FOLDER, NamedImage, PulledImage, shipped_recipe
 from ekiben.spec.recipe import Recipe, find_recipe, recipe_folders
@@ -220,7 +227,7 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
         raise UsageError(f"{name}: an image's name is lower-case letters, digits, '.', '_' and '-'")
     folder = open_shared(shared).folder
     records, skipped = read_records(folder / IMAGES / name)
-    _refuse_unrecorded(name, version or CURRENT, folder / IMAGES / name, shared)
+    _refuse_unrecorded(name, version or CURRENT, folder / IMAGES / name, records, shared)
     if not records:
         if skipped:
             raise StoreError(f"{name} in {shared}: {skipped[0][0]}: {skipped[0][1]}")
@@ -232,16 +239,30 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
     return replace(_named_file(sif), name=name, sha256=record.sha256, is_published=True)
 
 
-def _refuse_unrecorded(name: str, version: str, folder: InnerPath, shared: Path) -> None:
-    """Raise StoreError where the version that is meant is there, and its record is not: nothing says what it is."""
+def _refuse_unrecorded(
+    name: str, version: str, folder: InnerPath, records: Sequence[VersionRecord], shared: Path
+) -> None:
+    """Raise StoreError where the version that is meant is there, and its record is not: nothing says what it is.
+
+    A file beside a version that has its record is not meant: a publisher was killed, or somebody planted it.
+    """
     with contextlib.suppress(OSError):
-        named = Path(tags(folder).get(version, "")).name
+        links = tags(folder)
+        is_recorded = any(_is_version(record, version) for record in records)
         for item in unrecorded_versions(folder):
-            if item.file == named or version in (item.version, item.stem.removeprefix(f"{name}-")):
+            if (
+                item.file == Path(links[version]).name
+                if version in links
+                else not is_recorded and _is_version(item, version)
+            ):
                 raise StoreError(
                     f"{name}:{version} is {item.file} in {shared}, and {item.reason}",
                     hint=f"{command_name()} publish --repair {shared} writes it anew from the image",
                 )
+
+
+def _is_version(item: VersionRecord | UnrecordedVersion, version: str) -> bool:
+    return version in (item.version, item.stem.removeprefix(f"{item.name}-"))
 
 
 def _version_of(name: str, version: str, records: list[VersionRecord], links: dict[str, str]) -> VersionRecord:
@@ -252,7 +273,7 @@ def _version_of(name: str, version: str, records: list[VersionRecord], links: di
             return record
         raise UsageError(f"{name}:{version} is a link to {links[version]}, which is no published version")
     for record in reversed(records):
-        if version in (record.version, record.stem.removeprefix(f"{name}-")):
+        if _is_version(record, version):
             return record
     known = [*dict.fromkeys(record.version for record in reversed(records)), *sorted(links)]
     raise UsageError(f"{name} has no version '{version}'." + nearest(version, known[:_SHOWN]))

@@ -151,8 +151,14 @@ def image_of_sif(path: AnyPath, store: Store, progress: Progress, name: str = ""
             )
         _check_id(path, reader, info)
         config = config_of(info, layers, reader.arch)
+        name = name or _image_name(info, recipe, reader.arch)
+        if not NAME.fullmatch(name):
+            raise UsageError(
+                f"{path} names its image {name!r:.80}, and a name is lower-case letters, digits, '.', '_', '-'",
+                hint="build the image again",
+            )
         image = Image(
-            name=name or _image_name(info, recipe, reader.arch),
+            name=name,
             image_id=oci.digest_of(config),
             config=config,
             layers=(*layers[:-1], replace(layers[-1], cache_key=layers[-1].digest.removeprefix("sha256:"))),

@@ -5,12 +5,10 @@ Its layers are not offered to builds: what a file says of their cache keys is th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +17,15 @@ from ekiben.core.checked import with_checksum
 from ekiben.core.errors import StoreError
 from ekiben.core.files import open_regular
 from ekiben.core.inner_path import InnerPath
-from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.images.published import REMOVED, SBOM_SUFFIX, VersionRecord, parse_record, read_records
 from ekiben.inspect.image_info import SifImage, image_of_sif
 from ekiben.publish.publish import (
+    ATTEMPTS,
     CURRENT,
     Published,
     PublishOptions,
+    has_digest,
     link,
     new_stem,
     open_destination,
@@ -37,7 +36,7 @@ from ekiben.publish.publish import (
 )
 from ekiben.publish.record import PublishedFile, sbom_of_file, sha256_line, signer_of, version_record
 from ekiben.run.modulefile import module_folder
-from ekiben.signing.sif import sign_file
+from ekiben.signing.sif import signed_copy
 from ekiben.store import Store
 from ekiben.store.shared import IMAGES, SharedStore
 
@@ -57,38 +56,52 @@ def publish_file(sif: Path, store: Store, shared_dir: Path, progress: Progress, 
     Raises StoreError, VerifyError, UsageError for a SIF of another builder, EngineError when gpg does not sign.
     """
     shared = open_destination(shared_dir, options)
-    with _signed(sif, store, options.key, progress) as source, shared.translated_errors(), shared.building(()):
+    with signed_copy(sif, store, options.key, progress) as source, shared.translated_errors():
         write_readme(shared)
-        with shared.new_folder() as staging:
-            staged = staging / "image.sif"
-            sha256 = _copy(source, staged, shared, progress)
-            sif_image = image_of_sif(staged, store, progress)
-            folder = shared.folder / IMAGES / sif_image.image.name
-            shared.policy.make_folder(folder)
-            record = _find(folder, sha256, options.version)
-            is_new = record is None
-            if record is None:
-                record = _put(_Copy(staged, sif_image, sha256), shared, store, progress, options)
-        if options.pin:
-            write(shared, folder / f"{record.stem}.pin", b"")
-        for tag in (*([CURRENT] if options.current else []), *options.tags):
-            link(folder / tag, record.file)
-        module = None
-        if options.module or (shared.folder / module_folder(record.name)).is_folder():
-            module = put_module(shared, folder, sif_image.image, record.stem)
-        return Published((folder / record.file).path, record, record.size if is_new else 0, is_new, module)
+        for _ in range(ATTEMPTS):
+            with shared.new_folder() as staging:
+                staged = staging / "image.sif"
+                sha256 = _copy(source, staged, shared, progress)
+                copy = _Copy(staged, image_of_sif(staged, store, progress), sha256)
+                with shared.building(_keys(copy, shared)):  # before the first look: prune leaves these alone
+                    if (published := _publish(copy, shared, store, progress, options)) is not None:
+                        return published
+    raise StoreError(
+        f"{sif} was removed from {shared_dir} again and again while it was published",
+        hint="another user prunes the folder: publish it again afterwards",
+    )
 
 
-@contextlib.contextmanager
-def _signed(sif: Path, store: Store, key: Key | None, progress: Progress) -> Iterator[Path]:
-    """Yield the file, or with a key a signed copy."""
-    if key is None:
-        yield sif
-        return
-    store.open_for_writing()
-    with store.staging() as folder, progress.step(f"sign {sif}", total=sif.stat().st_size):
-        sign_file(sif, folder / "signed.sif", key, progress.count)
-        yield folder / "signed.sif"
+def _keys(copy: _Copy, shared: SharedStore) -> set[str]:
+    """Return the keys of the file's layers, and those that its records there have for them."""
+    records, _ = read_records(shared.folder / IMAGES / copy.image.image.name)
+    layers = [
+        *copy.image.image.layers,
+        *(item for record in records if record.sha256 == copy.sha256 for item in record.layers),
+    ]
+    return {layer.cache_key for layer in layers}
+
+
+def _publish(
+    copy: _Copy, shared: SharedStore, store: Store, progress: Progress, options: PublishOptions
+) -> Published | None:
+    """Return None where a prune that began before the announcement removed the version."""
+    folder = shared.folder / IMAGES / copy.image.image.name
+    shared.policy.make_folder(folder)
+    record = _find(folder, copy.sha256, options.version)
+    is_new = record is None
+    if record is None:
+        record = _put(copy, shared, store, progress, options)
+    if options.pin:
+        write(shared, folder / f"{record.stem}.pin", b"")
+    for tag in (*([CURRENT] if options.current else []), *options.tags):
+        link(folder / tag, record.file)
+    module = None
+    if options.module or (shared.folder / module_folder(record.name)).is_folder():
+        module = put_module(shared, folder, copy.image.image, record.stem)
+    if record.file not in (item.file for item in read_records(folder)[0]):
+        return None
+    return Published((folder / record.file).path, record, record.size if is_new else 0, is_new, module)
 
 
 def _copy(source: Path, target: InnerPath, shared: SharedStore, progress: Progress) -> str:
@@ -106,8 +119,9 @@ def _copy(source: Path, target: InnerPath, shared: SharedStore, progress: Progre
 
 
 def _find(folder: InnerPath, sha256: str, version: str | None) -> VersionRecord | None:
+    """Return the newest record of a version with this very file: read, as a record says only what it was."""
     records = [item for item in read_records(folder)[0] if item.sha256 == sha256 and version in (None, item.version)]
-    return records[-1] if records else None
+    return next((item for item in reversed(records) if has_digest(folder / item.file, sha256)), None)
 
 
 def _put(copy: _Copy, shared: SharedStore, store: Store, progress: Progress, options: PublishOptions) -> VersionRecord:
@@ -116,17 +130,17 @@ def _put(copy: _Copy, shared: SharedStore, store: Store, progress: Progress, opt
     check = run_sif_tests(image, staged, store, progress.note) if options.check else None
     sbom, signer = sbom_of_file(staged, store, progress), signer_of(staged)
     stem = new_stem(folder, image.name, options.version, sha256)
-    size = put_sif(shared, staged, folder / f"{stem}.sif", sha256)
-    write(shared, folder / f"{stem}.sif.sha256", sha256_line(sha256, f"{stem}.sif"))
-    if sbom is not None:
-        write(shared, folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
-    file = PublishedFile(stem=stem, sha256=sha256, size=size, id=copy.image.id, key=signer)
+    file = PublishedFile(stem=stem, sha256=sha256, size=staged.status().st_size, id=copy.image.id, key=signer)
     record = version_record(image, file, [check] if check else [], sbom)
-    (folder / f"{stem}{REMOVED}").remove(missing_ok=True)  # it is there again
     record = with_checksum({**record, "previous": (folder / CURRENT).link_target()})
     try:
         parsed = parse_record(record, image.name)  # what an image says of itself may be anything
     except ValueError as error:
         raise StoreError(f"the image says of itself what no record may have: it {error}") from error
+    put_sif(shared, staged, folder / f"{stem}.sif", sha256)
+    write(shared, folder / f"{stem}.sif.sha256", sha256_line(sha256, f"{stem}.sif"))
+    if sbom is not None:
+        write(shared, folder / f"{stem}{SBOM_SUFFIX}", sbom.encode())
+    (folder / f"{stem}{REMOVED}").remove(missing_ok=True)  # it is there again
     write(shared, folder / f"{stem}.json", json.dumps(record, indent=1).encode() + b"\n")
     return parsed

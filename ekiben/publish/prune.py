@@ -111,7 +111,7 @@ def _decide(shared: SharedStore, record: Version, names: Sequence[str], unused_f
         keep, reason = True, "pinned"
     elif named:
         keep, reason = True, f"tagged {', '.join(named)}"
-    elif _is_being_published(shared, record, status):
+    elif is_being_published(shared, record, status):
         keep, reason = True, "being published"
     elif isinstance(record, UnrecordedVersion) and (folder / f"{record.stem}{REMOVED}").lexists():
         keep, reason = False, "its removal was interrupted"
@@ -125,7 +125,7 @@ def _decide(shared: SharedStore, record: Version, names: Sequence[str], unused_f
     return PruneDecision(record.file, record.size, keep, reason + missing)
 
 
-def _is_being_published(shared: SharedStore, record: Version, status: os.stat_result) -> bool:
+def is_being_published(shared: SharedStore, record: Version, status: os.stat_result) -> bool:
     """Return whether a running publisher needs it; a SIF without a record may be its new one."""
     announced = shared.announced_keys()
     if isinstance(record, VersionRecord):

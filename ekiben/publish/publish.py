@@ -57,7 +57,7 @@ from ekiben.store import Image, Store, check_sif, keep_sif, known_sif, note_sif,
 from ekiben.store.shared import IMAGES, SharedStore
 
 CURRENT = "current"
-_ATTEMPTS = 5
+ATTEMPTS = 5
 _ENDINGS = (".sif", ".sha256", ".json", ".pin", REMOVED)
 _README = """\
 Container images, published with Ekiben. To run one, no Ekiben is needed:
@@ -147,7 +147,7 @@ def publish(
         folder = request.folder
         shared.policy.make_folder(folder)
         bytes_copied, created = 0, False
-        for _ in range(_ATTEMPTS):
+        for _ in range(ATTEMPTS):
             record = _find_intact(request)
             if record is None:
                 created = True
@@ -350,14 +350,14 @@ def put_sif(shared: SharedStore, sif: InnerPath, target: InnerPath, sha256: str)
     shared.policy.apply_to(sif, 0o555)
     sif.change(os.fsync)
     with contextlib.suppress(FileNotFoundError):
-        if target.status().st_size == size and _has_digest(target, sha256):
+        if target.status().st_size == size and has_digest(target, sha256):
             return size
         shared.discard(target)
     sif.move(target)
     return size
 
 
-def _has_digest(path: InnerPath, sha256: str) -> bool:
+def has_digest(path: InnerPath, sha256: str) -> bool:
     """Return whether the file has this digest; False where it is none."""
     with contextlib.suppress(OSError):
         return digest_of(path) == f"sha256:{sha256}"

@@ -11,8 +11,8 @@ from typing import Any
 
 from ekiben.builder.verify import Check
 from ekiben.core.errors import EngineError, VerifyError
-from ekiben.core.files import digest_of
-from ekiben.core.inner_path import InnerPath
+from ekiben.core.files import digest_of, open_regular
+from ekiben.core.inner_path import AnyPath
 from ekiben.core.pgp_key import Key
 from ekiben.core.progress import Progress
 from ekiben.images.published import RECORD_FORMAT, SBOM_SUFFIX
@@ -78,7 +78,7 @@ def version_record(image: Image, file: PublishedFile, checks: Sequence[Check], s
     }
 
 
-def sbom_of_file(sif: InnerPath, store: Store, progress: Progress) -> str | None:
+def sbom_of_file(sif: AnyPath, store: Store, progress: Progress) -> str | None:
     """Return the SBOM, None where a package database is broken."""
     from ekiben.inspect.sbom import write_sbom  # late: its library is slow to import
 
@@ -90,10 +90,10 @@ def sbom_of_file(sif: InnerPath, store: Store, progress: Progress) -> str | None
         return None
 
 
-def signer_of(sif: InnerPath) -> Key | None:
+def signer_of(sif: AnyPath) -> Key | None:
     """Return who signed the file, as far as the user's keyring tells; None where it does not."""
     try:
-        with sif.open_file() as stream:
+        with open_regular(sif) as stream:
             return check_sif(Path(f"/proc/self/fd/{stream.fileno()}"), Keys())[0]
     except (SignatureError, EngineError):
         return None

@@ -102,8 +102,12 @@ class Registry:
         """Return the digest that a tag names now; None when there is no such tag. Raises FetchError."""
         request = Request("HEAD", f"manifests/{tag}", {"Accept": ", ".join(MEDIA_MANIFESTS)})
         answer = self.session.ask(request, good=(200, 404))
-        digest = answer.headers.get("Docker-Content-Digest") if answer.status_code == 200 else None
-        if digest is not None and not is_digest(digest):
+        if answer.status_code == 404:
+            return None
+        digest = answer.headers.get("Docker-Content-Digest")
+        if digest is None:  # OCI lets a registry leave it out
+            return self.fetch_manifest(tag)[1]
+        if not is_digest(digest):
             raise FetchError(
                 f"{self.reference}: the registry names the tag {tag} with something that is no digest: {digest!r:.80}"
             )

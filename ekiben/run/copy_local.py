@@ -104,9 +104,12 @@ def _copy_checked(source: Path, target: Path, sha256: str, log: Callable[[str], 
         Path(temporary).unlink(missing_ok=True)
 
 
-def copy_name(sif: Path) -> str:
-    """Return what a copy of this very file is called, for jobs and `run` alike. Raises OSError."""
+def copy_name(sif: Path, sha256: str = "") -> str:
+    """Return what a copy of this very file is called, for jobs and `run` alike. Raises OSError.
+
+    ``sha256``: with what a copy has to be compared; one that was made without it has another name.
+    """
     state = sif_state(sif)
     size, mtime, _, _ = state.stat.split()
-    key = hashlib.sha256(f"{state.header} {size} {mtime}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(" ".join(filter(None, (state.header, size, mtime, sha256))).encode()).hexdigest()[:16]
     return f"{sif.stem}-{key}.sif"

@@ -101,7 +101,7 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
     if runtime and has_sif:
         log_decision("runtime", runtime, f"it runs SIF files, and {image.sif} is here")
         return _sif_target(image, runtime)
-    if image.pulled and not has_sif and (docker := which("docker")):
+    if image.pulled and (docker := which("docker")):
         return _pulled_target(image, docker, "docker", engines)
     missing = [] if runtime else ["neither apptainer nor singularity is on PATH"]
     missing += [] if has_sif else [f"{image.sif} is not there"]

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +18,7 @@ from ekiben.core.checked import Fields, parse_json
 from ekiben.core.errors import StoreError
 from ekiben.core.files import open_regular
 from ekiben.core.pgp_key import Key
+from ekiben.core.progress import Progress
 from ekiben.formats.sif import (
     NO_GROUP,
     SIGNATURE,
@@ -60,6 +61,27 @@ def sign_image(image: Image, store: Store, key: Key) -> Signature:
     if os.access(store.root, os.W_OK):
         store.put_check(name, {"signature": data.decode(), "hash": hash})
     return Signature(data, key.fingerprint, hash)
+
+
+def is_signed(path: Path) -> bool:
+    """Return whether a SIF has a signature, good or not. Raises StoreError."""
+    return any(item.data_type == SIGNATURE for item in read_sif(path).descriptors)
+
+
+@contextlib.contextmanager
+def signed_copy(path: Path, store: Store, key: Key | None, progress: Progress) -> Iterator[Path]:
+    """Yield a SIF, or with a key a signed copy of it.
+
+    Raises StoreError, SignatureError for a file that no signature can cover, EngineError when gpg does not sign.
+    """
+    if key is None:
+        yield path
+        return
+    store.open_for_writing()
+    with store.staging() as folder:
+        with progress.step(f"sign {path}", total=path.stat().st_size):
+            sign_file(path, folder / "signed.sif", key, progress.count)
+        yield folder / "signed.sif"
 
 
 def sign_file(path: Path, out: Path, key: Key, on_bytes: Callable[[int], None] = lambda _: None) -> bool:

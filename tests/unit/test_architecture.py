@@ -139,7 +139,6 @@ BY_PATH = {
         "whether -o lies in the shared folder, which is then walked without links"
     ),
     "publish/file.py _copy source.stat": "the file that you publish",
-    "publish/file.py _signed sif.stat": "the file that you publish",
     "store/_staging.py prepare self.root.is_dir": "your own store, before it is opened",
     "store/_staging.py prepare make_folders": "your own store, before it is opened",
     "store/_staging.py prepare self.root.mkdir": "your own store, before it is opened",

@@ -77,12 +77,15 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
 def start_on_node(context: Context, image: NamedImage, node: NodeOptions, *, dry_run: bool) -> None:
     """Become the scheduler's command that runs this very command on a node; return where that is this machine.
 
-    Raises UsageError for a node that cannot be had, EngineError where the image is not here or no scheduler is.
+    Raises UsageError for a node that cannot be had, EngineError where the image is not here or no scheduler is,
+    VerifyError where the image lacks the signature that it needs.
     """
     if not node.is_asked or LOGIN_HOST in os.environ:
         return
     if not image.sif.is_file():
         raise EngineError(f"{image.name} cannot be run on a node: {image.sif} is not there", hint=image.build_hint)
+    if image.signature:  # before a queue of hours
+        image.signature.check(image.sif)
     site = find_site(node.site) if node.site else None
     request = JobRequest(
         partition=node.partition,

@@ -109,4 +109,10 @@ def _file_to_sign(image: NamedImage, reference: str, output: Path | None) -> Pat
             f"{reference} is published, and a published file is not changed; -o FILE writes a signed copy",
             hint=f"{command_name()} publish {reference} --to DIR --sign publishes a signed version beside it",
         )
-    return image.sif.resolve()
+    sif = image.sif.resolve()
+    if output is None and sif.with_suffix(".json").exists() and sif.with_name(f"{sif.name}.sha256").exists():
+        raise UsageError(
+            f"{sif} is published, and a published file is not changed; -o FILE writes a signed copy",
+            hint=f"{command_name()} publish {sif} --to DIR --sign publishes a signed version beside it",
+        )
+    return sif

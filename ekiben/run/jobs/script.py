@@ -93,12 +93,13 @@ def script(plan: JobPlan, step: JobStep) -> str:
 def _state_lines(plan: JobPlan) -> list[str]:
     """Return the parameters by which a job knows the image that it was submitted with; empty ones take any."""
     state = plan.sif_state or SifState()
+    needed = state.sha256 if plan.image.signature else ""  # jobs do not check a signature, but the file by this
     return [
         f"image_stat={quote(state.stat)}",
         f"image_header={state.header}",
         f"image_sha256={state.sha256}",
         f"check_digest={'yes' if plan.request.check_digest else ''}",
-        f"image_copy={quote(copy_name(plan.sif)) if plan.sif_state else ''}",
+        f"image_copy={quote(copy_name(plan.sif, needed)) if plan.sif_state else ''}",
     ]
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from ekiben.cli.commands.submit import _gpus_of, _preflight
-from ekiben.core.errors import UsageError
+from ekiben.core.errors import UsageError, VerifyError
 from ekiben.doctor.preflight import JobTask, PlannedGpus, check_image_of, outputs_of, try_arguments, untried_reason
 from ekiben.formats.changeset import Lower, normalize
 from ekiben.formats.layer import write_entries
@@ -20,7 +20,7 @@ from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from ekiben.formats.upper import Changes
-from ekiben.run.image import NamedImage
+from ekiben.run.image import NamedImage, RequiredSignature, SifState
 from ekiben.run.jobs.plan import plan
 from ekiben.run.jobs.request import JobRequest
 from ekiben.run.site import find_site
@@ -82,6 +82,17 @@ def test_an_image_of_another_recipe_or_without_the_task_is_refused(tmp_path: Pat
         check_image_of(sif, _of("mine"), ["train", "merge"])
     (tmp_path / "foreign.sif").write_bytes(b"an image of another make")
     assert check_image_of(tmp_path / "foreign.sif", _of("mine"), ["train"]) == {}
+
+
+def test_image_without_its_signature_is_not_tried(tmp_path: Path, runtime: Path) -> None:
+    sif = image(tmp_path)
+
+    def refuse(path: Path) -> SifState:
+        raise VerifyError(f"{path} is not signed")
+
+    task, signature = JobTask(["train", "--frob"], TRAIN.encode()), RequiredSignature("config.yaml", refuse)
+    with pytest.raises(VerifyError, match="is not signed"):
+        try_arguments(sif, task, dict(os.environ), lambda line: None, signature)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ def test_published_version_tag_and_current(find: Find, lab: Lab) -> None:
         assert published_sif(reference, lab.folder) == done.sif
 
 
+def test_file_without_a_record_beside_a_version_that_has_one_is_not_meant(find: Find, lab: Lab) -> None:
+    done = lab.put(version="1")
+    planted = done.sif.with_name(f"{NAME}-1-aaaaaaaaaaaa.sif")
+    planted.write_bytes(done.sif.read_bytes())
+    assert find(f"{NAME}:1").sif == find(f"{NAME}:current").sif == done.sif
+    with pytest.raises(StoreError, match=f"{NAME}:1-aaaaaaaaaaaa is {planted.name} in .* its record is missing"):
+        find(f"{NAME}:1-aaaaaaaaaaaa")
+    (done.sif.parent / "current").unlink()
+    (done.sif.parent / "current").symlink_to(planted.name)
+    with pytest.raises(StoreError, match=f"{NAME}:current is {planted.name}"):
+        find(f"{NAME}:current")
+
+
 def test_version_means_its_newest_image(find: Find, lab: Lab) -> None:
     lab.put(version="1")
     newest = lab.put_next(version="1")

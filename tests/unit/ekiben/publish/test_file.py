@@ -11,8 +11,12 @@ from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.inner_path import InnerPath
 from ekiben.images.published import read_records
+from ekiben.inspect import image_info
+from ekiben.publish import file as publishing
 from ekiben.publish.file import publish_file
+from ekiben.publish.prune import prune
 from ekiben.publish.publish import Published, PublishOptions
+from ekiben.publish.record import version_record
 from ekiben.store import Store
 from ekiben.store.shared import open_shared
 from support.hostile import flip
@@ -106,3 +110,73 @@ def test_options_of_building_are_refused(sif: Path, run_cli: RunCli, tmp_path: P
         failed = run_cli("publish", sif, "--to", tmp_path / "folder", *option, code=2).stderr
         assert f"{option[0]} is for" in failed
     assert not (tmp_path / "folder").exists()
+
+
+def test_published_file_is_not_signed_in_its_folder(lab: Lab, run_cli: RunCli) -> None:
+    done = lab.put()
+    for path in (done.sif, done.sif.parent / "current"):
+        failed = run_cli("sign", path, code=2).stderr
+        assert "a published file is not changed; -o FILE writes a signed copy" in failed
+
+
+def test_version_with_other_bytes_than_its_record_is_written_again(sif: Path, colleague: Store, tmp_path: Path) -> None:
+    done = put(sif, colleague, tmp_path / "folder", PublishOptions(check=False, current=False))
+    flip(done.sif, done.sif.stat().st_size - 5000)
+    again = put(sif, colleague, tmp_path / "folder")
+    assert (again.sif, again.created) == (done.sif, True)
+    assert again.sif.read_bytes() == sif.read_bytes()
+
+
+def test_prune_leaves_a_version_that_is_being_published_again(
+    lab: Lab, sif: Path, colleague: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Be it one whose record has other keys: that of whoever built it."""
+    done, decisions = lab.put(current=False), list[tuple[bool, str]]()
+    link = publishing.link
+
+    def pruned(path: InnerPath, target: str) -> None:
+        decisions.extend((item.keep, item.reason) for item in prune(lab.folder, unused_for=0)[0])
+        link(path, target)
+
+    monkeypatch.setattr(publishing, "link", pruned)
+    assert put(sif, colleague, lab.folder).sif == done.sif
+    assert decisions == [(True, "being published")]
+
+
+def test_version_that_a_prune_removed_meanwhile_is_published_again(
+    sif: Path, colleague: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that began before the announcement."""
+    link, removed = publishing.link, list[str]()
+
+    def removing(path: InnerPath, target: str) -> None:
+        link(path, target)
+        if not removed:
+            removed.append(target)
+            for ending in (".json", ".sif"):
+                path.with_name(target.replace(".sif", ending)).remove()
+
+    monkeypatch.setattr(publishing, "link", removing)
+    done = put(sif, colleague, tmp_path / "folder")
+    assert removed == [done.sif.name] and done.created
+    assert done.sif.read_bytes() == sif.read_bytes()
+    assert [record.file for record in read_records(InnerPath.below(done.sif.parent))[0]] == [done.sif.name]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "Upper", ""])
+def test_name_that_an_image_gives_itself_makes_no_folder(
+    sif: Path, colleague: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(image_info, "_image_name", lambda *args: name)
+    with pytest.raises(UsageError, match="names its image"):
+        put(sif, colleague, tmp_path / "folder")
+    assert list((tmp_path / "folder/images").iterdir()) == []
+
+
+def test_what_no_record_may_have_leaves_no_file(
+    sif: Path, colleague: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "version_record", lambda *args: {**version_record(*args), "stack": "a/b"})
+    with pytest.raises(StoreError, match="the image says of itself what no record may have: it 'stack'"):
+        put(sif, colleague, tmp_path / "folder")
+    assert list((tmp_path / "folder").glob("images/*/*")) == []

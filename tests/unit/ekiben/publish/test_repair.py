@@ -14,11 +14,13 @@ import pytest
 
 from ekiben.core.errors import StoreError
 from ekiben.core.inner_path import InnerPath
+from ekiben.core.pgp_key import Key
 from ekiben.images import ImageOptions, find_image
 from ekiben.images.published import RECORD_FORMAT, read_records, removals, unrecorded_versions
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune
 from ekiben.publish.publish import Published
+from ekiben.publish.record import signer_of
 from ekiben.publish.repair import repair
 from ekiben.store import Store
 from ekiben.store.shared import open_shared, user_name
@@ -165,6 +167,66 @@ def test_who_removed_a_version_is_the_owner_of_the_note(lab: Lab, run_cli: RunCl
         assert removals(folder_of(done)) == []
     exchange(note)
     assert removals(folder_of(done)) == []
+
+
+def test_version_whose_removal_was_interrupted_is_not_repaired(lab: Lab) -> None:
+    done = lab.put()
+    remove(record_of(done))
+    done.sif.with_suffix(".removed").write_bytes(b"{}")
+    (item,) = repair(lab.folder, lab.store, quiet())
+    assert item.reason.startswith("its removal was interrupted")
+    assert not record_of(done).exists()
+
+
+def test_file_of_a_running_publisher_is_not_repaired(lab: Lab) -> None:
+    done = lab.put()
+    remove(record_of(done))
+    shared = open_shared(lab.folder)
+    shared.open_for_writing()
+    with shared.building(["0" * 64]):
+        (item,) = repair(lab.folder, lab.store, quiet())
+    assert "somebody publishes in this folder" in item.reason
+    assert not record_of(done).exists()
+
+
+def test_record_that_its_publisher_wrote_meanwhile_stays(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = lab.put()
+    record = record_of(done).read_bytes()
+    remove(record_of(done))
+
+    def writing(*args: Any) -> Key | None:
+        record_of(done).write_bytes(record)
+        return signer_of(*args)
+
+    monkeypatch.setattr("ekiben.publish.repair.signer_of", writing)
+    assert repair(lab.folder, lab.store, quiet()) == []
+    assert record_of(done).read_bytes() == record
+
+
+def test_file_that_was_removed_or_exchanged_meanwhile_gets_no_record(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done = lab.put()
+    remove(record_of(done))
+    data = done.sif.read_bytes()
+
+    def exchanging(*args: Any) -> Key | None:
+        (tmp_path / "other").write_bytes(data)
+        (tmp_path / "other").replace(done.sif)
+        return signer_of(*args)
+
+    monkeypatch.setattr("ekiben.publish.repair.signer_of", exchanging)
+    (item,) = repair(lab.folder, lab.store, quiet())
+    assert item.reason == "it was changed or removed while it was read"
+
+    def removing(*args: Any) -> Key | None:
+        done.sif.unlink()
+        return signer_of(*args)
+
+    monkeypatch.setattr("ekiben.publish.repair.signer_of", removing)
+    (item,) = repair(lab.folder, lab.store, quiet())
+    assert item.reason == "it was changed or removed while it was read"
+    assert not record_of(done).exists()
 
 
 # --------------------------------------------------------------------------------------------------- hostile folders

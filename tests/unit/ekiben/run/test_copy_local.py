@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ import pytest
 from ekiben.core.errors import StoreError
 from ekiben.formats.partition import Partition
 from ekiben.formats.sif import SifHeader, sif_id, write_sif
-from ekiben.run.copy_local import copy_local, local_folder
-from ekiben.run.image import NamedImage
+from ekiben.run.copy_local import copy_local, copy_name, local_folder
+from ekiben.run.image import NamedImage, RequiredSignature, sif_state
+from ekiben.run.jobs.plan import plan
+from ekiben.run.jobs.request import JobRequest
+from ekiben.run.jobs.script import script
 
 
 @pytest.fixture
@@ -108,6 +112,19 @@ def test_copy_that_was_written_since_is_made_again(sif: Path, other_disk: Path, 
     assert copy_local(_image(sif), environment, lambda _: None) == copy
     assert copy.read_bytes() == sif.read_bytes()
     assert not copy.is_symlink()
+
+
+def test_copy_that_was_made_without_a_checksum_is_not_that_of_a_signed_image(sif: Path, tmp_path: Path) -> None:
+    request = JobRequest(copy_local=True)
+    names = []
+    for signature in (None, RequiredSignature("require_signature in config.yaml", sif_state)):
+        image = replace(_image(sif), signature=signature)
+        run = plan(image, ["train"], request, scheduler="slurm", site=None, runs=tmp_path / "runs")
+        (line,) = [line for line in script(run, run.steps[0]).splitlines() if line.startswith("image_copy=")]
+        names.append(line.partition("=")[2])
+    digest = hashlib.sha256(sif.read_bytes()).hexdigest()
+    assert names == [copy_name(sif), copy_name(sif, digest)]
+    assert names[0] != names[1]
 
 
 def test_a_sif_on_the_same_disk_is_used_where_it_is(sif: Path, tmp_path: Path) -> None:

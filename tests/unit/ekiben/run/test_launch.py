@@ -228,6 +228,17 @@ def test_cache_folder_that_cannot_be_created_is_skipped(tmp_path: Path) -> None:
         launched("apptainer", {"HF_HOME": str(tmp_path / "file/x")}, "train")
 
 
+def test_pulled_image_whose_sif_nothing_runs_here_is_an_engines(
+    tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pulled on a node with Apptainer, and run where only Docker is."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "docker").touch(mode=0o755)
+    (here / SIF).touch()
+    image = NamedImage(name="x", sif=SIF, tasks=None, pulled=f"registry.example.org/x@{ID}")
+    assert choose_target(image, {"docker": lambda: DOCKER}) == Target(str(tmp_path / "docker"), ID, DOCKER)
+
+
 def test_choose_target_order(tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(EngineError, match="x cannot be run here: neither apptainer nor singularity is on PATH"):
