@@ -12,7 +12,7 @@ import pytest
 import ekiben
 from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.artifacts.pulled import pull_once
-from ekiben.artifacts.push import Pushed, push
+from ekiben.artifacts.push import Pushed, PushRequest, push
 from ekiben.core.errors import FetchError, StoreError, UsageError
 from ekiben.images import ImageOptions, find_image
 from ekiben.registry import session
@@ -52,7 +52,7 @@ def user(tmp_path: Path) -> Store:
 
 
 def send(recipe: SampleRecipe, store: Store, ref: str, format: str = "sif") -> Pushed:
-    return push(image_of(recipe, store), store, Reference.parse(ref), format, quiet())
+    return push(image_of(recipe, store), store, PushRequest(Reference.parse(ref), format), quiet())
 
 
 def find(reference: str, store: Store, **options: object) -> NamedImage:
