@@ -443,7 +443,7 @@ def _preflight(context: Context, run: planning.JobPlan) -> None:
             task = JobTask(argv, script, PlannedGpus(*_gpus_of(run, step)), tuple(earlier), mounts)
             reason = untried_reason(task)
             if reason is None:
-                try_arguments(run.sif, task, environment, context.log)
+                try_arguments(run.sif, task, environment, context.log, run.image.signature)
             elif len(run.steps) > 1:
                 context.log(f"{step.name} is not tried: {reason}")
         earlier.append(argv)
