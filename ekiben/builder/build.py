@@ -371,7 +371,7 @@ def _named(resolved: ResolvedRecipe, store: Store, layers: Sequence[StoredLayer]
         "stack": image.stack,
         "tasks": dict(image.tasks),
         "keys": [layer.cache_key for layer in layers],
-        **({"is_custom": True} if resolved.gpu_arch or resolved.arguments else {}),
+        **({"is_custom": True} if resolved.gpu_arch or resolved.deciding_arguments else {}),
     }
     ref = store.image(image.name)
     is_same = ref is not None and all(ref.get(field) == value for field, value in metadata.items())

@@ -96,7 +96,8 @@ class StageCopy:
 class ResolvedRecipe:
     """A recipe resolved: its layers bottom first, and what its image says of itself.
 
-    ``gpu_arch`` and ``arguments`` are those that the command line gave, beside the stack's.
+    ``gpu_arch`` and ``arguments`` are those that the command line gave, beside the stack's; ``deciding_arguments``:
+    names of these, where they change keys.
     """
 
     recipe: Recipe
@@ -109,6 +110,7 @@ class ResolvedRecipe:
     tests: tuple[tuple[str, str], ...] = field(default=())
     gpu_arch: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
+    deciding_arguments: tuple[str, ...] = ()
 
     @property
     def cli_args(self) -> str:

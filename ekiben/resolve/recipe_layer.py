@@ -44,8 +44,8 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     origins = [_origin(layer, stage) for layer in resolved.layers for stage in stages_of(layer.copies)]
     if compiled := [item for item in origins if item["package"]]:
         metadata["compiled"] = compiled
-    if resolved.arguments:  # the names alone: a value may be a URL with a password
-        metadata["arguments"] = sorted(resolved.arguments)
+    if resolved.deciding_arguments:  # the names alone: a value may be a URL with a password
+        metadata["arguments"] = list(resolved.deciding_arguments)
     files += _test_files(resolved)
     files.append(File("/opt/ekiben/image.json", 0o644, content=json.dumps(metadata, indent=1).encode() + b"\n"))
     inputs = {

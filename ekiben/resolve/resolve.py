@@ -112,7 +112,19 @@ def resolve(
         gpu_arch=gpu_arch,
         arguments=arguments or {},
     )
+    if arguments:
+        resolved = replace(resolved, deciding_arguments=_deciding_arguments(resolved, arch))
     return add_recipe_layer(resolved)
+
+
+def _deciding_arguments(resolved: ResolvedRecipe, arch: str | None) -> tuple[str, ...]:
+    """Return the names of the command line's arguments where some of them change keys, as a mirror does not."""
+    try:
+        plain = resolve(resolved.recipe, stack=resolved.stack.name, gpu_arch=resolved.gpu_arch, arch=arch)
+    except DefinitionError:  # it needs them
+        return tuple(sorted(resolved.arguments))
+    is_same = [layer.cache_key for layer in plain.layers[:-1]] == [layer.cache_key for layer in resolved.layers]
+    return () if is_same else tuple(sorted(resolved.arguments))
 
 
 def _bind_arch(stack: Stack, arch: str, recipe: Recipe) -> Stack:

@@ -82,8 +82,8 @@ def test_module_names_match_transformers(kind: str) -> None:
     assert set(known.lora) <= products
     assert known.transposed == any(type(part).__name__ == "Conv1D" for part in blocks[0].modules())
     assert made.get_submodule(known.final_norm).weight.shape == (64,)
-    found = description.find_blocks_path(made), proof.verify(made.config).late  # as for a family without a file
-    assert found == (known.blocks, (known.final_norm,))
+    derived = description.find_blocks_path(made), proof.verify(made.config).late  # as for a family without a file
+    assert derived == (known.blocks, (known.final_norm,))
 
 
 @pytest.mark.parametrize("kind", KINDS)

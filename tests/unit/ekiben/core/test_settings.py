@@ -36,8 +36,8 @@ def test_empty_variables_mean_none(tmp_path: Path) -> None:
 
 def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = read_settings({"XDG_CONFIG_HOME": str(tmp_path)}, store=Path("store"), shared=Path("lab"))
-    assert (found.store, found.shared) == (tmp_path / "store", tmp_path / "lab")
+    policy = read_settings({"XDG_CONFIG_HOME": str(tmp_path)}, store=Path("store"), shared=Path("lab"))
+    assert (policy.store, policy.shared) == (tmp_path / "store", tmp_path / "lab")
 
 
 def test_user_config_replaces_single_keys_of_site_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, user: str
     monkeypatch.setattr("ekiben.core.settings._OF_SITE", tmp_path / "site.yaml")
     (tmp_path / "site.yaml").write_text(site)
     (tmp_path / "ekiben/config.yaml").write_text(user)
-    found = read_settings({"XDG_CONFIG_HOME": str(tmp_path), "EKIBEN_REQUIRE_SIGNATURE": ""}).require_signature
-    return None if found is None else sorted(found.fingerprints)
+    policy = read_settings({"XDG_CONFIG_HOME": str(tmp_path), "EKIBEN_REQUIRE_SIGNATURE": ""}).require_signature
+    return None if policy is None else sorted(policy.fingerprints)
 
 
 @pytest.mark.parametrize(
