@@ -291,9 +291,8 @@ def test_doctor_on_this_machine(looker: Looker, workspace: Workspace, cli: Cli) 
             [runtime] = [row for row in about["run"]["findings"] if row["topic"] == "runtime"]
             assert runtime["message"].startswith("apptainer 1.")
             assert runtime["message"].endswith("3 layers in the SIF")
-            assert ("build" in {row["check"] for row in rows}) == (image == looker.recipe)
             if image != looker.recipe:
-                continue
+                continue  # a file is not built here
             assert about["build"]["findings"][0]["topic"] == "engine"
             written = [row["level"] for row in about["build"]["findings"] if row["topic"] == "store"]
             assert written == (["ok"] if user == ME else ["error"])  # root's store
