@@ -49,17 +49,17 @@ def texts_of(path: Path) -> Iterator[tuple[str, int, str]]:
 
 def main(seed: str, *folders: str) -> None:
     """Print the sample."""
-    texts_of: dict[str, set[str]] = {kind: set() for kind in COUNTS}
+    texts_by_kind: dict[str, set[str]] = {kind: set() for kind in COUNTS}
     for folder in folders or FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for kind, line, text in texts_of(path):
                 where = "" if kind == "name" else f"{path.relative_to(ROOT)}:{line}: "
-                texts_of[kind].add(where + text)
+                texts_by_kind[kind].add(where + text)
     log = ["git", "-C", str(ROOT), "log", f"--max-count={COMMITS}", "--format=%s"]
-    texts_of["commit"] |= set(subprocess.run(log, capture_output=True, text=True, check=True).stdout.splitlines())
+    texts_by_kind["commit"] |= set(subprocess.run(log, capture_output=True, text=True, check=True).stdout.splitlines())
     dice = random.Random(seed)
     for kind, count in COUNTS.items():
-        for text in dice.sample(sorted(texts_of[kind]), count):
+        for text in dice.sample(sorted(texts_by_kind[kind]), count):
             print(f"[{kind}] {text}")
 
 

@@ -32,7 +32,7 @@ class Mask:
 class Limits:
     """Hold what limits one call of attention. sinks: ``[heads]``."""
 
-    mask: Mask = Mask()
+    mask: Mask  # no default: Dynamo cannot follow an instance that a class made
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
@@ -111,11 +111,11 @@ def attend_varlen(
     """
     window = limits.window(longest)
     span = (-1, 0) if window is None else (window - 1, 0)  # the kernel counts the tokens before the one itself
+    from torch.nn.attention.varlen import varlen_attn  # which registers the kernel's operators, too
+
     if limits.sinks is not None:
         mixed: torch.Tensor = _SinkAttention.apply(*states, limits.sinks, (ends, longest, scaling, span))
         return mixed
-    from torch.nn.attention.varlen import varlen_attn
-
     return torch.as_tensor(varlen_attn(*states, ends, ends, longest, longest, scale=scaling, window_size=span))
 
 

@@ -130,7 +130,8 @@ def _shrink_value(name: str, value: Any, depth: int, share: float, *, limits: bo
         exact = float(value * share)
         if _INNER.search(name):
             exact = min(exact, float(INNER))
-        return int(exact) if exact.is_integer() and exact >= 16 else max(16, 16 * math.ceil(exact / 16))
+        is_aligned = exact % 8 == 0 and exact >= 16  # 16 bytes in bf16, as grouped products on a GPU need
+        return int(exact) if is_aligned else max(16, 16 * math.ceil(exact / 16))
     for pattern, most in (
         (_EXPERTS, 8),
         (_CHOSEN, 2),
