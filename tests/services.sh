@@ -505,6 +505,10 @@ add_oar_nodes() {
     known=$(runuser -u postgres -- psql -qAt -p "$OAR_DATABASE_PORT" -d oar -c "SELECT network_address FROM resources")
     for node in oar1 oar2; do
         grep -qx "$node" <<<"$known" || quietly timeout 60 oarnodesetting -a -h "$node"
+        # OAR suspects a node on which a job could not be started, and starts none there any more.
+        if timeout 5 oarnodes -s "$node" 2>/dev/null | grep -q Suspected; then
+            quietly timeout 60 oarnodesetting -s Alive -h "$node"
+        fi
     done
 }
 

@@ -288,7 +288,7 @@ def test_doctor_on_this_machine(looker: Looker, workspace: Workspace, cli: Cli) 
             )
             about = {row["check"]: row for row in rows}
             assert about["run"]["verdict"] == "will run", about
-            [runtime] = [row for row in about["run"]["findings"] if row["topic"] == "runtime"]
+            [runtime] = [finding for finding in about["run"]["findings"] if finding["topic"] == "runtime"]
             assert runtime["message"].startswith("apptainer 1.")
             assert runtime["message"].endswith("3 layers in the SIF")
             if image != looker.recipe:
