@@ -140,7 +140,7 @@ def test_pull_prints_command_that_runs_a_task(
     for number, format in enumerate(("sif", "docker")):
         send(image, store, f"{host}/lab/line:{number}", format)
         out = run_cli("--store", store.root, "pull", f"{host}/lab/line:{number}", "-o", tmp_path / format).stdout
-        assert f"run     singularity exec --nv {tmp_path / format} greet\n" in out
+        assert f"run     apptainer exec --nv {tmp_path / format} greet\n" in out
 
 
 def test_pull_resumes_beside_concurrent_pulls(
@@ -323,7 +323,7 @@ def test_push_and_pull(run_cli: RunCli, files_only: SampleRecipe, store: Store, 
     sent = json.loads(run_cli(*argv, f"{host}/lab/cli:1-sif", "--format", "sif", "--json").stdout)
     assert sent["ref"].startswith(f"{host}/lab/cli@sha256:")
     done = run_cli("--store", store.root, "pull", f"{host}/lab/cli:1-sif")
-    assert "singularity exec --nv cli.sif" in done.stdout
+    assert "apptainer exec --nv cli.sif" in done.stdout
     assert (tmp_path / "cli.sif").exists()
     assert "not there: manifests/none: 404" in run_cli("pull", f"{host}/lab/cli:none", code=7).stderr
     run_cli("pull", f"{host}/Lab", code=2)

@@ -67,7 +67,7 @@ def test_colleague_runs_the_published_image_without_a_build(
     cli: Cli, user_cli: Cli, workspace: Workspace, hello: Path, lab: Path
 ) -> None:
     done = publish(cli, hello, lab, "--version", "1", prefix=["sh", "-c", 'umask 077; exec "$@"', "sh"])
-    assert f"singularity exec --nv {lab}/images/hello/current hello" in done.stdout
+    assert f"apptainer exec --nv {lab}/images/hello/current hello" in done.stdout
     (record,) = read_records(InnerPath.below(lab / "images/hello"))[0]
     assert [check.runtime for check in record.checks] == ["apptainer"]
     assert cmp(lab / "images/hello" / record.file, workspace.path / "hello.sif", shallow=False)
