@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ekiben.core.checked import MAX_JSON
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EkibenError
 from ekiben.core.files import open_regular
@@ -23,6 +24,8 @@ from ekiben.store import Store
 
 _RECIPE = RECIPE_HOME.lstrip("/")
 _DEFFILE = ".singularity.d/Singularity"
+_MOST_PATHS = 100_000
+_DEEPEST = 100  # folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def state_of_sif(sif: Path, recipe: Recipe, stack: str | None = None) -> RecipeS
             top = SquashfsReader(stream, layers[-1].offset)
             if top.lookup(IMAGE_METADATA) is None:
                 return _UNKNOWN  # of another builder
-            metadata = ImageMetadata.parse(top.read_file(IMAGE_METADATA))
+            metadata = ImageMetadata.parse(top.read_file(IMAGE_METADATA, MAX_JSON))
             resolved = _resolve(recipe, stack, metadata)
             known = {key for _, key in metadata.layers}
             # With --build-arg, keys depend on values that the image does not have.
@@ -112,7 +115,7 @@ def _changed_layers(resolved: ResolvedRecipe, known: Collection[str]) -> Iterato
 
 def _changed_definitions(top: SquashfsReader, resolved: ResolvedRecipe) -> Iterator[str]:
     """Yield the definition files whose text is not in the image's."""
-    text = top.read_file(_DEFFILE).decode("utf-8", "surrogateescape")
+    text = top.read_file(_DEFFILE, MAX_JSON).decode("utf-8", "surrogateescape")
     for definition in resolved.definitions:
         if f"# {definition.name}\n{definition.text.strip()}\n" not in text:
             yield definition.path.name
@@ -140,8 +143,14 @@ def _has(top: SquashfsReader, path: str, file: File) -> bool:
 
 
 def _paths_below(top: SquashfsReader, folder: str) -> Iterator[str]:
-    for entry in top.children(folder):
-        if entry.kind == "dir":
-            yield from _paths_below(top, entry.path)
-        else:
-            yield entry.path
+    """Yield the paths of files. Raises ValueError for more than any recipe has: the file may be anybody's."""
+    folders, count = [folder], 0
+    while folders:
+        for entry in top.children(folders.pop()):
+            count += 1
+            if count > _MOST_PATHS or entry.path.count("/") > _DEEPEST:
+                raise ValueError(f"/{folder} has more files, or deeper folders, than a recipe has")
+            if entry.kind == "dir":
+                folders.append(entry.path)
+            else:
+                yield entry.path

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ekiben.core.checked import MAX_JSON
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
 from ekiben.core.files import digest_of, open_regular
@@ -142,7 +143,7 @@ def shipped_recipe(sif: AnyPath) -> ShippedRecipe | None:
 
 
 def read_in_sif(sif: AnyPath, path: str) -> bytes | None:
-    """Return a file of an image; None when it has none, or is of a kind that only runtimes read."""
+    """Return a file of an image; None when it has none, it is larger than 16 MiB, or only runtimes read the image."""
     from ekiben.formats.squashfs import SquashfsReader  # late: its compressors
 
     try:
@@ -151,7 +152,7 @@ def read_in_sif(sif: AnyPath, path: str) -> bytes | None:
             for layer in reversed(layers):
                 reader = SquashfsReader(stream, layer.offset)
                 if (entry := reader.lookup(path)) is not None:
-                    return reader.read_file(path) if entry.kind == "file" else None
+                    return reader.read_file(path, MAX_JSON) if entry.kind == "file" else None
     except (StoreError, OSError):
         return None
     return None

@@ -104,13 +104,14 @@ class SquashfsReader:
         here = PathInode(sort_key(path), path, inode, self)
         return [entry_of(node.path, node.inode) for node in self._children(here) if node.inode.is_kept]
 
-    def read_file(self, path: str) -> bytes:
-        """Return a file's content. Raises StoreError when it is not there, or has more than 2 GiB."""
+    def read_file(self, path: str, max_size: int | None = None) -> bytes:
+        """Return a file's content. Raises StoreError when it is not there, or has more than ``max_size`` bytes."""
+        most = _MAX_READ if max_size is None else max_size
         inode = self._find(path)
         if inode is None or inode.kind != sq.FILE:
             raise StoreError(f"{self._name}: no file {path!r} in this image")
-        if inode.size > _MAX_READ:  # it may consist of holes: a file of 60 GB takes 45 kB
-            raise self.damaged(f"file {path!r} has {inode.size} bytes, more than fit into memory")
+        if inode.size > most:  # it may consist of holes: a file of 60 GB takes 45 kB
+            raise self.damaged(f"file {path!r} has {inode.size} bytes, more than the {most} that are read at most")
         data = b"".join(load.run() for load in self._loads(inode))
         if inode.fragment == sq.NONE:
             return data

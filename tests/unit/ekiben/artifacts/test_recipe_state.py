@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,10 @@ from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.artifacts.recipe_state import RecipeState, state_in_engine, state_of_sif
 from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
+from ekiben.formats.layer import Entry, LayerEntry, write_entries
 from ekiben.formats.sif import SifInfo
+from ekiben.formats.squashfs.writer import SquashfsWriter
+from ekiben.inspect.metadata import IMAGE_METADATA
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Store
@@ -117,3 +121,26 @@ def test_a_sif_without_a_squashfs_is_unknown(
     info = SifInfo(id="0" * 32, arch="amd64", created=0, descriptors=())
     monkeypatch.setattr(recipe_state, "read_sif", lambda path: info)
     assert state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path))).kind == "unknown"
+
+
+def _squashfs(path: Path, entries: list[LayerEntry]) -> None:
+    with path.open("w+b") as out:
+        write_entries(sorted(entries, key=lambda item: item[0].order), SquashfsWriter(out, epoch=0))
+
+
+@pytest.mark.parametrize("kind", ["deep", "large metadata", "large definition"])
+def test_an_image_that_means_harm_is_unknown(
+    kind: str, files_only: SampleRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders without end, and files of holes: neither a traceback nor the memory of this machine."""
+    metadata, large = b'{"recipe":"own","stack":"tiny","layers":[]}', 64 << 20
+    folders = ["", ".singularity.d", "opt", "opt/ekiben", "opt/ekiben/recipe"]
+    folders += ["opt/ekiben/recipe" + "/d" * depth for depth in range(1, 1500)] if kind == "deep" else []
+    files = {".singularity.d/Singularity": b"x", IMAGE_METADATA: metadata, "opt/ekiben/recipe/recipe.yaml": b"x"}
+    files |= {IMAGE_METADATA: metadata + b" " * large} if kind == "large metadata" else {}
+    files |= {".singularity.d/Singularity": b"#" * large} if kind == "large definition" else {}
+    entries: list[LayerEntry] = [(Entry(folder, "dir"), None) for folder in folders]
+    entries += [(Entry(name, "file", 0o644, size=len(data)), [data]) for name, data in files.items()]
+    _squashfs(tmp_path / "own.sif", entries)
+    monkeypatch.setattr(recipe_state, "read_sif", lambda path: SimpleNamespace(layers=[SimpleNamespace(offset=0)]))
+    assert state_of_sif(tmp_path / "own.sif", find_recipe(str(files_only.path))) == RecipeState("unknown")

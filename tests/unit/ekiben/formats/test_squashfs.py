@@ -183,7 +183,7 @@ def test_a_file_of_gigabytes_of_holes_is_not_read_at_once(tmp_path: Path) -> Non
     assert (tmp_path / "x").stat().st_size < 1 << 20
     with (tmp_path / "x").open("rb") as out, limited(tmp_path):
         reader = SquashfsReader(out)
-        with pytest.raises(StoreError, match=f"file 'zeros' has {size} bytes, more than fit into memory"):
+        with pytest.raises(StoreError, match=f"file 'zeros' has {size} bytes, more than the "):
             reader.read_file("zeros")
 
 
