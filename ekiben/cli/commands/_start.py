@@ -25,7 +25,7 @@ from ekiben.cli.options import (
     refuse_ignored,
 )
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import EngineError, UsageError, nearest
+from ekiben.core.errors import EngineError, StoreError, UsageError, nearest
 from ekiben.core.process import run, which
 from ekiben.executors import runtimes
 from ekiben.gpu.devices import GPU_DEVICE, has_gpu
@@ -187,7 +187,11 @@ def warn_of_edits(
     if target.takes_sif:
         state = state_of_sif(Path(target.image), image.recipe, stack)
     else:
-        state = state_in_engine(target.image, image.name, image.recipe, context.store, stack)
+        try:
+            store = context.store
+        except StoreError:  # running needs none, and what it knows of an image is not known then
+            return
+        state = state_in_engine(target.image, image.name, image.recipe, store, stack)
     changed = [*(() if live else state.files), *state.below]
     if changed:
         more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""

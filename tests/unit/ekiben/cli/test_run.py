@@ -109,3 +109,12 @@ def test_build_is_for_a_recipe(run_cli: RunCli, files_only: SampleRecipe, store:
 
 def test_exec_without_a_program_is_an_error(run_cli: RunCli) -> None:
     assert "a program is missing: " in run_cli("exec", "hello", code=2).stderr
+
+
+def test_an_engine_runs_its_image_where_the_store_cannot_be_read(run_cli: RunCli, tmp_path: Path) -> None:
+    write_program(tmp_path / "bin/podman", PODMAN)
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later/version").write_text("999\n")
+    argv = ["--store", str(tmp_path / "later"), "run", "--runtime", "podman", "--cpu", "--dry-run", "hello", "hello"]
+    shown = run_cli(*argv, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stdout
+    assert shown.endswith(f" sha256:{IMAGE_ID} hello\n")
