@@ -31,7 +31,7 @@ _ANEW = (
     """ && echo "$new" >"$run/$name.job\""""
 )
 HOOKS = JobScriptHooks(
-    job="""$(echo "$PBS_JOBID" | sed 's/\\[[0-9]*\\]/[]/')""",
+    job='"${PBS_JOBID/\\[*\\]/[]}"',
     index='"${EKIBEN_INDEX:-${PBS_ARRAY_INDEX:-0}}"',
     nodes='cat "$PBS_NODEFILE"',
     # pbs_tmrsh has PBS itself start what runs on the other nodes: no ssh, and it ends with the job.
