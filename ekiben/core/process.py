@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -175,7 +176,24 @@ MARK = "EKIBEN_STAGING"  # marks processes that have no mount to identify them
 
 
 def end_orphans(staging: str) -> None:
-    """Kill processes of a killed build: those with its staging folder, of this name, mounted or in MARK."""
+    """Kill processes of a killed build, those with its staging folder, of this name, mounted or in MARK, and wait for
+    their end: until then they write in that folder.
+    """
+    end, asked, denied = time.monotonic() + 5, set[int](), set[int]()
+    while (orphans := {process: sign for process, sign in _orphans(staging) if process not in denied}) and (
+        time.monotonic() < end
+    ):
+        for process in orphans.keys() - asked:
+            try:
+                os.kill(process, orphans[process])
+                asked.add(process)
+            except OSError:  # another user's, or it has ended
+                denied.add(process)
+        time.sleep(0.02)
+
+
+def _orphans(staging: str) -> Iterator[tuple[int, signal.Signals]]:
+    """Yield each process of a killed build, and the signal that ends it. One that has ended shows nothing here."""
     mounted, marked = f"/staging/{staging}/mount".encode(), f"{MARK}={staging}\0".encode()
     # A mount that all processes see does not show who uses it.
     is_private = mounted not in Path("/proc/self/mountinfo").read_bytes()
@@ -184,10 +202,10 @@ def end_orphans(staging: str) -> None:
             continue
         with contextlib.suppress(OSError):
             if is_private and mounted in (process / "mountinfo").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
+                yield int(process.name), signal.SIGKILL
             elif marked in (process / "environ").read_bytes():
                 # Root's work lies in that folder. Another's lies elsewhere, and only its maker can tidy it up.
-                os.kill(int(process.name), signal.SIGTERM if os.geteuid() else signal.SIGKILL)
+                yield int(process.name), signal.SIGTERM if os.geteuid() else signal.SIGKILL
 
 
 def readable(path: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.core.process import ProcessError, piped, quoted, readable, run, set_trace, stream, which
+from ekiben.core.process import MARK, ProcessError, end_orphans, piped, quoted, readable, run, set_trace, stream, which
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -149,3 +150,16 @@ def test_which_searches_system_directories(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_readable_returns_only_existing_paths(tmp_path: Path) -> None:
     assert readable(tmp_path / "none") is None
     assert readable(tmp_path) == tmp_path
+
+
+def test_orphans_have_ended_when_their_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary user's are asked to end, and tidy up meanwhile: what they still write must not be left."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    script = f"trap 'sleep 0.5; touch {tmp_path}/last; exit' TERM; touch {tmp_path}/ready; while :; do sleep 0.01; done"
+    with subprocess.Popen(["sh", "-c", script], env=dict(os.environ, **{MARK: "here__1__x"})) as process:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        end_orphans("here__1__other")
+        assert process.poll() is None
+        end_orphans("here__1__x")
+        assert (tmp_path / "last").exists()
