@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ekiben.artifacts.exporters import Artifact, ExportOptions
 from ekiben.core.errors import EngineError, VerifyError
 from ekiben.core.progress import Progress
+from ekiben.executors import untested_name
 from ekiben.store import Image
 
 
@@ -39,7 +39,7 @@ def load_image(kind: str, image: Image, engine: Engine, options: ExportOptions, 
     if not options.check:
         engine.load(image.tag)
         return artifact
-    untested = f"{image.tag.rpartition(':')[0]}:untested-{os.getpid()}-{image.image_id.removeprefix('sha256:')[:12]}"
+    untested = untested_name(image.tag, image.image_id)
     engine.load(untested)
     try:
         options.check(image, artifact)

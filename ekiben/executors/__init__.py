@@ -24,11 +24,13 @@ from ekiben.core import plugins
 from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.errors import EngineError
 from ekiben.core.paths import BUILD_MOUNT, ENGINE_SETUP
+from ekiben.core.process_name import has_ended, process_name
 from ekiben.formats.layer import decode_name
 from ekiben.formats.oci import LayerSource
 from ekiben.formats.upper import Changes
 
 OWNER = "org.ekiben.owner"  # the label of a container with core.process_name() of who made it
+_UNTESTED = "untested-"
 
 # In records of 256 KiB: with tar's own 10, reading a layer of gigabytes takes twice as long.
 # Of attributes layers keep capabilities and a user's own; access control lists are read to be named.
@@ -107,7 +109,8 @@ class Executor(Protocol):
         """Remove the layers kept as images for the next build, and return their number."""
 
     def remove_abandoned(self, *, dry_run: bool = False) -> list[str]:
-        """Remove the containers of this user's killed commands, and return their names.
+        """Remove what this user's killed commands left in the engine, and return "container NAME" or "image NAME" of
+        each.
 
         With ``dry_run`` they stay.
         """
@@ -151,6 +154,18 @@ class Runtime(Executor, Protocol):
 
 GROUP = "ekiben.executors"
 _RUNTIME = ("load", "image_id", "try_image", "run_argv")
+
+
+def untested_name(name: str, image_id: str) -> str:
+    """Return what an image is called until it has passed its tests: NAME's repository, and who tests it."""
+    version = f"{process_name()}-{image_id.removeprefix('sha256:')[:12]}"
+    return f"{name.rpartition(':')[0]}:{_UNTESTED}{version}"
+
+
+def is_left_untested(name: str) -> bool:
+    """Return whether ``name`` is an untested_name() of a command of this user's that has ended."""
+    version = name.rpartition(":")[2]
+    return version.startswith(_UNTESTED) and has_ended(version.removeprefix(_UNTESTED).rpartition("-")[0])
 
 
 def names() -> list[str]:
@@ -317,5 +332,6 @@ __all__ = [
     "names",
     "podman",
     "runtimes",
+    "untested_name",
     "write_run_script",
 ]

@@ -35,7 +35,7 @@ def remove_cached_images() -> int:
 
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
-    """Remove the working containers of this user's killed commands, and return their names."""
+    """Remove the working containers of this user's killed commands, and return what these were."""
     if which("buildah") is None or not is_in_use():
         return []
     listed = _STORAGE.call("containers", "--format", "{{.ContainerName}}", check=False).stdout.split()
@@ -43,7 +43,7 @@ def remove_abandoned(*, dry_run: bool = False) -> list[str]:
     names = [name for name in ours if has_ended(name.removeprefix(_CONTAINER).partition("-")[0])]
     for name in names if not dry_run else ():
         _STORAGE.call("rm", name, check=False)
-    return names
+    return [f"container {name}" for name in names]
 
 
 class _Buildah(ContainersStorage):

@@ -17,7 +17,7 @@ from ekiben.core.folder import Folder
 from ekiben.core.mounts import is_ambiguous
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process_name import has_ended, is_of_this_boot, process_name
-from ekiben.executors import OWNER, TAR, Changes, Job, JobFailed, check_tools, shared_packages
+from ekiben.executors import OWNER, TAR, Changes, Job, JobFailed, check_tools, is_left_untested, shared_packages
 from ekiben.executors._docker_daemon import client, image_id, load_image, tag, unavailable, untag
 from ekiben.formats import oci
 from ekiben.formats.changeset import is_excluded
@@ -146,19 +146,25 @@ def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
 
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
-    """Remove the containers of this user's killed commands, and return their names."""
-    names: list[str] = []
+    """Remove the containers and untested images of this user's killed commands, and return what these were."""
+    left_over: list[str] = []
     if unavailable():
-        return names
+        return left_over
     for left in client().containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         owner = left.labels.get(OWNER, "")
         # The daemon may be another machine's. What was started before this one booted, and runs, was not started from
         # here.
         if has_ended(owner) and (is_of_this_boot(owner) or left.status != "running"):
-            names.append(str(left.name))
+            left_over.append(f"container {left.name}")
             if not dry_run:
                 _remove_left(left)
-    return names
+    for image in client().api.images():
+        for name in filter(is_left_untested, image["RepoTags"] or ()):
+            left_over.append(f"image {name}")
+            if not dry_run:
+                with contextlib.suppress(EngineError):  # another command removes it just now
+                    untag(name)
+    return left_over
 
 
 def _remove_left(container: Any) -> None:

@@ -15,7 +15,7 @@ from ekiben.core.mounts import volume_args
 from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import stream, which
 from ekiben.core.process_name import has_ended, process_name
-from ekiben.executors import OWNER, Job, JobFailed, shared_packages
+from ekiben.executors import OWNER, Job, JobFailed, is_left_untested, shared_packages
 from ekiben.executors._containers_storage import LAYER_IMAGES, ContainersStorage, is_in_use
 from ekiben.formats import oci
 from ekiben.gpu import container_gpus
@@ -137,16 +137,21 @@ def _remove(container: str) -> None:
 
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
-    """Remove the containers of this user's killed commands, and return their names."""
+    """Remove the containers and untested images of this user's killed commands, and return what these were."""
     if which("podman") is None or not is_in_use():
         return []
     form = f'{{{{.Names}}}} {{{{index .Labels "{OWNER}"}}}}'
     listed = _STORAGE.call("ps", "--all", "--filter", f"label={OWNER}", "--format", form, check=False).stdout
     owners = dict(line.split(" ", 1) for line in listed.splitlines() if " " in line)
-    names = [name for name, owner in owners.items() if has_ended(owner)]
-    for name in names if not dry_run else ():
-        _remove(name)
-    return names
+    containers = [name for name, owner in owners.items() if has_ended(owner)]
+    listed = _STORAGE.call("images", "--format", "{{.Repository}}:{{.Tag}}", check=False).stdout
+    images = [name for name in listed.splitlines() if is_left_untested(name)]
+    if not dry_run:
+        for name in containers:
+            _remove(name)
+        for name in images:
+            _STORAGE.call("rmi", name, check=False)
+    return [f"container {name}" for name in containers] + [f"image {name}" for name in images]
 
 
 # ---------------------------------------------------------------------------------------------------- images for people

@@ -43,6 +43,22 @@ def listed(kind: str, cli: Cli, owner: str) -> list[str]:
     ).stdout.split()
 
 
+def untested(kind: str, cli: Cli, owner: str) -> list[str]:
+    """The names of images that a process loaded, and whose tests have not passed."""
+    if kind == "sif":
+        return []
+    done = subprocess.run(
+        [kind, "images", "--format", "{{.Repository}}:{{.Tag}}"],
+        cwd="/",
+        env=cli.settings(),
+        capture_output=True,
+        text=True,
+        check=True,
+        **as_user(cli.user),
+    )
+    return [name for name in done.stdout.splitlines() if f":untested-{owner}-" in name]
+
+
 def name_of(process: subprocess.Popen[str], user: str) -> str:
     """Return the process_name() of a process of ``user`` that runs."""
     *here, _, _, _ = process_name().split(".")
@@ -84,7 +100,8 @@ def killed(
         process.kill()
         _, stderr = process.communicate() if process.poll() is not None and not sleepers() else (None, "")
         assert not stderr, stderr
-    assert kind == "sif" or len(listed(kind, cli, owner)) == 1
+    if kind != "sif":
+        assert (len(listed(kind, cli, owner)), len(untested(kind, cli, owner))) == (1, 1)
     yield kind, cli, argv, out, owner
     for number in sleepers():
         os.kill(int(number), signal.SIGKILL)
@@ -102,19 +119,21 @@ def test_container_of_a_killed_test_goes_with_the_next_command(killed: Killed, r
     end_test(recipe_folder.path)
     cli.run(*argv, cwd=out)
     assert listed(kind, cli, owner) == []
+    assert untested(kind, cli, owner) == []
     wait_for(lambda: not sleepers(), 10)
 
 
 def test_prune_names_and_removes_it(killed: Killed) -> None:
     kind, cli, argv, out, owner = killed
-    left = listed(kind, cli, owner)
-    lines = [f"would remove container {name} of {kind}, which a killed command left" for name in left]
+    containers, images = listed(kind, cli, owner), untested(kind, cli, owner)
+    left = [f"container {name}" for name in containers] + [f"image {name}" for name in images]
+    lines = [f"would remove {name} of {kind}, which a killed command left" for name in left]
     lines_out = cli.run(*argv[:2], "prune", "--dry-run", cwd=out).stdout.splitlines()
     assert lines_out[1:] == lines
-    assert listed(kind, cli, owner) == left
+    assert (listed(kind, cli, owner), untested(kind, cli, owner)) == (containers, images)
     lines_out = cli.run(*argv[:2], "prune", cwd=out).stdout.splitlines()
     assert lines_out[1:] == [line.replace("would remove", "removed") for line in lines]
-    assert listed(kind, cli, owner) == []
+    assert (listed(kind, cli, owner), untested(kind, cli, owner)) == ([], [])
     wait_for(lambda: not sleepers(), 10)
 
 
@@ -147,7 +166,7 @@ def test_foreign_containers_stay(kind: str, cli: Cli, workspace: Workspace, new_
         )
     try:
         module = docker if kind == "docker" else podman
-        gone, names = {"dead", "rebooted"}, {f"ekiben-test-{name}": name for name in owners}
+        gone, names = {"dead", "rebooted"}, {f"container ekiben-test-{name}": name for name in owners}
         for dry_run in (True, False):
             removed = module.remove_abandoned(dry_run=dry_run)
             assert {names[name] for name in removed if name in names} == gone

@@ -106,13 +106,13 @@ def remove_cached_images() -> None:
 
 
 def remove_abandoned(dry_run: bool) -> None:
-    """Remove the containers that this user's killed commands left in engines, and print their names."""
+    """Remove the containers and images that this user's killed commands left in engines, and print their names."""
     from ekiben.executors import by_preference
 
     for name, executor in by_preference():
-        for container in executor.remove_abandoned(dry_run=dry_run):
+        for left in executor.remove_abandoned(dry_run=dry_run):
             verb = "would remove" if dry_run else "removed"
-            click.echo(printable(f"{verb} container {container} of {name}, which a killed command left"))
+            click.echo(printable(f"{verb} {left} of {name}, which a killed command left"))
 
 
 def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace: float, dry_run: bool) -> None:
