@@ -121,14 +121,22 @@ def by_python(desk: Desk, cli: Cli) -> str:
     ).stdout
 
 
+IN_PYTHON = ["python", "-c", PROBE, *ARGUMENTS]  # the probe without the task's name
 DOORS: dict[str, Callable[[Desk, Cli], str]] = {
-    "run FILE.sif": lambda desk, cli: ekiben(desk, cli, "run", desk.sif, "look", "--", *ARGUMENTS),
+    "run FILE.sif": lambda desk, cli: ekiben(desk, cli, "run", desk.sif, "look", *ARGUMENTS),
+    "run --live": lambda desk, cli: ekiben(desk, cli, "run", "--live", desk.recipe, "look", *ARGUMENTS),
     "run RECIPE --sif": lambda desk, cli: ekiben(
         desk, cli, "run", desk.recipe, "--sif", desk.sif, "look", "--", *ARGUMENTS
     ),
     "run NAME:VERSION": lambda desk, cli: ekiben(
         desk, cli, "--shared", desk.shared, "run", "probe:1", "look", "--", *ARGUMENTS
     ),
+    "exec FILE.sif": lambda desk, cli: ekiben(desk, cli, "exec", desk.sif, *IN_PYTHON),
+    "exec NAME:VERSION": lambda desk, cli: ekiben(
+        desk, cli, "--shared", desk.shared, "exec", "probe:1", "--", *IN_PYTHON
+    ),
+    "exec, docker": lambda desk, cli: ekiben(desk, cli, "exec", "--runtime", "docker", desk.recipe, *IN_PYTHON),
+    "exec, podman": lambda desk, cli: ekiben(desk, cli, "exec", "--runtime", "podman", desk.recipe, *IN_PYTHON),
     "shell": lambda desk, cli: ekiben(desk, cli, "shell", desk.sif, "--", "look", *ARGUMENTS),
     "docker": lambda desk, cli: ekiben(desk, cli, "run", desk.recipe, "--runtime", "docker", "look", "--", *ARGUMENTS),
     "podman": lambda desk, cli: ekiben(desk, cli, "run", desk.recipe, "--runtime", "podman", "look", "--", *ARGUMENTS),
