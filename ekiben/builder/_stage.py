@@ -194,7 +194,7 @@ def _line_reader(compilation: Compilation, timer: _CompileTimer, progress: Progr
             timer.keep()
         if state and compilation.is_due():
             progress.mark(state)
-        return state or (line if not compilation.done else None)
+        return state
 
     return read_state
 

@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
 from ekiben.core.files import make_folders
+from ekiben.core.process import describe_exit
 from ekiben.core.progress import Progress
 from ekiben.executors import Executor, Job, JobFailed, Script, choose, write_run_script
 from ekiben.formats.changeset import file_entries
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from ekiben.packages.host_config import PackageSources
 
 LogLine = Callable[[str], None]
+LAST_LINES = 40  # of a script that failed, in the error
 
 
 class LayerBuilder:
@@ -226,9 +229,9 @@ class LayerBuilder:
             try:
                 self.executor[1].try_run(job)
             except JobFailed as error:
-                tail = "\n".join(f"  {line}" for line in lines[-20:])
+                tail = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
                 raise VerifyError(
-                    f"%test of {layer.name} failed with exit code {error.returncode}. Its last lines:\n{tail}"
+                    f"%test of {layer.name} {describe_exit(error.returncode)}. Its last lines:\n{tail}"
                 ) from error
 
     @contextlib.contextmanager
@@ -335,14 +338,15 @@ class Log:
 
     def __init__(self, path: Path, stream: io.TextIOWrapper, progress: Progress) -> None:
         self.path, self._stream, self._progress = path, stream, progress
-        self._last: list[str] = []
-        self.read_state: Callable[[str], str | None] = lambda line: line
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self.read_state: Callable[[str], str | None] = lambda line: None
 
     def line(self, line: str) -> None:
         """Write one line of a script's output to the log."""
         self._stream.write(line + "\n")
         self._stream.flush()
-        self._last = [*self._last[-19:], line]
+        self._last.append(line)
+        self._progress.output(line)
         if (state := self.read_state(line)) is not None:
             self._progress.note(state)
 
@@ -353,5 +357,4 @@ class Log:
     def failure(self, step: Layer | BuildStage, returncode: int) -> str:
         """Return the error of a step that ended with ``returncode``, with its last lines."""
         where = f"%post of {step.name}" + (f" ({step.stage and step.name.split('.')[0]}.def)" if step.stage else "")
-        killed = " (killed: out of memory?)" if returncode in (137, -9) else ""
-        return f"{where} failed with exit code {returncode}{killed}. Its last lines:\n{self.tail()}"
+        return f"{where} {describe_exit(returncode)}. Its last lines:\n{self.tail()}"

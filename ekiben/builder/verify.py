@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ekiben.builder.build import stored_image
-from ekiben.builder.layer import prepare_job
+from ekiben.builder.layer import LAST_LINES, prepare_job
 from ekiben.core.checked import Fields
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
@@ -19,7 +19,7 @@ from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import CorruptBlob, EngineError, StoreError, UsageError, VerifyError
 from ekiben.core.inner_path import AnyPath
-from ekiben.core.process import stream
+from ekiben.core.process import describe_exit, stream
 from ekiben.core.progress import Progress
 from ekiben.executors import JobFailed, Script, by_preference, runtimes
 from ekiben.executors.apptainer import program
@@ -61,14 +61,14 @@ def verify(
         progress.log(f"{image.name} is for {image.arch} and not tested here: {problem[0]} ({problem[1]})")
         return []
     with progress.step(f"verify {image.name}"):
-        checks += [verify_sif(image, sif, store, progress.note, again=again) for sif in sifs]
+        checks += [verify_sif(image, sif, store, progress.output, again=again) for sif in sifs]
         for name in loaded:
             if name == "docker":
-                checks.append(verify_docker(image, store, progress.note, again=again))
+                checks.append(verify_docker(image, store, progress.output, again=again))
             else:
-                checks.append(verify_loaded(name, image, store, progress.note, again=again))
+                checks.append(verify_loaded(name, image, store, progress.output, again=again))
         if not any(checks):
-            checks.append(verify_stored(image, store, progress.note, again=again))
+            checks.append(verify_stored(image, store, progress.output, again=again))
     return [check for check in checks if check]
 
 
@@ -205,10 +205,8 @@ def _checked(image: Image, runtime: str, store: Store, run: Callable[[list[str]]
     except EngineError as error:
         raise VerifyError(f"{image.name} could not be tested under {runtime}: {error}") from error
     if code:
-        tail = "\n".join(f"  {line}" for line in lines[-20:])
-        raise VerifyError(
-            f"{image.name}: a %test failed under {runtime} with exit code {code}. Its last lines:\n{tail}"
-        )
+        tail = "\n".join(f"  {line}" for line in lines[-LAST_LINES:])
+        raise VerifyError(f"{image.name}: a %test under {runtime} {describe_exit(code)}. Its last lines:\n{tail}")
     seconds = round(time.monotonic() - began, 1)
     if store.is_writable():
         with contextlib.suppress(StoreError):  # a full disk: they run again next time

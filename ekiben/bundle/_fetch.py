@@ -135,7 +135,7 @@ def _run(
 
     def log(line: str) -> None:
         lines.append(line)
-        context.progress.note(line)
+        context.progress.output(line)
 
     settings = {**environment, **build_environment(resolved.stack.file.epoch), **host_environment}
     # pip knows no SSL_CERT_FILE, and a site's authority may be in the host's bundle only.

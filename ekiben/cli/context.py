@@ -17,7 +17,7 @@ from ekiben.core.decisions import log_decision
 from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
-    from ekiben.core.progress import Progress
+    from ekiben.core.progress import Progress, Style
     from ekiben.core.settings import Settings
     from ekiben.store import Store
 
@@ -35,7 +35,7 @@ class Result(Protocol):
 @dataclass(kw_only=True)
 class Context:
     """``store_option`` and ``shared_option`` are what the command line says; ``json``: --json was given;
-    ``printed``: a result was; ``environment`` is this process's.
+    ``printed``: a result was; ``progress_style``: --progress; ``environment`` is this process's.
 
     Settings and store are read when a command first needs them, so that a broken config.yaml stops only commands that
     use it.
@@ -45,6 +45,7 @@ class Context:
     shared_option: Path | None = None
     json: bool = False
     printed: bool = False
+    progress_style: Style = "auto"
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     @cached_property
@@ -90,7 +91,7 @@ class Context:
         """Progress on stderr."""
         from ekiben.core.progress import Progress
 
-        return Progress()
+        return Progress(style=self.progress_style)
 
     @property
     def default_store(self) -> Path:

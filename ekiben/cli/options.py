@@ -28,6 +28,7 @@ from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
     from ekiben.core.pgp_key import Key
+    from ekiben.core.progress import Style
     from ekiben.images import ImageOptions
     from ekiben.registry.reference import Reference
     from ekiben.resolve.graph import ResolvedRecipe
@@ -564,6 +565,24 @@ def signature_options(function: Function) -> Function:
     )(function)
     return click.option(
         "--require-signature", is_flag=True, help="Refuse an image that no key of your keyring has signed."
+    )(function)
+
+
+def progress_option(function: Function) -> Function:
+    """Add --progress, which sets ``Context.progress_style``."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: Style) -> None:
+        if context := ctx.find_object(Context):
+            context.progress_style = value
+
+    return click.option(
+        "--progress",
+        type=click.Choice(["auto", "plain"]),
+        default="auto",
+        show_default=True,
+        expose_value=False,
+        callback=remember,
+        help="Show the last lines of what runs on a terminal, and none elsewhere; or print them all.",
     )(function)
 
 

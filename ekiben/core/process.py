@@ -30,6 +30,18 @@ def set_trace(trace: Trace) -> None:
     _trace = trace
 
 
+def describe_exit(code: int) -> str:
+    """Return how a program ended that failed: a shell adds 128 to the number of the signal that ended one."""
+    number = -code if code < 0 else code - 128
+    try:
+        name = signal.Signals(number).name if number > 0 else ""
+    except ValueError:
+        name = ""
+    if not name:
+        return f"failed with exit code {code}"
+    return f"was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
 class ProcessError(EkibenError):
     """A program failed: its command, exit code and last lines."""
 

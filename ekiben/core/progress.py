@@ -6,23 +6,34 @@ import contextlib
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from ekiben.core.printable import printable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress as Display
+
+Style = Literal["auto", "plain"]
+_SHOWN = 6  # lines of a script's output below its step
 
 
 class Progress:
-    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the step's newest detail."""
+    """``step`` wraps a piece of work; ``log`` prints a line that stays; ``note`` shows the step's newest detail, and
+    ``output`` a line that a script printed.
 
-    def __init__(self, stream: TextIO = sys.stderr, *, quiet: bool = False) -> None:
-        self._stream, self._quiet = stream, quiet
-        self._live = stream.isatty() and not quiet and os.environ.get("TERM") != "dumb"
+    ``style``: "plain" prints all that scripts print, also on a terminal; "auto" shows the last lines there, and none
+    elsewhere.
+    """
+
+    def __init__(self, stream: TextIO = sys.stderr, *, quiet: bool = False, style: Style = "auto") -> None:
+        self._stream, self._quiet, self._is_plain = stream, quiet, style == "plain"
+        self._live = stream.isatty() and not quiet and not self._is_plain and os.environ.get("TERM") != "dumb"
         self._display: Display | None = None  # the step is its only task
         self._title, self._noted = "", 0.0
+        self._shown: deque[str] = deque(maxlen=_SHOWN)
 
     def log(self, line: str) -> None:
         """Print a line, above what is live."""
@@ -44,6 +55,13 @@ class Progress:
             self._noted = now
             self._display.update(self._display.task_ids[0], detail=printable(detail.strip())[:100])
 
+    def output(self, line: str) -> None:
+        """Show a line that a script of the step printed."""
+        if self._is_plain:
+            self.log(f"  {line}")
+        elif self._display is not None and line.strip():
+            self._shown.append(printable(line.rstrip()))
+
     def count(self, size: int) -> None:
         """Advance the step's bar by ``size`` bytes."""
         if self._display is not None:
@@ -63,11 +81,13 @@ class Progress:
                     yield
                 finally:
                     self._display = None
+                    self._shown.clear()
         self.log(f"{title}: {time.monotonic() - began:.1f} s")
 
     def _new_display(self, *, has_total: bool) -> Display:
         from rich import progress  # late: slow to import, and needed on a terminal only
-        from rich.console import Console
+        from rich.console import Console, Group
+        from rich.text import Text
 
         title = progress.TextColumn("{task.description}", markup=False)
         detail = progress.TextColumn("{task.fields[detail]}", style="dim", markup=False)
@@ -81,4 +101,13 @@ class Progress:
                 progress.TimeRemainingColumn(),
                 detail,
             ]
-        return progress.Progress(*columns, console=Console(file=self._stream), transient=True)
+        shown = self._shown
+
+        class WithOutput(progress.Progress):
+            """The bar, and below it the last lines of what the step runs."""
+
+            def get_renderable(self) -> RenderableType:
+                lines = [Text(f"  {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in [*shown]]
+                return Group(super().get_renderable(), *lines)
+
+        return WithOutput(*columns, console=Console(file=self._stream), transient=True)

@@ -39,6 +39,7 @@ from ekiben.cli.options import (
     RecipeType,
     engine_option,
     json_option,
+    progress_option,
     recipe_options,
     refuse_ignored,
 )
@@ -136,6 +137,7 @@ class ImageResult:
 @click.option("--bundle", type=PathType(), metavar="FILE", help="Build from this bundle. Implies --offline.")
 @click.option("--no-verify", is_flag=True, help="Do not run the %test scripts in the finished image.")
 @recipe_options
+@progress_option
 @json_option
 @click.pass_obj
 def command(

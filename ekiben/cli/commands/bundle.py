@@ -29,6 +29,7 @@ from ekiben.cli.options import (
     engine_option,
     include_option,
     json_option,
+    progress_option,
     recipe_options_with,
 )
 from ekiben.core.command_name import command_name
@@ -69,6 +70,7 @@ class BundleResult:
         "Add a model or data set, a file or a folder; the recipe may use it, too. May repeat.",
     )
 )
+@progress_option
 @json_option
 @click.pass_obj
 def command(

@@ -32,6 +32,7 @@ from ekiben.cli.options import (
     RecipeType,
     engine_option,
     json_option,
+    progress_option,
     published_file,
     recipe_options,
     refuse_ignored,
@@ -120,6 +121,7 @@ class RebuildResult:
 @engine_option("With --rebuild: what runs the scripts.")
 @signature_options
 @recipe_options
+@progress_option
 @json_option
 @click.pass_obj
 def command(

@@ -86,7 +86,7 @@ def test_edits_are_named_and_built_with_build(
     assert (tmp_path / "pilot.sif").read_bytes() == before
     (tmp_path / "outcome").write_text("1")
     (tmp_path / "started").unlink()
-    assert "a %test failed" in run_cli(*at_store, "run", "--cpu", "--build", recipe, "greet", env=env, code=8).stderr
+    assert "a %test under" in run_cli(*at_store, "run", "--cpu", "--build", recipe, "greet", env=env, code=8).stderr
     assert (tmp_path / "pilot.sif").read_bytes() == before
     assert (tmp_path / "started").read_text() == "--quiet test\n"
     (tmp_path / "outcome").write_text("0")

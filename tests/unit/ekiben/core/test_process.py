@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.core.process import MARK, ProcessError, end_orphans, piped, quoted, readable, run, set_trace, stream, which
+from ekiben.core.process import (
+    MARK,
+    ProcessError,
+    describe_exit,
+    end_orphans,
+    piped,
+    quoted,
+    readable,
+    run,
+    set_trace,
+    stream,
+    which,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -163,3 +175,18 @@ def test_orphans_have_ended_when_their_folder_is_removed(tmp_path: Path, monkeyp
         assert process.poll() is None
         end_orphans("here__1__x")
         assert (tmp_path / "last").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (3, "failed with exit code 3"),
+        (-15, "was ended by SIGTERM"),
+        (137, "was ended by SIGKILL (out of memory?)"),
+        (139, "was ended by SIGSEGV"),
+        (128, "failed with exit code 128"),
+        (255, "failed with exit code 255"),
+    ],
+)
+def test_the_end_by_a_signal_has_its_name(code: int, text: str) -> None:
+    assert describe_exit(code) == text

@@ -96,3 +96,32 @@ def test_a_pseudo_terminal_shows_the_step(tmp_path: Path) -> None:
         while b"work" not in seen and select.select([reader], [], [], 10)[0]:
             seen += reader.read(4096)
         assert b"work" in seen
+
+
+def test_a_terminal_shows_the_last_lines_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("LINES", "30")
+    out = Terminal()
+    progress = Progress(out)
+    with progress.step("layer mine"):
+        for number in range(10):
+            progress.output(f"[line] {number}\x1b[2J")
+        wait_for(out, "[line] 9")
+    assert "\x1b[2J" not in out.getvalue()
+    drawn = [frame for frame in plain(out).split("layer mine") if "[line] 9" in frame]
+    assert "[line] 4" in drawn[0]
+    assert "[line] 3" not in drawn[0]
+
+
+def test_plain_progress_prints_all_that_a_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for out in (io.StringIO(), Terminal()):
+        progress = Progress(out, style="plain")
+        with progress.step("layer mine"):
+            progress.output("Get:1 [arch=amd64]")
+            progress.output("")
+        assert re.fullmatch(r"layer mine …\n  Get:1 \[arch=amd64\]\n  \nlayer mine: \d+\.\d s\n", out.getvalue())
+    quiet = io.StringIO()
+    Progress(quiet, quiet=True, style="plain").output("x")
+    assert quiet.getvalue() == ""
