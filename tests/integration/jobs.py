@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
+from ekiben.run.schedulers import load
 from workspaces import Cli, run_as
 
 RECIPE = {
@@ -122,6 +124,23 @@ def check_scripts_by_hand(submitter: Submitter) -> None:
     log = (submitter.folder / "kept/1-fake.log").read_text()
     assert "attempt     2, after one that ended with exit code 0" in log
     assert not {"environment", "key"} & {path.name for path in (submitter.folder / "kept").iterdir()}
+
+
+def check_no_second_start(submitter: Submitter) -> None:
+    """Submit the script of a running job by hand: that ends with one sentence, and the run goes on as it was."""
+    run = submitter.submit("fake", "--time", "10m", "--", "--until", "2")
+    submitter.wait_for_start(1)
+    folder = submitter.folder / "ekiben-runs" / run
+    before = submitter.status(run)["1-fake"]
+    scheduler = load(submitter.scheduler)
+    settings = submitter.cli.settings({"PWD": str(submitter.folder)})
+    run_as(submitter.cli.user, *scheduler.SUBMIT, str(folder / "1-fake.sh"), cwd=submitter.folder, env=settings)
+    refusal = f"error: 1-fake is not started, for job {before['id']} of this run has not ended: "
+    wait_for(lambda: refusal in submitter.log(run), "the refusal")
+    assert submitter.status(run)["1-fake"] == {**before, "detail": ANY}
+    assert "attempt" not in submitter.log(run)
+    assert not (submitter.folder / "fake/start-2-0").exists()
+    submitter.cli.run("cancel", run, cwd=submitter.folder)
 
 
 def check_shell_on_a_node(submitter: Submitter, *options: str) -> None:

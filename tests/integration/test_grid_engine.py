@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Submitter, check_scripts_by_hand, check_shell_on_a_node, of_run, wait_for
+from jobs import Submitter, check_no_second_start, check_scripts_by_hand, check_shell_on_a_node, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
 pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py", "sites")
@@ -218,6 +218,10 @@ def test_a_job_that_grid_engine_ended_shows_where_and_since_when(grid: Submitter
 
 def test_scripts_are_submitted_by_hand_and_again(grid: Submitter) -> None:
     check_scripts_by_hand(grid)
+
+
+def test_a_running_job_is_not_started_twice(grid: Submitter) -> None:
+    check_no_second_start(grid)
 
 
 def test_shell_on_a_node(grid: Submitter) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.run.schedulers import oar as scheduler
-from jobs import Submitter, check_scripts_by_hand, of_run, wait_for
+from jobs import Submitter, check_no_second_start, check_scripts_by_hand, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
 pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py")
@@ -126,3 +126,7 @@ def test_a_folder_with_special_characters(oar: Submitter) -> None:
 
 def test_scripts_are_submitted_by_hand_and_again(oar: Submitter) -> None:
     check_scripts_by_hand(oar)
+
+
+def test_a_running_job_is_not_started_twice(oar: Submitter) -> None:
+    check_no_second_start(oar)

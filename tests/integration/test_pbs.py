@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Submitter, check_scripts_by_hand, of_run, wait_for
+from jobs import Submitter, check_no_second_start, check_scripts_by_hand, of_run, wait_for
 from workspaces import ROOT, USER, Cli, Workspace, give
 
 pytestmark = pytest.mark.covers("ekiben/run")
@@ -106,3 +106,7 @@ def test_the_stand_in_is_strict(pbs: Submitter) -> None:
 
 def test_scripts_are_submitted_by_hand_and_again(pbs: Submitter) -> None:
     check_scripts_by_hand(pbs)
+
+
+def test_a_running_job_is_not_started_twice(pbs: Submitter) -> None:
+    check_no_second_start(pbs)

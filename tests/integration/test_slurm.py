@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Submitter, check_scripts_by_hand, check_shell_on_a_node, of_run, wait_for
+from jobs import Submitter, check_no_second_start, check_scripts_by_hand, check_shell_on_a_node, of_run, wait_for
 from workspaces import USER, Cli, Workspace, as_user, give, need
 
 pytestmark = pytest.mark.covers("ekiben/run", "entrypoints/launch_node.py")
@@ -257,6 +257,10 @@ def test_a_job_that_saves_nothing_is_started_twice_only(slurm: Submitter) -> Non
 
 def test_scripts_are_submitted_by_hand_and_again(slurm: Submitter) -> None:
     check_scripts_by_hand(slurm)
+
+
+def test_a_running_job_is_not_started_twice(slurm: Submitter) -> None:
+    check_no_second_start(slurm)
 
 
 def test_live_scripts_are_those_of_the_moment_of_submission(slurm: Submitter) -> None:

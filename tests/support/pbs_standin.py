@@ -213,6 +213,13 @@ def qstat(argv: list[str]) -> None:
         print(SERVER)
     elif argv[:2] == ["-Q", "-f"] and len(argv) == 3:
         print(f"Queue: {argv[2]}\n    resources_max.walltime = 24:00:00")
+    elif argv[:1] == ["-f"] and len(argv) == 2:
+        states = {job["id"].replace("[]", f"[{job['index']}]"): job["state"] for job in everything()}
+        if argv[1] not in states:
+            refuse(f"qstat: Unknown Job Id {argv[1]}", 153)
+        if states[argv[1]] == "F":
+            refuse(f"qstat: {argv[1]} Job has finished, use -x or -H to obtain historical job information", 35)
+        print(f"Job Id: {argv[1]}\n    job_state = {states[argv[1]]}\n")
     elif argv[:5] == ["-x", "-t", "-f", "-F", "json"]:
         known = everything()
         if missing := [id for id in argv[5:] if id not in {job["id"] for job in known}]:

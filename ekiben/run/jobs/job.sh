@@ -221,29 +221,45 @@ has_saved() {
 }
 
 # A start that neither the job itself nor its scheduler put back into the queue is a new attempt: somebody submitted the
-# script once more. Of a script that was written and not submitted, the first start is the first attempt.
+# script once more. Of a script that was written and not submitted, the first start is the first attempt. $1: `again` for
+# a job that put itself back under a new id, which may start before that id is written.
 begin_attempt() {
-    local ended known attempt before='did not end'
+    local ended known attempt is_same='' before='did not end'
+    attempt=$(($(cat "$run/$name.attempt" 2>/dev/null || echo 1) + 1)) # read before the id, which is written first
     ended=$(cat "$run/$name.exit" 2>/dev/null)
     known=$(cat "$run/$name.job" 2>/dev/null)
-    if [ -e "$run/$name.requeued" ]; then
-        rm -f "$run/$name.requeued"
-    elif [ -z "$known" ]; then
-        [ -z "$by_hand" ] || note_id
-    elif [ "${known%%.*}" != "${job%%.*}" ] || { [ -n "$ended" ] && [ "$ended" != 75 ]; }; then
-        attempt=$(($(cat "$run/$name.attempt" 2>/dev/null || echo 1) + 1))
+    if [ "${known%%.*}" = "${job%%.*}" ] || [ "$1" = again ] || [ -n "${EKIBEN_INDEX+set}" ]; then is_same=yes; fi
+    if [ -z "$known" ]; then
+        [ -z "$by_hand" ] || claim_attempt 1
+    elif [ -z "$is_same" ] || { [ ! -e "$run/$name.requeued" ] && [ -n "$ended" ] && [ "$ended" != 75 ]; }; then
+        [ -n "$is_same" ] || refuse_beside "$known"
+        claim_attempt "$attempt"
         echo "$attempt" >"$run/$name.attempt"
-        note_id
         rm -f "$run/$name.times" "$run/$name.idle" "$run/$name.cancelled" "$run/cancelled"
         [ -z "$ended" ] || before="ended with exit code $ended"
         echo "attempt     $attempt, after one that $before"
     fi
-    rm -f "$run/$name.exit" "$run/$name.notice"
+    rm -f "$run/$name.exit" "$run/$name.notice" "$run/$name.requeued"
     if [ ! -e "$run/environment" ]; then
         echo "note: the variables of the shell that submitted this run were removed when it ended: those of the job are used"
         make_private environment </dev/null
     fi
     [ -e "$run/key" ] || od -An -N16 -tx1 /dev/urandom | tr -d ' \n' | make_private key
+}
+
+# Two jobs at once would write into the same folders. Where the scheduler cannot be asked, the task starts.
+refuse_beside() {
+    if declare -F is_queued >/dev/null && is_queued "$1"; then
+        echo "error: $name is not started, for job $1 of this run has not ended: wait for its end or cancel it, then submit this" \
+            "script again"
+        exit 1
+    fi
+}
+
+# Of jobs that begin the same attempt at the same moment, the first one's file counts.
+claim_attempt() {
+    (set -o noclobber && echo "$job" >"$run/$name.claim.$1") 2>/dev/null || refuse_beside "$(cat "$run/$name.claim.$1")"
+    note_id
 }
 
 # Put this job back into the queue by a function of the scheduler.
@@ -271,7 +287,7 @@ name=$step
 [ "$index" = 0 ] || name=$step.$index
 cd "$work" || exit
 if declare -F prepare_job >/dev/null; then prepare_job; fi
-begin_attempt
+begin_attempt "${1:-}"
 wait_for_step_before
 if ! same_image "$image"; then
     if [ -e "$image" ]; then

@@ -153,6 +153,7 @@ def _hook_lines(hooks: JobScriptHooks) -> list[str]:
         *_function("requeue", hooks.requeue),
         *_function("requeue_waiting", hooks.requeue_waiting),
         *_function("prepare_job", hooks.prepare),
+        *_function("is_queued", hooks.is_queued),
     ]
 
 

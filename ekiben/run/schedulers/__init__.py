@@ -53,7 +53,8 @@ class JobScriptHooks:
     puts this very job back into the queue; options that a site wants on the command line are in the array
     ``command_args``. ``prepare``: first lines. ``needs_timer``: the scheduler sends no signal before the walltime
     ends. ``requeue_waiting``: puts a job back whose turn has not come. ``node_number``: the node's number, from 0,
-    where ``start_all`` cannot pass it.
+    where ``start_all`` cannot pass it. ``is_queued``: succeeds where job ``$1``, in an array its element ``$index``,
+    waits or runs; fails where it has ended, and where the scheduler does not answer within seconds.
     """
 
     job: str
@@ -66,6 +67,7 @@ class JobScriptHooks:
     prepare: str = ""
     needs_timer: bool = False
     requeue_waiting: str = ""
+    is_queued: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,12 @@ HOOKS = JobScriptHooks(
     requeue_waiting=_ANEW.format(""" -a "$(cat "$run/$before.job")\""""),
     # OAR's own files are written anew by every start.
     prepare='exec >>"$run/$name.log" 2>&1',
+    # A job that came back from an array is in none, which OAR counts as an array of one.
+    is_queued="""timeout 20 oarstat -f --array "$1" 2>/dev/null | awk -v task="$index" '
+    $1 == "job_array_index" { at = $3 }
+    $1 == "state" { has_ended = $3 ~ /^(Terminated|Error|toError)$/ }
+    $1 == "initial_request" && !has_ended && (at == task || !/ --array/) { listed = 1 }
+    END { exit !listed }'""",
     # OAR would (--checkpoint), and looks at its jobs every half minute only.
     needs_timer=True,
 )

@@ -41,6 +41,7 @@ HOOKS = JobScriptHooks(
     prepare='exec >>"$run/$name.log" 2>&1\ncd "$PBS_O_WORKDIR" || exit',
     needs_timer=True,
     requeue_waiting=_ANEW.format(""" -W depend=afterany:"$(cat "$run/$before.job")\""""),
+    is_queued="""timeout 20 qstat -f "${1/\\[]/[$index]}" 2>/dev/null | grep -q '^ *job_state = [^FMX]'""",
 )
 _STATES = {
     "R": "running",

@@ -45,6 +45,12 @@ HOOKS = JobScriptHooks(
     requeue=f"{{ [[ $nodes = *,* ]] && {_ANEW.format('')}; }} || code=99",
     prepare='exec >>"$run/$name.log" 2>&1',
     requeue_waiting=_ANEW.format(""" -hold_jid "$(cat "$run/$before.job")\""""),
+    # A job that came back from an array is in none.
+    is_queued="""timeout 20 qstat -xml -g d -u '*' 2>/dev/null | awk -F '[<>]' -v job="$1" -v task="$index" '
+    $2 == "JB_job_number" { id = $3; at = task }
+    $2 == "tasks" { at = $3 }
+    $2 == "/job_list" && id == job && at == task { listed = 1 }
+    END { exit !listed }'""",
     # Grid Engine would (s_rt, -notify), by a signal to every process of the job; docs/decisions.md says what that ends.
     needs_timer=True,
 )

@@ -42,6 +42,11 @@ HOOKS = JobScriptHooks(
     requeue=(
         'scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING && scontrol requeue "$SLURM_JOB_ID"'
     ),
+    # Without --states: those of jobs that have not ended.
+    is_queued=(
+        '[ "$index" = 0 ] || set -- "$1_$index"\n'
+        'timeout 20 squeue --noheader --array --format %T --jobs "$1" 2>/dev/null | grep -q .'
+    ),
 )
 _STATES = {"PENDING": "queued", "SUSPENDED": "held", "CONFIGURING": "queued", "REQUEUED": "queued"}
 
