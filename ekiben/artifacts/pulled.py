@@ -29,7 +29,7 @@ from ekiben.registry.client import Registry
 from ekiben.registry.reference import Reference
 from ekiben.registry.session import BrokenConnection
 from ekiben.run.contract import is_private_folder
-from ekiben.run.image import PulledImage, SifState, sif_state
+from ekiben.run.image import PULLED, PulledImage, SifState, sif_state
 from ekiben.run.launch import OF_SIF
 from ekiben.store import Store
 
@@ -100,7 +100,7 @@ def _left_to_engine(sif: Path, engine: str) -> PulledImage:
 
 def _folder(store: Store) -> Path:
     """Return the folder of pulled images, made where it is not there, for this user alone. Raises StoreError."""
-    folder = store.cache / "pulled"
+    folder = store.cache / PULLED
     try:
         make_folders(folder.parent)
         folder.mkdir(0o700, exist_ok=True)

@@ -89,6 +89,9 @@ def reason_of(error: OSError, path: Path) -> str | None:
     return error.strerror
 
 
+IF_NULL = "if_null"  # of a field's metadata: the problem with a key that has no value
+
+
 def read_yaml(path: Path, model: type[Model]) -> Model:
     """Read a YAML file as ``model``, a dataclass whose ``__post_init__`` may raise ValueError.
 
@@ -219,6 +222,11 @@ def _read_fields(value: dict[str, Any], kind: Any, location: str, problems: list
         f"key '{_below(location, name)}' is missing"
         for name, field in known.items()
         if name not in value and field.default is MISSING and field.default_factory is MISSING
+    ]
+    problems += [
+        f"{_below(location, key)}: {known[key].metadata[IF_NULL]}"
+        for key, item in value.items()
+        if item is None and key in known and IF_NULL in known[key].metadata
     ]
     values = {
         key: _read(item, types[key], _below(location, key), problems) for key, item in value.items() if key in known

@@ -22,7 +22,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ekiben.core.files import read_yaml
+from ekiben.core.errors import DefinitionError
+from ekiben.core.files import IF_NULL, read_yaml
 from ekiben.core.paths import expand_home
 from ekiben.core.pgp_key import SignaturePolicy, full_fingerprint
 
@@ -61,6 +62,9 @@ class JobDefaults:
         )
 
 
+_EMPTY_POLICY = "is empty; name the fingerprints of keys, or leave it out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The content of config.yaml. ``require_signature``: fingerprints of keys; None: unsigned images are run, too."""
@@ -69,11 +73,11 @@ class Config:
     registry: str | None = None
     recipes: tuple[str, ...] = ()
     jobs: JobDefaults = field(default_factory=JobDefaults)
-    require_signature: tuple[str, ...] | None = None
+    require_signature: tuple[str, ...] | None = field(default=None, metadata={IF_NULL: _EMPTY_POLICY})
 
     def __post_init__(self) -> None:
         if self.require_signature == ():
-            raise ValueError("require_signature: is empty; name the fingerprints of keys, or leave it out")
+            raise ValueError(f"require_signature: {_EMPTY_POLICY}")
         try:
             for text in self.require_signature or ():
                 full_fingerprint(text)
@@ -130,7 +134,7 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
     Raises:
         DefinitionError: config.yaml is not what it should be.
     """
-    configs = [(path, read_yaml(path, Config)) for path in config_files(environment) if path.is_file()]
+    configs = [(path, read_yaml(path, Config)) for path in config_files(environment) if _exists(path)]
     sources = {"store": store_source(environment, store)}
     values: dict[str, str | None] = {}
     for key in ("shared", "registry"):
@@ -162,6 +166,17 @@ def read_settings(environment: Mapping[str, str], *, store: Path | None = None, 
         sources=sources,
         job_sources=tuple(_file_source(path) for path, _ in configs),
     )
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a file has this name; a folder, or what cannot be read, is no reason to go without its policy."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise DefinitionError(f"{path}: cannot be read: {error.strerror}") from error
+    return True
 
 
 _UNSET = "not set"

@@ -100,6 +100,13 @@ class NamedImage:
 
 # ------------------------------------------------------------------------------------------------------- of a file
 
+PULLED = "pulled"  # the folder of registries' images in a store's cache
+
+
+def is_published_file(sif: Path) -> bool:
+    """Return whether a SIF is a version in a shared folder, which is not changed."""
+    return sif.with_suffix(".json").exists() and sif.with_name(f"{sif.name}.sha256").exists()
+
 
 @dataclass(frozen=True, slots=True)
 class SifState:

@@ -20,7 +20,7 @@ from ekiben.core.errors import StoreError
 from ekiben.core.files import open_regular
 from ekiben.core.pgp_key import Key, SignaturePolicy
 from ekiben.core.progress import Progress
-from ekiben.run.image import RequiredSignature, SifState, state_of
+from ekiben.run.image import PULLED, RequiredSignature, SifState, is_published_file, state_of
 from ekiben.signing import gpg
 from ekiben.signing.gpg import Keys, SignatureError
 from ekiben.signing.sif import check_sif
@@ -62,6 +62,7 @@ class _Check:
     def __init__(self, policy: SignaturePolicy, store: Store, progress: Progress) -> None:
         self._policy, self._store, self._progress = policy, store, progress
         self._seen = dict[str, dict[str, str]]()
+        self._shown = set[Path]()
 
     def __call__(self, path: Path) -> SifState:
         """Return the state of a SIF that a key of the policy has signed, all of it.
@@ -86,7 +87,10 @@ class _Check:
         # The file itself, whatever has its path by now.
         open_file = Path(f"/proc/self/fd/{stream.fileno()}")
         try:
-            with contextlib.nullcontext() if digests else self._progress.step(title, total=status.st_size):
+            # A command checks several times; a file that was written a moment ago is read each time.
+            is_silent = bool(digests) or path in self._shown
+            self._shown.add(path)
+            with contextlib.nullcontext() if is_silent else self._progress.step(title, total=status.st_size):
                 check_sif(open_file, keys, self._progress.count, digests)
         except (SignatureError, StoreError) as error:
             message = str(error).replace(str(open_file), str(path))
@@ -94,7 +98,7 @@ class _Check:
                 raise StoreError(message, hint=error.hint) from error
             if str(self._policy) not in message:
                 message = f"{message}; {self._policy} forbids running it"
-            raise SignatureError(message, rank=error.rank, hint=_hint(path, error)) from error
+            raise SignatureError(message, rank=error.rank, hint=self._hint(path, error)) from error
         if state_of(stream) != before:
             raise SignatureError(f"{path} was changed while its signature was checked", rank=5)
         if len(digests) > known_digests and status.st_ctime < time.time() - _SETTLED:
@@ -103,12 +107,19 @@ class _Check:
                 self._store.put_check(name, {"digests": digests})
         return before
 
+    def _hint(self, path: Path, error: SignatureError) -> str:
+        """Return how this image can be signed: a published file is not changed, a pulled one is pulled again."""
+        file, program = path.resolve(), command_name()
+        if is_published_file(file):
+            sign = f"{program} publish {file} --to {file.parents[2]} --sign publishes a signed version"
+        elif file.is_relative_to((self._store.cache / PULLED).resolve()):
+            sign = f"{program} push {file} HOST/NAME:TAG --sign pushes a signed SIF"
+        else:
+            sign = f"{program} sign {path} --key FINGERPRINT"
+        sign += ", if one of these keys is yours"
+        return f"{error.hint}; or {sign}" if error.hint and "gpg --import" in error.hint else sign
+
 
 def _digests(note: Mapping[str, object] | None) -> dict[str, str]:
     digests = (note or {}).get("digests")
     return {str(name): str(digest) for name, digest in digests.items()} if isinstance(digests, dict) else {}
-
-
-def _hint(path: Path, error: SignatureError) -> str:
-    sign = f"{command_name()} sign {path} --key FINGERPRINT, if one of these keys is yours"
-    return f"{error.hint}; or {sign}" if error.hint and "gpg --import" in error.hint else sign

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from ekiben.core.errors import StoreError, VerifyError
 from ekiben.core.pgp_key import Key, SignaturePolicy
+from ekiben.core.progress import Progress
 from ekiben.formats.sif import SIGNATURE, SifHeader, Signature, add_signatures, read_sif, signed_message
 from ekiben.run.image import NamedImage, SifState
 from ekiben.run.jobs.plan import plan
@@ -326,3 +329,36 @@ def test_publish_signs_by_default(
     assert f"does not name {bob}: this image will not be run here" in run_cli(*argv, "--sign", BOB).stderr
     configured.write_text(f"require_signature: ['{'A' * 40}']\n")
     assert f"you have the secret key of none of {'A' * 40}" in run_cli(*argv, code=8).stderr
+
+
+def test_a_refusal_names_a_way_to_sign_that_lasts(alices: Policy, tmp_path: Path) -> None:
+    plain = unsigned_sif(tmp_path)
+    folder = tmp_path / "lab/images/u"
+    folder.mkdir(parents=True)
+    published = shutil.copy(plain, folder / "u-1-0123456789ab.sif")
+    for beside in ("u-1-0123456789ab.json", "u-1-0123456789ab.sif.sha256"):
+        (folder / beside).touch()
+    (folder / "current").symlink_to(published.name)
+    pulled = alices.store.cache / "pulled/0123.sif"
+    pulled.parent.mkdir(parents=True)
+    shutil.copy(plain, pulled)
+    expected = {
+        plain: f"sign {plain} --key FINGERPRINT, if",
+        published: f"publish {published} --to {tmp_path}/lab --sign publishes a signed version, if",
+        folder / "current": f"publish {published} --to {tmp_path}/lab --sign publishes a signed version, if",
+        pulled: f"push {pulled} HOST/NAME:TAG --sign pushes a signed SIF, if",
+    }
+    for sif, hint in expected.items():
+        with pytest.raises(VerifyError) as caught:
+            alices.check(sif)
+        assert caught.value.hint and f" {hint} one of these keys is yours" in caught.value.hint
+
+
+def test_a_new_file_is_read_each_time_and_shown_once(alices: Policy, signed: Path) -> None:
+    """A later change may leave it the same times."""
+    shown = io.StringIO()
+    check = required_signature(alices.policy, alices.store, Progress(shown)).check
+    for _ in range(3):
+        os.utime(signed)
+        check(signed)
+    assert shown.getvalue().count(f"check the signature of {signed} …") == 1

@@ -38,7 +38,7 @@ from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.pgp_key import Key
 from ekiben.images import ImageOptions, registry_reference
 from ekiben.registry.client import Registry
-from ekiben.run.image import NamedImage
+from ekiben.run.image import NamedImage, is_published_file
 from ekiben.signing import gpg
 from ekiben.signing.registry import sign_pushed
 from ekiben.signing.sif import sign_file
@@ -110,7 +110,7 @@ def _file_to_sign(image: NamedImage, reference: str, output: Path | None) -> Pat
             hint=f"{command_name()} publish {reference} --to DIR --sign publishes a signed version beside it",
         )
     sif = image.sif.resolve()
-    if output is None and sif.with_suffix(".json").exists() and sif.with_name(f"{sif.name}.sha256").exists():
+    if output is None and is_published_file(sif):
         raise UsageError(
             f"{sif} is published, and a published file is not changed; -o FILE writes a signed copy",
             hint=f"{command_name()} publish {sif} --to DIR --sign publishes a signed version beside it",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -75,7 +76,6 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: str, user: str
     [
         ("", "", None),
         (f"require_signature: [{A}]", "", [A]),
-        (f"require_signature: [{A}]", "require_signature: null", [A]),
         ("", f"require_signature: [{A}]", [A]),
         (f"require_signature: [{A}, {B}]", f"require_signature: [{B}, {C}]", [B]),
         (f"require_signature: [{A}]", f"require_signature: [{B}]", []),
@@ -88,10 +88,32 @@ def test_user_tightens_the_policy_of_the_site(
     assert policy(tmp_path, monkeypatch, site, user) == expected
 
 
+@pytest.mark.parametrize("kind", ["folder", "broken link", "folder that cannot be read"])
+def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Its policy would not hold."""
+    path = tmp_path / "etc/config.yaml"
+    path.parent.mkdir()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "broken link":
+        path.symlink_to("nowhere")
+    else:
+        path.parent.chmod(0)
+        if os.access(path.parent, os.R_OK):
+            pytest.skip("root reads every folder")
+    monkeypatch.setattr("ekiben.core.settings._OF_SITE", path)
+    with pytest.raises(DefinitionError, match=rf"{re.escape(str(path))}: (is not a regular file|cannot be read: )"):
+        read_settings({"XDG_CONFIG_HOME": str(tmp_path)})
+    path.parent.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("[]", "require_signature: is empty; name the fingerprints of keys, or leave it out"),
+        ("", "require_signature: is empty; name the fingerprints of keys, or leave it out"),
+        ("null", "require_signature: is empty; name the fingerprints of keys, or leave it out"),
+        ("[~]", "require_signature.0: should be a string"),
         ("[A1B2C3D4]", "require_signature: 'A1B2C3D4' is not a full fingerprint"),
         ("[A1B2C3D4E5F60718]", "is not a full fingerprint"),
         (f"[{A}F]", "is not a full fingerprint"),
