@@ -1,8 +1,9 @@
 """Read what a shared folder says of its versions: records that any of its writers may have written.
 
 A version is there when its record is: the record is written last, and removed first. Who published it is the owner of
-that file, as the kernel knows it. A SIF whose record somebody removed or damaged is a version without a record
-(unrecorded_versions()): ekiben/publish/repair.py writes it anew. The record, one JSON object:
+its SIF, as the kernel knows it; its record may be another user's, who wrote it anew. A SIF whose record somebody
+removed or damaged is a version without a record (unrecorded_versions()): ekiben/publish/repair.py writes it anew. The
+record, one JSON object:
 
     format       1
     name, recipe, version, stack, description
@@ -18,7 +19,7 @@ that file, as the kernel knows it. A SIF whose record somebody removed or damage
     labels, environment
     checks       runtime and seconds of every test that passed before it was published
     published    when (UTC, ISO 8601); by: the login name of its writer, who may write anything here: readers take the
-                 owner of the file
+                 owner of the SIF
     repaired     when the record was written anew from the image; missing where it was not
     previous     the file that `current` named before; null at first
     checksum     of all other fields (ekiben/core/checked.py); missing in records of earlier versions
@@ -69,7 +70,8 @@ class PassedCheck:
 class VersionRecord:
     """One published version.
 
-    ``by`` is the owner of the record; ``data`` is the record as it was read, with fields that this version of Ekiben
+    ``by`` is the owner of the SIF; ``recorded_by``: the owner of the record where that is another user, else "";
+    ``data`` is the record as it was read, with fields that this version of Ekiben
     does not know.
     """
 
@@ -94,6 +96,7 @@ class VersionRecord:
     by: str
     previous: str | None
     data: Mapping[str, Any]
+    recorded_by: str = ""
 
     @property
     def stem(self) -> str:
@@ -150,7 +153,7 @@ def read_record(path: InnerPath) -> VersionRecord:
     """
     try:
         data, owner = _read_owned(path, _MAX_RECORD)
-        record = replace(parse_record(parse_json(data), path.parent.name), by=user_name(owner))
+        record = parse_record(parse_json(data), path.parent.name)
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror}") from error
     if record.stem != path.name.removesuffix(".json"):
@@ -163,7 +166,8 @@ def read_record(path: InnerPath) -> VersionRecord:
         raise ValueError(f"its {record.file} is not a regular file")
     if status.st_size != record.size:
         raise ValueError(f"its {record.file} has {status.st_size} bytes of {record.size}")
-    return record
+    recorded_by = user_name(owner) if owner != status.st_uid else ""
+    return replace(record, by=user_name(status.st_uid), recorded_by=recorded_by)
 
 
 def _read_owned(path: InnerPath, max_size: int) -> tuple[bytes, int]:

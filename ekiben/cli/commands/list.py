@@ -1,7 +1,7 @@
 """List recipes, stored images, published images.
 
-Published images are those of the shared folder (--shared, EKIBEN_SHARED or `shared:` in config.yaml). Who published or
-removed one is the owner of its record there.
+Published images are those of the shared folder (--shared, EKIBEN_SHARED or `shared:` in config.yaml). Who published one
+is the owner of its SIF there, who removed it the owner of the record of that.
 
 \b
 Examples:
@@ -39,7 +39,7 @@ class ListedImage:
 class ListedVersion:
     """A published version, or one that was: ``state`` is "published", "removed", or why its record cannot be used.
 
-    ``by`` published or removed it at ``time``.
+    ``by`` published or removed it at ``time``; ``recorded_by``: who wrote its record anew, "" where nobody else did.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ListedVersion:
     by: str
     time: str
     state: str
+    recorded_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class ListResult:
         for item in shown:
             when = f"{'removed' if item.state == 'removed' else 'published'} {item.time[:10]} by {item.by}"
             note = "" if item.state in ("published", "removed") else f"  ({item.state})"
+            note += f"  (record written anew by {item.recorded_by})" if item.recorded_by else ""
             yield f"{item.name:<{width}}  {when}  {item.description}{note}".rstrip()
         if any(item.state not in ("published", "removed") for item in shown):
             yield f"\n`{command_name()} publish --repair {self.shared}` writes missing records anew"
@@ -101,7 +103,13 @@ def _versions(shared: Path) -> list[ListedVersion]:
     for folder in image_folders(open_shared(shared).folder):
         listed += [
             ListedVersion(
-                f"{item.name}:{item.version}", item.file, item.description, item.by, item.published, "published"
+                f"{item.name}:{item.version}",
+                item.file,
+                item.description,
+                item.by,
+                item.published,
+                "published",
+                item.recorded_by,
             )
             for item in read_records(folder)[0]
         ]

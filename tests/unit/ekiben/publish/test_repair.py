@@ -47,17 +47,20 @@ def test_publisher_is_no_variable(lab: Lab, monkeypatch: pytest.MonkeyPatch, var
     assert (done.record.by, json.loads(record_of(done).read_bytes())["by"]) == (ME, ME)
 
 
-def test_publisher_is_the_owner_of_the_record(lab: Lab, run_cli: RunCli) -> None:
+def test_publisher_is_the_owner_of_the_sif_and_who_wrote_its_record_anew_is_named(lab: Lab, run_cli: RunCli) -> None:
     done = lab.put()
     edit_record(record_of(done), by="director")
-    assert [record.by for record in read_records(folder_of(done))[0]] == [ME]
-    if os.geteuid() == 0:
-        os.chown(record_of(done), 12345, -1)
-        assert [record.by for record in read_records(folder_of(done))[0]] == ["12345"]
+    assert [(record.by, record.recorded_by) for record in read_records(folder_of(done))[0]] == [(ME, "")]
+    assert "written anew" not in run_cli("--shared", lab.folder, "list").stdout
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files to another user")
+    os.chown(record_of(done), 12345, -1)
+    assert [(record.by, record.recorded_by) for record in read_records(folder_of(done))[0]] == [(ME, "12345")]
     listed = json.loads(run_cli("--shared", lab.folder, "list", "--json").stdout)
-    assert [item["by"] for item in listed if item.get("state") == "published"] == [
-        user_name(record_of(done).stat().st_uid)
-    ]
+    published = [item for item in listed if item.get("state") == "published"]
+    assert [(item["by"], item["recorded_by"]) for item in published] == [(ME, "12345")]
+    assert f"by {ME}  " in (text := run_cli("--shared", lab.folder, "list").stdout)
+    assert text.rstrip().endswith("(record written anew by 12345)")
 
 
 def remove(path: Path) -> None:
