@@ -30,6 +30,7 @@ def write_compose(resolved: ResolvedRecipe, folder: Path) -> Path:
     for name, task in resolved.recipe.file.tasks.items():
         services[name] = {
             "image": _image(resolved),
+            "pull_policy": "never",  # it is this machine's: whoever owns the name at a registry must not run code here
             "entrypoint": [name],
             "user": _user(),
             "volumes": [".:/work"],
@@ -47,8 +48,10 @@ def write_devcontainer(resolved: ResolvedRecipe, folder: Path) -> Path:
     content = {
         "name": resolved.recipe.name,
         "image": _image(resolved),
+        # The editor would pull an image that is missing.
+        "initializeCommand": ["docker", "image", "inspect", "--format", "{{.Id}}", _image(resolved)],
         "hostRequirements": {"gpu": "optional"},  # the tool adds --gpus all where there is one
-        "runArgs": ["--user", _user(), "--shm-size", "1g"],
+        "runArgs": ["--pull=never", "--user", _user(), "--shm-size", "1g"],
         "containerEnv": {"HOME": "/tmp"},  # in the container, where the user has no home
         "overrideCommand": True,
     }

@@ -41,7 +41,7 @@ def test_build_prints_size_tests_and_run_commands(built: BuiltImage) -> None:
     assert "tested  under apptainer" in built.stdout
     assert "tested  under docker" in built.stdout
     here = '-v "$PWD:$PWD" -w "$PWD" --user "$(id -u):$(id -g)"'
-    assert f"docker run --rm{' --gpus all' if has_gpu() else ''} {here} {TAG} train" in built.stdout
+    assert f"docker run --rm --pull=never{' --gpus all' if has_gpu() else ''} {here} {TAG} train" in built.stdout
     assert "apptainer exec --nv lora-opencalm.sif train" in built.stdout
     assert built.sif.stat().st_size <= 3_100_000_000
 

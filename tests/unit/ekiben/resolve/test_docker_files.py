@@ -28,6 +28,7 @@ def test_compose_has_a_service_for_each_task(recipe: str, stack: str | None, ima
     assert (path, services.keys()) == (tmp_path / "folder/compose.yaml", resolved.recipe.file.tasks.keys())
     for name, service in services.items():
         assert (service["image"], service["entrypoint"]) == (f"ekiben/{image}:latest", [name])
+        assert service["pull_policy"] == "never"
         assert (service["user"], service["volumes"], service["working_dir"]) == (ME, [".:/work"], "/work")
         assert ("deploy" in service) == (resolved.recipe.file.tasks[name].launch != "cpu")
 
@@ -36,7 +37,9 @@ def test_devcontainer_names_the_image_and_the_user(tmp_path: Path) -> None:
     path = write_devcontainer(resolve(find_recipe("hello")), tmp_path)
     content = json.loads(path.read_text())
     assert path == tmp_path / ".devcontainer/devcontainer.json"
-    assert (content["image"], content["runArgs"][:2]) == ("ekiben/hello:latest", ["--user", ME])
+    assert (content["image"], content["runArgs"][:3]) == ("ekiben/hello:latest", ["--pull=never", "--user", ME])
+    assert content["initializeCommand"][:3] == ["docker", "image", "inspect"]
+    assert content["initializeCommand"][-1] == content["image"]
 
 
 @pytest.mark.parametrize("kind", ["compose", "devcontainer"])
