@@ -62,7 +62,7 @@ _ENDINGS = (".sif", ".sha256", ".json", ".pin", REMOVED)
 _README = """\
 Container images, published with Ekiben. To run one, no Ekiben is needed:
 
-    singularity exec --nv images/NAME/current TASK          (or apptainer exec)
+    apptainer exec --nv images/NAME/current TASK            (or singularity exec)
     sha256sum -c NAME-….sif.sha256                          (in images/NAME: whether a file is whole)
     apptainer verify images/NAME/current                    (whose it is, where it was signed)
 

@@ -61,7 +61,7 @@ def paste(line: str, desk: Path, **more: str) -> str:
 
 
 def test_shown_apptainer_commands_run(ways: dict[str, list[str]], desk: Path) -> None:
-    for line in ways["Singularity, Apptainer"]:
+    for line in ways["Apptainer, SingularityCE"]:
         assert SAID in paste(line, desk)
     assert paste(ways["Check it"][0], desk).endswith(".sif: OK\n")
 

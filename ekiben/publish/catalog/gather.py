@@ -300,14 +300,14 @@ def commands(
     file = shlex.quote(str(folder / (CURRENT if is_current else version["file"])))
     fixed = shlex.quote(str(folder / version["file"]))
     gpu = version["cuda"] is not None or version["read_error"] is not None
-    run = "singularity exec --nv"  # which only says so where there is no GPU
+    run = "apptainer exec --nv"  # which only says so where there is no GPU
     stack = f" --stack {shlex.quote(version['stack'])}" if folder.name != recipe else ""
     stack += "".join(f" --layer {shlex.quote(layer)}" for layer in layers)
     ways: list[RunCommand] = [
         {
-            "title": "Singularity, Apptainer",
+            "title": "Apptainer, SingularityCE",
             "description": "Nothing else is needed.",
-            "lines": [f"{run} {file} {task}", f"{run.replace('singularity', 'apptainer')} {file} {task}"],
+            "lines": [f"{run} {file} {task}", f"{run.replace('apptainer', 'singularity')} {file} {task}"],
         }
     ]
     if (folder / f"{version['stem']}.module").lexists():

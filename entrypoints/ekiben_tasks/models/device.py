@@ -127,7 +127,7 @@ def _check_architecture(name: str, capability: tuple[int, int]) -> None:
 
 
 def _no_gpu() -> str:
-    start = "start with singularity exec --nv, or docker run --gpus all"
+    start = "start with --nv under Apptainer or SingularityCE, --gpus all under Docker"
     advice = "; without one, slowly: --set device=cpu"
     if not any(_DEV.glob("nvidia[0-9]*")):
         return f"no GPU is visible here; {start}{advice}"

@@ -25,7 +25,7 @@ def ensure_output_dir(folder: Path, *, empty: bool = False) -> Path:
     if not is_writable(folder):
         raise TaskError(
             f"{folder.absolute()}: cannot be written (user {os.getuid()}); give --output a folder you own, and bind it "
-            "into the container (singularity exec --bind /scratch/me ..., docker run -v $PWD:$PWD -w $PWD ...)"
+            "into the container (apptainer or singularity: --bind /scratch/me; docker run -v $PWD:$PWD -w $PWD ...)"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder

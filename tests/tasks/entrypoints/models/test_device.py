@@ -36,7 +36,7 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_gpu() -> None:
-    assert sentence().startswith("no GPU is visible here; start with singularity exec --nv, or docker run --gpus all")
+    assert sentence().startswith("no GPU is visible here; start with --nv under Apptainer or SingularityCE,")
 
 
 def test_without_the_drivers_libraries(dev: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_without_the_drivers_libraries(dev: Path, monkeypatch: pytest.MonkeyPatc
 
     (dev / "nvidia0").touch()
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert "its driver's libraries are not in this container; start with singularity exec --nv" in sentence()
+    assert "its driver's libraries are not in this container; start with --nv under Apptainer" in sentence()
     assert "needs driver 580" not in sentence()
 
 
