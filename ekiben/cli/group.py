@@ -25,7 +25,7 @@ from ekiben.cli import commands
 from ekiben.cli.context import Context
 from ekiben.cli.frames import OPTION, VARIABLE, print_frames, wants_frames
 from ekiben.cli.options import COMPLETE_VAR, HelpContext, PathType, with_command_name
-from ekiben.core.command_name import command_name, set_command_name, typed_name
+from ekiben.core.command_name import command_name, program_name, set_command_name, set_command_options, typed_name
 from ekiben.core.decisions import set_decision_log
 from ekiben.core.errors import EkibenError, UsageError, nearest
 from ekiben.core.printable import printable
@@ -277,6 +277,7 @@ def root(ctx: click.Context, store: Path | None, shared: Path | None, verbose: b
       ekiben run lora-opencalm train          run a task
     """
     environment = {**os.environ, VARIABLE: "1"} if traceback else os.environ  # a task that is run reads it
+    set_command_options({"--store": store, "--shared": shared})
     ctx.obj = Context(store_option=store, shared_option=shared, environment=environment)
     if verbose:
         from ekiben.core.process import set_trace
@@ -325,7 +326,7 @@ def _run() -> int:
     """
     try:
         color = False if os.environ.get("NO_COLOR") else None  # None: where it is a terminal
-        code = root.main(prog_name=command_name(), complete_var=COMPLETE_VAR, standalone_mode=False, color=color)
+        code = root.main(prog_name=program_name(), complete_var=COMPLETE_VAR, standalone_mode=False, color=color)
     except click.ClickException as error:
         _print_requested_frames(error)
         error.show()

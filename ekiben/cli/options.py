@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 from ekiben.cli.context import Context
 from ekiben.core import plugins
 from ekiben.core.checked import shorten
-from ekiben.core.command_name import INSTALLED, command_name
+from ekiben.core.command_name import INSTALLED, program_name
 from ekiben.core.environment import ARCHITECTURES
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
@@ -150,7 +150,7 @@ def _fit_example(line: str, width: int) -> str:
     if example is None:
         return line
     indent, arguments, remark = example.groups()
-    shown = f"{indent}{command_name()} {arguments}"
+    shown = f"{indent}{program_name()} {arguments}"
     aligned = (
         f"{shown}{' ' * (len(line) - len(remark) - len(indent) - len(INSTALLED) - 1 - len(arguments))}{remark}"
         if remark
@@ -174,7 +174,8 @@ def refuse_ignored(reason: str, *names: str) -> None:
     ctx = click.get_current_context()
     for param in ctx.command.params:
         if param.name in names and ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{param.opts[0]} {reason}")
+            shown = f"the argument {param.make_metavar(ctx)}" if isinstance(param, click.Argument) else param.opts[0]
+            raise UsageError(f"{shown} {reason}")
 
 
 # --------------------------------------------------------------------------------------------------------------- types
@@ -278,6 +279,12 @@ class NearestChoice(click.Choice[str]):
         """Return the message."""
         hint = nearest(str(value), self.choices)
         return super().get_invalid_choice_message(value, ctx) + (hint if "Did you mean" in hint else "")
+
+
+class CountType(click.IntRange):
+    """A whole number within limits."""
+
+    name = "integer"  # click's message has "integer range"
 
 
 class PluginType(click.ParamType[str]):

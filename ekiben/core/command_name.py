@@ -9,21 +9,33 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 INSTALLED = "ekiben"
 
 _name = INSTALLED
+_options = ""
 
 
-def command_name() -> str:
+def program_name() -> str:
     """Return how this program was started: ``ekiben``, or as typed, such as ``.venv/bin/python build.py``."""
     return _name
 
 
+def command_name() -> str:
+    """Return what a command for people to paste begins with: program_name(), and the options before its command."""
+    return f"{_name} {_options}" if _options else _name
+
+
+def set_command_options(options: Mapping[str, str | Path | None]) -> None:
+    """Have ``command_name()`` end with these options, but for those that are None."""
+    global _options
+    _options = shlex.join(str(word) for name, value in options.items() if value is not None for word in (name, value))
+
+
 def set_command_name(name: str) -> None:
-    """Make ``name`` what ``command_name()`` returns."""
+    """Make ``name`` what ``program_name()`` returns."""
     global _name
     _name = name
 

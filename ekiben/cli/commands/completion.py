@@ -15,7 +15,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from ekiben.cli.options import COMPLETE_VAR, Command, NearestChoice
-from ekiben.core.command_name import command_name
+from ekiben.core.command_name import program_name
 
 
 @click.command("completion", cls=Command, help=__doc__)
@@ -25,5 +25,5 @@ def command(ctx: click.Context, /, shell: str) -> None:
     """Print it for the program as it is called here."""
     shell_class = get_completion_class(shell)
     assert shell_class is not None
-    name = Path(shlex.split(command_name())[-1]).name  # a shell completes a command by one word, such as build.py
+    name = Path(shlex.split(program_name())[-1]).name  # a shell completes a command by one word, such as build.py
     click.echo(shell_class(ctx.find_root().command, {}, name, COMPLETE_VAR).source())

@@ -422,7 +422,7 @@ def test_ctrl_c_after_a_command_has_ended_has_the_code_of_an_interrupt(tmp_path:
 
 @pytest.mark.parametrize("name", ["", *root.list_commands(click.Context(root))])
 def test_help_fits_80_columns_and_its_examples_can_be_pasted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ekiben.cli.options.command_name", lambda: "/home/someone/checkout/.venv/bin/python build.py")
+    monkeypatch.setattr("ekiben.cli.options.program_name", lambda: "/home/someone/checkout/.venv/bin/python build.py")
     command = root.get_command(click.Context(root), name) if name else root
     assert command
     shown = command.get_help(click.Context(command, info_name=name, terminal_width=80))

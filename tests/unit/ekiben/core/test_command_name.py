@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ekiben.core.command_name import typed_name
+from ekiben.core.command_name import command_name, program_name, set_command_options, typed_name
+from support.sample_recipe import RunCli
 
 
 @pytest.fixture
@@ -40,3 +41,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_command_name_is_as_typed(folder: Path, started: str, script: str, name: str, arguments: list[str]) -> None:
     argv = shlex.split(started.format(folder))
     assert typed_name([script.format(folder), *arguments], [*argv, *arguments]) == name
+
+
+def test_printed_commands_use_the_store_that_the_command_line_named(run_cli: RunCli, tmp_path: Path) -> None:
+    refused = run_cli("--store", tmp_path / "my store", "run", "hello", "hello", code=4, env={"PATH": "/nowhere"})
+    assert f"--store '{tmp_path}/my store' build hello" in refused.stderr
+    set_command_options({"--store": tmp_path, "--shared": None})
+    try:
+        assert command_name() == f"{program_name()} --store {tmp_path}"
+    finally:
+        set_command_options({})
+    assert command_name() == program_name()
