@@ -231,7 +231,7 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
     if not records:
         if skipped:
             raise StoreError(f"{name} in {shared}: {skipped[0][0]}: {skipped[0][1]}")
-        known = [item.name for item in image_folders(folder)]
+        known = [item.name for item in image_folders(folder) if read_records(item)[0]]
         raise UsageError(f"nothing is published as {name} in {shared}." + nearest(name, known))
     record = _version_of(name, version or CURRENT, records, tags(folder / IMAGES / name))
     sif = folder / IMAGES / name / record.file

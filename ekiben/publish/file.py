@@ -14,10 +14,11 @@ from pathlib import Path
 
 from ekiben.builder.verify import run_sif_tests
 from ekiben.core.checked import with_checksum
-from ekiben.core.errors import StoreError
+from ekiben.core.errors import StoreError, UsageError
 from ekiben.core.files import open_regular
 from ekiben.core.inner_path import InnerPath
 from ekiben.core.progress import Progress
+from ekiben.formats.sif import read_sif
 from ekiben.images.published import REMOVED, SBOM_SUFFIX, VersionRecord, parse_record, read_records
 from ekiben.inspect.image_info import SifImage, image_of_sif
 from ekiben.publish.publish import (
@@ -55,6 +56,7 @@ def publish_file(sif: Path, store: Store, shared_dir: Path, progress: Progress, 
 
     Raises StoreError, VerifyError, UsageError for a SIF of another builder, EngineError when gpg does not sign.
     """
+    read_sif(sif)  # before anything is copied
     shared = open_destination(shared_dir, options)
     with signed_copy(sif, store, options.key, progress) as source, shared.translated_errors():
         write_readme(shared)
@@ -62,7 +64,7 @@ def publish_file(sif: Path, store: Store, shared_dir: Path, progress: Progress, 
             with shared.new_folder() as staging:
                 staged = staging / "image.sif"
                 sha256 = _copy(source, staged, shared, progress)
-                copy = _Copy(staged, image_of_sif(staged, store, progress), sha256)
+                copy = _Copy(staged, _image_of(staged, sif, store, progress), sha256)
                 with shared.building(_keys(copy, shared)):  # before the first look: prune leaves these alone
                     if (published := _publish(copy, shared, store, progress, options)) is not None:
                         return published
@@ -70,6 +72,14 @@ def publish_file(sif: Path, store: Store, shared_dir: Path, progress: Progress, 
         f"{sif} was removed from {shared_dir} again and again while it was published",
         hint="another user prunes the folder: publish it again afterwards",
     )
+
+
+def _image_of(staged: InnerPath, sif: Path, store: Store, progress: Progress) -> SifImage:
+    """Return the image of a copy; errors name the file that the user named."""
+    try:
+        return image_of_sif(staged, store, progress)
+    except (StoreError, UsageError) as error:
+        raise type(error)(str(error).replace(str(staged), str(sif)), hint=error.hint) from error
 
 
 def _keys(copy: _Copy, shared: SharedStore) -> set[str]:

@@ -78,7 +78,7 @@ def note_sif(
     """
     if not store.is_writable():
         return
-    files = {name: seen for name, seen in _remembered(store, header.id).items() if Path(name).is_file()}
+    files = {name: seen for name, seen in _remembered(store, header.id).items() if _is_file(name)}
     sums = {name: digest for name, digest in _sums(store, header.id).items() if name in files and name != _key(path)}
     if sha256:
         sums[_key(path)] = sha256
@@ -87,6 +87,13 @@ def note_sif(
         files[_key(path)] = identity(path)
         note = {"files": files, "sha256": sums, **({"flat": digest} if digest else {})}
         store.put_check(_name(header.id), note)
+
+
+def _is_file(name: str) -> bool:
+    """Return whether a file has this path; not, where it is in a folder that this user may not enter."""
+    with contextlib.suppress(OSError):
+        return Path(name).is_file()
+    return False
 
 
 def _partitions(image: Image, path: AnyPath, header: SifHeader, store: Store) -> list[Partition]:

@@ -152,7 +152,7 @@ BY_PATH = {
     "store/shared.py open_shared shared_dir.exists": "the folder that you name, for a message",
     "store/shared.py open_shared shared_dir.is_dir": "the folder that you name, for a message",
     "store/shared.py _exists version.outermost.path.is_dir": "the folder that you name, for a message",
-    "store/sif_check.py note_sif Path(name).is_file": "which notes are kept in your own store",
+    "store/sif_check.py _is_file Path(name).is_file": "which notes are kept in your own store",
 }
 
 

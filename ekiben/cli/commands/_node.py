@@ -15,7 +15,7 @@ import click
 
 from ekiben.cli.commands._jobs import request_with_defaults, scheduler_of
 from ekiben.cli.context import Context
-from ekiben.cli.options import NameType, TextType
+from ekiben.cli.options import CountType, NameType, TextType
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError
 from ekiben.run.image import NamedImage
@@ -25,7 +25,7 @@ from ekiben.run.schedulers import load, seconds_of
 from ekiben.run.site import find_site
 
 LOGIN_HOST = "EKIBEN_LOGIN_HOST"  # set for the command that runs on the node: where the user typed it
-_COUNT = click.IntRange(1)
+_COUNT = CountType(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option("--partition", type=TextType(), metavar="NAME", help="On a compute node of this partition or queue."),
     click.option("--account", type=TextType(), metavar="NAME", help="On a compute node that this account pays."),
     click.option(
-        "--gpus-per-node", type=click.IntRange(0), metavar="N", help="On a compute node, with so many of its GPUs."
+        "--gpus-per-node", type=CountType(0), metavar="N", help="On a compute node, with so many of its GPUs."
     ),
     click.option("--cpus-per-node", type=_COUNT, metavar="N", help="On a compute node, with so many of its cores."),
     click.option("--memory", type=TextType(), metavar="64G", help="On a compute node, with so much of its memory."),

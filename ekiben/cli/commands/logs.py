@@ -22,7 +22,7 @@ import click
 
 from ekiben.cli.commands._jobs import runs_option
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, NameType
+from ekiben.cli.options import Command, CountType, NameType
 from ekiben.core.errors import UsageError
 from ekiben.core.printable import printable_pieces
 from ekiben.run.jobs.records import find_runs
@@ -33,7 +33,7 @@ from ekiben.run.jobs.runs import log_content
 @click.argument("name", required=False, metavar="[RUN]", type=NameType())
 @click.argument("job", required=False, metavar="[JOB]", type=NameType())
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
-@click.option("--rank", type=click.IntRange(0), metavar="N", help="Only what this process of the job wrote.")
+@click.option("--rank", type=CountType(0), metavar="N", help="Only what this process of the job wrote.")
 @runs_option
 @click.pass_obj
 def command(context: Context, /, name: str | None, job: str | None, follow: bool, rank: int | None, runs: Path) -> None:

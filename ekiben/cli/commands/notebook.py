@@ -33,6 +33,7 @@ from ekiben.cli.commands._start import (
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
     Command,
+    CountType,
     RecipeOptions,
     RecipeType,
     TextType,
@@ -53,7 +54,7 @@ _PROGRAM = "usr/local/bin/ekiben-notebook"  # of the layer
 @click.command("notebook", cls=Command, help=__doc__)
 @click.argument("recipe", metavar="IMAGE", type=RecipeType())
 @click.option(
-    "--port", type=click.IntRange(1, 65535), metavar="PORT", help="Listen on this port (default: a free one from 8888)."
+    "--port", type=CountType(1, 65535), metavar="PORT", help="Listen on this port (default: a free one from 8888)."
 )
 @click.option(
     "--ip",

@@ -125,7 +125,10 @@ def prune_shared(folder: Path, names: tuple[str, ...], unused_for: float, grace:
         click.echo(
             printable(f"{'keep  ' if one.keep else 'remove'}  {one.file}  {format_size(one.size)}  {one.reason}")
         )
+    if not grace:  # what went just now is among them, but for --dry-run
+        click.echo(f"{format_size(removed + aside if dry_run else removed)} {would}removed")
+        return
     click.echo(
-        f"{format_size(aside)} {would}quarantined, to be removed in {grace:g} days; "
+        f"{format_size(aside)} {would}quarantined, to be removed in {grace:g} {'day' if grace == 1 else 'days'}; "
         f"{format_size(removed)} of before {would}removed"
     )

@@ -30,6 +30,7 @@ from ekiben.cli.commands._jobs import new_runs_option, request_with_defaults, sc
 from ekiben.cli.commands._start import build_image, buildable, warn_of_edits
 from ekiben.cli.context import Context
 from ekiben.cli.options import (
+    CountType,
     NameType,
     OutputFolder,
     PathType,
@@ -62,8 +63,8 @@ from ekiben.run.site import find_site
 from ekiben.store import known_sif_sha256
 
 _SCHEDULER = PluginType("ekiben.run.schedulers", "ekiben.schedulers", option="--scheduler", kind="scheduler")
-_COUNT = click.IntRange(1)
-_COUNT_OR_NONE = click.IntRange(0)
+_COUNT = CountType(1)
+_COUNT_OR_NONE = CountType(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,8 @@ def command(
         return
     if not image or not argv:
         raise UsageError(
-            "Missing argument 'IMAGE TASK'", hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN"
+            f"Missing argument '{'TASK' if image else 'IMAGE TASK'}'",
+            hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN",
         )
     options = ImageOptions(included=included, sif=sif)
     named = _image_of(context, image, options, build=build, live=resource_options["live"])

@@ -104,7 +104,9 @@ def _new_run(plan: JobPlan) -> Iterator[tuple[Folder, Folder]]:
             hint = "name a new one" if plan.by_hand else "submit again in a second"
             raise UsageError(f"{plan.folder} exists already", hint=hint) from None
         except OSError as error:
-            raise UsageError(f"{plan.folder} cannot be made: {error.strerror}", hint="--runs DIR") from error
+            raise UsageError(
+                f"{plan.folder} cannot be made: {error.strerror}", hint="--output DIR" if plan.by_hand else "--runs DIR"
+            ) from error
         try:
             folder = stack.enter_context(runs.folder(name))
             _write_files(plan, folder, scripts, environment)

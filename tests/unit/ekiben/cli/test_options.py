@@ -116,6 +116,11 @@ def test_the_default_file_is_checked_too(run_cli: RunCli, files_only: SampleReci
     assert "own.sif: is a folder" in message
 
 
+def test_a_count_is_no_range(run_cli: RunCli) -> None:
+    message = run_cli("submit", "--nodes", "x", "hello", "hello", code=2).stderr
+    assert "Invalid value for '--nodes': 'x' is not a valid integer." in message
+
+
 # ---------------------------------------------------------------------------------------------- options without effect
 
 
@@ -134,6 +139,8 @@ def test_the_default_file_is_checked_too(run_cli: RunCli, files_only: SampleReci
         (["prune", "--in", ".", "--wheels"], "--wheels is about your own store; leave it out, or leave out --in"),
         (["prune", "--in", ".", "--engines"], "--engines is about your own store"),
         (["prune", "--unused-for", "3"], "--unused-for is for a shared folder, which --in names"),
+        (["publish", "--repair", ".", "hello"], "the argument IMAGE publishes an image, and --repair none"),
+        (["submit", "hello"], "Missing argument 'TASK'"),
         (["prune", "--grace", "3"], "--grace is for a shared folder"),
         (["verify", "hello", "--engine", "docker"], "--engine is for --rebuild"),
         (["verify", "hello", "--rebuild", "--sif", "x.sif"], "--sif is not tested by --rebuild"),

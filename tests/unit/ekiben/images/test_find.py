@@ -99,6 +99,13 @@ def test_file_without_a_record_beside_a_version_that_has_one_is_not_meant(find: 
         find(f"{NAME}:current")
 
 
+def test_a_folder_without_versions_is_not_offered(find: Find, lab: Lab) -> None:
+    done = lab.put()
+    (done.sif.parent.parent / "mine").mkdir()
+    with pytest.raises(UsageError, match=r"nothing is published as mine in \S+ Known: own\.$"):
+        find("mine:1")
+
+
 def test_version_means_its_newest_image(find: Find, lab: Lab) -> None:
     lab.put(version="1")
     newest = lab.put_next(version="1")

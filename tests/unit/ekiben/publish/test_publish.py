@@ -447,4 +447,8 @@ def test_publish_and_prune_by_command(run_cli: RunCli, files_only: SampleRecipe,
     done = run_cli("prune", "--in", tmp_path / "my lab", "own", "--grace", "0")
     assert [line.split()[0] for line in done.stdout.splitlines()[:2]] == ["remove", "keep"]
     assert "tagged current" in done.stdout
+    assert re.fullmatch(r"[0-9.]+ [kM]?B removed", done.stdout.splitlines()[-1])
+    assert (
+        "quarantined, to be removed in 1 day; " in run_cli("prune", "--in", tmp_path / "my lab", "--grace", "1").stdout
+    )
     run_cli("prune", "--in", tmp_path / "nowhere", code=6)

@@ -536,8 +536,10 @@ def test_a_folder_of_runs_that_cannot_be_made_is_named(node: Node) -> None:
         site=None,
         runs=Path("/proc/none"),
     )
-    with pytest.raises(UsageError, match=r"/proc/none/.* cannot be made: No such file or directory"):
-        write_run(job)
+    for by_hand, option in ((False, "--runs DIR"), (True, "--output DIR")):
+        with pytest.raises(UsageError, match=r"/proc/none/.* cannot be made: No such file or directory") as caught:
+            write_run(replace(job, by_hand=by_hand))
+        assert caught.value.hint == option
 
 
 def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli) -> None:

@@ -141,3 +141,17 @@ def test_run_refuses_a_sif_where_the_runtime_takes_none(run_cli: RunCli, tmp_pat
     argv = ("run", "--dry-run", "--cpu", "--runtime", "docker", "--sif", "x.sif", "hello", "hello")
     stderr = run_cli(*argv, code=2, env={"PATH": f"{tools}:{os.environ['PATH']}"}).stderr
     assert "--sif: docker runs no SIF" in stderr
+
+
+def test_a_noted_file_that_cannot_be_looked_up_is_no_reason_to_refuse_a_new_one(
+    image: Image, store: Store, tmp_path: Path
+) -> None:
+    """It is in a folder that another user may enter, say; for root, its name is too long."""
+    header = image.sif_header(store)
+    unknown = f"/{'x' * 300}/own.sif"
+    store.put_check(f"sif-files-{header.id}", {"files": {unknown: "1 2 3"}, "sha256": {}})
+    assert make_sif(image, store, tmp_path / "x.sif", squash=False).created
+    check_sif(image, tmp_path / "x.sif", store)
+    noted = store.check(f"sif-files-{header.id}")
+    assert noted
+    assert unknown not in noted["files"]
