@@ -502,7 +502,7 @@ def test_full_disk_while_compiling(cli: Cli, tiny: Tiny, store_with: Callable[..
     try:
         stderr = cli.run(*argv, cwd=store.parent, env=tiny.settings, code=5).stderr
         assert "no space left on the disk while it compiled" in stderr
-        assert "build.py prune" in stderr
+        assert f"build.py --store {store} prune" in stderr
         assert nothing_kept(store)
         subprocess.run(["mount", "-o", "remount,size=64m", work], check=True)
         for log in (store / "logs").iterdir():

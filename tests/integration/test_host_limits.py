@@ -59,7 +59,7 @@ def test_full_disk_during_a_build(
     out = workspace.folder("out")
     done = cli.run(*argv, cwd=out, code=6)
     assert re.search(rf"no space left in {store}: [\d.]+ [kMG]?B free", done.stderr)
-    assert "build.py prune" in done.stderr
+    assert f"build.py --store {store} prune" in done.stderr
     assert records(store) == {"base"}
     assert not list((store / "staging").iterdir())
     subprocess.run(["mount", "-o", "remount,size=500m", small_disk], check=True)

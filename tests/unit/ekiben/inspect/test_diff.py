@@ -188,8 +188,8 @@ def test_diff_of_stored_images_and_sif_files(
     assert "no image 'owl'" in run_cli("--store", store.root, "diff", "owl", "own", code=2).stderr
     output = run_cli("--store", store.root, "diff", "own", "none.sif", code=6).stderr
     assert (
-        f"error: none.sif: cannot be read: No such file or directory\nhint: {sys.executable} {ROOT}/build.py list names"
-        " the images" in output
+        f"error: none.sif: cannot be read: No such file or directory\nhint: {sys.executable} {ROOT}/build.py"
+        f" --store {store.root} list names the images" in output
     )
     assert "not a SIF" in run_cli("--store", store.root, "diff", __file__, "own", code=6).stderr
     with pytest.raises(UsageError, match="Did you mean 'own'"), open_image("owm", store):

@@ -643,7 +643,7 @@ def test_catalog_by_command(lab: Lab, run_cli: RunCli, tmp_path: Path) -> None:
     assert "skipped: images/own/own-0-0123456789ab.json: is not JSON" in result.stderr
     lab.recipe.write("files/data.txt", "new\n")
     published = run_cli("--store", lab.store.root, "publish", lab.recipe.path, "--to", lab.folder, "--no-verify").stdout
-    assert f"{ROOT}/build.py catalog {lab.folder} " in published
+    assert f"{ROOT}/build.py --store {lab.store.root} catalog {lab.folder} " in published
     told = json.loads(run_cli("--store", tmp_path / "mine", "catalog", lab.folder, "-o", "pages", "--json").stdout)
     assert (told["path"], told["images"], len(told["skipped"])) == (str(tmp_path / "pages"), 1, 1)
     assert "nothing was published there yet" in run_cli("catalog", tmp_path / "results", code=6).stderr

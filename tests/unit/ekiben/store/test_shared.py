@@ -272,7 +272,7 @@ def test_missing_shared_store_gives_a_hint(run_cli: RunCli, files_only: SampleRe
             "--store", tmp_path / "mine", "plan", files_only.path, env={"EKIBEN_SHARED": str(shared_dir)}, code=6
         )
         assert f"no shared store in {shared_dir}: {message}" in done.stderr
-        assert f"{ROOT}/build.py publish --to" in done.stderr
+        assert f"{ROOT}/build.py --store {tmp_path}/mine publish --to" in done.stderr
         assert "set EKIBEN_SHARED= to use none" in done.stderr
 
 
