@@ -190,7 +190,7 @@ def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
     from ekiben.artifacts.pulled import pull_once
     from ekiben.core.progress import Progress
     from ekiben.core.settings import read_settings
-    from ekiben.formats.sif import read_sif
+    from ekiben.formats.sif import read_runnable_sif
     from ekiben.images import ImageOptions, find_image
     from ekiben.store import Store
 
@@ -208,7 +208,7 @@ def open(name: str | Path, *, include: Sequence[str | Path] = ()) -> Image:
         raise StoreError(f"{image.sif} is not here", hint=f"ekiben.build({os.fspath(name)!r}) makes it")
     if image.pulled and not image.sif.is_file():
         raise StoreError(f"{image.pulled} is a Docker image that was not made by Ekiben, and is not opened")
-    read_sif(image.sif)
+    read_runnable_sif(image.sif)
     return Image(image.sif)
 
 

@@ -382,6 +382,9 @@ def file_of(context: Context, reference: str, options: RecipeOptions, verb: str)
     refuse_ignored(f"is for building a recipe's image, and {reference} is built", "arch", "gpu_arch", "arguments")
     if not image.sif.is_file():
         raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not {verb}")
+    from ekiben.formats.sif import read_runnable_sif
+
+    read_runnable_sif(image.sif)
     return image.sif
 
 

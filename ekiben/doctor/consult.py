@@ -5,6 +5,7 @@ Each finding says what it rests on; a fact that nobody stated is reported as unk
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ekiben.core.emulation import emulation_problem
 from ekiben.core.environment import host_arch
-from ekiben.core.errors import StoreError
+from ekiben.core.errors import EngineError, StoreError, VerifyError
 from ekiben.core.files import read_yaml
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.core.process import run
@@ -21,6 +22,7 @@ from ekiben.doctor.findings import CheckedImage, Finding, Rule, Section
 from ekiben.doctor.image_requirements import ImageRequirements, requirements_of_layers, requirements_of_sif
 from ekiben.doctor.machine import build_host, node_here, runtime_of, runtimes_here
 from ekiben.doctor.rules import building, device_code, nodes, runtimes
+from ekiben.formats.squashfs.reader import UnknownCompression
 from ekiben.gpu.device_code import DeviceCode
 from ekiben.run.image import NamedImage
 from ekiben.run.launch import RunRequest, Target, launch
@@ -100,7 +102,10 @@ def ask_task(target: Target, argv: Sequence[str], environment: Mapping[str, str]
 def check_here(
     store: Store, program: str, image: NamedImage, *, gpu: bool, log: Callable[[str], None]
 ) -> list[Finding]:
-    """Check whether ``program`` will run the image here; quick once its layers were read."""
+    """Check whether ``program`` will run the image here; quick once its layers were read.
+
+    Raises StoreError for a SIF that is damaged.
+    """
     runtime = runtime_of(Path(program).name)
     if runtime is None:
         return []  # its own message is the better one
@@ -110,8 +115,10 @@ def check_here(
             if runtime.kind == "docker"
             else requirements_of_sif(image.sif, store, log, gpu=gpu)
         )
-    except StoreError as error:  # a SIF of another make, compressed by xz, say: the runtime may know it
-        return [Finding("warning", "image", f"its content could not be read: {error}")]
+    except StoreError as error:
+        if runtime.kind == "docker" or isinstance(error, UnknownCompression):  # what starts may know what it starts
+            return [Finding("warning", "image", f"its content could not be read: {error}")]
+        raise StoreError(str(error), hint=image.build_hint or "with --force, it is started all the same") from error
     if requirements is None:
         return []
     site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
@@ -132,14 +139,16 @@ def _foreign(arch: str) -> Finding:
 class Subject:
     """An image to check, called ``title``.
 
-    ``resolve``: resolves its recipe; ``task``: whose memory is checked, too; ``ask``: returns what it expects.
+    ``resolve``: resolves its recipe; ``choose``: returns what runs it here, as `run` chooses it; ``task``: whose memory
+    is checked, too; ``ask``: returns what it expects.
     """
 
     image: NamedImage
     title: str
     resolve: Callable[[Recipe], ResolvedRecipe]
+    choose: Callable[[], Target]
     task: str = ""
-    ask: Callable[[], float | Finding] | None = None
+    ask: Callable[[Target], float | Finding] | None = None
 
 
 def consult(
@@ -164,11 +173,14 @@ def consult(
             if missing
             else []
         )
-        findings = [*notes, *check_image(where, requirements, known_stacks(), gpu=gpu, is_here=site is None)]
-        if subject.ask:
-            log(f"asking {subject.task} --dry-run for the memory it expects")
-            asked = subject.ask()
-            findings += [asked] if isinstance(asked, Finding) else nodes.check_memory(where, subject.task, asked)
+        refused = _refusals(subject, is_here=site is None)
+        findings = [
+            *notes,
+            *refused,
+            *check_image(where, requirements, known_stacks(), gpu=gpu, is_here=site is None),
+        ]
+        if subject.ask and not refused:
+            findings += _memory(subject.choose, subject.ask, subject.task, where, log)
         sections.append(Section("run", title, findings))
         needed = building.TORCH_BUILD if missing else requirements.size
     else:
@@ -181,6 +193,38 @@ def consult(
         has_image = subject is not None and subject.image.sif.is_file()  # it runs, whether or not one can build here
         sections.append(Section("build", title, built, is_decisive=not has_image))
     return sections or [Section("run", described(where), check(runtimes.RULES, where, CheckedImage(_NOTHING)))]
+
+
+def _refusals(subject: Subject, *, is_here: bool) -> list[Finding]:
+    """Return why `run` and `submit` refuse the image's file: it is no complete SIF, or lacks its signature."""
+    image = subject.image
+    try:
+        if image.sif.is_file():
+            image.check_file()
+            if image.signature:
+                image.signature.check(image.sif)
+        elif image.signature and is_here:
+            with contextlib.suppress(EngineError):  # nothing runs it here: a rule's finding, or it is not built yet
+                subject.choose()  # an engine's image has no signature
+    except (StoreError, VerifyError, EngineError) as error:
+        return [Finding("error", "image", str(error), error.hint)]
+    return []
+
+
+def _memory(
+    choose: Callable[[], Target],
+    ask: Callable[[Target], float | Finding],
+    task: str,
+    where: SiteFile,
+    log: Callable[[str], None],
+) -> list[Finding]:
+    try:
+        target = choose()
+    except EngineError as error:
+        return [Finding("warning", "memory", f"{task} --dry-run cannot be asked: {error}", error.hint)]
+    log(f"asking {task} --dry-run for the memory it expects")
+    asked = ask(target)
+    return [asked] if isinstance(asked, Finding) else nodes.check_memory(where, task, asked)
 
 
 _NOTHING = ImageRequirements(
@@ -204,6 +248,7 @@ def _requirements_of(
 ) -> tuple[ImageRequirements, bool]:
     """Return an image's requirements, and whether they are only declared because it is not built."""
     if subject.image.recipe is None:
+        subject.image.check_file()
         return requirements_of_sif(subject.image.sif, store, log, gpu=gpu), False
     recipe = subject.resolve(subject.image.recipe)
     stored = [layer for step in recipe.layers if (layer := store.layer(step.cache_key))]

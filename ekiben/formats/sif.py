@@ -44,6 +44,7 @@ DEFFILE, PARTITION, SIGNATURE = 0x4001, 0x4004, 0x4005
 NO_GROUP = 0xF000_0000
 GROUP = 0xF000_0001  # group 1, as every SIF of Apptainer has it
 SQUASHFS = 1
+SQUASHFS_MAGIC = b"hsqs"
 PRIMARY, OVERLAY = 2, 4
 USERS = "users"  # name of the primary partition that is no layer
 HASHES = {"sha256": 1, "sha384": 2, "sha512": 3}
@@ -408,12 +409,6 @@ def _reserve(file: BinaryIO, size: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def is_sif(path: AnyPath) -> bool:
-    """Return whether a file begins as a SIF does, whoever made it. Raises OSError."""
-    with open_regular(path) as file:
-        return file.read(HEADER.size)[32:42] == MAGIC
-
-
 def read_sif(path: AnyPath) -> SifInfo:
     """Read what a SIF says of itself, from its first 32 KiB. Raises StoreError when it is no complete SIF."""
     import uuid  # late, see sif_id()
@@ -434,6 +429,27 @@ def read_sif(path: AnyPath) -> SifInfo:
             raise StoreError(f"{path}: truncated: data object {item.number} ends behind the file's {size} bytes")
     arch = next((name for name, code in ARCHITECTURES.items() if code == fields[3]), "unknown")
     return SifInfo(str(uuid.UUID(bytes=fields[4])), arch, fields[5], descriptors, head)
+
+
+def read_runnable_sif(path: AnyPath) -> SifInfo:
+    """Read the header of a SIF, and the first bytes of its partitions, as far as no runtime starts a file that lacks
+    them.
+
+    Raises StoreError when it is no complete SIF, has no primary partition, or one that is not the file system that it
+    should be.
+    """
+    info = read_sif(path)
+    partitions = [item for item in info.descriptors if item.data_type == PARTITION]
+    if not any(item.partition_type == PRIMARY for item in partitions):
+        raise StoreError(f"{path}: there is no image in this SIF: it has no primary partition")
+    try:
+        with open_regular(path) as file:
+            for item in info.layers:
+                if os.pread(file.fileno(), len(SQUASHFS_MAGIC), item.offset) != SQUASHFS_MAGIC:
+                    raise StoreError(f"{path}: damaged: data object {item.number} should be a squashfs, and is none")
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be read: {error.strerror}") from error
+    return info
 
 
 def difference(path: AnyPath, partitions: Sequence[Partition], header: SifHeader) -> str:

@@ -14,7 +14,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
 from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import AnyPath
-from ekiben.formats.sif import read_sif
+from ekiben.formats.sif import read_runnable_sif, read_sif
 from ekiben.spec.recipe import Recipe, ShippedRecipe
 
 RECIPE_FOLDER = "opt/ekiben/recipe"  # in an image
@@ -87,6 +87,19 @@ class NamedImage:
     def build_hint(self) -> str | None:
         """Return the command that builds it, None where nothing here does."""
         return f"{command_name()} build {self.build_args}" if self.build_args else None
+
+    def check_file(self) -> None:
+        """Check that the file is a complete SIF, which a runtime can start: its header is read, not all of it.
+
+        Raises StoreError.
+        """
+        try:
+            read_runnable_sif(self.sif)
+        except StoreError as error:
+            hint = (
+                f"{self.build_hint} writes it anew" if self.build_hint else "with --force, it is started all the same"
+            )
+            raise StoreError(str(error), hint=hint) from error
 
     def launch_of(self, task: str) -> str:
         """Return how a task is launched: per-gpu, single or cpu. Raises UsageError when the image has no such task."""

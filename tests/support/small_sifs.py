@@ -29,3 +29,30 @@ def make(
     out: Path, *partitions: Partition, deffile: str = DEFFILE, arch: str = "amd64", epoch: int = 1_700_000_000
 ) -> None:
     write_sif(out, partitions, SifHeader(ID, deffile, arch, epoch))
+
+
+def small_sif(path: Path) -> Path:
+    """Write a SIF that a runtime could start."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    layer = path.with_suffix(".layer")
+    make(path, squashfs(layer, "data"))
+    layer.unlink()
+    return path
+
+
+def broken_sifs(folder: Path) -> dict[str, str]:
+    """Write files in ``folder`` that no runtime starts; return name → what is wrong with it."""
+    good = small_sif(folder / "good.sif").read_bytes()
+    (folder / "good.sif").unlink()
+    where = next(item for item in range(0, len(good), 4096) if good[item : item + 4] == b"hsqs")
+    contents = {
+        "empty.sif": (b"", "not a SIF file"),
+        "text.sif": (b"#!/bin/sh\necho hello\n" * 1000, "not a SIF file"),
+        "short.sif": (good[:-1000], "truncated: data object 2 ends behind the file's "),
+        "table.sif": (good[:6000], "truncated: "),
+        "zeros.sif": (good[:where] + bytes(len(good) - where), "damaged: data object 2 should be a squashfs"),
+        "data.sif": (good[:4096] + bytes(len(good) - 4096), "there is no image in this SIF"),
+    }
+    for name, (data, _) in contents.items():
+        (folder / name).write_bytes(data)
+    return {name: message for name, (_, message) in contents.items()}

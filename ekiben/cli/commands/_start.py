@@ -130,13 +130,17 @@ def named_image(context: Context, reference: str, start: StartOptions, added_lay
         stack=start.stack, layers=start.layers, included=start.included, sif=start.sif, added_layer=added_layer
     )
     image = find_named(context, reference, options)
+    if (image.recipe is None or start.sif) and image.sif.is_file() and not start.force:
+        image.check_file()  # of a recipe, it may be built first
     if image.recipe:
         _check_names(image.recipe, start)
     return image
 
 
-def build_or_compare(context: Context, image: NamedImage, start: StartOptions) -> None:
+def build_or_compare(context: Context, image: NamedImage, start: StartOptions, *, is_on_node: bool = False) -> None:
     """Build a recipe's image with --build; else say what was edited since it was built.
+
+    ``is_on_node``: its file is started on a compute node, whatever runs images on this machine.
 
     Raises UsageError where there is nothing to build, EngineError where nothing here runs the image.
     """
@@ -144,6 +148,11 @@ def build_or_compare(context: Context, image: NamedImage, start: StartOptions) -
         refuse_ignored("runs nothing, and --build builds an image; leave one of them out", "dry_run")
         refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
         build_image(context, RecipeOptions(start.stack), buildable(image), export_format(start))
+    elif image.recipe and start.sif is None and is_on_node:
+        if image.sif.is_file():
+            if not start.force:
+                image.check_file()
+            warn_of_edits(context, image, launch.Target("", str(image.sif)), stack=start.stack, live=start.live)
     elif image.recipe and start.sif is None:
         warn_of_edits(context, image, _choose_target(image, start), stack=start.stack, live=start.live)
 
@@ -295,13 +304,18 @@ def _check_names(recipe: Recipe, start: StartOptions) -> None:
 
 
 def _choose_target(image: NamedImage, start: StartOptions) -> launch.Target:
-    """Return what runs the image, once the options are seen to go together with it."""
+    """Return what runs the image, once the options are seen to go together with it.
+
+    Raises UsageError, EngineError, VerifyError, and StoreError for a file that is no complete SIF.
+    """
     known = engines(start.runtime)
     if start.runtime in known:  # whether or not it is installed
         _refuse_options_of_sif(start, start.runtime)
     target = launch.choose_target(image, known, start.runtime)
     if not target.takes_sif:
         _refuse_options_of_sif(start, Path(target.program).name)
+    elif not start.force:
+        image.check_file()
     return target
 
 

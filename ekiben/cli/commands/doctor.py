@@ -132,8 +132,9 @@ def command(
             named,
             image,
             recipe_options.resolve,
+            choose=lambda: choose_target(named, engines()),
             task=argv[0] if argv else "",
-            ask=(lambda: ask_task(choose_target(named, engines()), argv, context.environment)) if argv else None,
+            ask=(lambda target: ask_task(target, argv, context.environment)) if argv else None,
         )
     sections = consult(context.store, subject, site_file, output or Path(), context.log)
     result = DoctorResult(sections)

@@ -34,6 +34,6 @@ def command(context: Context, /, image: str, argv: tuple[str, ...], node: NodeOp
     """Check the machine, then become the container runtime with a shell."""
     named = named_image(context, image, start)
     if LOGIN_HOST not in context.environment:  # on a node, the login node has done it
-        build_or_compare(context, named, start)
+        build_or_compare(context, named, start, is_on_node=node.is_asked)
     start_on_node(context, named, node, dry_run=start.dry_run)
     start_image(context, named, argv or _SHELL, start, executes=True)

@@ -48,7 +48,6 @@ from ekiben.core.checked import read_regular
 from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import StoreError, UsageError
-from ekiben.formats.sif import is_sif
 from ekiben.images import ImageOptions
 from ekiben.run.image import NamedImage, SifState
 from ekiben.run.jobs import plan as planning
@@ -268,7 +267,9 @@ def command(
                 before,
                 runs,
                 [*(word for known in reversed(context.settings.jobs) for word in known.env), *ctx.params["env"]],
-                lambda image, sif: find_named(context, image, ImageOptions(included=included, sif=sif)),
+                lambda image, sif: _checked(
+                    find_named(context, image, ImageOptions(included=included, sif=sif)), force=force
+                ),
             )
             if not force:
                 jobs.check_same_image(before, run)
@@ -280,7 +281,7 @@ def command(
             hint=f"{command_name()} submit IMAGE TASK ARGS…, or --again RUN",
         )
     options = ImageOptions(included=included, sif=sif)
-    named = _image_of(context, image, options, build=build, live=resource_options["live"])
+    named = _image_of(context, image, options, build=build, live=resource_options["live"], force=force)
     profile = find_site(site) if site else None
     request = JobRequest(
         time_seconds=seconds_of(walltime) if walltime else None,
@@ -296,14 +297,17 @@ def command(
     _submit(context, _at(run, output), runs, force=force, wait=wait, dry_run=dry_run)
 
 
-def _image_of(context: Context, reference: str, options: ImageOptions, *, build: bool, live: bool) -> NamedImage:
+def _image_of(
+    context: Context, reference: str, options: ImageOptions, *, build: bool, live: bool, force: bool
+) -> NamedImage:
     """Find the image to submit; build it first, or say what was edited since it was built."""
     image = find_named(context, reference, options)
     if build:
         refuse_ignored("submits nothing, and --build builds an image; leave one of them out", "dry_run")
         refuse_ignored("names the file to run, and --build writes another; leave one of them out", "sif")
         build_image(context, RecipeOptions(included=options.included), buildable(image), "sif")
-    elif image.sif.is_file() and options.sif is None:
+    image = _checked(image, force=force)
+    if not build and image.sif.is_file() and options.sif is None:
         warn_of_edits(context, image, Target("", str(image.sif)), live=live)
     return _with_sha256(context, image)
 
@@ -311,6 +315,13 @@ def _image_of(context: Context, reference: str, options: ImageOptions, *, build:
 def _at(run: planning.JobPlan, output: Path | None) -> planning.JobPlan:
     """Return the run with its folder at ``output``, whose scripts the user submits."""
     return replace(run, folder=output.absolute(), by_hand=True) if output else run
+
+
+def _checked(image: NamedImage, *, force: bool) -> NamedImage:
+    """Return an image whose file, where it is here, is a complete SIF. Raises StoreError."""
+    if image.sif.is_file() and not force:
+        image.check_file()
+    return image
 
 
 _ARGUMENTS = {"image": "image", "argv": "task"}
@@ -382,11 +393,6 @@ def _submit(context: Context, run: planning.JobPlan, runs: Path, *, force: bool,
         context.log(f"warning: {warning}")
     if not dry_run and any("--dry-run" in step.argv for step in run.steps):
         context.log("note: --dry-run is the task's, and the job is submitted; before the image it prints the scripts")
-    if run.sif.is_file() and not force and not is_sif(run.sif):
-        raise UsageError(
-            f"{run.sif} is not a SIF file",
-            hint="name the image with --sif, or --force for a file that your runtime reads",
-        )
     if run.by_hand:
         jobs.write(run)
         submit = [*load(run.scheduler).SUBMIT, *(arg for word in run.command_args for arg in word.split(" ", 1))]

@@ -41,6 +41,10 @@ def compression(path: Path, offset: int = 0) -> str | None:
     return sq.COMPRESSIONS.get(int.from_bytes(superblock[20:], "little"))
 
 
+class UnknownCompression(StoreError):
+    """A squashfs that kernels may read, and SquashfsReader does not."""
+
+
 class SquashfsReader:
     """Reads the squashfs that starts at ``offset`` of ``file``, ours or mksquashfs' (zstd, gzip).
 
@@ -71,13 +75,16 @@ class SquashfsReader:
             raise self.damaged(f"squashfs {major}.{minor} with blocks of {self.block_size} bytes is not supported")
         if compression not in (sq.GZIP, sq.ZSTD):
             name = sq.COMPRESSIONS.get(compression, f"method {compression}")
-            raise self.damaged(f"compressed with {name}; only zstd and gzip can be read")
+            message = f"{self._where()}: compressed with {name}; only zstd and gzip can be read"
+            raise UnknownCompression(message)
         self._is_zstd = compression == sq.ZSTD
 
     def damaged(self, what: str) -> StoreError:
         """Return the error that says what is damaged, and where."""
-        where = f" at byte {self._offset}" if self._offset else ""
-        return StoreError(f"{self._name}: squashfs{where}: {what}")
+        return StoreError(f"{self._where()}: {what}")
+
+    def _where(self) -> str:
+        return f"{self._name}: squashfs" + (f" at byte {self._offset}" if self._offset else "")
 
     # -- what callers ask
 

@@ -11,7 +11,7 @@ from ekiben.formats.layer import Entry, write_entries
 from ekiben.formats.squashfs.writer import SquashfsWriter
 from support.programs import write_program
 from support.sample_recipe import RunCli
-from support.small_sifs import blob, make
+from support.small_sifs import blob, make, small_sif
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def free_port() -> int:
 def test_server_listens_on_this_machine_only(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
     """Apptainer shares the machine's network."""
     port = free_port()
-    (tmp_path / "hello-notebook.sif").touch()
+    small_sif(tmp_path / "hello-notebook.sif")
     argv = ["notebook", "hello", "--cpu", "--dry-run", "--port", str(port)]
     server = f"ekiben-notebook --port={port}"
     shown = run_cli(*argv, env=tools).stdout
@@ -55,12 +55,12 @@ def test_server_listens_on_this_machine_only(run_cli: RunCli, tools: dict[str, s
 def test_what_cannot_be_is_refused(
     options: list[str], message: str, run_cli: RunCli, tools: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "x.sif").touch()
+    small_sif(tmp_path / "x.sif")
     assert message in run_cli("notebook", "hello", *options, env=tools, code=2).stderr
 
 
 def test_port_in_use_is_named_or_the_next_one_taken(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "x.sif").touch()
+    small_sif(tmp_path / "x.sif")
     argv = ["notebook", "hello", "--cpu", "--dry-run", "--sif", "x.sif"]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -8,6 +8,7 @@ from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.store import Store
 from support.programs import write_program
 from support.sample_recipe import RunCli, SampleRecipe, image_of
+from support.small_sifs import small_sif
 
 
 def test_run_names_the_nearest_task(run_cli: RunCli) -> None:
@@ -52,7 +53,7 @@ def test_run_prints_its_command_or_an_error(run_cli: RunCli, tmp_path: Path) -> 
     assert "docker has no image ekiben/hello:latest" in run_cli("run", "--cpu", "hello", env=env, code=4).stderr
     asked = (tmp_path / "asked").read_text().splitlines()
     assert {" ".join(line.split()[:2]) for line in asked} == {"image inspect"}
-    (tmp_path / "x.sif").touch()
+    small_sif(tmp_path / "x.sif")
     write_program(tools / "apptainer", "#!/bin/sh\n")
     shown = run_cli("run", "--cpu", "--dry-run", "--sif", "x.sif", "hello", "hello", env=env).stdout
     assert shown == f"+ {tools}/apptainer run --cleanenv --pwd {tmp_path} --bind {tmp_path} x.sif hello\n"

@@ -43,7 +43,7 @@ def test_a_file_is_no_folder_of_runs(run_cli: RunCli, tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_sif_is_refused(run_cli: RunCli, tmp_path: Path) -> None:
     (tmp_path / "junk.sif").write_bytes(b"junk" * 100)
-    assert "junk.sif is not a SIF file" in run_cli(*DRY, "--sif", "junk.sif", *TASK, code=2).stderr
+    assert "junk.sif: not a SIF file" in run_cli(*DRY, "--sif", "junk.sif", *TASK, code=6).stderr
 
 
 @pytest.mark.parametrize("name", ["EKIBEN_STORE", "XDG_CONFIG_HOME"])

@@ -13,6 +13,7 @@ import pytest
 from support.cli_audit import audit
 from support.programs import write_program
 from support.sample_recipe import RunCli, SampleRecipe, seeded
+from support.small_sifs import small_sif
 
 
 def decisions(stderr: str) -> dict[str, str]:
@@ -83,7 +84,7 @@ def test_engines_and_runtimes_are_named_with_the_reason(run_cli: RunCli, tmp_pat
     for name in ("docker", "apptainer"):
         write_program(tmp_path / "bin" / name, "#!/bin/sh\necho an-id\n")
     env = {"PATH": str(tmp_path / "bin")}
-    (tmp_path / "hello.sif").touch()
+    small_sif(tmp_path / "hello.sif")
     lines = decisions(run_cli("-v", "run", "--dry-run", "hello", "hello", env=env).stderr)
     assert lines["runtime"] == f"{tmp_path}/bin/apptainer (it runs SIF files, and hello.sif is here)"
     lines = decisions(
@@ -91,7 +92,7 @@ def test_engines_and_runtimes_are_named_with_the_reason(run_cli: RunCli, tmp_pat
     )
     assert lines["runtime"] == f"{tmp_path}/bin/docker (--runtime)"
     assert lines["GPUs"] == "none (--cpu)"
-    (tmp_path / "hello.sif").touch()
+    small_sif(tmp_path / "hello.sif")
     lines = decisions(run_cli("-v", "run", "--dry-run", "hello", "hello", env=env).stderr)
     assert lines["runtime"] == f"{tmp_path}/bin/apptainer (it runs SIF files, and hello.sif is here)"
 
