@@ -10,7 +10,7 @@ from typing import Literal
 
 from ekiben.core.checked import MAX_JSON
 from ekiben.core.decisions import log_decision
-from ekiben.core.errors import EkibenError
+from ekiben.core.errors import DefinitionError, EkibenError
 from ekiben.core.files import open_regular
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats.layer import File
@@ -18,6 +18,7 @@ from ekiben.formats.sif import read_sif
 from ekiben.formats.squashfs.reader import SquashfsReader
 from ekiben.inspect.metadata import IMAGE_METADATA, ImageMetadata
 from ekiben.resolve.graph import ResolvedRecipe
+from ekiben.resolve.recipe_layer import shipped_files
 from ekiben.resolve.resolve import resolve
 from ekiben.spec.recipe import Recipe
 from ekiben.store import Store
@@ -32,15 +33,16 @@ _DEEPEST = 100  # folders
 class RecipeState:
     """Whether an image is what its recipe describes now; what differs, for a message.
 
-    ``files``: those that ship with the recipe, as scripts and settings; ``below``: definition files and layers.
+    ``files``: those that ship with the recipe, as scripts and settings; ``below``: definition files and layers;
+    ``reason``: why not everything was compared; ``fix``: what to do then, before a build, "" where a build is all, None
+    where nothing helps.
     """
 
     kind: Literal["same", "edited", "unknown"]
     files: tuple[str, ...] = ()
     below: tuple[str, ...] = ()
-
-
-_UNKNOWN = RecipeState("unknown")
+    reason: str = ""
+    fix: str | None = None
 
 
 def state_of_sif(sif: Path, recipe: Recipe, stack: str | None = None) -> RecipeState:
@@ -48,20 +50,26 @@ def state_of_sif(sif: Path, recipe: Recipe, stack: str | None = None) -> RecipeS
     try:
         layers = read_sif(sif).layers
         if not layers:  # of another builder, as below
-            return _UNKNOWN
+            return _unknown(str(sif), "it was not built by Ekiben", fix="")
         with open_regular(sif) as stream:
             top = SquashfsReader(stream, layers[-1].offset)
             if top.lookup(IMAGE_METADATA) is None:
-                return _UNKNOWN  # of another builder
+                return _unknown(str(sif), "it was not built by Ekiben", fix="")
             metadata = ImageMetadata.parse(top.read_file(IMAGE_METADATA, MAX_JSON))
-            resolved = _resolve(recipe, stack, metadata)
+            files = tuple(_changed_files(top, shipped_files(recipe)))
+            try:
+                resolved = _resolve(recipe, stack, metadata)
+            except EkibenError as error:
+                return _wrong_recipe(str(sif), error, files)
             known = {key for _, key in metadata.layers}
             # With --build-arg, keys depend on values that the image does not have.
             by_key = () if metadata.arguments else _changed_layers(resolved, known)
             below = [*_changed_definitions(top, resolved), *by_key]
-            return _state(_changed_files(top, resolved), below)
+            return _state(files, below)
+    except DefinitionError as error:  # of the recipe's own files
+        return _wrong_recipe(str(sif), error)
     except (EkibenError, OSError, ValueError) as error:
-        return _unknown(str(sif), error)
+        return _unknown(str(sif), f"its content cannot be read: {error}", fix="")
 
 
 def state_in_engine(image_id: str, name: str, recipe: Recipe, store: Store, stack: str | None = None) -> RecipeState:
@@ -71,14 +79,22 @@ def state_in_engine(image_id: str, name: str, recipe: Recipe, store: Store, stac
     """
     try:
         record = store.image(name)
-        if record is None or record["config"] != image_id or record.get("is_custom"):
-            return _UNKNOWN
-        resolved = resolve(recipe, stack=stack)
-        is_same_top = resolved.top.cache_key in record["keys"]
-        below = [*_changed_layers(resolved, record["keys"])]
-        return _state([] if is_same_top or below else ["the recipe's own files"], below)
+        keys, config = (record["keys"], record["config"]) if record else ([], "")
     except (EkibenError, OSError, KeyError) as error:
-        return _unknown(name, error)
+        return _unknown(name, f"the store {store.root} cannot be read: {error}")
+    if record is None:
+        return _unknown(name, f"the store {store.root} has no record of {name}", fix="")
+    if config != image_id:
+        return _unknown(name, f"the image that was built last as {name} is another one", fix="")
+    if record.get("is_custom"):
+        return _unknown(name, "it was built with --gpu-arch or --build-arg")
+    try:
+        resolved = resolve(recipe, stack=stack)
+    except EkibenError as error:
+        return _wrong_recipe(name, error)
+    is_same_top = resolved.top.cache_key in keys
+    below = [*_changed_layers(resolved, keys)]
+    return _state([] if is_same_top or below else ["the recipe's own files"], below)
 
 
 def _state(files: Iterable[str], below: Iterable[str]) -> RecipeState:
@@ -86,9 +102,14 @@ def _state(files: Iterable[str], below: Iterable[str]) -> RecipeState:
     return RecipeState("edited" if any(changed) else "same", *changed)
 
 
-def _unknown(image: str, error: Exception) -> RecipeState:
-    log_decision(f"{image} and its recipe", "not compared", str(error))
-    return _UNKNOWN
+def _unknown(image: str, reason: str, files: tuple[str, ...] = (), fix: str | None = None) -> RecipeState:
+    log_decision(f"{image} and its recipe", "not compared", reason)
+    return RecipeState("unknown", files, reason=reason, fix=fix)
+
+
+def _wrong_recipe(image: str, error: EkibenError, files: tuple[str, ...] = ()) -> RecipeState:
+    """Return the state of an image whose recipe cannot be built as it is now: it was edited since, most likely."""
+    return _unknown(image, "; ".join(str(error).splitlines()), files, error.hint or "mend that")
 
 
 def _resolve(recipe: Recipe, stack: str | None, metadata: ImageMetadata) -> ResolvedRecipe:
@@ -121,12 +142,12 @@ def _changed_definitions(top: SquashfsReader, resolved: ResolvedRecipe) -> Itera
             yield definition.path.name
 
 
-def _changed_files(top: SquashfsReader, resolved: ResolvedRecipe) -> Iterator[str]:
-    """Yield the files that ship with the recipe and are not the same in the image.
+def _changed_files(top: SquashfsReader, shipped: Iterable[File]) -> Iterator[str]:
+    """Yield the recipe's own files that are not the same in the image.
 
     What this program writes of its own is left out: another version of it is no edit.
     """
-    files = {file.destination.lstrip("/"): file for file in resolved.top.files if file.source}
+    files = {file.destination.lstrip("/"): file for file in shipped}
     for path, file in files.items():
         if not _has(top, path, file):
             yield path.removeprefix(f"{_RECIPE}/")

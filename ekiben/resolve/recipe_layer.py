@@ -23,10 +23,7 @@ from ekiben.spec.stack import read_pins
 def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     """Add the last, small layer: the recipe's files, a command per task, and what runtimes read (/.singularity.d)."""
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
-    files = [
-        File(f"{RECIPE_HOME}/{inside}", mode_of(path), path, real=follow(path))
-        for inside, path in recipe.members().items()
-    ]
+    files = shipped_files(recipe)
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
     scripts = Scripts(
         run=_runscript(recipe, resolved),
@@ -66,6 +63,14 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         inputs=inputs,
     )
     return replace(resolved, layers=(*resolved.layers, top))
+
+
+def shipped_files(recipe: Recipe) -> list[File]:
+    """Return the recipe's own files, as an image has them. Raises DefinitionError."""
+    return [
+        File(f"{RECIPE_HOME}/{inside}", mode_of(path), path, real=follow(path))
+        for inside, path in recipe.members().items()
+    ]
 
 
 def _origin(layer: Layer, stage: BuildStage) -> dict[str, Any]:

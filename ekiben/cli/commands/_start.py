@@ -188,27 +188,32 @@ def export_format(start: StartOptions) -> str:
 def warn_of_edits(
     context: Context, image: NamedImage, target: launch.Target, *, stack: str | None = None, live: bool = False
 ) -> None:
-    """Say that an image lacks edits of its recipe. With ``live`` the recipe's own files are not the image's."""
+    """Say that an image lacks edits of its recipe, or why that is not known. With ``live`` the recipe's own files are
+    not the image's.
+    """
     if image.recipe is None:
         return
-    from ekiben.artifacts.recipe_state import state_in_engine, state_of_sif  # late: what resolves recipes
+    # late: what resolves recipes
+    from ekiben.artifacts.recipe_state import RecipeState, state_in_engine, state_of_sif
 
     if target.takes_sif:
-        state = state_of_sif(Path(target.image), image.recipe, stack)
+        state, shown, build = state_of_sif(Path(target.image), image.recipe, stack), target.image, image.build_hint
     else:
+        shown, build = image.tag, f"{image.build_hint} --format {Path(target.program).name}"
         try:
-            store = context.store
-        except StoreError:  # running needs none, and what it knows of an image is not known then
-            return
-        state = state_in_engine(target.image, image.name, image.recipe, store, stack)
+            state = state_in_engine(target.image, image.name, image.recipe, context.store, stack)
+        except StoreError as error:  # running needs no store
+            state = RecipeState("unknown", reason=str(error))
     changed = [*(() if live else state.files), *state.below]
-    if changed:
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        shown = target.image if target.takes_sif else image.tag
-        context.log(
-            f"warning: {shown} was built before an edit of {', '.join(changed[:_SHOWN])}{more}: "
-            f"--build, or {image.build_hint}, makes it anew"
-        )
+    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+    problems = [f"was built before an edit of {', '.join(changed[:_SHOWN])}{more}"] if changed else []
+    if state.reason:
+        compared = "not all of it was compared" if changed else "was not compared"
+        problems.append(f"{compared} with its recipe: {state.reason}")
+    if problems:
+        fix = f"{state.fix}, then {build}," if state.fix else f"--build, or {build},"
+        advice = f": {fix} makes it anew" if changed or state.fix is not None else ""
+        context.log(f"warning: {shown} {'; '.join(problems)}{advice}")
 
 
 def start_image(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.artifacts.recipe_state import RecipeState, state_in_engine, state_of_sif
 from ekiben.builder.build import BuildContext, build
 from ekiben.builder.plan import Options
+from ekiben.core.command_name import command_name
 from ekiben.formats.layer import Entry, LayerEntry, write_entries
 from ekiben.formats.sif import SifInfo
 from ekiben.formats.squashfs.writer import SquashfsWriter
@@ -59,7 +61,28 @@ EDITS: dict[str, tuple[Edit, RecipeState]] = {
     ),
     "a recipe that is wrong": (
         lambda sample: sample.replace("images/roof.def", "ground.sif", "grund.sif"),
-        RecipeState("unknown"),
+        RecipeState("unknown", reason="roof.def: no layer 'grund'. Did you mean 'ground'?", fix="mend that"),
+    ),
+    "a recipe that is wrong, and a script": (
+        lambda sample: (
+            sample.replace("images/roof.def", "ground.sif", "grund.sif"),
+            sample.write("entrypoints/greet.py", "print('bye')\n"),
+        ),
+        RecipeState(
+            "unknown",
+            ("entrypoints/greet.py",),
+            reason="roof.def: no layer 'grund'. Did you mean 'ground'?",
+            fix="mend that",
+        ),
+    ),
+    "requirements that are not locked": (
+        lambda sample: (
+            sample.write("requirements.txt", "six\n"),
+            sample.write("SHA256SUMS", f"{'0' * 64}  requirements.txt\n"),
+        ),
+        RecipeState(
+            "unknown", reason="requirements.txt: was changed and not locked again", fix=f"{command_name()} lock FOLDER"
+        ),
     ),
 }
 
@@ -72,7 +95,10 @@ def test_edits_since_a_sif_was_built_are_named(
     edit, expected = EDITS[name]
     make_sif(image_of(files_only, store), store, tmp_path / "x.sif", squash=squash)
     edit(files_only)
-    assert state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path))) == expected
+    state = state_of_sif(tmp_path / "x.sif", find_recipe(str(files_only.path)))
+    reason = state.reason.replace(f"{files_only.path}/", "").replace("images/", "")
+    fix = state.fix and state.fix.replace(str(files_only.path), "FOLDER")
+    assert replace(state, reason=reason, fix=fix) == expected
 
 
 def test_a_removed_script_is_an_edit(files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
@@ -96,8 +122,16 @@ def test_edits_since_an_engine_got_its_image_are_known_by_the_store(files_only: 
     assert state_in_engine(image.image_id, image.name, recipe, store).files == ("the recipe's own files",)
     files_only.write("files/data.txt", "other\n")
     assert state_in_engine(image.image_id, image.name, recipe, store).below == ("what layer roof is made of",)
-    assert state_in_engine("sha256:" + "0" * 64, image.name, recipe, store).kind == "unknown"
-    assert state_in_engine(image.image_id, "other", recipe, store).kind == "unknown"
+    later = state_in_engine("sha256:" + "0" * 64, image.name, recipe, store)
+    assert (later.kind, later.reason, later.fix) == (
+        "unknown",
+        "the image that was built last as own is another one",
+        "",
+    )
+    other = state_in_engine(image.image_id, "other", recipe, store)
+    assert (other.kind, other.reason) == ("unknown", f"the store {store.root} has no record of other")
+    files_only.replace("images/roof.def", "ground.sif", "grund.sif")
+    assert "no layer 'grund'" in state_in_engine(image.image_id, image.name, recipe, store).reason
 
 
 def test_an_image_of_build_arguments_is_compared_without_them(
@@ -109,7 +143,8 @@ def test_an_image_of_build_arguments_is_compared_without_them(
     image = build(BuildContext(resolve(recipe, arguments={"word": "b"}), store, Options(), quiet()))
     make_sif(image, store, tmp_path / "x.sif", squash=False)
     assert state_of_sif(tmp_path / "x.sif", recipe) == RecipeState("same")
-    assert state_in_engine(image.image_id, image.name, recipe, store).kind == "unknown"
+    custom = state_in_engine(image.image_id, image.name, recipe, store)
+    assert (custom.reason, custom.fix) == ("it was built with --gpu-arch or --build-arg", None)
     files_only.write("entrypoints/greet.py", "print('bye')\n")
     assert state_of_sif(tmp_path / "x.sif", recipe).files == ("entrypoints/greet.py",)
 
@@ -143,4 +178,6 @@ def test_an_image_that_means_harm_is_unknown(
     entries += [(Entry(name, "file", 0o644, size=len(data)), [data]) for name, data in files.items()]
     _squashfs(tmp_path / "own.sif", entries)
     monkeypatch.setattr(recipe_state, "read_sif", lambda path: SimpleNamespace(layers=[SimpleNamespace(offset=0)]))
-    assert state_of_sif(tmp_path / "own.sif", find_recipe(str(files_only.path))) == RecipeState("unknown")
+    state = state_of_sif(tmp_path / "own.sif", find_recipe(str(files_only.path)))
+    assert (state.kind, state.files) == ("unknown", ())
+    assert state.reason

@@ -97,6 +97,43 @@ def test_edits_are_named_and_built_with_build(
     assert (tmp_path / "started").read_text() == "--quiet test\n" * 2 + "--version \nrun --cleanenv\n"
 
 
+def test_an_edit_that_cannot_be_built_is_a_warning(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    recipe, at_store = str(files_only.path), ["--store", str(store.root)]
+    write_program(tmp_path / "bin/apptainer", RUNTIME)
+    (tmp_path / "outcome").write_text("0")
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    files_only.recipe(name="pilot")
+    make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
+    files_only.write("entrypoints/greet.py", "print('bye')\n")
+    files_only.write("requirements.txt", "six\n")
+    files_only.write("SHA256SUMS", f"{'0' * 64}  requirements.txt\n")
+    for argv in (
+        ("run", "--cpu", recipe, "greet"),
+        ("exec", "--cpu", recipe, "true"),
+        ("shell", "--cpu", recipe, "true"),
+        ("submit", "--scheduler", "slurm", "--force", "--dry-run", recipe, "greet"),
+    ):
+        shown = run_cli(*at_store, *argv, env=env).stderr
+        assert "pilot.sif was built before an edit of entrypoints/greet.py; not all of it was compared with " in shown
+        assert f"{recipe}/requirements.txt: was changed and not locked again: " in shown
+        assert f"lock {recipe}, then " in shown
+        assert f"build {recipe}, makes it anew\n" in shown
+
+
+def test_an_engines_older_image_is_a_warning(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    files_only.recipe(name="hello")
+    image_of(files_only, store)
+    write_program(tmp_path / "bin/podman", PODMAN)
+    argv = ["run", "--runtime", "podman", "--cpu", "--dry-run", str(files_only.path), "greet"]
+    shown = run_cli("--store", str(store.root), *argv, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
+    assert "warning: ekiben/hello:latest was not compared with its recipe: the image that was built last as" in shown
+    assert f"build {files_only.path} --format podman, makes it anew" in shown
+
+
 def test_build_is_for_a_recipe(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
     files_only.recipe(name="pilot")
     make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
