@@ -163,11 +163,12 @@ class Root(click.Group):
             self._exit(ctx, expected)
 
     def _move_option(self, ctx: click.Context, error: click.ClickException) -> click.ClickException:
-        """Return what to say of an option that comes before the command, and else ``error`` itself."""
-        if not isinstance(error, click.NoSuchOption) or not any(
-            error.option_name in param.opts for param in self.params
-        ):
+        """Return what to say of an option that comes before the command, or is not there; else ``error`` itself."""
+        if not isinstance(error, click.NoSuchOption):
             return error
+        if not any(error.option_name in param.opts for param in self.params):
+            nearest_first = error.possibilities or []  # click would list all, by the alphabet
+            return click.NoSuchOption(error.option_name, error.message, nearest_first[:1], error.ctx)
         message = (
             f"'{error.option_name}' comes before the command: "
             f"{command_name()} {error.option_name} … {ctx.invoked_subcommand}"

@@ -24,7 +24,7 @@ from ekiben.core.environment import ARCHITECTURES
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.output import check_output_file, check_output_folder
 from ekiben.core.paths import expand_home
-from ekiben.core.printable import printable
+from ekiben.core.printable import printable, single_line
 
 if TYPE_CHECKING:
     from ekiben.core.pgp_key import Key
@@ -403,27 +403,33 @@ def with_policy(context: Context, image: NamedImage) -> NamedImage:
     return replace(image, signature=required_signature(policy, context.store, context.progress))
 
 
-def published_file(context: Context, reference: str) -> str:
-    """Return the SIF of a published NAME[:VERSION], or of an image in a registry; what names a recipe, a stored image
-    or a path stays as it is.
+def readable_image(context: Context, reference: str) -> str:
+    """Return what open_image() reads: the path of a SIF, or the name of an image in the store, of a recipe, say.
 
-    Raises UsageError, StoreError, FetchError.
+    Raises UsageError for what is neither in the store nor anything that find_image() finds; DefinitionError,
+    EngineError, StoreError, FetchError.
     """
-    from ekiben.images import ImageOptions, published_sif, registry_reference
-    from ekiben.spec.recipe import recipe_folders
+    from ekiben.images import ImageOptions
 
-    if registry_reference(reference):
+    store = context.store
+    if "/" not in reference and not reference.endswith(".sif") and store.image(reference):
+        return reference
+    try:
         image = find_named(context, reference, ImageOptions())
-        if not image.sif.is_file():
-            raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not read")
-        return str(image.sif)
-    if "/" in reference or reference.endswith(".sif"):
-        return reference
-    is_recipe = reference in recipe_folders() or (Path(reference) / "recipe.yaml").is_file()
-    if ":" not in reference and (is_recipe or Path(reference).is_file() or context.store.image(reference)):
-        return reference
-    sif = published_sif(reference, context.settings.shared)
-    return str(sif) if sif else reference
+    except UsageError as error:
+        if not str(error).startswith("no recipe"):
+            raise
+        here = f"no image '{single_line(reference)}' in {store.root}"
+        close = nearest(reference, store.images())
+        if "Did you mean" in close:
+            raise UsageError(f"{here}.{close}", hint=f"{command_name()} list names the images there") from error
+        raise UsageError(f"{here}; {error}", hint=error.hint) from error
+    if image.recipe is not None:
+        return image.name
+    if not image.sif.is_file():
+        raise EngineError(f"{reference} is a Docker image that was not made by Ekiben, and is not read")
+    path = str(image.sif)
+    return path if "/" in path or path.endswith(".sif") else f"./{path}"
 
 
 def include_option(

@@ -20,6 +20,14 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def single_line(text: str) -> str:
+    r"""Return ``text`` as printable() has it, with ends of lines and tabs as ``\n`` and ``\t``, too.
+
+    For a name within a message.
+    """
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def printable_pieces(pieces: Iterable[bytes]) -> Iterator[str]:
     """Yield pieces of UTF-8 as printable() has them. A carriage return, as of progress bars, ends a line."""
     lines = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)

@@ -19,6 +19,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import FetchError, StoreError, UsageError, nearest
 from ekiben.core.inner_path import AnyPath, InnerPath
+from ekiben.core.printable import single_line
 from ekiben.images.published import (
     UnrecordedVersion,
     VersionRecord,
@@ -76,22 +77,9 @@ def find_image(reference: str, options: ImageOptions) -> NamedImage:
             return _published_image(name, "", options)
         if Path(reference).is_file():
             return _of_file(Path(reference), options)
-        looked = f"; nothing is published as {name} in {shared}" if shared else ""
+        looked = f"; nothing is published as {single_line(name)} in {shared}" if shared else ""
         raise UsageError(f"{str(error).removesuffix('.')}{looked}", hint=error.hint) from error
     return replace(_of_recipe(recipe, options), note=_note_of_both(name, options.shared()))
-
-
-def published_sif(reference: str, shared: Path | None) -> Path | None:
-    """Return the SIF of a published NAME[:VERSION], None where ``reference`` can be none.
-
-    Raises UsageError when the version is not there, StoreError when the folder cannot be read.
-    """
-    if _is_path(reference):
-        return None
-    name, colon, version = _split(reference)
-    if not (colon or _is_published(name, shared)):
-        return None
-    return _published_image(name, version, ImageOptions(shared=lambda: shared)).sif
 
 
 def _split(reference: str) -> tuple[str, str, str]:
@@ -99,8 +87,8 @@ def _split(reference: str) -> tuple[str, str, str]:
     name, colon, version = reference.partition(":")
     if colon and not version:
         raise UsageError(
-            f"{reference}: the version after the colon is missing",
-            hint=f"{name}:{CURRENT} is the newest published image; {name} is a recipe's, or else that one",
+            f"{single_line(reference)}: the version after the colon is missing",
+            hint=f"{single_line(name)}:{CURRENT} is the newest published image; {name} is a recipe's, or else that one",
         )
     return name, colon, version
 
@@ -117,17 +105,23 @@ def _at_path(reference: str, options: ImageOptions) -> NamedImage:
         return _of_recipe(find_recipe(reference, options.included), options)
     if path.is_file():
         return _of_file(path, options)
+    shown = single_line(reference)
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{reference} is no regular file")
+        raise UsageError(f"{shown} is no regular file")
     if reference.endswith(".sif"):
-        raise UsageError(f"{reference} is not there")
-    raise UsageError(f"{reference}: no recipe.yaml there, and it is no SIF file")
+        raise UsageError(f"{shown} is a folder, and no SIF file" if path.is_dir() else f"{shown} is not there")
+    raise UsageError(f"{shown}: no recipe.yaml there, and it is no SIF file")
 
 
 def registry_reference(text: str) -> Reference | None:
     """Return the reference that a name is, None for a path. Raises UsageError for a scheme that is not read."""
     if not is_reference(text) or ("://" not in text and (text.endswith(".sif") or os.path.lexists(text))):
         return None
+    if text.startswith(("http://", "https://")) and text.endswith(".sif"):
+        raise UsageError(
+            f"{single_line(text)} is a file of a web server, and is not fetched",
+            hint="download it, and name the file; oras://HOST/NAME:TAG is an image in a registry",
+        )
     return Reference.parse(text)
 
 
@@ -141,10 +135,7 @@ def _in_registry(text: str, options: ImageOptions) -> NamedImage:
     try:
         pulled = options.pull(reference)
     except FetchError as error:
-        if "://" in text:
-            raise
-        here = f"{text}: there is no such file or folder here, and no image in the registry {reference.host}"
-        raise FetchError(f"{here}: {error}", hint=error.hint) from error
+        raise not_in_registry(text, reference, error) from error
     stem = reference.repository.rpartition("/")[2]
     log_decision(f"image {text}", pulled.engine or pulled.sif, "of a registry")
     if not pulled.sif.is_file():
@@ -153,6 +144,14 @@ def _in_registry(text: str, options: ImageOptions) -> NamedImage:
     name = stem if image.tasks is None else image.name
     notes = "; ".join(filter(None, (pulled.note, image.note)))
     return replace(image, name=name, sha256=pulled.sha256, pulled=pulled.engine, note=notes)
+
+
+def not_in_registry(text: str, reference: Reference, error: FetchError) -> FetchError:
+    """Return the error for an image that a registry does not have: of a name that may be a path, too, it says both."""
+    if "://" in text:
+        return error
+    here = f"{text}: there is no such file or folder here, and no image in the registry {reference.host}"
+    return FetchError(f"{here}: {error}", hint=error.hint)
 
 
 def _of_recipe(recipe: Recipe, options: ImageOptions) -> NamedImage:
@@ -220,11 +219,11 @@ def _published_image(name: str, version: str, options: ImageOptions) -> NamedIma
     _refuse_options(options, f"{name} is published")
     if shared is None:
         raise UsageError(
-            f"{name}:{version} is a published image, and no shared folder is known",
+            f"{single_line(f'{name}:{version}')} is a published image, and no shared folder is known",
             hint="--shared DIR, or shared: in config.yaml",
         )
     if not NAME.fullmatch(name):
-        raise UsageError(f"{name}: an image's name is lower-case letters, digits, '.', '_' and '-'")
+        raise UsageError(f"{single_line(name)}: an image's name is lower-case letters, digits, '.', '_' and '-'")
     folder = open_shared(shared).folder
     records, skipped = read_records(folder / IMAGES / name)
     _refuse_unrecorded(name, version or CURRENT, folder / IMAGES / name, records, shared)
@@ -276,4 +275,4 @@ def _version_of(name: str, version: str, records: list[VersionRecord], links: di
         if _is_version(record, version):
             return record
     known = [*dict.fromkeys(record.version for record in reversed(records)), *sorted(links)]
-    raise UsageError(f"{name} has no version '{version}'." + nearest(version, known[:_SHOWN]))
+    raise UsageError(f"{name} has no version '{single_line(version)}'." + nearest(version, known[:_SHOWN]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ekiben.core.checked import is_digest
 from ekiben.core.errors import UsageError
+from ekiben.core.printable import single_line
 
 HUB = "docker.io"
 _REPOSITORY = re.compile(r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*")
@@ -27,25 +28,31 @@ class Reference:
     @classmethod
     def parse(cls, text: str) -> Reference:
         """Read a reference; oras://, docker://, https:// or http:// may stand before it. Raises UsageError."""
+        shown = single_line(text)
         scheme, _, rest = text.rpartition("://")
         if scheme not in ("", "oras", "docker", "http", "https"):
             raise UsageError(
-                f"{text}: '{scheme}://' is not known; oras://, docker://, https://, http://, or none of them"
+                f"{shown}: '{single_line(scheme)}://' is not known; "
+                "oras://, docker://, https://, http://, or none of them"
             )
-        name, _, digest = rest.partition("@")
+        name, at, digest = rest.partition("@")
         first, slash, path = name.partition("/")
-        if slash and ("." in first or ":" in first or first == "localhost"):
+        is_host = scheme not in ("", "docker") or "." in first or ":" in first or first == "localhost"
+        if slash and is_host:
             host, repository = first, path
         else:
             host, repository = HUB, name
-        repository, _, tag = repository.partition(":")
+        repository, colon, tag = repository.partition(":")
+        if (colon and not tag) or (at and not digest):
+            missing = "digest after the @" if at and not digest else "tag after the colon"
+            raise UsageError(f"{shown}: the {missing} is missing", hint="as in registry.example.org/lab/name:tag")
         repository = f"library/{repository}" if host == HUB and "/" not in repository else repository
         if (
             not _REPOSITORY.fullmatch(repository)
             or (tag and not _TAG.fullmatch(tag))
             or (digest and not is_digest(digest))
         ):
-            raise UsageError(f"{text} is no reference to an image", hint="as in registry.example.org/lab/name:tag")
+            raise UsageError(f"{shown} is no reference to an image", hint="as in registry.example.org/lab/name:tag")
         return cls(host, repository, digest, tag, scheme if scheme.startswith("http") else "")
 
     @property

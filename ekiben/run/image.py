@@ -14,6 +14,7 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import StoreError, UsageError, VerifyError, nearest
 from ekiben.core.files import digest_of, open_regular
 from ekiben.core.inner_path import AnyPath
+from ekiben.core.printable import single_line
 from ekiben.formats.sif import read_runnable_sif, read_sif
 from ekiben.spec.recipe import Recipe, ShippedRecipe
 
@@ -88,6 +89,12 @@ class NamedImage:
         """Return the command that builds it, None where nothing here does."""
         return f"{command_name()} build {self.build_args}" if self.build_args else None
 
+    def refuse_option(self, option: str) -> UsageError:
+        """Return the error for an option that needs the recipe of an image that has none here."""
+        kind = "is published" if self.is_published else "is a file"
+        shown = self.name if self.is_published else self.sif
+        return UsageError(f"{option} is for a recipe's image, and {shown} {kind}")
+
     def check_file(self) -> None:
         """Check that the file is a complete SIF, which a runtime can start: its header is read, not all of it.
 
@@ -107,7 +114,7 @@ class NamedImage:
             return "single"
         if task not in self.tasks:
             owner = f"recipe '{self.recipe.name}'" if self.recipe else str(self.sif)
-            raise UsageError(f"{owner} has no task '{task}'." + nearest(task, self.tasks))
+            raise UsageError(f"{owner} has no task '{single_line(task)}'." + nearest(task, self.tasks))
         return self.tasks[task]
 
 

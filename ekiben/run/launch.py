@@ -14,7 +14,7 @@ from pathlib import Path
 from ekiben.core.decisions import log_decision
 from ekiben.core.errors import EngineError, UsageError, nearest
 from ekiben.core.mounts import bind_args, volume_args
-from ekiben.core.paths import expand_home
+from ekiben.core.paths import ENGINE_SETUP, expand_home
 from ekiben.core.process import run, which
 from ekiben.gpu import container_gpus
 from ekiben.run.contract import LEAKS, NO_EVALUATION, folders_to_bind, outermost, passed, protect_caches
@@ -116,7 +116,8 @@ def choose_target(image: NamedImage, engines: Engines, asked: str = "auto") -> T
             missing.append(f"docker has no image {image.tag}")
         except EngineError as error:
             missing.append(str(error))
-    raise EngineError(f"{image.name} cannot be run here: {'; '.join(missing)}", hint=image.build_hint)
+    hint = ENGINE_SETUP if has_sif else image.build_hint
+    raise EngineError(f"{image.name} cannot be run here: {'; '.join(missing)}", hint=hint)
 
 
 def _sif_target(image: NamedImage, program: str) -> Target:
@@ -132,7 +133,8 @@ def _asked_target(image: NamedImage, engines: Engines, asked: str) -> Target:
         raise UsageError(f"--runtime: no runtime '{asked}'." + nearest(asked, ["auto", *known]))
     program = which(asked)
     if program is None:
-        raise EngineError(f"{image.name} cannot be run here: {asked} is not on PATH")
+        hint = ENGINE_SETUP if asked in OF_SIF else None
+        raise EngineError(f"{image.name} cannot be run here: {asked} is not on PATH", hint=hint)
     if asked in OF_SIF:
         if not image.sif.is_file():
             raise EngineError(f"{image.name} cannot be run here: {image.sif} is not there", hint=image.build_hint)

@@ -16,11 +16,6 @@ from ekiben.signing.registry import check_pushed
 from ekiben.signing.sif import check_sif
 
 
-def is_image(name: str) -> bool:
-    """Return whether ``name`` is a file or a reference to a registry, rather than a recipe."""
-    return Path(name).is_file() or name.endswith(".sif") or (not Path(name).exists() and is_reference(name))
-
-
 def check_image(name: str, signer: str | None) -> tuple[str, list[Key]]:
     """Check the signature of a SIF file or of an image in a registry. Returns what was checked, and who signed it.
 

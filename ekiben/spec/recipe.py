@@ -21,6 +21,7 @@ from ekiben.core.environment import host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import parse_yaml, read_yaml, tree_paths
 from ekiben.core.paths import PROJECT_ROOT
+from ekiben.core.printable import single_line
 from ekiben.core.settings import read_settings
 from ekiben.spec.source_folders import SourceFolders, follow, included_paths
 
@@ -278,7 +279,7 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
         folder, reason = follow(Path(name)), "named by its path"
         folder = folder.parent if folder.name == "recipe.yaml" else folder
         if not (folder / "recipe.yaml").is_file():
-            raise UsageError(f"{name}: no recipe.yaml there")
+            raise UsageError(f"{single_line(name)}: no recipe.yaml there")
     else:
         known = _folders_by_name()
         if name not in known and (Path(name) / "recipe.yaml").is_file():
@@ -289,7 +290,7 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
             hint += (
                 f"; recipes: in config.yaml names {', '.join(map(str, gone))}: there is no such folder" if gone else ""
             )
-            raise UsageError(f"no recipe '{name}'." + nearest(name, known), hint=hint)
+            raise UsageError(f"no recipe '{single_line(name)}'." + nearest(name, known), hint=hint)
         if len(known[name]) > 1:
             folders = ", ".join(map(str, known[name]))
             raise UsageError(

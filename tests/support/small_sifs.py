@@ -45,7 +45,7 @@ def broken_sifs(folder: Path) -> dict[str, str]:
     good = small_sif(folder / "good.sif").read_bytes()
     (folder / "good.sif").unlink()
     where = next(item for item in range(0, len(good), 4096) if good[item : item + 4] == b"hsqs")
-    contents = {
+    files = {
         "empty.sif": (b"", "not a SIF file"),
         "text.sif": (b"#!/bin/sh\necho hello\n" * 1000, "not a SIF file"),
         "short.sif": (good[:-1000], "truncated: data object 2 ends behind the file's "),
@@ -53,6 +53,6 @@ def broken_sifs(folder: Path) -> dict[str, str]:
         "zeros.sif": (good[:where] + bytes(len(good) - where), "damaged: data object 2 should be a squashfs"),
         "data.sif": (good[:4096] + bytes(len(good) - 4096), "there is no image in this SIF"),
     }
-    for name, (data, _) in contents.items():
+    for name, (data, _) in files.items():
         (folder / name).write_bytes(data)
-    return {name: message for name, (_, message) in contents.items()}
+    return {name: message for name, (_, message) in files.items()}

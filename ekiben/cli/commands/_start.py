@@ -160,7 +160,7 @@ def build_or_compare(context: Context, image: NamedImage, start: StartOptions, *
 def buildable(image: NamedImage) -> Recipe:
     """Return the recipe of an image. Raises UsageError where it has none here, and --build has nothing to build."""
     if image.recipe is None:
-        raise UsageError(f"--build is for a recipe's image, and {image.name} has no recipe here")
+        raise image.refuse_option("--build")
     return image.recipe
 
 
@@ -294,7 +294,7 @@ def docker_image_id(name: str) -> str:
 
 def _live_files(image: NamedImage) -> LiveFiles:
     if image.recipe is None:
-        raise UsageError(f"--live shows a recipe's scripts as they are here, and {image.name} has no recipe here")
+        raise image.refuse_option("--live")
     return live_files(image.recipe)
 
 

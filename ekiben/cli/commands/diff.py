@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType, json_option, published_file
+from ekiben.cli.options import Command, RecipeType, json_option, readable_image
 from ekiben.inspect.diff import ImageDiff, compare
 from ekiben.inspect.image_reader import open_image
 from ekiben.inspect.text import format_diff
@@ -45,7 +45,7 @@ class DiffResult:
 @click.pass_obj
 def command(context: Context, /, before: str, after: str) -> None:
     """Open both, and compare them."""
-    names = [published_file(context, name) for name in (before, after)]
+    names = [readable_image(context, name) for name in (before, after)]
     with open_image(names[0], context.store) as one, open_image(names[1], context.store) as other:
         differences = compare(one, other)
     context.print(DiffResult(differences))

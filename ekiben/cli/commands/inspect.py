@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType, json_option, published_file
+from ekiben.cli.options import Command, RecipeType, json_option, readable_image
 from ekiben.inspect.describe import ImageDescription, SifDescription, describe
 from ekiben.inspect.text import format_description
 
@@ -41,4 +41,4 @@ class InspectResult:
 @click.pass_obj
 def command(context: Context, /, image: str) -> None:
     """Describe it."""
-    context.print(InspectResult(describe(published_file(context, image), context.store)))
+    context.print(InspectResult(describe(readable_image(context, image), context.store)))

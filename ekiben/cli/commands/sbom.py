@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, OutputFile, RecipeType, published_file
+from ekiben.cli.options import Command, OutputFile, RecipeType, readable_image
 from ekiben.core.files import atomic_write
 from ekiben.inspect.sbom import sbom_of
 
@@ -30,7 +30,8 @@ _KINDS = {"Debian's": "pkg:deb/", "Python's": "pkg:pypi/", "of a repository": "p
 @click.pass_obj
 def command(context: Context, /, image: str, output: Path | None) -> None:
     """Write the SBOM to a file, or print it."""
-    document = sbom_of(published_file(context, image), context.store, context.progress)
+    name = image if image.endswith(".json") else readable_image(context, image)
+    document = sbom_of(name, context.store, context.progress)
     if output is None:
         click.echo(document, nl=False)
         return

@@ -31,19 +31,20 @@ from ekiben.cli.options import (
     RecipeOptions,
     RecipeType,
     engine_option,
+    file_of,
     json_option,
     progress_option,
-    published_file,
     recipe_options,
     refuse_ignored,
     signature_options,
 )
+from ekiben.core.errors import FetchError
 from ekiben.core.pgp_key import Key
 from ekiben.core.printable import printable
+from ekiben.images import not_in_registry, registry_reference
 from ekiben.inspect.describe import drift_of
-from ekiben.registry.reference import is_reference
 from ekiben.resolve.graph import ResolvedRecipe
-from ekiben.signing.check import check_image, is_image
+from ekiben.signing.check import check_image
 from ekiben.store import Image
 
 
@@ -136,18 +137,14 @@ def command(
     recipe_options: RecipeOptions,
 ) -> None:
     """Check the signature, rebuild, or run the tests."""
-    recipe = recipe if is_reference(recipe) else published_file(context, recipe)  # a signature in a registry is there
-    if is_image(recipe):
-        refuse_ignored(
-            "is for a recipe's image; of a file or a reference, integrity and signature are checked",
-            "sif",
-            "again",
-            "engine",
-            "stack",
-            "gpu_arch",
-            "arguments",
-        )
-        context.print(SignedResult(*check_image(recipe, signer)))
+    image = _file_or_reference(context, recipe, recipe_options)
+    if image is not None:
+        _refuse_options_of_recipes()
+        try:
+            context.print(SignedResult(*check_image(image, signer)))
+        except FetchError as error:
+            reference = registry_reference(image)
+            raise (not_in_registry(image, reference, error) if reference else error) from error
         return
     is_signature_required = require_signature or signer is not None
     if not again:
@@ -163,6 +160,29 @@ def command(
         rebuild_and_compare(context, resolved, Options(engine=engine, mirror=recipe_options.mirror))
         return
     context.print(VerifyResult(*verify_image(resolved, context.store, sif)))
+
+
+def _file_or_reference(context: Context, name: str, options: RecipeOptions) -> str | None:
+    """Return the file or the registry's image that is meant, None for a recipe's image."""
+    if registry_reference(name):  # its signature is there, too
+        _refuse_options_of_recipes()
+        return name
+    if name.endswith(".sif"):
+        _refuse_options_of_recipes()
+    sif = file_of(context, name, options, "verified")
+    return str(sif) if sif else None
+
+
+def _refuse_options_of_recipes() -> None:
+    refuse_ignored(
+        "is for a recipe's image; of a file or a reference, integrity and signature are checked",
+        "sif",
+        "again",
+        "engine",
+        "stack",
+        "gpu_arch",
+        "arguments",
+    )
 
 
 def rebuild_and_compare(context: Context, resolved: ResolvedRecipe, options: Options) -> None:

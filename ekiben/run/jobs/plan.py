@@ -135,7 +135,7 @@ def node_args(request: JobRequest, scheduler: str, site: Site | None) -> list[st
 def recipe_of(image: NamedImage) -> Recipe:
     """Return the recipe of an image, for --live. Raises UsageError where it has none here."""
     if image.recipe is None:
-        raise UsageError(f"--live shows a recipe's scripts as they are here, and {image.name} has no recipe here")
+        raise image.refuse_option("--live")
     return image.recipe
 
 

@@ -68,7 +68,7 @@ def test_doctor_checks_the_file_that_run_starts(
     run_cli(*at_store, "doctor", recipe, env=env)
 
 
-def test_doctor_of_a_task_says_that_no_runtime_is_here(run_cli: RunCli, tmp_path: Path) -> None:
+def test_doctor_of_a_task_reports_a_missing_runtime(run_cli: RunCli, tmp_path: Path) -> None:
     done = run_cli("doctor", "hello", "hello", env={"PATH": f"{tmp_path}/bin"}, code=10)
     assert "→ will fail because no runtime is here that runs it" in done.stdout
     assert "hello --dry-run cannot be asked: hello cannot be run here: " in done.stdout

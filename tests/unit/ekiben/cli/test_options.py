@@ -260,14 +260,14 @@ def test_a_pipe_where_a_file_is_read_is_refused(sample: SampleRecipe, tmp_path: 
     for pipe in (sif, bundle, wheel):
         os.mkfifo(pipe)
     for code, arguments in (
-        (6, ("inspect", sif)),
-        (6, ("diff", sif, sif)),
-        (6, ("sbom", sif)),
+        (2, ("inspect", sif)),
+        (2, ("diff", sif, sif)),
+        (2, ("sbom", sif)),
         (6, ("image", sample.path, "--bundle", bundle)),
         (2, ("wheels", "import", sample.path, wheel)),
     ):
         done = run_cli(*map(str, arguments), code=code, env={"EKIBEN_STORE": str(tmp_path / "store")})
-        assert "it is not a regular file" in done.stderr
+        assert any(text in done.stderr for text in ("it is not a regular file", "is no regular file"))
 
 
 def test_python_without_the_requirements_gets_a_hint() -> None:

@@ -139,7 +139,7 @@ def test_build_is_for_a_recipe(run_cli: RunCli, files_only: SampleRecipe, store:
     make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
     env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
     refused = run_cli("run", "--build", "./pilot.sif", env=env, code=2).stderr
-    assert "--build is for a recipe's image, and pilot has no recipe here" in refused
+    assert "--build is for a recipe's image, and pilot.sif is a file" in refused
     for option, value in (("--dry-run", []), ("--sif", ["pilot.sif"])):
         refused = run_cli("run", "--build", option, *value, str(files_only.path), env=env, code=2).stderr
         assert f"{option} " in refused

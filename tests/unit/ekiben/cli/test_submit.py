@@ -102,7 +102,7 @@ def test_live_scripts_are_copied_when_a_job_is_submitted(
     assert "pilot.sif was built before an edit of entrypoints/" in run_cli(*submit, "other", *argv).stderr
     assert "\nlive=\n" in (tmp_path / "other/1-greet.sh").read_text()
     refused = run_cli(*submit, "third", "--live", "./pilot.sif", "greet", code=2).stderr
-    assert "--live shows a recipe's scripts as they are here, and pilot has no recipe here" in refused
+    assert "--live is for a recipe's image, and pilot.sif is a file" in refused
     assert not (tmp_path / "third").exists()
 
 

@@ -340,7 +340,7 @@ def test_sbom_of_a_squashed_sif(made: Image, store: Store, tmp_path: Path) -> No
 def test_sbom_of_unknown_names_and_files_fails(made: Image, store: Store, tmp_path: Path, run_cli: RunCli) -> None:
     stderr = run_cli("--store", store.root, "sbom", "owm", code=2).stderr
     assert "Did you mean 'own'" in stderr
-    assert f"build.py --store {store.root} build owm" in stderr
+    assert f"build.py --store {store.root} list names the images there" in stderr
     (tmp_path / "x.json").write_text('{"format": 1}')
     assert "no record of a published image" in run_cli("--store", store.root, "sbom", "x.json", code=2).stderr
     assert "No such file" in run_cli("--store", store.root, "sbom", "y.json", code=2).stderr
