@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ekiben.core.command_name import command_name
+from ekiben.core.errors import EkibenError
+from ekiben.core.printable import single_line
+from ekiben.images import ImageOptions, find_image
 from ekiben.spec.recipe import recipe_folders
+from ekiben.spec.sums import REQUIREMENTS
 
 
 def overview() -> Iterator[str]:
     """Yield a few lines: the recipes that are here, and the commands to go on with."""
     known, here = sorted(recipe_folders()), _recipes_in(Path())
-    shown = here[0] if here else "hello" if "hello" in known else (known or ["RECIPE"])[0]
+    sifs = sorted(f"./{path.name}" for path in Path().glob("*.sif") if path.is_file())
+    shown = [*here, *sifs, *(name for name in known if name == "hello"), *known, "RECIPE"][0]
+    if sifs:
+        yield f"Images in this folder:  {_first(sifs)}"
     if here:
         yield f"Recipes in this folder: {', '.join(here)}"
     if known:
         yield f"Recipes by name:        {', '.join(known)}"
     yield ""
-    width = len(f"{command_name()} build {shown}")
-    for arguments, purpose in (
-        (f"plan {shown}", "show what would be built, and why"),
-        (f"build {shown}", "build it, verify it, and show how to run it"),
+    lines = [
+        *_ways_to_run(shown),
+        *(_WAYS_TO_BUILD if shown not in sifs else {}).items(),
         ("doctor", "check what can be built and run on this machine"),
         ("--help", "list all commands"),
-    ):
-        yield f"  {command_name()} {arguments}".ljust(width + 2) + f"   {purpose}"
+    ]
+    commands = [arguments.replace("RECIPE", shlex.quote(shown)) for arguments, _ in lines]
+    width = max(map(len, commands))
+    for arguments, (_, purpose) in zip(commands, lines, strict=True):
+        yield f"  {command_name()} {arguments.ljust(width)}   {purpose}"
+
+
+_SHOWN = 5  # images that are named
+_WAYS_TO_BUILD = {
+    "plan RECIPE": "show what would be built, and why",
+    "build RECIPE": "build it, verify it, and show how to run it",
+}
+
+
+def _ways_to_run(shown: str) -> Iterator[tuple[str, str]]:
+    """Yield how an image that is here is run, and how a recipe here gets other versions."""
+    with contextlib.suppress(EkibenError):  # building it says what is wrong
+        image = find_image(shown, ImageOptions())
+        tasks = list(image.tasks or ())
+        if image.sif.is_file():
+            yield f"run RECIPE{f' {tasks[0]}' if tasks else ''}", f"run a task of {image.sif}"
+            yield "shell RECIPE", "open a shell in it"
+        if image.recipe and any((image.recipe.folder / name).is_file() for name in REQUIREMENTS):
+            yield "lock RECIPE", "lock its requirements after an edit"
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(single_line, names[:_SHOWN])) + more
 
 
 def _recipes_in(folder: Path) -> list[str]:

@@ -297,6 +297,8 @@ def find_recipe(name: str, included: Iterable[Path] = ()) -> Recipe:
                 f"there are several recipes '{name}': {folders}", hint="give the one that you mean as a path"
             )
         folder, reason = known[name][0], _folder_source(known[name][0])
+        if (Path(name) / "recipe.yaml").is_file() and follow(Path(name)) != follow(folder):
+            _warn(f"{name} is the recipe in {folder}; the one in this folder is ./{name}")
     log_decision(f"recipe {name}", folder, reason)
     recipe = read_recipe(folder, included)
     for name, task in recipe.file.tasks.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import pytest
 from click.testing import CliRunner
 
 import ekiben
+from ekiben.artifacts.exporters.sif import make_sif
 from ekiben.cli import commands, root
 from ekiben.cli.group import ALIASES, SECTIONS
 from ekiben.core.errors import EkibenError
+from ekiben.store import Store
 from support.cli_audit import ROOT, audit, audit_forked
-from support.sample_recipe import RunCli, SampleRecipe, seeded
+from support.sample_recipe import RunCli, SampleRecipe, image_of, seeded
 
 CTX = click.Context(root)
 NAMES = root.list_commands(CTX)
@@ -209,6 +212,30 @@ def test_no_command_shows_recipes_and_next_commands(run_cli: RunCli, sample: Sam
     (line,) = (line for line in shown.splitlines() if " plan " in line)
     argv = line.split("   ")[0].split()
     assert subprocess.run(argv, cwd=sample.path.parent, capture_output=True, check=False).returncode == 0
+
+
+def test_no_command_lists_images_and_commands_for_them(
+    run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
+) -> None:
+    make_sif(image_of(files_only, store), store, tmp_path / "own.sif", squash=False)
+    files_only.write("requirements.txt", "six\n")
+    shown = run_cli().stdout
+    assert "Images in this folder:  ./own.sif\n" in shown
+    for arguments in ("run ./own greet", "shell ./own", "lock ./own", "build ./own"):
+        assert f"build.py {arguments} " in shown
+    shutil.rmtree(files_only.path)
+    shown = run_cli().stdout
+    assert "build.py run ./own.sif greet " in shown
+    assert " build ./own.sif" not in shown
+
+
+def test_a_folder_here_with_the_name_of_a_known_recipe_is_named(run_cli: RunCli, tmp_path: Path) -> None:
+    known = tmp_path / "hello"
+    known.mkdir()
+    (known / "recipe.yaml").write_text("name: hello\n")
+    for command in (("plan",), ("run", "--dry-run", "--runtime", "apptainer")):
+        shown = run_cli(*command, "hello", code=0 if command == ("plan",) else 4).stderr
+        assert f"hello is the recipe in {ROOT}/recipes/hello; the one in this folder is ./hello" in shown
 
 
 # ------------------------------------------------------------------------------------------------------- names, errors
