@@ -25,7 +25,7 @@ from ekiben.cli import commands
 from ekiben.cli.context import Context
 from ekiben.cli.frames import OPTION, VARIABLE, print_frames, wants_frames
 from ekiben.cli.options import COMPLETE_VAR, HelpContext, PathType, with_command_name
-from ekiben.core.command_name import command_name, program_name, set_command_name, set_command_options, typed_name
+from ekiben.core.command_name import program_name, set_command_name, set_command_options, typed_name
 from ekiben.core.decisions import set_decision_log
 from ekiben.core.errors import EkibenError, UsageError, nearest
 from ekiben.core.printable import printable
@@ -171,7 +171,7 @@ class Root(click.Group):
             return click.NoSuchOption(error.option_name, error.message, nearest_first[:1], error.ctx)
         message = (
             f"'{error.option_name}' comes before the command: "
-            f"{command_name()} {error.option_name} … {ctx.invoked_subcommand}"
+            f"{program_name()} {error.option_name} … {ctx.invoked_subcommand}"
         )
         return click.UsageError(message, error.ctx)
 

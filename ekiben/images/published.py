@@ -2,8 +2,9 @@
 
 A version is there when its record is: the record is written last, and removed first. Who published it is the owner of
 its SIF, as the kernel knows it; its record may be another user's, who wrote it anew. A SIF whose record somebody
-removed or damaged is a version without a record (unrecorded_versions()): ekiben/publish/repair.py writes it anew. The
-record, one JSON object:
+removed or damaged is a version without a record (unrecorded_versions()): ekiben/publish/repair.py writes it anew.
+
+The record, one JSON object:
 
     format       1
     name, recipe, version, stack, description

@@ -15,6 +15,7 @@ from ekiben.run.jobs.runs import _new_run
 from ekiben.spec.recipe import Recipe, RecipeFile, TaskFile
 from support.job_plans import image_of_recipe
 from support.programs import write_program
+from support.small_sifs import small_sif
 
 TASKS = {
     "prepare": TaskFile(entrypoint="a.py", help="", launch="cpu"),
@@ -108,7 +109,7 @@ def make_node(folder: Path) -> Node:
         write_program(folder / "bin" / name, text)
     (folder / "local").mkdir(mode=0o755)
     (folder / "work").mkdir()
-    (folder / "mine.sif").write_bytes(bytes(32) + b"SIF_MAGIC\0, an image")
+    small_sif(folder / "mine.sif")
     return Node(folder, folder / "work", folder / "mine.sif")
 
 

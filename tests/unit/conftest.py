@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ekiben.core.command_name import set_command_options
 from support.forked_cli import can_fork, server, stop_server
 from support.sample_recipe import Done, RunCli
 
@@ -18,6 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def no_server_left() -> Iterator[None]:
     yield
     stop_server()
+
+
+@pytest.fixture(autouse=True)
+def no_options_left() -> Iterator[None]:
+    """Forget the options of a command line that a test gave in this process."""
+    yield
+    set_command_options({})
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ import click
 
 from ekiben.cli.commands._node import LOGIN_HOST
 from ekiben.cli.context import Context
+from ekiben.cli.named import find_named
 from ekiben.cli.options import (
     PathType,
     RecipeOptions,
     TextType,
-    find_named,
     image_options,
     include_option,
     refuse_ignored,

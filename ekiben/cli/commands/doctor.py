@@ -26,13 +26,13 @@ import click
 
 from ekiben.cli.commands._start import engines
 from ekiben.cli.context import Context
+from ekiben.cli.named import find_named
 from ekiben.cli.options import (
     NameType,
     PathType,
     RecipeOptions,
     RecipeType,
     TaskCommand,
-    find_named,
     json_option,
     recipe_options,
     refuse_ignored,

@@ -15,7 +15,8 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, RecipeType, json_option, readable_image
+from ekiben.cli.named import readable_image
+from ekiben.cli.options import Command, RecipeType, json_option
 from ekiben.inspect.describe import ImageDescription, SifDescription, describe
 from ekiben.inspect.text import format_description
 

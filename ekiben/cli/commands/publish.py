@@ -25,6 +25,7 @@ import click
 
 from ekiben.builder.build import BuildContext, Options, build
 from ekiben.cli.context import Context
+from ekiben.cli.named import file_of
 from ekiben.cli.options import (
     Command,
     PathType,
@@ -32,7 +33,6 @@ from ekiben.cli.options import (
     RecipeType,
     TextType,
     engine_option,
-    file_of,
     find_signing_key,
     json_option,
     key_for_file,

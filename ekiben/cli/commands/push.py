@@ -26,13 +26,13 @@ from ekiben.artifacts.push import FORMATS, Pushed, PushRequest, check_push, push
 from ekiben.artifacts.push_file import push_file
 from ekiben.builder.build import BuildContext, Options, build
 from ekiben.cli.context import Context
+from ekiben.cli.named import file_of
 from ekiben.cli.options import (
     Command,
     NearestChoice,
     RecipeOptions,
     RecipeType,
     TextType,
-    file_of,
     find_signing_key,
     json_option,
     key_for_file,

@@ -17,7 +17,8 @@ from pathlib import Path
 import click
 
 from ekiben.cli.context import Context
-from ekiben.cli.options import Command, OutputFile, RecipeType, readable_image
+from ekiben.cli.named import readable_image
+from ekiben.cli.options import Command, OutputFile, RecipeType
 from ekiben.core.files import atomic_write
 from ekiben.inspect.sbom import sbom_of
 

@@ -22,12 +22,12 @@ from typing import Any
 import click
 
 from ekiben.cli.context import Context
+from ekiben.cli.named import find_named
 from ekiben.cli.options import (
     Command,
     OutputFile,
     RecipeType,
     TextType,
-    find_named,
     find_signing_key,
     image_options,
     include_option,

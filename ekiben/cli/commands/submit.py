@@ -29,6 +29,7 @@ from click.core import ParameterSource
 from ekiben.cli.commands._jobs import new_runs_option, request_with_defaults, scheduler_of
 from ekiben.cli.commands._start import build_image, buildable, warn_of_edits
 from ekiben.cli.context import Context
+from ekiben.cli.named import find_named
 from ekiben.cli.options import (
     CountType,
     NameType,
@@ -39,7 +40,6 @@ from ekiben.cli.options import (
     RecipeType,
     TaskCommand,
     TextType,
-    find_named,
     include_option,
     json_option,
     refuse_ignored,

@@ -25,13 +25,13 @@ from ekiben.artifacts.reproduce import Comparison, rebuild, refuse_differences
 from ekiben.builder.build import BuildContext, Options, image_name
 from ekiben.builder.verify import Check, verify_image
 from ekiben.cli.context import Context
+from ekiben.cli.named import file_of
 from ekiben.cli.options import (
     Command,
     PathType,
     RecipeOptions,
     RecipeType,
     engine_option,
-    file_of,
     json_option,
     progress_option,
     recipe_options,

@@ -213,7 +213,7 @@ def test_shown_shell_lines_are_quoted(tmp_path: Path) -> None:
     )
     inner = stdout.stdout.splitlines()[-1]
     again = subprocess.run(
-        ["bash", "-c", inner.replace("singularity", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
+        ["bash", "-c", inner.replace("apptainer", "printf '%s\\n'", 1)], capture_output=True, text=True, check=True
     )
     assert again.stdout.splitlines()[-2:] == [str(folder / version["file"]), "greet"]
 

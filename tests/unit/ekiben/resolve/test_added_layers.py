@@ -17,6 +17,7 @@ from ekiben.spec.definition import parent_argument
 from ekiben.spec.recipe import find_recipe
 from support.programs import write_program
 from support.sample_recipe import RunCli
+from support.small_sifs import small_sif
 
 HUGGINGFACE = ["base", "python", "pytorch", "huggingface"]
 
@@ -186,7 +187,7 @@ def test_run_takes_the_image_of_the_layers(run_cli: RunCli, tmp_path: Path) -> N
     message = run_cli(*argv, env=env, code=4).stderr
     assert "finetune-deepspeed-cu124.sif is not there" in message
     assert "build finetune --layer deepspeed --stack cu124" in message
-    (tmp_path / "finetune-deepspeed-cu124.sif").touch()
+    small_sif(tmp_path / "finetune-deepspeed-cu124.sif")
     assert " finetune-deepspeed-cu124.sif train\n" in run_cli(*argv, env=env).stdout
     message = run_cli("run", "finetune", "--layer", "deepspeed", "--sif", "x.sif", env=env, code=2).stderr
     assert "--sif: x.sif is not there" in message

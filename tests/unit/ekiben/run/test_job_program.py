@@ -27,6 +27,7 @@ from support.job_nodes import RECIPE, Node, assert_local_folder_is_unused, make_
 from support.job_plans import image_of_recipe
 from support.programs import write_program
 from support.sample_recipe import RunCli
+from support.small_sifs import make, squashfs
 
 HOSTILE = "one\n#SBATCH --time=1\n#$ -l h_rt=1\n$(touch pwned) `touch pwned` 'a' \"b\" \\ ; touch pwned\n"
 
@@ -552,7 +553,7 @@ def test_submit_again_with_another_image_is_refused(node: Node, run_cli: RunCli)
         runs=node.work / "ekiben-runs",
     )
     write_run(job)
-    node.sif.write_bytes(b"another image")
+    make(node.sif, squashfs(node.folder / "layer", "other"))
     refusal = run_cli("submit", "--again", job.folder, "--dry-run", code=2).stderr
     assert f"{node.sif} is not what it was when {job.folder.name} was submitted" in refusal
     assert "task=(hello)" in run_cli("submit", "--again", job.folder, "--dry-run", "--force").stdout

@@ -31,6 +31,7 @@ from ekiben.spec.recipe import TaskFile, find_recipe
 from support.job_plans import RECIPE, image_of_recipe, made, run_of_three_steps, scripts
 from support.programs import write_program
 from support.sample_recipe import RunCli
+from support.small_sifs import small_sif
 
 # Options that the real scheduler's tests have tried; of one without a row, whatever its module writes.
 KNOWN = {
@@ -423,7 +424,7 @@ def test_submit_refuses_bad_options(run_cli: RunCli, tmp_path: Path, argv: list[
 
 def test_pbs_is_not_the_qsub_of_grid_engine(run_cli: RunCli, tmp_path: Path) -> None:
     write_program(tmp_path / "bin/qsub", "#!/bin/sh\ntouch submitted\n")
-    (tmp_path / "mine.sif").write_bytes(bytes(32) + b"SIF_MAGIC\0, of another make")
+    small_sif(tmp_path / "mine.sif")
     argv = ("submit", "--scheduler", "pbs", "--sif", "mine.sif", "lora-opencalm", "train")
     stderr = run_cli(*argv, code=4, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
     assert "PBS cannot be used here: qsub and pbsnodes are not on PATH" in stderr

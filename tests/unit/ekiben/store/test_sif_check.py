@@ -17,6 +17,7 @@ from ekiben.store import Image, Store, check_sif
 from support.hostile import flip
 from support.programs import write_program
 from support.sample_recipe import RunCli, SampleRecipe, chain_of, image_of, seeded
+from support.small_sifs import small_sif
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_run_refuses_a_sif_that_is_not_there(run_cli: RunCli, what: str) -> None
 
 
 def test_run_refuses_a_sif_where_the_runtime_takes_none(run_cli: RunCli, tmp_path: Path) -> None:
-    (tmp_path / "x.sif").touch()
+    small_sif(tmp_path / "x.sif")
     tools = tmp_path / "bin"
     write_program(tools / "docker", "#!/bin/sh\nexit 1\n")
     argv = ("run", "--dry-run", "--cpu", "--runtime", "docker", "--sif", "x.sif", "hello", "hello")
