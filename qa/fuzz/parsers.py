@@ -973,8 +973,8 @@ _OURS = "reads what Ekiben itself has just written, or a program of this machine
 _READERS = {
     "packages": (
         """
-        api.py:metadata inspect/_records.py:parse inspect/image_info.py:image_info
-        inspect/sbom.py:_installed_from spec/recipe.py:parse
+        api.py:metadata inspect/image_info.py:image_info
+        inspect/metadata.py:parse inspect/sbom.py:_installed_from spec/recipe.py:parse
     """
     ),
     "compiled_record": "builder/_stage.py:_read_measured builder/wheels.py:read_record",
@@ -1019,8 +1019,8 @@ _READERS = {
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
         """
-        packages/lock.py:_read,_resolve project/lock.py:_read resolve/capabilities.py:check_torch
-        spec/recipe.py:_imports_library spec/stack.py:unlocked
+        cli/commands/submit.py:_preflight packages/lock.py:_read,_resolve project/lock.py:_read
+        resolve/capabilities.py:check_torch spec/recipe.py:_imports_library spec/stack.py:unlocked
     """
     ),
     "copies git's index, which git reads": "run/live.py:_commit_of",
