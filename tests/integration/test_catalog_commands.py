@@ -29,11 +29,13 @@ def ways(cli: Cli, workspace: Workspace, hello: Path) -> dict[str, list[str]]:
 
 @pytest.fixture
 def desk(workspace: Workspace) -> Path:
-    """An ordinary user's folder, with a `singularity` on PATH where there is none."""
+    """An ordinary user's folder, with both names of Apptainer first on PATH: Grid Engine stops at a folder of PATH that
+    the user may not enter.
+    """
     folder = workspace.folder("desk", USER)
     (folder / "bin").mkdir()
-    if not shutil.which("singularity"):
-        (folder / "bin/singularity").symlink_to(str(shutil.which("apptainer")))
+    for name in ("apptainer", "singularity"):
+        (folder / "bin" / name).symlink_to(shutil.which(name) or str(shutil.which("apptainer")))
     return folder
 
 
@@ -76,20 +78,20 @@ def test_shown_slurm_command_runs(ways: dict[str, list[str]], desk: Path) -> Non
 def test_shown_grid_engine_command_runs(ways: dict[str, list[str]], desk: Path) -> None:
     need("qsub")
     paste(ways["Grid Engine"][0].replace("qsub ", "qsub -sync y ", 1), desk)
-    (log,) = desk.glob("singularity.o*")
+    (log,) = desk.glob("apptainer.o*")
     assert SAID in wait_for(log.read_text, "what the job wrote", 30)
 
 
 def test_shown_pbs_command_runs(ways: dict[str, list[str]], desk: Path) -> None:
-    """On the stand-in (tests/support/pbs_standin.py), whose jobs have a small environment: `singularity` is where all
-    find it.
+    """On the stand-in (tests/support/pbs_standin.py), whose jobs have a small environment: `apptainer` is named by
+    its path.
     """
     shutil.copy(ROOT / "tests/support/pbs_standin.py", desk / "bin")
     (desk / "bin/qsub").write_text(f'#!/bin/sh\nexec python3 "{desk}/bin/pbs_standin.py" qsub "$@"\n')
     (desk / "bin/qsub").chmod(0o755)
     (desk / "state").mkdir()
     give(desk / "state", USER)
-    line = ways["PBS"][0].replace("singularity", str(shutil.which("apptainer")))
+    line = ways["PBS"][0].replace("apptainer", str(shutil.which("apptainer")))
     paste(line, desk, PBS_STANDIN=str(desk / "state"))
     job = wait_for(lambda: next(desk.glob("state/*/job.json"), None), "the job")
     wait_for(lambda: json.loads(job.read_text())["state"] == "F", "the end of the job")

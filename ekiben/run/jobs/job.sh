@@ -232,7 +232,8 @@ begin_attempt() {
     if [ -z "$known" ]; then
         [ -z "$by_hand" ] || claim_attempt 1
     elif [ -z "$is_same" ] || { [ ! -e "$run/$name.requeued" ] && [ -n "$ended" ] && [ "$ended" != 75 ]; }; then
-        [ -n "$is_same" ] || refuse_beside "$known"
+        # What has ended may still be in the scheduler's queue for a moment.
+        [ -n "$is_same" ] || { [ -n "$ended" ] && [ "$ended" != 75 ]; } || refuse_beside "$known"
         claim_attempt "$attempt"
         echo "$attempt" >"$run/$name.attempt"
         rm -f "$run/$name.times" "$run/$name.idle" "$run/$name.cancelled" "$run/cancelled"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -88,7 +87,7 @@ def test_user_tightens_the_policy_of_the_site(
     assert policy(tmp_path, monkeypatch, site, user) == expected
 
 
-@pytest.mark.parametrize("kind", ["folder", "broken link", "folder that cannot be read"])
+@pytest.mark.parametrize("kind", ["folder", "broken link", "long name"])
 def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Its policy would not hold."""
     path = tmp_path / "etc/config.yaml"
@@ -97,14 +96,11 @@ def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
         path.mkdir()
     elif kind == "broken link":
         path.symlink_to("nowhere")
-    else:
-        path.parent.chmod(0)
-        if os.access(path.parent, os.R_OK):
-            pytest.skip("root reads every folder")
+    else:  # which cannot be looked up, as in a folder that is closed to the user
+        path = path.with_name("x" * 300)
     monkeypatch.setattr("ekiben.core.settings._OF_SITE", path)
     with pytest.raises(DefinitionError, match=rf"{re.escape(str(path))}: (is not a regular file|cannot be read: )"):
         read_settings({"XDG_CONFIG_HOME": str(tmp_path)})
-    path.parent.chmod(0o755)
 
 
 @pytest.mark.parametrize(
