@@ -245,7 +245,7 @@ def test_custom_chat_template(chatty: Any, tmp_path: Path) -> None:
     apply_format(chatty, DatasetFormat(kind="chat", chat=str(file)))
     (example,) = encode_examples(chatty, [dialogue("Q", "A")])
     assert "<|my_start|>user" in pieces(chatty, example)[0][0]
-    with pytest.raises(TaskError, match=r"form\.chat: .*gone: No such file"):
+    with pytest.raises(TaskError, match=r"gone: no such file; --set form\.chat="):
         apply_format(chatty, DatasetFormat(kind="chat", chat=str(tmp_path / "gone")))
 
 
