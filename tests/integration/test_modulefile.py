@@ -114,7 +114,8 @@ def test_pruned_version_has_no_module(lab: Lab, modules: ModuleSystem) -> None:
     first, second = lab.put(module=True), lab.put_next()
     assert loaded(modules, lab.folder, f"ekiben/own/{version(first)}") == first.sif.name
     prune(lab.folder, names=[first.sif.name])
-    assert {path.name for path in first.sif.parent.iterdir() if path.name.startswith(first.sif.stem)} == set()
+    left = {path.name for path in first.sif.parent.iterdir() if path.name.startswith(first.sif.stem)}
+    assert left == {f"{first.sif.stem}.removed"}  # who removed it, and when
     assert {path.name for path in (lab.folder / "modulefiles/ekiben/own").iterdir()} == {".modulerc", version(second)}
     assert version(first) not in module_output(modules, lab.folder, "module avail")
     missing = module_output(modules, lab.folder, f"module load ekiben/own/{version(first)}; echo [$EKIBEN_IMAGE]")
