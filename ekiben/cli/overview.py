@@ -14,6 +14,12 @@ from ekiben.images import ImageOptions, find_image
 from ekiben.spec.recipe import recipe_folders
 from ekiben.spec.sums import REQUIREMENTS
 
+_SHOWN = 5  # images that are named
+_WAYS_TO_BUILD = {
+    "plan RECIPE": "show what would be built, and why",
+    "build RECIPE": "build it, verify it, and show how to run it",
+}
+
 
 def overview() -> Iterator[str]:
     """Yield a few lines: the recipes that are here, and the commands to go on with."""
@@ -37,13 +43,6 @@ def overview() -> Iterator[str]:
     width = max(map(len, commands))
     for arguments, (_, purpose) in zip(commands, lines, strict=True):
         yield f"  {command_name()} {arguments.ljust(width)}   {purpose}"
-
-
-_SHOWN = 5  # images that are named
-_WAYS_TO_BUILD = {
-    "plan RECIPE": "show what would be built, and why",
-    "build RECIPE": "build it, verify it, and show how to run it",
-}
 
 
 def _ways_to_run(shown: str) -> Iterator[tuple[str, str]]:

@@ -118,7 +118,7 @@ def check_here(
     except StoreError as error:
         if runtime.kind == "docker" or isinstance(error, UnknownCompression):  # what starts may know what it starts
             return [Finding("warning", "image", f"its content could not be read: {error}")]
-        raise StoreError(str(error), hint=image.build_hint or "with --force, it is started all the same") from error
+        raise StoreError(str(error), hint=image.broken_hint) from error
     if requirements is None:
         return []
     site = SiteFile(name="this machine", description="", node=node_here(), runtimes=(runtime,))
@@ -180,7 +180,7 @@ def consult(
             *check_image(where, requirements, known_stacks(), gpu=gpu, is_here=site is None),
         ]
         if subject.ask and not refused:
-            findings += _memory(subject.choose, subject.ask, subject.task, where, log)
+            findings += _memory(subject, subject.ask, where, log)
         sections.append(Section("run", title, findings))
         needed = building.TORCH_BUILD if missing else requirements.size
     else:
@@ -212,19 +212,16 @@ def _refusals(subject: Subject, *, is_here: bool) -> list[Finding]:
 
 
 def _memory(
-    choose: Callable[[], Target],
-    ask: Callable[[Target], float | Finding],
-    task: str,
-    where: SiteFile,
-    log: Callable[[str], None],
+    subject: Subject, ask: Callable[[Target], float | Finding], where: SiteFile, log: Callable[[str], None]
 ) -> list[Finding]:
+    """Return whether the memory that the task expects is there."""
     try:
-        target = choose()
+        target = subject.choose()
     except EngineError as error:
-        return [Finding("warning", "memory", f"{task} --dry-run cannot be asked: {error}", error.hint)]
-    log(f"asking {task} --dry-run for the memory it expects")
+        return [Finding("warning", "memory", f"{subject.task} --dry-run cannot be asked: {error}", error.hint)]
+    log(f"asking {subject.task} --dry-run for the memory it expects")
     asked = ask(target)
-    return [asked] if isinstance(asked, Finding) else nodes.check_memory(where, task, asked)
+    return [asked] if isinstance(asked, Finding) else nodes.check_memory(where, subject.task, asked)
 
 
 _NOTHING = ImageRequirements(

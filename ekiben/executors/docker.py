@@ -106,7 +106,7 @@ def try_run(job: Job) -> None:
 def _container(job: Job) -> Iterator[Any]:
     config = oci.image_config(job.lower, environment={"PATH": DEFAULT_PATH}, labels={}, epoch=0, platform=platform())
     image = load_image(config, job.lower, f"{LAYER_IMAGES}:{oci.digest_of(config)[7:19]}")
-    remove_abandoned()
+    _remove_abandoned_containers()
     container = client().containers.create(
         image,
         ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"],
@@ -123,7 +123,7 @@ def _container(job: Job) -> Iterator[Any]:
 
 def try_image(image_id: str, command: Sequence[str], log: Callable[[str], None]) -> int:
     """Run a command in a container of the image, without a network, and return its exit code."""
-    remove_abandoned()
+    _remove_abandoned_containers()
     labels = {OWNER: process_name()}
     container = client().containers.create(image_id, list(command), network_mode="none", shm_size="1g", labels=labels)
     try:
@@ -147,24 +147,33 @@ def _binds(folders: Mapping[Path, str]) -> dict[str, Any]:
 
 def remove_abandoned(*, dry_run: bool = False) -> list[str]:
     """Remove the containers and untested images of this user's killed commands, and return what these were."""
-    left_over: list[str] = []
     if unavailable():
-        return left_over
+        return []
+    containers = _remove_abandoned_containers(dry_run=dry_run)
+    return [f"container {name}" for name in containers] + [
+        f"image {name}" for name in _remove_untested(dry_run=dry_run)
+    ]
+
+
+def _remove_abandoned_containers(*, dry_run: bool = False) -> list[str]:
+    names: list[str] = []
     for left in client().containers.list(all=True, filters={"label": OWNER}, ignore_removed=True):
         owner = left.labels.get(OWNER, "")
         # The daemon may be another machine's. What was started before this one booted, and runs, was not started from
         # here.
         if has_ended(owner) and (is_of_this_boot(owner) or left.status != "running"):
-            left_over.append(f"container {left.name}")
+            names.append(str(left.name))
             if not dry_run:
                 _remove_left(left)
-    for image in client().api.images():
-        for name in filter(is_left_untested, image["RepoTags"] or ()):
-            left_over.append(f"image {name}")
-            if not dry_run:
-                with contextlib.suppress(EngineError):  # another command removes it just now
-                    untag(name)
-    return left_over
+    return names
+
+
+def _remove_untested(*, dry_run: bool) -> list[str]:
+    names = [name for image in client().api.images() for name in filter(is_left_untested, image["RepoTags"] or ())]
+    for name in names if not dry_run else ():
+        with contextlib.suppress(EngineError):  # another command removes it just now
+            untag(name)
+    return names
 
 
 def _remove_left(container: Any) -> None:

@@ -100,7 +100,7 @@ def _without_mtab(job: Job) -> str:
 @contextlib.contextmanager
 def _container(image: str, options: Sequence[str], command: Sequence[str], *, name: str) -> Iterator[str]:
     """Create a container without starting it; remove it, and stop its processes, at the end."""
-    remove_abandoned()
+    _remove_abandoned_containers()
     # Named by us, so that one whose making was interrupted is found as well.
     container = f"ekiben-podman-{secrets.token_hex(4)}-{name}"
     argv = [
@@ -140,18 +140,28 @@ def remove_abandoned(*, dry_run: bool = False) -> list[str]:
     """Remove the containers and untested images of this user's killed commands, and return what these were."""
     if which("podman") is None or not is_in_use():
         return []
+    containers = _remove_abandoned_containers(dry_run=dry_run)
+    return [f"container {name}" for name in containers] + [
+        f"image {name}" for name in _remove_untested(dry_run=dry_run)
+    ]
+
+
+def _remove_abandoned_containers(*, dry_run: bool = False) -> list[str]:
     form = f'{{{{.Names}}}} {{{{index .Labels "{OWNER}"}}}}'
     listed = _STORAGE.call("ps", "--all", "--filter", f"label={OWNER}", "--format", form, check=False).stdout
     owners = dict(line.split(" ", 1) for line in listed.splitlines() if " " in line)
-    containers = [name for name, owner in owners.items() if has_ended(owner)]
+    names = [name for name, owner in owners.items() if has_ended(owner)]
+    for name in names if not dry_run else ():
+        _remove(name)
+    return names
+
+
+def _remove_untested(*, dry_run: bool) -> list[str]:
     listed = _STORAGE.call("images", "--format", "{{.Repository}}:{{.Tag}}", check=False).stdout
-    images = [name for name in listed.splitlines() if is_left_untested(name)]
-    if not dry_run:
-        for name in containers:
-            _remove(name)
-        for name in images:
-            _STORAGE.call("rmi", name, check=False)
-    return [f"container {name}" for name in containers] + [f"image {name}" for name in images]
+    names = [name for name in listed.splitlines() if is_left_untested(name)]
+    for name in names if not dry_run else ():
+        _STORAGE.call("rmi", name, check=False)
+    return names
 
 
 # ---------------------------------------------------------------------------------------------------- images for people

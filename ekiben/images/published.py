@@ -72,8 +72,7 @@ class VersionRecord:
     """One published version.
 
     ``by`` is the owner of the SIF; ``recorded_by``: the owner of the record where that is another user, else "";
-    ``data`` is the record as it was read, with fields that this version of Ekiben
-    does not know.
+    ``data`` is the record as it was read, with fields that this version of Ekiben does not know.
     """
 
     name: str

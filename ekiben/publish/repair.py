@@ -1,8 +1,8 @@
 """Write records anew that are missing in a shared folder, each from its image.
 
 Whoever may write to the folder can remove a record, and with it hide a version. The SIF says what it is: it is read
-whole, and its name has the first digits of its checksum. Whoever repairs is the owner of the new
-record; the publisher is still the owner of the SIF.
+whole, and its name has the first digits of its checksum. Whoever repairs is the owner of the new record; the publisher
+is still the owner of the SIF.
 """
 
 from __future__ import annotations

@@ -89,6 +89,13 @@ class NamedImage:
         """Return the command that builds it, None where nothing here does."""
         return f"{command_name()} build {self.build_args}" if self.build_args else None
 
+    @property
+    def broken_hint(self) -> str:
+        """Return what to do about a file that no runtime is expected to start."""
+        if self.build_hint:
+            return f"{self.build_hint} writes it anew"
+        return f"{command_name()} run --force starts it all the same"
+
     def refuse_option(self, option: str) -> UsageError:
         """Return the error for an option that needs the recipe of an image that has none here."""
         kind = "is published" if self.is_published else "is a file"
@@ -103,10 +110,7 @@ class NamedImage:
         try:
             read_runnable_sif(self.sif)
         except StoreError as error:
-            hint = (
-                f"{self.build_hint} writes it anew" if self.build_hint else "with --force, it is started all the same"
-            )
-            raise StoreError(str(error), hint=hint) from error
+            raise StoreError(str(error), hint=self.broken_hint) from error
 
     def launch_of(self, task: str) -> str:
         """Return how a task is launched: per-gpu, single or cpu. Raises UsageError when the image has no such task."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from ekiben.core.process import which
 from ekiben.run.launch import OF_SIF
 
-_LOCAL = "--pull=never"  # whoever owns the name at a registry must not run code here
+_NEVER_PULL = "--pull=never"  # whoever owns the name at a registry must not run code here
 _HERE = '-v "$PWD:$PWD" -w "$PWD"'
 _OWNER = '--user "$(id -u):$(id -g)"'
 
@@ -27,7 +27,7 @@ def docker_line(tag: str, task: str, *, gpu_args: Sequence[str] = ()) -> str:
 
     gpu_args: the options for GPUs, as container_gpus.docker_args() of ekiben.gpu has them.
     """
-    return " ".join(["docker", "run", "--rm", _LOCAL, *gpu_args, _HERE, _OWNER, _target(tag, task)])
+    return " ".join(["docker", "run", "--rm", _NEVER_PULL, *gpu_args, _HERE, _OWNER, _target(tag, task)])
 
 
 def podman_line(tag: str, task: str, *, gpu: bool, options: tuple[Sequence[str], Sequence[str]]) -> str:
@@ -48,7 +48,7 @@ def podman_line(tag: str, task: str, *, gpu: bool, options: tuple[Sequence[str],
         _HERE,
         _OWNER if os.geteuid() == 0 else "--userns keep-id",
     ]
-    return " ".join(["podman", *of_podman, "run --rm", _LOCAL, *of_run, _target(tag, task)])
+    return " ".join(["podman", *of_podman, "run --rm", _NEVER_PULL, *of_run, _target(tag, task)])
 
 
 def _target(tag: str, task: str) -> str:

@@ -36,6 +36,7 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
     """Load the image into the daemon, where its id is the digest of its config. Layers the daemon has are not sent."""
 
     def load(tag: str) -> None:
+        daemon.remove_abandoned()
         with progress.step(f"load {image.tag}"):
             daemon.load_image(image.config, bind_layers(store, image.layers), tag, like=image.tag)
 

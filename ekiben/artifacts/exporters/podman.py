@@ -31,6 +31,7 @@ def export(image: Image, store: Store, target: Path, options: ExportOptions, pro
     """Load the image into podman's storage, where its id is the digest of its config."""
 
     def load(tag: str) -> None:
+        podman.remove_abandoned()
         with progress.step(f"load {image.tag}"), store.staging() as scratch:
             podman.load(image.config, bind_layers(store, image.layers), tag, scratch, like=image.tag)
 

@@ -211,8 +211,8 @@ def warn_of_edits(
         compared = "not all of it was compared" if changed else "was not compared"
         problems.append(f"{compared} with its recipe: {state.reason}")
     if problems:
-        fix = f"{state.fix}, then {build}," if state.fix else f"--build, or {build},"
-        advice = f": {fix} makes it anew" if changed or state.fix is not None else ""
+        fix = f"{state.fix}, then {build}" if state.fix else f"use --build, or {build}"
+        advice = f". To make it anew, {fix}" if changed or state.fix is not None else ""
         context.log(f"warning: {shown} {'; '.join(problems)}{advice}")
 
 

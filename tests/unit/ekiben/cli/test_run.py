@@ -66,22 +66,28 @@ exit "$(cat outcome)"
 """
 
 
+def built_pilot(files_only: SampleRecipe, store: Store, folder: Path) -> tuple[str, list[str], dict[str, str]]:
+    """Build the recipe in ``folder``, with a runtime whose tests pass; return it, and a command's options and PATH."""
+    recipe, at_store = str(files_only.path), ["--store", str(store.root)]
+    write_program(folder / "bin/apptainer", RUNTIME)
+    (folder / "outcome").write_text("0")
+    env = {"PATH": f"{folder}/bin:/usr/bin:/bin"}
+    files_only.recipe(name="pilot")
+    make_sif(image_of(files_only, store), store, folder / "pilot.sif", squash=False)
+    return recipe, at_store, env
+
+
 def test_edits_are_named_and_built_with_build(
     run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
 ) -> None:
-    recipe, at_store = str(files_only.path), ["--store", str(store.root)]
-    write_program(tmp_path / "bin/apptainer", RUNTIME)
-    (tmp_path / "outcome").write_text("0")
-    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
-    files_only.recipe(name="pilot")
-    make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
+    recipe, at_store, env = built_pilot(files_only, store, tmp_path)
     before = (tmp_path / "pilot.sif").read_bytes()
     assert "warning" not in run_cli(*at_store, "run", "--cpu", recipe, "greet", env=env).stderr
     files_only.write("entrypoints/greet.py", "print('bye')\n")
     for command, program in (("run", "greet"), ("exec", "true"), ("shell", "true")):
         shown = run_cli(*at_store, command, "--cpu", recipe, program, env=env).stderr
-        assert "warning: pilot.sif was built before an edit of entrypoints/greet.py: --build, or " in shown
-        assert f" {recipe}, makes it anew" in shown
+        assert "pilot.sif was built before an edit of entrypoints/greet.py. To make it anew, use --build" in shown
+        assert f"build {recipe}\n" in shown
     assert "warning" not in run_cli(*at_store, "run", "--cpu", "--live", "--dry-run", recipe, "greet", env=env).stderr
     assert "warning" not in run_cli(*at_store, "run", "--cpu", "--sif", "pilot.sif", recipe, "greet", env=env).stderr
     assert (tmp_path / "pilot.sif").read_bytes() == before
@@ -100,12 +106,7 @@ def test_edits_are_named_and_built_with_build(
 def test_an_edit_that_cannot_be_built_is_a_warning(
     run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path
 ) -> None:
-    recipe, at_store = str(files_only.path), ["--store", str(store.root)]
-    write_program(tmp_path / "bin/apptainer", RUNTIME)
-    (tmp_path / "outcome").write_text("0")
-    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
-    files_only.recipe(name="pilot")
-    make_sif(image_of(files_only, store), store, tmp_path / "pilot.sif", squash=False)
+    recipe, at_store, env = built_pilot(files_only, store, tmp_path)
     files_only.write("entrypoints/greet.py", "print('bye')\n")
     files_only.write("requirements.txt", "six\n")
     files_only.write("SHA256SUMS", f"{'0' * 64}  requirements.txt\n")
@@ -117,9 +118,9 @@ def test_an_edit_that_cannot_be_built_is_a_warning(
     ):
         shown = run_cli(*at_store, *argv, env=env).stderr
         assert "pilot.sif was built before an edit of entrypoints/greet.py; not all of it was compared with " in shown
-        assert f"{recipe}/requirements.txt: was changed and not locked again: " in shown
+        assert f"{recipe}/requirements.txt: was changed and not locked again. To make it anew, " in shown
         assert f"lock {recipe}, then " in shown
-        assert f"build {recipe}, makes it anew\n" in shown
+        assert f"build {recipe}\n" in shown
 
 
 def test_an_engines_older_image_is_a_warning(
@@ -131,7 +132,7 @@ def test_an_engines_older_image_is_a_warning(
     argv = ["run", "--runtime", "podman", "--cpu", "--dry-run", str(files_only.path), "greet"]
     shown = run_cli("--store", str(store.root), *argv, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}).stderr
     assert "warning: ekiben/hello:latest was not compared with its recipe: the image that was built last as" in shown
-    assert f"build {files_only.path} --format podman, makes it anew" in shown
+    assert f"build {files_only.path} --format podman\n" in shown
 
 
 def test_build_is_for_a_recipe(run_cli: RunCli, files_only: SampleRecipe, store: Store, tmp_path: Path) -> None:
