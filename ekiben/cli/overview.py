@@ -25,11 +25,12 @@ def overview() -> Iterator[str]:
     """Yield a few lines: the recipes that are here, and the commands to go on with."""
     known, here = sorted(recipe_folders()), _recipes_in(Path())
     sifs = sorted(f"./{path.name}" for path in Path().glob("*.sif") if path.is_file())
-    shown = [*here, *sifs, *(name for name in known if name == "hello"), *known, "RECIPE"][0]
+    names = [*here, *sifs, *(name for name in known if name == "hello"), *known, "RECIPE"]
+    shown = next(name for name in names if name == single_line(name))  # a line is pasted, and means what it shows
     if sifs:
         yield f"Images in this folder:  {_first(sifs)}"
     if here:
-        yield f"Recipes in this folder: {', '.join(here)}"
+        yield f"Recipes in this folder: {', '.join(map(single_line, here))}"
     if known:
         yield f"Recipes by name:        {', '.join(known)}"
     yield ""
@@ -51,7 +52,7 @@ def _ways_to_run(shown: str) -> Iterator[tuple[str, str]]:
         image = find_image(shown, ImageOptions())
         tasks = list(image.tasks or ())
         if image.sif.is_file():
-            yield f"run RECIPE{f' {tasks[0]}' if tasks else ''}", f"run a task of {image.sif}"
+            yield f"run RECIPE{f' {tasks[0]}' if tasks else ''}", f"run a task of {single_line(str(image.sif))}"
             yield "shell RECIPE", "open a shell in it"
         if image.recipe and any((image.recipe.folder / name).is_file() for name in REQUIREMENTS):
             yield "lock RECIPE", "lock its requirements after an edit"

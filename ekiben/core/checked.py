@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 NAME = re.compile(r"[a-z0-9]+(?:[._-][a-z0-9]+)*")  # names of recipes and images are Docker repository names
+TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)  # the name of a task, which is a command in the image
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -244,6 +245,14 @@ class Fields:
         return (
             value if all(isinstance(item, str) for item in value.values()) else self.refuse(name, "names and strings")
         )
+
+    def tasks(self, name: str) -> dict[str, Any]:
+        """Return an object whose names are those of tasks. They are part of lines that people paste."""
+        value = self.mapping(name)
+        for task in value:
+            if not (isinstance(task, str) and TASK.fullmatch(task)):
+                raise ValueError(f"{self._below(name)}: {shorten(task)} is no name of a task")
+        return value
 
     def object(self, name: str) -> Fields:
         """Return an object as Fields of its own, whose errors name the path."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ekiben.core.checked import NAME, Fields, check_variables, read_regular
+from ekiben.core.checked import NAME, TASK, Fields, check_variables, read_regular
 from ekiben.core.decisions import is_logging, log_decision
 from ekiben.core.environment import host_arch
 from ekiben.core.errors import DefinitionError, UsageError, nearest
@@ -30,7 +30,6 @@ _FORMER_LAUNCH = {"gpus": "per-gpu", "gpu": "single", "cpu": "cpu"}  # values of
 LIBRARY = "ekiben_tasks"  # the tasks' library, a package in entrypoints/
 LAUNCHER = ("launch_node.py", "launch_network.py")  # start a node's processes, for the library and for jobs
 _LIBRARY_IMPORT = re.compile(rb"^\s*(?:from|import)\s+" + LIBRARY.encode() + rb"\b", re.MULTILINE)
-TASK = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +101,13 @@ class ShippedRecipe:
     def parse(cls, data: bytes) -> ShippedRecipe:
         """Parse the fields. Raises ValueError for a wrong one."""
         fields = Fields.of(parse_yaml(data))
-        tasks = Fields.of(fields.data.get("tasks"), "tasks")
         return cls(
             fields.name("name"),
             fields.text("description", ""),
-            {str(task): ShippedTask.parse(Fields.of(value, f"tasks.{task}")) for task, value in tasks.data.items()},
+            {
+                task: ShippedTask.parse(Fields.of(value, f"tasks.{task}"))
+                for task, value in fields.tasks("tasks").items()
+            },
             fields.text("stack", ""),
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ekiben.core.checked import TASK
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.files import digest_of
@@ -18,7 +19,7 @@ from ekiben.run.jobs.request import JobRequest
 from ekiben.run.live import LiveCopy, live_copy
 from ekiben.run.schedulers import load
 from ekiben.run.site import Site
-from ekiben.spec.recipe import TASK, Recipe
+from ekiben.spec.recipe import Recipe
 
 SEED = "{seed}"
 

@@ -25,6 +25,7 @@ from ekiben.core.errors import EkibenError
 from ekiben.store import Store
 from support.cli_audit import ROOT, audit, audit_forked
 from support.sample_recipe import RunCli, SampleRecipe, image_of, seeded
+from support.small_sifs import small_sif
 
 CTX = click.Context(root)
 NAMES = root.list_commands(CTX)
@@ -227,6 +228,19 @@ def test_no_command_lists_images_and_commands_for_them(
     shown = run_cli().stdout
     assert "build.py run ./own.sif greet " in shown
     assert " build ./own.sif" not in shown
+
+
+def test_no_command_offers_no_line_that_is_not_what_it_seems(run_cli: RunCli, tmp_path: Path) -> None:
+    """Files of others may have any name: it is shown, and no command is made of it."""
+    small_sif(tmp_path / "evil\x1b[2J; rm -rf ~\nx.sif")
+    (tmp_path / "a\nb").mkdir()
+    (tmp_path / "a\nb/recipe.yaml").touch()
+    shown = run_cli().stdout
+    assert "./evil\\x1b[2J; rm -rf ~\\nx.sif\n" in shown
+    assert "./a\\nb\n" in shown
+    assert "\x1b" not in shown
+    assert [line for line in shown.splitlines() if "build.py" in line and ("evil" in line or "a\\nb" in line)] == []
+    assert "build.py build hello " in shown
 
 
 def test_a_folder_here_with_the_name_of_a_known_recipe_is_named(run_cli: RunCli, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from ekiben.core.errors import DefinitionError, EkibenError, UsageError
 from ekiben.core.paths import PROJECT_ROOT
 from ekiben.resolve.resolve import resolve
-from ekiben.spec.recipe import find_recipe, recipe_folders
+from ekiben.spec.recipe import ShippedRecipe, find_recipe, recipe_folders
 from support.sample_recipe import SampleRecipe
 
 
@@ -267,3 +268,11 @@ def test_a_folder_of_recipes_that_is_gone_is_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match="no recipe 'helo'") as caught:
         find_recipe("helo")
     assert "recipes: in config.yaml names /nowhere: there is no such folder" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("task", ["x; touch pwned", "../x", "a\nb", "-x", "\x1b[2J", ""])
+def test_a_task_of_a_foreign_image_is_a_command(task: str) -> None:
+    """It is part of lines that people paste."""
+    written = json.dumps({"name": "own", "tasks": {task: {"entrypoint": "x.py"}}}).encode()
+    with pytest.raises(ValueError, match=r"tasks: .* is no name of a task"):
+        ShippedRecipe.parse(written)
