@@ -40,6 +40,7 @@ from ekiben.cli.options import (
     refuse_ignored,
     sign_option,
 )
+from ekiben.core.checked import TASK
 from ekiben.core.command_name import command_name
 from ekiben.core.errors import UsageError
 from ekiben.core.files import format_size
@@ -183,7 +184,8 @@ def command(
 def _print(context: Context, folder: Path, published: Published, is_current: bool) -> None:
     """Print what was published of a file."""
     record = published.record
-    task = next(iter(record.tasks), "COMMAND")
+    # A colleague may have written the record of a version that was there.
+    task = next((name for name in record.tasks if TASK.fullmatch(name)), "COMMAND")
     context.print(PublishResult(recipe="", task=task, folder=folder, published=published, is_current=is_current))
 
 

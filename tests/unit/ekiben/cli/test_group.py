@@ -230,7 +230,7 @@ def test_no_command_lists_images_and_commands_for_them(
     assert " build ./own.sif" not in shown
 
 
-def test_no_command_offers_no_line_that_is_not_what_it_seems(run_cli: RunCli, tmp_path: Path) -> None:
+def test_hostile_file_names_are_in_no_command(run_cli: RunCli, tmp_path: Path) -> None:
     """Files of others may have any name: it is shown, and no command is made of it."""
     small_sif(tmp_path / "evil\x1b[2J; rm -rf ~\nx.sif")
     (tmp_path / "a\nb").mkdir()

@@ -22,7 +22,7 @@ from ekiben.store import Store
 from ekiben.store.shared import open_shared
 from support.hostile import flip
 from support.published import Lab
-from support.sample_recipe import RunCli, quiet
+from support.sample_recipe import RunCli, edit_record, quiet
 from support.small_sifs import make, squashfs
 
 UNTESTED = PublishOptions(check=False)
@@ -104,6 +104,13 @@ def test_damaged_file_is_refused(sif: Path, colleague: Store, tmp_path: Path) ->
         flip(damaged, at)
         with pytest.raises((StoreError, UsageError)):
             put(damaged, colleague, tmp_path / "folder")
+
+
+def test_hostile_task_of_a_record_is_not_printed(lab: Lab, sif: Path, run_cli: RunCli) -> None:
+    edit_record(lab.put().sif.with_suffix(".json"), tasks={"x; touch pwned": "", "greet": ""})
+    printed = run_cli("--store", lab.store.root, "publish", sif, "--to", lab.folder, "--no-verify").stdout
+    assert " greet\n" in printed
+    assert "pwned" not in printed
 
 
 def test_options_of_building_are_refused(sif: Path, run_cli: RunCli, tmp_path: Path) -> None:

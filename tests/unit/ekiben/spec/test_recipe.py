@@ -272,7 +272,7 @@ def test_a_folder_of_recipes_that_is_gone_is_named(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("task", ["x; touch pwned", "../x", "a\nb", "-x", "\x1b[2J", ""])
 def test_a_task_of_a_foreign_image_is_a_command(task: str) -> None:
-    """It is part of lines that people paste."""
-    written = json.dumps({"name": "own", "tasks": {task: {"entrypoint": "x.py"}}}).encode()
+    """People paste lines with it."""
+    written = json.dumps({"name": "pilot", "tasks": {task: {"entrypoint": "x.py"}}}).encode()
     with pytest.raises(ValueError, match=r"tasks: .* is no name of a task"):
         ShippedRecipe.parse(written)
