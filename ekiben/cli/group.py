@@ -4,6 +4,7 @@ codes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
@@ -62,13 +63,19 @@ def _terminate(signum: int, frame: object) -> None:
 
 def _repeat_interrupt(ignored: sys.UnraisableHookArgs) -> None:
     """Send a signal again that arrived in a destructor, where Python prints its exception and goes on."""
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        signum = signal.SIGTERM if issubclass(ignored.exc_type, Terminated) else signal.SIGINT
-        later = threading.Timer(0.02, os.kill, (os.getpid(), signum))  # here it would be ignored once more
-        later.daemon = True
-        later.start()
-    else:
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(ignored)
+        return
+    signum = signal.SIGTERM if issubclass(ignored.exc_type, Terminated) else signal.SIGINT
+    delay, is_started = 0.02, False
+    while not is_started:
+        # On a busy machine the signal comes while this starts its thread, where it would be ignored once more.
+        with contextlib.suppress(KeyboardInterrupt):
+            later = threading.Timer(delay, os.kill, (os.getpid(), signum))
+            later.daemon = True
+            later.start()
+            is_started = True
+        delay *= 4
 
 
 class Root(click.Group):

@@ -392,12 +392,21 @@ def test_ctrl_c_at_exit_ends_without_traceback() -> None:
     assert done.stdout == f"ekiben {ekiben.__version__}\n"
 
 
+@pytest.mark.parametrize("machine", ["idle", "busy"])
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_in_a_destructor_ends_the_command(name: str, code: int) -> None:
-    """Python prints the exception of a destructor, and goes on."""
+def test_a_signal_in_a_destructor_ends_the_command(name: str, code: int, machine: str) -> None:
+    """Python prints the exception of a destructor, and goes on. On a busy machine a thread is slow to start."""
+    slow_start = (
+        "start, threading.Thread.start = threading.Thread.start, None\n"
+        "def slow(thread):\n"
+        "    start(thread)\n"
+        "    time.sleep(0.1)\n"
+        "threading.Thread.start = slow\n"
+    )
     script = (
-        "import signal, sys, time\n"
-        "from ekiben.cli.group import main, root\n"
+        "import signal, sys, threading, time\n"
+        + (slow_start if machine == "busy" else "")
+        + "from ekiben.cli.group import main, root\n"
         "class Closing:\n"
         f"    def __del__(self): signal.raise_signal(signal.{name})\n"
         "def work(*_, **__):\n"
