@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -544,9 +545,15 @@ def format_seconds(seconds: float) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Return a port where nobody listens.
+
+    It lies below those that the kernel gives to connections: one of these could take it before the first process does.
+    """
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise Lost("no port below 32000 is free, where the processes could meet")
 
 
 def die_with_parent() -> None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from support.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "entrypoints" / "launch_node.py"
 NODES = ("localhost", "127.0.0.1")
@@ -33,12 +35,6 @@ def meet(size):
         time.sleep(0.05)
 exec(sys.argv[1])
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 class Job:

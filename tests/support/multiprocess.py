@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import re
-import socket
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from support import forkserver
+from support.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +29,6 @@ def same_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(saved)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def launcher(name: str, size: int, patience: float, *nodes: str) -> list[str]:

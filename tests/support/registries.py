@@ -22,15 +22,10 @@ from ekiben.core.environment import ca_bundle
 from ekiben.core.files import digest_of
 from ekiben.registry.client import Blob, Registry
 from ekiben.registry.reference import Reference
+from support.ports import free_port
 
 USER, PASSWORD = "alice", "s3cret"
 MB = 1 << 20
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from ekiben_tasks.distributed import context, failures, heartbeat, watch
 from ekiben_tasks.task.errors import TaskError
 from support import forkserver, multiprocess
 from support.multiprocess import same_environment  # noqa: F401
+from support.ports import free_port
 from support.tiny_runs import SAMPLE, base  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -271,7 +272,7 @@ def test_rank_that_is_stopped_under_torchrun_is_named(base: Path, tmp_path: Path
 
 def test_rank_of_another_node_that_hangs_under_torchrun_is_named(base: Path, tmp_path: Path) -> None:
     """Two torchruns, as on two nodes, each with one process: one sentence, and both end."""
-    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(multiprocess.free_port()))
+    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
 
     def run(node: int) -> subprocess.CompletedProcess[str]:
         options = (*where, "--node-rank", str(node))

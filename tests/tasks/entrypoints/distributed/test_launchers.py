@@ -19,7 +19,7 @@ sys.path[:0] = [str(ENTRYPOINTS)]
 
 from ekiben_tasks.training import smoke
 from support import forkserver
-from support.multiprocess import free_port
+from support.ports import free_port
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
 SAMPLE = RECIPE / "data" / "sample.jsonl"

@@ -54,6 +54,7 @@ from ekiben_tasks.training import (
 from ekiben_tasks.training.settings import TrainOptions, resolve_parallel
 from support import multiprocess
 from support.multiprocess import same_environment  # noqa: F401
+from support.ports import free_port
 from support.tiny_runs import signalled
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the libraries warn of is not ours
@@ -313,7 +314,7 @@ def test_rendezvous_port_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_peers_that_do_not_come_are_not_waited_for_like_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "MEET_SECONDS", 2.0)
-    port = multiprocess.free_port()
+    port = free_port()
     for rank in (0, 1):
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))

@@ -9,6 +9,7 @@ import pytest
 
 from ekiben.formats.layer import Entry, write_entries
 from ekiben.formats.squashfs.writer import SquashfsWriter
+from support.ports import free_port
 from support.programs import write_program
 from support.sample_recipe import RunCli
 from support.small_sifs import blob, make, small_sif
@@ -21,11 +22,6 @@ def tools(tmp_path: Path) -> dict[str, str]:
     for name in ("docker", "apptainer"):
         write_program(folder / name, "#!/bin/sh\nexit 1\n")
     return {"PATH": str(folder), **dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"), "")}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_server_listens_on_this_machine_only(run_cli: RunCli, tools: dict[str, str], tmp_path: Path) -> None:
