@@ -16,7 +16,7 @@ from ekiben.core.errors import DefinitionError, StoreError
 from ekiben.core.files import digest_of
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
-from ekiben.spec.definition import ARGUMENT
+from ekiben.spec.definition_text import ARGUMENT
 
 # Never /tmp, /var/tmp or the home: Apptainer and Charliecloud mount the host's there while they build.
 _NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
@@ -406,5 +406,5 @@ def _check(resolved: ResolvedRecipe) -> None:
 def _check_lines(section: str, text: str) -> None:
     """Raise DefinitionError when a line of a section would begin another one."""
     for line in text.split("\n"):
-        if re.match(r"%[A-Za-z]|bootstrap[ \t]*:", line, re.IGNORECASE):
+        if re.match(r"\s*%|bootstrap:", line, re.IGNORECASE):
             raise _cannot_hold(f"in %{section} a line that begins another section: {line}")

@@ -11,23 +11,27 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 from ekiben.core import plugins
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
+from ekiben.spec.definition_text import ARGUMENT, BOM, NAMELESS, Section, assignments, bind, header_pairs, split
 
 BASES, BASES_GROUP = "ekiben.builder.bases", "ekiben.bases"
-HEADERS = ("bootstrap", "from", "stage", "osversion", "mirrorurl", "include", "registry", "namespace", "fingerprints")
+# What Apptainer knows. Which of them count is the agent's choice: it takes no notice of the others, and neither do we.
+HEADERS = (
+    *("bootstrap", "from", "stage", "osversion", "mirrorurl", "include", "registry", "namespace", "fingerprints"),
+    *("confurl", "includecmd", "library", "modules", "product", "productpgp", "regcode", "registerurl", "setopt"),
+    *("updateurl", "user"),
+)
 SECTIONS = ("arguments", "files", "post", "environment", "labels", "test", "help", "runscript", "startscript")
 SCRIPTS = ("post", "test", "help", "runscript", "startscript")
-FINAL_ONLY = ("environment", "test", "help", "runscript", "startscript")  # a build stage is never a container that runs
+# A build stage is never a container that runs: Apptainer, too, makes nothing of these.
+FINAL_ONLY = ("environment", "help", "runscript", "startscript")
 # What is known and does nothing; to ignore it would be to say that it was done.
 UNUSED = {
-    "registry": "write it into From: (registry.example.org/name@sha256:<digest>)",
-    "namespace": "write it into From: (namespace/name@sha256:<digest>)",
     "fingerprints": "no signature is checked while an image is built; `verify --key` checks one",
 }
 LOCAL = "localimage"  # the one bootstrap that is no agent: it names the layer below
@@ -40,10 +44,8 @@ REFUSED = {
 
 # Headers that each agent reads; plug-ins declare their headers.
 AGENT_HEADERS = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mirrorurl", "include")}
+WITH_REGISTRY = ("docker", "docker-archive", "docker-daemon", "oci", "oci-archive")  # agents of Registry:, Namespace:
 
-_SECTION = re.compile(r"%([A-Za-z]+)\b[ \t]*(.*)")
-_HEADER = re.compile(r"([A-Za-z]+)[ \t]*:[ \t]*(.*)")
-ARGUMENT = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 _EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
 _NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 _HOME = re.compile(r"(?:^|:)~")
@@ -134,56 +136,16 @@ def load_agent(bootstrap: str) -> Agent:
 
 def declared_arguments(text: str) -> set[str]:
     """Return the names in the %arguments of a definition file's text."""
-    return {name for section in _split(text) if section.name == "arguments" for name in _assignments(section.body)}
+    return {name for section in split(text) if section.name == "arguments" for name in assignments(section.body)}
 
 
 def parent_argument(text: str) -> str | None:
     """Return the argument that names the layer below (``From: {{ base }}.sif``); None where From: names it."""
-    header = [section for section in _split(text) if not section.name][-1]
-    lines = [match for line in header.body if (match := _HEADER.fullmatch(line.split(" #")[0].strip()))]
-    values = [match[2].strip().removesuffix(".sif") for match in lines if match[1].lower() == "from"]
+    header = [section for section in split(text) if not section.name][-1]
+    pairs = header_pairs(header, lambda number, problem: None)
+    values = [value.removesuffix(".sif") for _, key, value in pairs if key.lower() == "from"]
     match = ARGUMENT.fullmatch(values[-1]) if values else None
     return match[1] if match else None
-
-
-@dataclass(slots=True)
-class _Section:
-    """A run of lines: a header (``name`` "") or a section; ``line`` is the number of its first body line."""
-
-    name: str
-    options: str
-    line: int
-    body: list[str]
-
-
-def _split(text: str) -> Iterator[_Section]:
-    section = _Section("", "", 1, [])
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would cut at form feeds, too
-        if match := _SECTION.match(line):
-            yield section
-            section = _Section(match[1].lower(), match[2].split(" #")[0].strip(), number + 1, [])
-        elif _begins_stage(line, section):
-            yield section
-            section = _Section("", "", number, [line])
-        else:
-            section.body.append(line)
-    yield section
-
-
-def _begins_stage(line: str, section: _Section) -> bool:
-    """Return whether a header begins a stage: after a section or a header; in %post only in its usual spelling."""
-    if section.name == "post":
-        return line.startswith("Bootstrap:")
-    return _is_header_start(line) and (section.name != "" or any(map(_is_header_start, section.body)))
-
-
-def _is_header_start(line: str) -> bool:
-    return re.match(r"bootstrap[ \t]*:", line, re.IGNORECASE) is not None
-
-
-def _assignments(lines: list[str]) -> dict[str, str]:
-    pairs = (line.strip().partition("=") for line in lines if line.strip() and not line.lstrip().startswith("#"))
-    return {name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals}
 
 
 class _Reader:
@@ -198,17 +160,25 @@ class _Reader:
         raise DefinitionError("\n".join(self.problems))
 
     def read(self, root: Path, bound_arguments: Mapping[str, str]) -> Definition:
-        groups: list[list[_Section]] = []
-        for section in _split(self.text):
+        if self.text.startswith(BOM):
+            self.problem(
+                1,
+                "the file begins with a byte order mark (BOM), which Apptainer reads as part of the first key; save it"
+                " as UTF-8 without BOM",
+            )
+        groups: list[list[Section]] = []
+        for section in split(self.text):
             if not section.name:
                 groups.append([section])
-            elif not groups:
-                groups.append([_Section("", "", 1, []), section])
             else:
                 groups[-1].append(section)
-        for section in [section for group in groups[:-1] for section in group if section.name in FINAL_ONLY]:
-            what = f"%{section.name} of a build stage has no effect"
-            self.problem(section.line - 1, f"{what}: the stage only compiles files, and does not ship")
+        for section in [section for group in groups[:-1] for section in group if section.name == "test"]:
+            what = "%test of a build stage is refused"
+            self.problem(section.line - 1, f"{what}: the stage only compiles files; test in its %post")
+        groups = [
+            *([section for section in group if section.name not in FINAL_ONLY] for group in groups[:-1]),
+            groups[-1],
+        ]
         stages = tuple(self.stage(group, bound_arguments) for group in groups)
         names = [stage.name for stage in stages if stage.name]
         for earlier, stage in enumerate(stages):
@@ -223,81 +193,56 @@ class _Reader:
             self.give_up()
         return Definition(name=self.path.stem, path=self.path, root=root, text=self.text, stages=stages)
 
-    def stage(self, parts: list[_Section], bound_arguments: Mapping[str, str]) -> Stage:
-        arguments = self.arguments(parts, bound_arguments)
+    def stage(self, parts: list[Section], bound_arguments: Mapping[str, str]) -> Stage:
+        defaults = assignments(line for section in parts if section.name == "arguments" for line in section.body)
+        arguments = {name: bound_arguments.get(name, default) for name, default in defaults.items()}
         used: set[str] = set()
-        bound = [
-            replace_body(section, self.bind(section, arguments, used))
-            for section in parts
-            if section.name != "arguments"
-        ]
+        bound = [self.bind(section, arguments, used) for section in parts]
         for name in sorted(set(arguments) - used):
             self.problem(
                 next(section.line for section in parts if section.name == "arguments"),
                 f"argument '{name}' is declared and never used; remove it or write {{{{ {name} }}}}",
             )
-        self.check_mirror(parts[0])
         header = self.header(bound[0])
+        if header["bootstrap"] == "debootstrap":
+            self.check_mirror(parts[0])
         sections = self.sections(bound[1:])
         self.check_script(sections.get("post"))
         return Stage(
             name=header.get("stage"),
             header=header,
-            arguments=arguments,
+            arguments={name: bind(value, arguments, lambda name: None, used) for name, value in arguments.items()},
             files=tuple(copy for section in bound if section.name == "files" for copy in self.files(section)),
             environment=self.environment(sections.get("environment")),
             labels=self.labels(sections.get("labels")),
-            **{
-                name: "\n".join(sections[name].body).strip("\n") + "\n"
-                for name in SCRIPTS
-                if name in sections and any(line.strip() for line in sections[name].body)
-            },
+            **{name: sections[name].text() for name in SCRIPTS if name in sections},
         )
 
-    def arguments(self, parts: list[_Section], bound_arguments: Mapping[str, str]) -> dict[str, str]:
-        arguments: dict[str, str] = {}
-        for section in parts:
-            if section.name == "arguments":
-                arguments |= _assignments(section.body)
-                for number, line in enumerate(section.body, section.line):
-                    if ARGUMENT.search(line) and not line.lstrip().startswith("#"):
-                        self.problem(number, f"an argument's value names another one; write the value: {line.strip()}")
-        return {name: bound_arguments.get(name, default) for name, default in arguments.items()}
+    def bind(self, section: Section, arguments: Mapping[str, str], used: set[str]) -> Section:
+        def bound(number: int, line: str) -> str:
+            def unknown(name: str) -> None:
+                declared = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
+                self.problem(number, declared)
 
-    def bind(self, section: _Section, arguments: Mapping[str, str], used: set[str]) -> list[str]:
-        def value(match: re.Match[str], number: int) -> str:
-            name = match[1]
-            used.add(name)
-            if name not in arguments:
-                message = f"argument '{name}' is not declared in %arguments." + nearest(name, arguments)
-                self.problem(section.line + number, message)
-                return ""
-            return arguments[name]
+            return bind(line, arguments, unknown, used)
 
-        lines = []
-        for number, line in enumerate(section.body):
-            lines.append(ARGUMENT.sub(partial(value, number=number), line))
-        return lines
+        body = [bound(number, line) for number, line in section.lines()]
+        return replace(section, options=bound(section.line - 1, section.options), body=body)
 
-    def header(self, section: _Section) -> dict[str, str]:
+    def header(self, section: Section) -> dict[str, str]:
         header: dict[str, str] = {}
-        for number, line in enumerate(section.body, section.line):
-            text = line.split(" #")[0].strip()
-            if not text or text.startswith("#"):
-                continue
-            match = _HEADER.fullmatch(text)
-            if not match:
-                self.problem(number, f"expected 'Key: value' or a %section, found: {text}")
-            elif match[1].lower() not in HEADERS:
-                self.problem(number, f"unknown key '{match[1]}'." + nearest(match[1].lower(), HEADERS))
-            elif match[1].lower() in header:
-                self.problem(number, f"'{match[1]}:' appears twice; leave one")
+        for number, name, value in header_pairs(section, self.problem):
+            key = name.lower()
+            if key not in HEADERS and not re.fullmatch(r"otherurl[0-9]+", key):
+                self.problem(number, f"unknown key '{name}'." + nearest(key, HEADERS))
+            elif key in header:
+                self.problem(number, f"'{name}:' appears twice; leave one")
             else:
-                header[match[1].lower()] = match[2].strip()
+                header[key] = value
         return self.checked_header(header, section.line)
 
-    def check_mirror(self, section: _Section) -> None:
-        for number, line in enumerate(section.body, section.line):
+    def check_mirror(self, section: Section) -> None:
+        for number, line in section.lines():
             if re.match(r"mirrorurl[ \t]*:[ \t]*[^ \t#]", line, re.IGNORECASE) and not ARGUMENT.search(line):
                 self.problem(
                     number,
@@ -309,8 +254,11 @@ class _Reader:
         bootstrap = header.setdefault("bootstrap", "")
         for key in sorted(header.keys() & UNUSED.keys()):
             self.problem(line, f"'{key}:' is refused: {UNUSED[key]}")
-        for key in sorted(header.keys() - {"bootstrap", "stage", *AGENT_HEADERS.get(bootstrap, HEADERS), *UNUSED}):
-            self.problem(line, f"'{key}:' is not used with Bootstrap: {bootstrap}; remove it")
+        if bootstrap in WITH_REGISTRY and header.get("from"):
+            header["from"] = "/".join(filter(None, map(header.get, ("registry", "namespace", "from"))))
+        if bootstrap in AGENT_HEADERS:
+            read = {"bootstrap", "stage", *AGENT_HEADERS[bootstrap]}
+            header = {key: value for key, value in header.items() if key in read}
         if bootstrap == LOCAL:
             if not header.get("from"):
                 self.problem(line, f"Bootstrap: {LOCAL} needs 'From:'")
@@ -330,43 +278,58 @@ class _Reader:
         header.setdefault("from", "")
         return header
 
-    def sections(self, parts: list[_Section]) -> dict[str, _Section]:
-        sections: dict[str, _Section] = {}
+    def sections(self, parts: list[Section]) -> dict[str, Section]:
+        sections: dict[str, Section] = {}
         for section in parts:
-            if section.name in REFUSED:
+            if section.name == NAMELESS:
+                text = self.text.removeprefix(BOM).split("\n")[section.line - 2].strip()
+                self.problem(
+                    section.line - 1,
+                    f"'{text:.60}' is no section: a line whose first character after blanks is % begins one; write its"
+                    " name directly after a % in the first column, or let a line of text begin otherwise",
+                )
+            elif section.name in REFUSED:
                 self.problem(section.line - 1, f"%{section.name} is refused: {REFUSED[section.name]}")
             elif section.name not in SECTIONS:
                 self.problem(section.line - 1, f"unknown section %{section.name}." + nearest(section.name, SECTIONS))
-            elif section.name in sections and section.name != "files":
-                self.problem(section.line - 1, f"%{section.name} appears twice; put both in one")
-            elif section.options and section.name not in ("files", "post"):
-                self.problem(section.line - 1, f"%{section.name} takes no arguments: {section.options}")
-            elif section.name == "post" and section.options:
+            elif section.tokens and section.name in ("test", "runscript", "startscript"):
+                self.problem(section.line - 1, f"%{section.name} takes no arguments: {section.options.strip()}")
+            elif section.tokens and section.name == "post":
                 self.problem(
-                    section.line - 1, f"%post {section.options}: only /bin/sh runs here; start another shell inside"
+                    section.line - 1,
+                    f"%post {section.options.strip()}: only /bin/sh runs here; start another shell inside",
                 )
-            sections[section.name] = section
+            sections[section.name] = sections[section.name].join(section) if section.name in sections else section
         return sections
 
-    def check_script(self, section: _Section | None) -> None:
+    def check_script(self, section: Section | None) -> None:
         """Report a script that adds to the image's environment or labels: keys are computed before it runs."""
-        for number, line in enumerate(section.body if section else [], section.line if section else 0):
+        for number, line in section.lines() if section else ():
             if match := _WRITTEN.search(line):
                 name = match[2].lower()
                 self.problem(number, f"%post cannot add to the image's {name}: write %{name}, with the value itself")
 
-    def files(self, section: _Section) -> Iterator[Copy]:
-        options = section.options.split()
-        stage = options[1] if len(options) == 2 and options[0] == "from" else None
-        if options and stage is None:
-            self.problem(section.line - 1, f"%files {section.options}: expected '%files' or '%files from <stage>'")
-        for number, line in enumerate(section.body, section.line):
+    def files(self, section: Section) -> Iterator[Copy]:
+        tokens = section.tokens
+        stage = tokens[1] if len(tokens) == 2 and tokens[0] == "from" else None
+        if tokens and stage is None:
+            where = f"%files {section.options.strip()}"
+            self.problem(section.line - 1, f"{where}: expected '%files' or '%files from <stage>'")
+        elif stage is None and section.options.split("#")[0] and any(line.strip() for line in section.body):
+            self.problem(section.line - 1, "Apptainer copies nothing of a %files that blanks follow; remove them")
+        for number, line in section.lines():
+            text = _without_comment(line)
             try:
-                paths = shlex.split(_without_comment(line))
+                paths = shlex.split(text)
             except ValueError as error:
                 self.problem(number, f"%files: {error}: {line.strip()}")
                 continue
-            if len(paths) in (1, 2) and ".." in paths[-1].split("/"):
+            if len(paths) == 1 and text != line:
+                self.problem(
+                    number,
+                    f"%files: Apptainer takes the # for the destination; write one before it: {line.strip()}",
+                )
+            elif len(paths) in (1, 2) and ".." in paths[-1].split("/"):
                 self.problem(
                     number, f"%files: the destination climbs with '..'; write the path it means: {line.strip()}"
                 )
@@ -376,9 +339,9 @@ class _Reader:
             elif paths:
                 self.problem(number, f"%files wants 'source [destination]', found {len(paths)} words: {line.strip()}")
 
-    def environment(self, section: _Section | None) -> dict[str, str]:
+    def environment(self, section: Section | None) -> dict[str, str]:
         environment: dict[str, str] = {}
-        for number, line in enumerate(section.body if section else [], section.line if section else 0):
+        for number, line in section.lines() if section else ():
             text = line.strip()
             if not text or text.startswith("#"):
                 continue
@@ -399,7 +362,7 @@ class _Reader:
                 environment[match[1]] = values[0] if values else ""
         return environment
 
-    def labels(self, section: _Section | None) -> dict[str, str]:
+    def labels(self, section: Section | None) -> dict[str, str]:
         labels: dict[str, str] = {}
         for line in section.body if section else []:
             name, value = [*line.split(None, 1), "", ""][:2]
@@ -431,11 +394,6 @@ def _split_shell(text: str) -> list[str]:
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>()")
     lexer.whitespace_split, lexer.commenters = True, ""
     return list(lexer)
-
-
-def replace_body(section: _Section, body: list[str]) -> _Section:
-    """Return the section with other lines."""
-    return replace(section, body=body)
 
 
 def expand(environment: Mapping[str, str], inherited: Mapping[str, str], where: str = "") -> dict[str, str]:

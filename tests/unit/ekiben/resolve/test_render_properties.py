@@ -42,13 +42,13 @@ braced = st.one_of(
 )
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 layer_names = st.lists(
-    st.sampled_from(["walls", "a b", "it's", "日本", "a.b", "A", "x#y", "roof"]), min_size=1, max_size=3, unique=True
+    st.sampled_from(["walls", "a b", "it's", "日本", "a.b", "A", "x+y", "roof"]), min_size=1, max_size=3, unique=True
 )
 paths = odd.map(lambda text: "/opt/" + text.replace("\t", "").replace('"', "").strip()).filter(
     lambda path: path != "/opt/"
 )
-# In a script, a % at the beginning of a line begins a section, and Bootstrap: a stage.
-lines = odd.map(lambda line: f" {line}" if line.startswith(("%", "Bootstrap:")) else line)
+# In a script, a % that only blanks precede begins a section, and Bootstrap: in the first column a stage.
+lines = odd.map(lambda line: f" -{line}" if line.lstrip().startswith(("%", "Bootstrap:")) else line)
 bodies = st.lists(lines, max_size=4).map("\n".join)
 commands = st.sampled_from(
     [

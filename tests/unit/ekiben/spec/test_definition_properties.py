@@ -19,11 +19,9 @@ tokens = st.text(
 paths = st.lists(
     tokens.map(lambda word: word.replace("/", "_")).filter(lambda word: word.strip(".")), min_size=1, max_size=3
 ).map("/".join)
-# In a script, a % at the beginning of a line begins a section, and Bootstrap: a stage.
+# In a script, a % that only blanks precede begins a section, and Bootstrap: a stage.
 lines = st.text(st.characters(exclude_characters="\n\r\0", exclude_categories=("Cs",)), max_size=30).filter(
-    lambda line: (
-        not re.match(r"%[A-Za-z]|bootstrap[ \t]*:", line, re.IGNORECASE) and not re.search(r"\{\{\s*\w+\s*\}\}", line)
-    )
+    lambda line: not re.match(r"\s*%|bootstrap:", line, re.IGNORECASE) and not re.search(r"\{\{\s*\w+\s*\}\}", line)
 )
 bodies = st.lists(lines, max_size=5).map("\n".join).map(lambda body: body.strip("\n") + "\n" if body.strip() else "")
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
