@@ -29,6 +29,7 @@ from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
 from ekiben.resolve.graph import BuildStage, Layer
 from ekiben.spec.definition import expand
+from ekiben.spec.definition_scripts import interpreter_command
 from ekiben.store import Store, StoredLayer, bind_layers
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class LayerBuilder:
             if is_excluded(path := file.destination.lstrip("/")):
                 left_out.add(path)
         variables = {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})}
-        script = Script(step.name, step.stage.post, variables)
+        script = Script(step.name, step.stage.post, variables, *filter(None, [step.stage.shell]))
         job = prepare_job(script, lower, self.store, staging, files=files, log=log)
         with self._below(lower) as below, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
@@ -224,7 +225,8 @@ class LayerBuilder:
         lines: list[str] = []
         with self.store.staging() as staging:
             settings = {**expand(layer.stage.environment, layer.environment), **build_environment(layer.epoch)}
-            script = Script(f"{layer.name}-test", layer.stage.test, settings)
+            command = interpreter_command(layer.stage.test)
+            script = Script(f"{layer.name}-test", layer.stage.test, settings, command)
             job = prepare_job(script, layers, self.store, staging, log=lines.append)
             try:
                 self.executor[1].try_run(job)

@@ -58,11 +58,14 @@ FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && pri
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A shell script, its name in logs and in the names of containers, and its variables."""
+    """A script, its name in logs and in the names of containers, its variables, and the shell command that runs it,
+    whose ``$0`` is its path: by default the shell that has the variables.
+    """
 
     name: str
     text: str
     environment: Mapping[str, str]
+    command: str = '. "$0"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,11 +310,12 @@ def write_run_script(mount: Path, script: Script) -> None:
     private = os.open(mount / "environment", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(private, "w", encoding="utf-8") as stream:
         stream.write(variables)
+    command = shlex.quote(f". /{BUILD_MOUNT}/environment; {script.command}")
     (mount / "run.sh").write_text(
         "umask 022\ncd /\n"
         # Only files are in it, so directories that exist keep their owners and modes.
         f"[ ! -e /{BUILD_MOUNT}/files.tar ] || tar --no-same-owner -xf /{BUILD_MOUNT}/files.tar || exit\n"
-        f"exec env -i /bin/sh -e -c '. /{BUILD_MOUNT}/environment; . \"$0\"' /{BUILD_MOUNT}/post.sh </dev/null\n",
+        f"exec env -i /bin/sh -e -c {command} /{BUILD_MOUNT}/post.sh </dev/null\n",
         encoding="utf-8",
     )
 

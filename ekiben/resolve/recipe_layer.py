@@ -15,9 +15,12 @@ from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import Scripts, runtime_files
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
+from ekiben.spec.definition_scripts import is_plain, with_shebang, without_plain_shebang
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
 from ekiben.spec.stack import read_pins
+
+_RUNSCRIPT = "/opt/ekiben/runscript"  # the %runscript of a definition for another shell
 
 
 def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -25,6 +28,9 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
     recipe, epoch = resolved.recipe, resolved.stack.file.epoch
     files = shipped_files(recipe)
     files += [File(f"/usr/local/bin/{name}", 0o755, content=_command(recipe, name)) for name in recipe.file.tasks]
+    runscript = _last(resolved, "runscript")
+    if not is_plain(runscript):
+        files.append(File(_RUNSCRIPT, 0o755, content=runscript.encode()))
     scripts = Scripts(
         run=_runscript(recipe, resolved),
         test=_TEST_SCRIPT,
@@ -135,7 +141,9 @@ def _runscript(recipe: Recipe, resolved: ResolvedRecipe) -> str:
     execute = 'if [ $# -gt 0 ]; then exec "$@"; fi\n'
     if recipe.file.default_task:
         return f"{execute}exec {recipe.file.default_task}\n"
-    if script := _last(resolved, "runscript"):
+    if script := without_plain_shebang(_last(resolved, "runscript")):
+        if not is_plain(script):  # only /bin/sh knows what a task is
+            script = f'exec {_RUNSCRIPT} "$@"\n'
         tasks = "|".join(recipe.file.tasks)
         return f'case "${{1-}}" in\n{tasks}) exec "$@" ;;\nesac\n{script}' if tasks else script
     text = _tasks(recipe)
@@ -166,9 +174,9 @@ def _help(recipe: Recipe, resolved: ResolvedRecipe) -> str:
 
 
 def _test_files(resolved: ResolvedRecipe) -> list[File]:
-    """Return every %test of the image as a file, run bottom first: a child passes its parents' tests."""
+    """Return every %test of the image as a program, run bottom first: a child passes its parents' tests."""
     return [
-        File(f"{TESTS}/{number:02}-{name}.sh", 0o644, content=script.encode())
+        File(f"{TESTS}/{number:02}-{name}.sh", 0o755, content=with_shebang(script).encode())
         for number, (name, script) in enumerate(resolved.tests, 1)
     ]
 
@@ -177,7 +185,7 @@ _TEST_SCRIPT = f"""\
 for script in {TESTS}/*.sh; do
     [ -e "$script" ] || continue
     echo "test: ${{script##*/}}"
-    /bin/sh -e "$script" </dev/null || {{ echo "test: ${{script##*/}} FAILED"; exit 1; }}
+    "$script" </dev/null || {{ echo "test: ${{script##*/}} FAILED"; exit 1; }}
 done
 echo "test: all passed"
 """

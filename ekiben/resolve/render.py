@@ -16,12 +16,14 @@ from ekiben.core.errors import DefinitionError, StoreError
 from ekiben.core.files import digest_of
 from ekiben.formats.layer import File
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, StageCopy, stages_of
+from ekiben.spec.definition import Stage
 from ekiben.spec.definition_text import ARGUMENT
 
 # Never /tmp, /var/tmp or the home: Apptainer and Charliecloud mount the host's there while they build.
 _NOISE = "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/*"
 _FILES = "/.ekiben-files"
 _COPY = "copy.sh"
+_POST = "/.ekiben-post.sh"
 _MIRROR = "MirrorURL: {{ mirror }}"
 _COPY_SCRIPT = """\
 # copy.sh FROM TO [NAME]: as `cp -r` copies. What TO is shows in the image alone: below a folder it gets that NAME;
@@ -275,7 +277,7 @@ def _docker_step(step: Step, known: Mapping[str, str], lines: list[str]) -> dict
             f"RUN --mount=type=bind,source=post/{_folder_of(step)}.sh,target=/run/post.sh \\",
             "    --mount=type=secret,id=ca,target=/run/ca.pem,required=false \\",
             "    if [ -s /run/ca.pem ]; then export SSL_CERT_FILE=/run/ca.pem; fi; \\",
-            f"    env {settings} /bin/sh -e /run/post.sh && {_NOISE}",
+            f"    env {settings} /bin/sh -e{_command(step.stage)} /run/post.sh && {_NOISE}",
         ]
     return fresh
 
@@ -362,8 +364,21 @@ def _def_stage(base: Layer, steps: Sequence[Step], name: str | None) -> list[str
                 "    tar --null --no-recursion -T - -cf - | tar --no-same-owner -C / -xf -)",
             ]
         if step.stage is not None and step.stage.post:
-            lines += ["(", "set -e", step.stage.post.rstrip("\n"), ")"]
+            lines += _post_lines(step.stage)
     return [*lines, f"rm -rf {_FILES}", _NOISE]
+
+
+def _command(stage: Stage) -> str:
+    return f" -c {shlex.quote(stage.shell)}" if stage.shell else ""
+
+
+def _post_lines(stage: Stage) -> list[str]:
+    """Return a stage's %post as a part of another one: in a shell of its own."""
+    post = stage.post.rstrip("\n")
+    if not stage.shell:
+        return ["(", "set -e", post, ")"]
+    end = next(name for number in itertools.count() if (name := f"EKIBEN{number or ''}") not in post.split("\n"))
+    return [f"cat >{_POST} <<'{end}'", post, end, f"/bin/sh -e{_command(stage)} {_POST}", f"rm {_POST}"]
 
 
 def _word(path: str) -> str:

@@ -29,6 +29,7 @@ from ekiben.spec.definition import (
     parent_argument,
     read_definition,
 )
+from ekiben.spec.definition_scripts import with_shebang
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import local_path
 from ekiben.spec.stack import Stack, find_stack, stacks
@@ -91,7 +92,7 @@ def resolve(
         f"{recipe.folder / 'recipe.yaml'}: ",
     )
     if recipe.file.test:
-        tests.append((recipe.name, recipe.file.test))
+        tests.append((recipe.name, with_shebang(recipe.file.test, "-e")))
     labels |= {
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.description": recipe.file.description,
@@ -311,6 +312,7 @@ class _Images:
                 "parent": state.top_key,
                 "kind": kind,
                 "post": stage.post,
+                **_shell_input(stage),
                 **file_inputs(files),
                 **copy_inputs(copies),
                 **locked,
@@ -380,6 +382,7 @@ class _Images:
             "format": KEY_FORMAT,
             "kind": "wheel" if wheel else "stage",
             "post": stage.post,
+            **_shell_input(stage),
             **file_inputs(files),
             **copy_inputs(copies),
             "hands over": sorted(outputs),
@@ -455,6 +458,11 @@ class _Images:
                     for where, name, names, who in unused
                 )
             )
+
+
+def _shell_input(stage: Stage) -> dict[str, str]:
+    """Return the input of a key for what runs a %post; nothing for /bin/sh."""
+    return {"shell": stage.shell} if stage.shell else {}
 
 
 def _missing(required: Sequence[Definition], definitions: Sequence[Definition]) -> list[str]:

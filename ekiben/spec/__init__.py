@@ -2,10 +2,20 @@
 
 definition      a definition file of images/, and the agent of its ``Bootstrap:``
 definition_text its stages, headers and sections, and the values of its arguments
+definition_scripts what runs a section's script: a shebang, or `-c SHELL`
 recipe          recipe.yaml; recipes by name or by path
 stack           stack.yaml, its lock files; stacks by name
 name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
 source_folders  where the files of a recipe may lie, and what the user includes beside it
 """
 
-__all__ = ["definition", "definition_text", "name_confusion", "recipe", "source_folders", "stack", "sums"]
+__all__ = [
+    "definition",
+    "definition_scripts",
+    "definition_text",
+    "name_confusion",
+    "recipe",
+    "source_folders",
+    "stack",
+    "sums",
+]

@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol, cast
 from ekiben.core import plugins
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
+from ekiben.spec.definition_scripts import SHEBANG_SECTIONS, post_command, script_file
 from ekiben.spec.definition_text import ARGUMENT, BOM, NAMELESS, Section, assignments, bind, header_pairs, split
 
 BASES, BASES_GROUP = "ekiben.builder.bases", "ekiben.bases"
@@ -66,13 +67,17 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One header with its sections; a file has one, or several whose files the last one copies."""
+    """One header with its sections; a file has one, or several whose files the last one copies.
+
+    ``shell`` is the command that runs ``post`` where /bin/sh alone does not; the other scripts may have a shebang.
+    """
 
     name: str | None
     header: Mapping[str, str]
     arguments: Mapping[str, str]
     files: tuple[Copy, ...] = ()
     post: str = ""
+    shell: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     test: str = ""
@@ -215,7 +220,12 @@ class _Reader:
             files=tuple(copy for section in bound if section.name == "files" for copy in self.files(section)),
             environment=self.environment(sections.get("environment")),
             labels=self.labels(sections.get("labels")),
-            **{name: sections[name].text() for name in SCRIPTS if name in sections},
+            shell=post_command(sections["post"], self.problem) if "post" in sections else "",
+            **{
+                name: script_file(sections[name], self.problem) if name in SHEBANG_SECTIONS else sections[name].text()
+                for name in SCRIPTS
+                if name in sections
+            },
         )
 
     def bind(self, section: Section, arguments: Mapping[str, str], used: set[str]) -> Section:
@@ -292,13 +302,6 @@ class _Reader:
                 self.problem(section.line - 1, f"%{section.name} is refused: {REFUSED[section.name]}")
             elif section.name not in SECTIONS:
                 self.problem(section.line - 1, f"unknown section %{section.name}." + nearest(section.name, SECTIONS))
-            elif section.tokens and section.name in ("test", "runscript", "startscript"):
-                self.problem(section.line - 1, f"%{section.name} takes no arguments: {section.options.strip()}")
-            elif section.tokens and section.name == "post":
-                self.problem(
-                    section.line - 1,
-                    f"%post {section.options.strip()}: only /bin/sh runs here; start another shell inside",
-                )
             sections[section.name] = sections[section.name].join(section) if section.name in sections else section
         return sections
 

@@ -235,6 +235,13 @@ END
 """,
         compared=("opt/both", "opt/plain.txt", "opt/hello.txt"),
     ),
+    "another shell": Case(
+        HEADER + "\n%post -c /bin/bash -f\n#!/bin/sh\na=(x y); false; printf '%s ' \"${a[1]}\" /* >/opt/x\n",
+        compared=("opt/x",),
+    ),
+    "a shebang in %post": Case(
+        HEADER + "\n%post -u\n#!/bin/bash\nprintf '%s' \"${BASH_VERSION-sh}\" >/opt/x\n", compared=("opt/x",)
+    ),
     "names of another case": Case(
         "BootStrap: localimage\nFROM: base.sif\n\n%Post\n    printf x >/opt/x\n", compared=("opt/x",)
     ),
@@ -298,8 +305,12 @@ REFUSED_SECTIONS: dict[str, Refusal] = {
         )
         for name in APPS
     },
-    "another shell": ("%post -c /bin/bash\n    true\n", "only /bin/sh runs here", "`%post -c /bin/bash`"),
-    "options of a script": ("%test -c /bin/bash\n    true\n", "%test takes no arguments", "`%test -c`"),
+    "a shell of a file": (
+        "%test -c /bin/bash\n    true\n",
+        "no shell starts; write '#!/bin/bash' there",
+        "`%runscript -c`, `%startscript -c`, `%test -c`",
+    ),
+    "text after a script's name": ("%post text\n    true\n", "runs no file named 'text'", "text after the name"),
     "script in %environment": (
         "%environment\n    if true; then A=b; fi\n",
         "takes only 'export NAME=value' lines",
@@ -703,12 +714,11 @@ def test_apptainer_takes_what_is_refused_here(lab: Lab) -> None:
     accepted = (
         "pre",
         *APPS,
-        "another shell",
         "assignment alone",
         "an argument that nothing uses",
         "labels from %post",
     )
-    bodies = [REFUSED_SECTIONS[name][0].replace("%post\n", "%post -c /bin/bash\n") for name in accepted]
+    bodies = [REFUSED_SECTIONS[name][0] for name in accepted]
     sandbox = lab.sandbox("\n".join([HEADER, *bodies]))
     assert (sandbox / "scif/apps/tool").is_dir()
 

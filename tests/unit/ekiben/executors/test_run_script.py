@@ -32,3 +32,10 @@ def test_a_script_gets_the_values_as_they_are(tmp_path: Path) -> None:
     assert VALUES.items() <= passed.items()
     assert b"pass word" not in done.stderr
     assert b"post.sh" in done.stderr
+
+
+def test_another_command_runs_the_script_with_the_values(tmp_path: Path) -> None:
+    text = 'a=(x y); false; echo "${a[1]} $PATH"\n'
+    write_run_script(tmp_path, Script("job", text, {"PATH": "/usr/bin:/bin"}, '/bin/bash -u "$0"'))
+    script = (tmp_path / "run.sh").read_text().replace(f"/{BUILD_MOUNT}/", f"{tmp_path}/")
+    assert subprocess.run(["/bin/sh", "-c", script], capture_output=True, check=True).stdout == b"y /usr/bin:/bin\n"

@@ -73,3 +73,24 @@ def test_runscript_of_the_definition_is_used(sample: SampleRecipe) -> None:
     assert runscript_output(text) == "own \n" or runscript_output(text) == "own\n"
     assert runscript_output("greet() { echo task; }; " + text.replace("exec ", ""), "greet").startswith("task\n")
     assert RECIPE["tasks"].keys() == {"greet"}
+
+
+@pytest.mark.parametrize("shebang", ["#!/bin/sh", "  #!/bin/bash", "#!/usr/bin/env python3"])
+def test_a_task_comes_before_the_runscript_and_not_before_its_shebang(sample: SampleRecipe, shebang: str) -> None:
+    line = "print('hello')" if "python" in shebang else "echo hello"
+    roof = (sample.path / "images/roof.def").read_text()
+    sample.write("images/roof.def", f"{roof}\n%runscript\n{shebang}\n{line}\n")
+    text = script(sample, "/.singularity.d/runscript")
+    assert text.startswith("#!/bin/sh\n")
+    assert runscript_output("greet() { echo task; exit; }; " + text.replace("exec ", ""), "greet") == "task\n"
+    if shebang != "#!/bin/sh":
+        program = sample.write("program.sh", script(sample, "/opt/ekiben/runscript"), 0o755)
+        text = text.replace("/opt/ekiben/runscript", str(program))
+    assert runscript_output(text) == "hello\n"
+
+
+def test_tests_are_programs_with_a_shebang(sample: SampleRecipe) -> None:
+    sample.replace("images/walls.def", "%test\n", "%test -e\n")
+    assert script(sample, "/opt/ekiben/tests/01-walls.sh").startswith("#!/bin/sh -e\n")
+    assert script(sample, "/opt/ekiben/tests/02-own.sh") == "#!/bin/sh -e\ngreet\n"
+    assert '\n    "$script" </dev/null' in script(sample, "/.singularity.d/test")

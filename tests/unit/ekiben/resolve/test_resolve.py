@@ -75,7 +75,7 @@ def test_layers_of_a_recipe(sample: SampleRecipe) -> None:
     assert chain.environment["GREETING"] == "hello"
     assert chain.environment["PATH"].startswith("/opt:/usr/local/sbin:")
     assert chain.labels["walls.label"] == "one"
-    assert chain.tests == (("walls", "    test -e /word\n"), ("own", "greet\n"))
+    assert chain.tests == (("walls", "    test -e /word\n"), ("own", "#!/bin/sh -e\ngreet\n"))
     top = {file.destination: file for file in chain.top.files}
     assert top["/usr/local/bin/greet"].mode == 0o755
     assert (

@@ -8,6 +8,7 @@ import pytest
 
 from ekiben.core.errors import DefinitionError
 from ekiben.spec.definition import APPS, Copy, Definition, declared_arguments, expand, read_definition
+from ekiben.spec.definition_scripts import interpreter_command
 
 HEADER = "Bootstrap: localimage\nFrom: python.sif\n"
 DIGEST = "sha256:" + "0" * 64
@@ -280,6 +281,52 @@ class TestSections:
             assert "Apptainer" in problem
 
 
+class TestScripts:
+    @pytest.mark.parametrize("section", ["runscript", "startscript", "test"])
+    @pytest.mark.parametrize(
+        ("options", "body", "expected"),
+        [
+            ("", "  a\n", "  a\n"),
+            (" # -c x", "\n\n  a\n\n", "  a\n"),
+            ("", "#!/bin/bash\n  a\n\n", "#!/bin/bash\n  a\n"),
+            ("", "  #!/bin/bash -e \n  a\n", "#!/bin/bash -e\n  a\n"),
+            (" -e", "  a\n", "#!/bin/sh -e\n  a\n"),
+            (" -e", "#!/bin/bash\n", "#!/bin/bash -e\n\n"),
+            ("", "\n#!/bin/bash\n  a\n", "#!/bin/sh\n#!/bin/bash\n  a\n"),
+            ("", "  a\n#!/bin/bash\n", "  a\n#!/bin/bash\n"),
+            ("", "\n  \n", ""),
+        ],
+    )
+    def test_a_file_has_its_shebang(self, tmp_path: Path, section: str, options: str, body: str, expected: str) -> None:
+        assert getattr(read(tmp_path, f"{HEADER}%{section}{options}\n{body}").final, section) == expected
+
+    @pytest.mark.parametrize(
+        ("options", "command"),
+        [
+            ("", ""),
+            (" # text", ""),
+            (" -c /bin/bash", '/bin/bash "$0"'),
+            (" -c /bin/bash -e # text", '/bin/bash -e "$0"'),
+            (" -u", '/bin/sh -e -u "$0"'),
+            (" -u -c /bin/bash", '/bin/sh -e -u -c \'/bin/bash "$0"\' "$0"'),
+        ],
+    )
+    def test_post_is_run_by_the_shell_after_its_name(self, tmp_path: Path, options: str, command: str) -> None:
+        final = read(tmp_path, f"{HEADER}%post{options}\n#!/usr/bin/python3\n a\n").final
+        assert (final.post, final.shell) == ("#!/usr/bin/python3\n a\n", command)
+
+    @pytest.mark.parametrize(
+        ("text", "command"),
+        [
+            ("a\n", '/bin/sh "$0"'),
+            ("#!/bin/bash\na\n", '/bin/bash "$0"'),
+            ("#! /usr/bin/env -S  python3 -u \n", "/usr/bin/env '-S  python3 -u' \"$0\""),
+        ],
+    )
+    def test_a_file_is_run_as_the_kernel_runs_it(self, text: str, command: str) -> None:
+        assert interpreter_command(text) == command
+
+
 class TestHeader:
     @pytest.mark.parametrize(
         ("keys", "source"),
@@ -368,11 +415,22 @@ class TestRefused:
                 )
                 for name in APPS
             ),
+            (HEADER + "%post -c\n a\n", "x.def:3: %post -c: the shell is missing, as in '%post -c /bin/bash'"),
             (
-                HEADER + "%post -c /bin/bash\n",
-                "x.def:3: %post -c /bin/bash: only /bin/sh runs here; start another shell inside",
+                HEADER + "%post some text\n a\n",
+                "x.def:3: %post some text: /bin/sh is started with these arguments, and runs no file named 'some'; put"
+                " a # before the text, or name a shell with '%post -c /bin/bash'",
             ),
-            (HEADER + "%test now\n", "x.def:3: %test takes no arguments: now"),
+            (
+                HEADER + "%test now # then\n a\n",
+                "x.def:3: %test now: Apptainer writes '#!/bin/sh now' as the script's first line, and the script does"
+                " not start; put a # before the text, or write it into the section",
+            ),
+            (
+                HEADER + "%runscript -c /bin/bash\n a\n",
+                "x.def:3: %runscript -c /bin/bash: Apptainer writes '#!/bin/sh -c /bin/bash' as the script's first"
+                " line, and no shell starts; write '#!/bin/bash' there, under %runscript",
+            ),
             ("Bootstrap: localimage\nForm: a.sif\nFrom: a.sif\n", "x.def:2: unknown key 'Form'. Did you mean 'from'?"),
             (HEADER + "From: b.sif\n", "x.def:3: 'From:' appears twice; leave one"),
             (
@@ -469,9 +527,6 @@ class TestIgnoredNoMore:
     )
     def test_other_uses_of_these_names_stay(self, tmp_path: Path, line: str) -> None:
         assert read(tmp_path, f"{HEADER}%post\n    {line}\n").final.post == f"    {line}\n"
-
-    def test_other_shell_is_refused(self, tmp_path: Path) -> None:
-        assert "only /bin/sh runs here" in problems(tmp_path, HEADER + "%post -c /bin/bash\n    true\n")[0]
 
 
 @pytest.mark.parametrize("value", ["$HOME/.cache", "${NEVER}", "/opt/lib:$LD_LIBRARY_PATH"])
