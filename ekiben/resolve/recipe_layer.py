@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ekiben.core.paths import RECIPE_HOME, TESTS
 from ekiben.formats.layer import File
 from ekiben.formats.runtime_files import Scripts, runtime_files
+from ekiben.resolve.apps import START, START_FILE
 from ekiben.resolve.graph import BuildStage, Layer, ResolvedRecipe, stages_of
 from ekiben.resolve.keys import KEY_FORMAT, mode_of
 from ekiben.spec.definition_scripts import is_plain, with_shebang, without_plain_shebang
@@ -38,6 +39,8 @@ def add_recipe_layer(resolved: ResolvedRecipe) -> ResolvedRecipe:
         help=_help(recipe, resolved),
     )
     runtime = runtime_files(resolved.environment, resolved.labels, resolved.deffile, scripts)
+    if any(item.final.apps for item in resolved.definitions):
+        runtime[START_FILE] = 0o755, START.encode()
     files += [File("/" + path.lstrip("/"), mode, content=content) for path, (mode, content) in runtime.items()]
     metadata: dict[str, Any] = {
         "recipe": recipe.name,

@@ -15,12 +15,14 @@ from ekiben.core.files import read_source
 from ekiben.core.paths import RECIPE_HOME
 from ekiben.formats import oci
 from ekiben.formats.layer import File
+from ekiben.resolve.apps import app_environment, app_files
 from ekiben.resolve.capabilities import check_torch, filter_archs, has_cxx11_abi, supported_archs
 from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
 from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
 from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
 from ekiben.resolve.recipe_layer import add_recipe_layer
 from ekiben.spec.definition import (
+    Copy,
     Definition,
     Stage,
     declared_arguments,
@@ -303,6 +305,7 @@ class _Images:
                 inputs=inputs,
             )
             state = state.add(base)
+        environment = {**environment, **app_environment(stage.apps)}
         copies = self._stages(definition, state, circle)
         files = self._files_of(definition, stage)
         if stage.post or files or copies:
@@ -334,12 +337,16 @@ class _Images:
         return replace(state, environment=expand(stage.environment, environment, f"{definition.path}: %"))
 
     def _files_of(self, definition: Definition, stage: Stage) -> tuple[File, ...]:
-        """Return the files that a stage copies from this machine."""
-        return tuple(
-            file
-            for copy in stage.files
-            if copy.stage is None
-            for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
+        """Return the files that a stage copies from this machine, after those of its apps."""
+        of_apps = [Copy(copy.source, copy.destination, None, copy.line) for app in stage.apps for copy in app.files]
+        return (
+            *app_files(stage.apps),
+            *(
+                file
+                for copy in (*of_apps, *stage.files)
+                if copy.stage is None
+                for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
+            ),
         )
 
     def _stages(self, definition: Definition, below: ImageState, circle: Sequence[str]) -> tuple[StageCopy, ...]:

@@ -2,6 +2,7 @@
 
 definition      a definition file of images/, and the agent of its ``Bootstrap:``
 definition_text its stages, headers and sections, and the values of its arguments
+definition_apps SCIF apps of a definition file
 definition_scripts what runs a section's script: a shebang, or `-c SHELL`
 recipe          recipe.yaml; recipes by name or by path
 stack           stack.yaml, its lock files; stacks by name
@@ -11,6 +12,7 @@ source_folders  where the files of a recipe may lie, and what the user includes 
 
 __all__ = [
     "definition",
+    "definition_apps",
     "definition_scripts",
     "definition_text",
     "name_confusion",

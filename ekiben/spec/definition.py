@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol, cast
 from ekiben.core import plugins
 from ekiben.core.errors import DefinitionError, UsageError, nearest
 from ekiben.core.files import read_source
+from ekiben.spec.definition_apps import APPS, App, install_script, read_apps
 from ekiben.spec.definition_scripts import SHEBANG_SECTIONS, post_command, script_file
 from ekiben.spec.definition_text import ARGUMENT, BOM, NAMELESS, Section, assignments, bind, header_pairs, split
 
@@ -36,11 +37,9 @@ UNUSED = {
     "fingerprints": "no signature is checked while an image is built; `verify --key` checks one",
 }
 LOCAL = "localimage"  # the one bootstrap that is no agent: it names the layer below
-APPS = ("appinstall", "appfiles", "appenv", "applabels", "apphelp", "apprun", "apptest", "appstart")  # sections of SCIF
 REFUSED = {
     "setup": "it runs on the host, outside any cache key; do the work in %post",
     "pre": "it runs on the host, outside any cache key; do the work in %post",
-    **dict.fromkeys(APPS, "SCIF apps are not supported; a recipe's tasks take their place"),
 }
 
 # Headers that each agent reads; plug-ins declare their headers.
@@ -84,6 +83,7 @@ class Stage:
     help: str = ""
     runscript: str = ""
     startscript: str = ""
+    apps: tuple[App, ...] = ()
 
     @property
     def bootstrap(self) -> str:
@@ -213,6 +213,14 @@ class _Reader:
             self.check_mirror(parts[0])
         sections = self.sections(bound[1:])
         self.check_script(sections.get("post"))
+        apps = read_apps(bound[1:], self.problem)
+        texts = {
+            name: script_file(section, self.problem) if name in SHEBANG_SECTIONS else section.text()
+            for name, section in sections.items()
+            if name in SCRIPTS
+        }
+        if apps:
+            texts["post"] = texts.get("post", "") + install_script(apps)
         return Stage(
             name=header.get("stage"),
             header=header,
@@ -221,11 +229,8 @@ class _Reader:
             environment=self.environment(sections.get("environment")),
             labels=self.labels(sections.get("labels")),
             shell=post_command(sections["post"], self.problem) if "post" in sections else "",
-            **{
-                name: script_file(sections[name], self.problem) if name in SHEBANG_SECTIONS else sections[name].text()
-                for name in SCRIPTS
-                if name in sections
-            },
+            apps=apps,
+            **texts,
         )
 
     def bind(self, section: Section, arguments: Mapping[str, str], used: set[str]) -> Section:
@@ -300,8 +305,10 @@ class _Reader:
                 )
             elif section.name in REFUSED:
                 self.problem(section.line - 1, f"%{section.name} is refused: {REFUSED[section.name]}")
-            elif section.name not in SECTIONS:
-                self.problem(section.line - 1, f"unknown section %{section.name}." + nearest(section.name, SECTIONS))
+            elif section.name not in (*SECTIONS, *APPS):
+                self.problem(
+                    section.line - 1, f"unknown section %{section.name}." + nearest(section.name, (*SECTIONS, *APPS))
+                )
             sections[section.name] = sections[section.name].join(section) if section.name in sections else section
         return sections
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +32,7 @@ from ekiben.formats.tar import DigestWriter
 from ekiben.formats.upper import Changes
 from ekiben.resolve.graph import Layer, ResolvedRecipe
 from ekiben.resolve.resolve import resolve
-from ekiben.spec.definition import APPS, REFUSED, UNUSED
+from ekiben.spec.definition import REFUSED, UNUSED
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredLayer
 from support.sample_recipe import RECIPE, SampleRecipe, quiet
@@ -64,6 +64,7 @@ PROGRAMS = (
     "find",
     "umount",
     "sed",
+    "sort",
 )
 
 # ---------------------------------------------------------------------------------------------- what both of them build
@@ -71,6 +72,40 @@ PROGRAMS = (
 MODES = "files have mode 0644, or 0755 where their owner may execute them"
 LOGS = "logs, caches and locks that differ from run to run are left out"
 HOLLOW = "a stage's empty folders are not copied"
+
+
+APPS = (
+    HEADER
+    + """
+%post
+    echo base >/opt/base
+%appinstall foo
+    echo "$SCIF_APPNAME $PWD $SCIF_APPBIN_foo $SCIF_APPDATA" >out; test -e /opt/base
+    printf '#!/bin/sh\\necho tool\\n' >bin/tool; chmod 755 bin/tool
+%appfiles foo
+    files/plain.txt bin
+    files/plain.txt lib/renamed.txt # remark
+    files/tree data
+%appenv foo
+    export SOFTWARE=foo
+    PATH=/x:$PATH
+%apprun foo
+    echo "run $SOFTWARE $# $1"; tool; env | grep ^SCIF | sort; echo "$LD_LIBRARY_PATH $PATH"
+%apphelp foo
+    help <of> foo
+%applabels foo
+    VERSION 1.0 <a&b>
+    # no
+%apptest foo
+    echo "test $SCIF_APPROOT"; false; echo on
+%apprun bar-2 # remark
+    env | grep ^SCIF | sort; exit 3
+%appinstall foo
+    echo again >>out
+%runscript
+    env | grep ^SCIF | sort
+"""
+)
 
 
 @dataclass(frozen=True)
@@ -242,6 +277,7 @@ END
     "a shebang in %post": Case(
         HEADER + "\n%post -u\n#!/bin/bash\nprintf '%s' \"${BASH_VERSION-sh}\" >/opt/x\n", compared=("opt/x",)
     ),
+    "apps": Case(APPS, compared=("scif/apps/foo/scif/labels.json", "scif/apps/bar-2/lib", "scif/apps/foo/out")),
     "names of another case": Case(
         "BootStrap: localimage\nFROM: base.sif\n\n%Post\n    printf x >/opt/x\n", compared=("opt/x",)
     ),
@@ -297,14 +333,12 @@ REFUSED_SECTIONS: dict[str, Refusal] = {
         name: (f"%{name}\n    true\n", f"%{name} is refused: {REFUSED[name]}", f"`%{name}`")
         for name in ("setup", "pre")
     },
-    **{
-        name: (
-            f"%{name} tool\n    {'files/plain.txt /x' if name == 'appfiles' else 'true'}\n",
-            f"%{name} is refused: {REFUSED[name]}",
-            f"`%{name}`",
-        )
-        for name in APPS
-    },
+    "an app without a name": ("%apprun\n    true\n", "write the app's name after one blank", "an app without a name"),
+    "an app's file with quotes": (
+        '%appfiles tool\n    "files/a name.txt" x\n',
+        "one blank between them and no quotes",
+        "quotes, and several blanks, in `%appfiles`",
+    ),
     "a shell of a file": (
         "%test -c /bin/bash\n    true\n",
         "no shell starts; write '#!/bin/bash' there",
@@ -554,6 +588,31 @@ class Lab:
         assert done.returncode == 0, f"{argv}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
+    def try_apptainer(self, argv: Sequence[str], image: Path) -> tuple[int, str]:
+        """The exit code and standard output of a command in which IMAGE is this image."""
+        name, *rest = [str(image) if argument == "IMAGE" else argument for argument in argv]
+        clean = ("--cleanenv", "--contain", "--no-home") * (argv[0] != "run-help")
+        env = {"PATH": os.environ["PATH"], "HOME": home_of(USER), "USER": USER, "LANG": "C.UTF-8"}
+        done = subprocess.run(
+            ["apptainer", "--silent", name, *clean, *rest],
+            cwd=self.recipe.path,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            **as_user(USER),
+        )
+        return done.returncode, done.stdout
+
+    def sif(self, text: str) -> Path:
+        """Our image of a definition file, as a SIF."""
+        _, image = self.build(text)
+        sif = self.recipe.path / "ours.sif"
+        export(image, self.store, Progress(quiet=True), formats=("sif",), output=sif)
+        sif.chmod(0o644)
+        return sif
+
     def sandbox(self, text: str) -> Path:
         """Apptainer's image of the same file, as a folder."""
         self.recipe.write("corpus.def", text.replace("@HERE@", str(self.recipe.path)))
@@ -648,12 +707,23 @@ def test_a_comparison_finds_what_differs(lab: Lab) -> None:
 
 
 @pytest.mark.guard
+def test_apps_run_as_apptainers(lab: Lab) -> None:
+    sif, theirs = lab.sif(APPS), lab.sandbox(APPS)
+    for argv in (
+        ("run", "--app", "foo", "IMAGE", "a word"),
+        ("run", "--app", "bar-2", "IMAGE"),
+        ("run", "--app", "gone", "IMAGE"),
+        ("test", "--app", "foo", "IMAGE"),
+        ("run-help", "--app", "foo", "IMAGE"),
+        ("run", "IMAGE"),
+    ):
+        ours, other = (lab.try_apptainer(argv, image) for image in (sif, theirs))
+        assert ours == other, argv
+
+
+@pytest.mark.guard
 def test_apptainer_shows_the_same_of_every_section(lab: Lab) -> None:
-    _, image = lab.build(SECTIONS)
-    sif = lab.recipe.path / "ours.sif"
-    export(image, lab.store, Progress(quiet=True), formats=("sif",), output=sif)
-    sif.chmod(0o644)
-    theirs = lab.sandbox(SECTIONS)
+    sif, theirs = lab.sif(SECTIONS), lab.sandbox(SECTIONS)
     clean = ("--cleanenv", "--contain", "--no-home")
     names = ("LISTEN_PORT", "GREETING", "LC_ALL", "PATH")
 
@@ -713,14 +783,13 @@ def test_apptainer_takes_what_is_refused_here(lab: Lab) -> None:
     """Otherwise the page would list no difference: all that this machine can build, in one file."""
     accepted = (
         "pre",
-        *APPS,
         "assignment alone",
         "an argument that nothing uses",
         "labels from %post",
     )
     bodies = [REFUSED_SECTIONS[name][0] for name in accepted]
     sandbox = lab.sandbox("\n".join([HEADER, *bodies]))
-    assert (sandbox / "scif/apps/tool").is_dir()
+    assert (sandbox / "opt").is_dir()
 
 
 def test_page_lists_every_difference_and_all_that_is_refused() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ekiben.core.errors import DefinitionError
-from ekiben.spec.definition import APPS, Copy, Definition, declared_arguments, expand, read_definition
+from ekiben.spec.definition import Copy, Definition, declared_arguments, expand, read_definition
 from ekiben.spec.definition_scripts import interpreter_command
 
 HEADER = "Bootstrap: localimage\nFrom: python.sif\n"
@@ -281,6 +281,22 @@ class TestSections:
             assert "Apptainer" in problem
 
 
+class TestApps:
+    def test_sections_of_apps_are_read(self, tmp_path: Path) -> None:
+        text = "%post\n a\n%apprun foo # x\n\n run\n%appfiles foo\n a b # x\n bin/\n%apprun bar\n%apprun foo\n more\n"
+        final = read(tmp_path, HEADER + text).final
+        foo, bar = final.apps
+        assert (foo.name, foo.texts["apprun"], bar.name) == ("foo", "\n run\n more\n", "bar")
+        assert [(copy.source, copy.destination, copy.line) for copy in foo.files] == [
+            ("a", "/scif/apps/foo/b", 9),
+            ("bin/", "/scif/apps/foo/bin/", 10),
+        ]
+        assert final.post.startswith(" a\n\ncd /\n. /scif/apps/foo/scif/env/01-base.sh\n\ncd /scif/apps/foo\n")
+
+    def test_an_app_alone_is_installed(self, tmp_path: Path) -> None:
+        assert "\ncd /scif/apps/x\n" in read(tmp_path, HEADER + "%apprun x\n").final.post
+
+
 class TestScripts:
     @pytest.mark.parametrize("section", ["runscript", "startscript", "test"])
     @pytest.mark.parametrize(
@@ -408,13 +424,23 @@ class TestRefused:
                 HEADER + "%pre\n",
                 "x.def:3: %pre is refused: it runs on the host, outside any cache key; do the work in %post",
             ),
+            (
+                HEADER + "%apprun  x\n",
+                "x.def:3: %apprun  x: write the app's name after one blank, of letters, digits and _ . + -: %apprun"
+                " NAME",
+            ),
+            *(
+                (HEADER + f"%apprun {name}\n", f"x.def:3: %apprun {name}: write the app's name after one blank")
+                for name in ("a/b", "..", "$(id)", "#")
+            ),
             *(
                 (
-                    HEADER + f"%{name} x\n",
-                    f"x.def:3: %{name} is refused: SCIF apps are not supported; a recipe's tasks take their place",
+                    HEADER + f"%appfiles x\n a\n {line}\n",
+                    f"x.def:5: %appfiles wants 'source [destination]', one blank between them and no quotes: {line}",
                 )
-                for name in APPS
+                for line in ("a  b", '"a" b', "a b c", "a\tb")
             ),
+            (HEADER + "%appfiles x\n a ../b\n", "x.def:4: %appfiles: the destination climbs with '..': a ../b"),
             (HEADER + "%post -c\n a\n", "x.def:3: %post -c: the shell is missing, as in '%post -c /bin/bash'"),
             (
                 HEADER + "%post some text\n a\n",
@@ -462,7 +488,8 @@ class TestRefused:
         ],
     )
     def test_single_problem_is_reported(self, tmp_path: Path, text: str, message: str) -> None:
-        assert problems(tmp_path, text) == [message]
+        (problem,) = problems(tmp_path, text)
+        assert problem.startswith(message)
 
     def test_all_problems_of_a_file_are_reported(self, tmp_path: Path) -> None:
         found = problems(
