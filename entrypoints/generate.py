@@ -20,6 +20,7 @@ from ekiben_tasks.generation.settings import GenerateSettings, check
 from ekiben_tasks.task import adapter_folder, caches, command, files
 from ekiben_tasks.task import settings as options
 from ekiben_tasks.task.command import print_once
+from ekiben_tasks.task.errors import SettingError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     overrides = {name: getattr(args, name) for name in ("model", "adapter", "data", "output") if getattr(args, name)}
     settings = replace(options.load(GenerateSettings, args.config, args.set), **overrides)
     settings = replace(settings, temperature=0.0) if args.greedy else settings
+    if args.model and settings.adapter:
+        raise SettingError(
+            f"--model {args.model}: the adapter {settings.adapter} names its own base model; leave --model out, or the"
+            " adapter (--set adapter=)"
+        )
     recipe = command.recipe_folder(args.config, __file__)
     print_once(*caches.prepare_caches(os.environ))
     if args.smoke:

@@ -36,7 +36,7 @@ class GenerateSettings:
 
     model: str = option(
         "cyberagent/open-calm-3b",
-        "a hub id, perhaps ID@REVISION, or a folder; ignored if an adapter names its base; --model",
+        "a hub id, perhaps ID@REVISION, or a folder; not used with an adapter, which names its base; --model",
     )
     adapter: str = option("", "folder of an adapter that train wrote; empty: the model without one; --adapter")
     data: object = option(
@@ -71,7 +71,13 @@ def check_chat(settings: ChatSettings) -> None:
         SettingError: some are wrong; the message has all problems.
     """
     check_format(settings.form)
-    _raise_for(_sampling_problems(settings))
+    problems = _sampling_problems(settings)
+    if settings.system and settings.form.kind != "chat":
+        problems.append(
+            f"setting system: form.kind={settings.form.kind} has no system message; take --set form.kind=chat, or"
+            " --context for a text to answer from"
+        )
+    _raise_for(problems)
 
 
 def check(settings: GenerateSettings) -> None:

@@ -15,7 +15,7 @@ from ekiben_tasks.models.attention_kernel import SDPA_KERNELS
 from ekiben_tasks.models.device import GIB, Device, compiler_missing
 from ekiben_tasks.models.memory import has_expandable_segments
 from ekiben_tasks.task import run_metadata
-from ekiben_tasks.training.settings import Settings
+from ekiben_tasks.training.settings import Settings, list_unused
 
 if TYPE_CHECKING:
     from ekiben_tasks.models.attention_choice import ChosenKernels
@@ -155,6 +155,7 @@ def _notes(summary: RunSummary, steps: int) -> list[str]:
         )
     if summary.kernels.note:
         lines.append(f"note        {summary.kernels.note}")
+    lines += [f"note        {sentence}" for sentence in list_unused(settings, summary.parallel)]
     if settings.warmup_steps > steps // 10 and not settings.warmup_ratio:
         lines.append(f"note        warm-up is {steps // 10} steps, a tenth of all, not {settings.warmup_steps}")
     return lines

@@ -157,6 +157,21 @@ def check(settings: Settings) -> None:
         problems.append(f"setting hang_minutes: must be at least 0 (0: an hour), not {settings.hang_minutes}")
     if settings.save_steps < 0:
         problems.append(f"setting save_steps: must be at least 0 (0: none), not {settings.save_steps}")
+    if settings.max_steps != -1 and settings.max_steps < 1:
+        problems.append(
+            f"setting max_steps: must be at least 1, or -1 (to the end of the epochs), not {settings.max_steps}"
+        )
+    problems += [
+        f"setting {name}: must be at least 0, not {value}"
+        for name, value in [
+            ("warmup_steps", settings.warmup_steps),
+            ("weight_decay", settings.weight_decay),
+            ("eval_every", settings.eval_every),
+            ("save_minutes", settings.save_minutes),
+            ("log_seconds", settings.log_seconds),
+        ]
+        if not value >= 0
+    ]
     if not 0 <= settings.validation_split < 1:
         problems.append(f"setting validation_split: must be at least 0 and below 1, not {settings.validation_split}")
     if not 0 <= settings.lora.dropout < 1:
@@ -177,6 +192,30 @@ def check(settings: Settings) -> None:
         problems.append("setting deepspeed.offload=all: weights are shared only with --set deepspeed.stage=3")
     if problems:
         raise errors.SettingError("\n".join(problems))
+
+
+def list_unused(settings: Settings, parallel: str) -> list[str]:
+    """Return a sentence for each group of changed settings that the run does not use. parallel: its strategy."""
+    is_split = isinstance(settings.data, list) and all(
+        isinstance(item, dict) and {"validation_split", "test_share"} & item.keys() for item in settings.data
+    )
+    groups = [
+        (settings.method != "lora", ("lora",), f"with method={settings.method}"),
+        (settings.method != "last-layer", ("last_layer",), f"with method={settings.method}"),
+        (parallel != "deepspeed", ("deepspeed",), f"with parallel={parallel}"),
+        (settings.form.kind != "template", ("form.prompt", "form.response"), f"with form.kind={settings.form.kind}"),
+        (settings.form.kind != "chat", ("form.chat",), f"with form.kind={settings.form.kind}"),
+        (settings.warmup_ratio > 0, ("warmup_steps",), f"with warmup_ratio={settings.warmup_ratio:g}"),
+        (is_split, ("validation_split",), "where each source of the data has its own"),
+    ]
+    defaults = {name: value for name, value, _ in options.describe(Settings())}
+    changed = [name for name, value, _ in options.describe(settings) if value != defaults[name]]
+    sentences = []
+    for is_unused, prefixes, reason in groups:
+        names = [name for name in changed if name in prefixes or name.split(".")[0] in prefixes]
+        if is_unused and names:
+            sentences.append(f"{', '.join(names)}: not used {reason}")
+    return sentences
 
 
 def count_processes(settings: Settings, dry: DryRun | None) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import dolly
 from bench_runs import RESULT, run_folder, run_label, run_once, summarise
-from bench_settings import REFERENCE, Settings
+from bench_settings import REFERENCE, Settings, check_settings
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.task import command
 from ekiben_tasks.task import settings as options
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parse(arguments)
     settings = options.load(Settings, args.config, args.set)
+    check_settings(settings)
     if settings.runs < 1 or (args.run is not None and args.run < 1):
         raise SettingError("setting runs: must be at least 1, and --run counts from 1")
     if args.smoke:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dolly
-from bench_settings import REFERENCE, Settings
+from bench_settings import REFERENCE, Settings, check_settings
 from ekiben_tasks.task import caches, command, input_files
 from ekiben_tasks.task.command import DryRun, print_once
 from ekiben_tasks.task.errors import TaskError
@@ -44,8 +44,10 @@ def run_once(
     afterwards, so no message names it.
 
     Raises:
+        SettingError: a setting has a value that no run would use.
         TaskError: there is no target, the data was prepared for another model, or the run fails.
     """
+    check_settings(settings)
     data = Path(str(settings.train.data))
     record = dolly.read_record(data)
     if number == REFERENCE:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ekiben_tasks.data.schema import DatasetFormat
+from ekiben_tasks.task.errors import SettingError
 from ekiben_tasks.task.settings import option
 from ekiben_tasks.training.settings import Settings as Training
 
@@ -25,3 +27,29 @@ class Settings:
     platform: str = option("auto", "what it runs on, in the log; auto: the device's name")
     benchmark: str = option("llama2_70b_lora", "MLPerf's benchmark that this one imitates, in the log: open division")
     train: Training = field(default_factory=Training)
+
+
+# What the benchmark decides itself: setting → its only value and the reason.
+_FIXED = {
+    "form": (DatasetFormat(), "preprocess has made tokens of the rows already"),
+    "mask_prompt": (True, "preprocess has made targets of the responses alone"),
+    "validation_split": (Training().validation_split, "preprocess splits the rows; set its validation_split"),
+    "save_minutes": (Training().save_minutes, "a run that is interrupted starts again, so none saves by the clock"),
+}
+
+
+def check_settings(settings: Settings) -> None:
+    """Check the settings of the benchmark.
+
+    Raises:
+        SettingError: one has a value that no run would use; the message has all problems.
+    """
+    problems = [
+        f"setting train.{name}: {reason}"
+        for name, (value, reason) in _FIXED.items()
+        if getattr(settings.train, name) != value
+    ]
+    if not isinstance(settings.train.data, str):
+        problems.append("setting train.data: must be the one folder that preprocess wrote")
+    if problems:
+        raise SettingError("\n".join(problems))

@@ -99,26 +99,25 @@ class RunLog:
         precision = {"torch.bfloat16": "bfloat16", "torch.float16": "fp16", "torch.float32": "fp32"}[
             str(run.device.dtype)
         ]
+        lora = {"lora_rank": tuned.lora.r, "lora_alpha": tuned.lora.alpha, "lora_dropout": tuned.lora.dropout}
         values = {
             "seed": tuned.seed,
             "config_filename": str(self.config or "defaults"),
             "global_batch_size": tuned.batch_size,
             "gradient_accumulation_steps": 1,
             "micro_batch_size": plan.max_rows,
-            "train_samples": len(run.batches.train),
+            "train_samples": len(run.batches.sequences or run.batches.train),
             "eval_samples": len(run.batches.test),
             "max_steps": run.steps,
             "max_sequence_length": tuned.max_length,
             "opt_name": "adamw",
             "opt_base_learning_rate": tuned.learning_rate,
-            "opt_learning_rate_warmup_steps": min(tuned.warmup_steps, run.steps // 10),
+            "opt_learning_rate_warmup_steps": plan.warmup(run.steps),
             "opt_learning_rate_training_steps": run.steps,
             "opt_learning_rate_decay_schedule": tuned.schedule,
             "opt_adamw_weight_decay": tuned.weight_decay,
             "opt_gradient_clip_norm": tuned.max_grad_norm,
-            "lora_rank": tuned.lora.r,
-            "lora_alpha": tuned.lora.alpha,
-            "lora_dropout": tuned.lora.dropout,
+            **(lora if tuned.method == "lora" else {}),
             "lowest_numerical_precision_in_linear": precision,
             "lowest_numerical_precision_in_attn": precision,
             "lowest_numerical_precision_in_comm": "fp32",

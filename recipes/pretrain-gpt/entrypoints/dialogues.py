@@ -12,9 +12,14 @@ from pathlib import Path
 
 import texts
 from ekiben_tasks.data.schema import DatasetFormat
+from ekiben_tasks.data.sources import InvalidExample
+from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import SettingError, TaskError
 from ekiben_tasks.task.settings import option
+from ekiben_tasks.training.settings import SAMPLE
 from ekiben_tasks.training.settings import Settings as Training
+
+BUILT_IN = ("dialogues", SAMPLE)  # how the setting train.data names them
 
 
 @dataclass(frozen=True)
@@ -30,20 +35,28 @@ class Settings:
 def prepare(settings: Settings, files: Sequence[Path], output: Path, *, skip_bad: bool = False) -> Training:
     """Write the rows as turns, and their chat template, into ``output``; return settings that train on them.
 
-    skip_bad: leave out rows that are no dialogue.
+    skip_bad: leave out rows that are no dialogue, and print how many.
 
     Raises:
-        SettingError: one of the two templates holds the other.
+        SettingError: one of the two templates holds the other, or ``train.form`` is set.
         TaskError: a file cannot be read, a row is no dialogue (unless ``skip_bad``), or there is none.
     """
+    check_form(settings.train)
     turns = []
-    for where, text in texts.read_documents(files, settings.column, skip_bad=skip_bad):
+    skipped: list[InvalidExample] = []
+    unanswered = 0
+    for where, text in texts.read_documents(files, settings.column, skipped if skip_bad else None):
         messages = split_turns(text, settings.instruction_template, settings.response_template)
         if isinstance(messages, str):
-            if skip_bad:
-                continue
-            raise TaskError(f"{where}: {messages}; correct it, or leave such rows out with --skip-invalid")
+            if not skip_bad:
+                raise TaskError(f"{where}: {messages}; correct it, or leave such rows out with --skip-invalid")
+            skipped.append(InvalidExample(where, messages))
+            continue
+        unanswered += text.count(settings.instruction_template) > sum(each["role"] == "user" for each in messages)
         turns.append(messages)
+    print_once(*texts.format_skipped(skipped))
+    if unanswered:
+        print_once(f"left out    the last turn of {unanswered:,} dialogues, which nobody answered")
     if not turns:
         raise TaskError(f"data {', '.join(map(str, files))}: holds no dialogue")
     lines = "".join(json.dumps({"messages": row}, ensure_ascii=False) + "\n" for row in turns)
@@ -57,6 +70,32 @@ def prepare(settings: Settings, files: Sequence[Path], output: Path, *, skip_bad
         staged.replace(output / file)
     form = DatasetFormat(kind="chat", chat=str(output / "chat.jinja"))
     return replace(settings.train, data=[str(output / f"dialogues-{name}.jsonl")], form=form)
+
+
+def check_form(training: Training) -> None:
+    """Raise SettingError where ``train.form`` is set: rows are dialogues in text, whatever it says."""
+    if training.form != DatasetFormat():
+        raise SettingError(
+            "setting train.form: sft reads dialogues written as text, and writes their chat template itself; set"
+            " instruction_template and response_template"
+        )
+
+
+def list_locations(data: object, recipe: Path) -> list[str]:
+    """Return the files and folders that the setting ``train.data`` names. ``sample`` is the recipe's dialogues.
+
+    Raises:
+        SettingError: an item is no file or folder.
+    """
+    locations: list[str] = []
+    for item in data if isinstance(data, list) else [data]:
+        if not isinstance(item, str) or not item:
+            raise SettingError(
+                f"setting train.data: {item!r} is no file or folder; sft takes .txt, .jsonl and .parquet files, and"
+                " folders of them"
+            )
+        locations.append(str(recipe / "data" / "dialogues.jsonl") if item in BUILT_IN else item)
+    return locations
 
 
 def split_turns(text: str, instruction: str, response: str) -> list[dict[str, str]] | str:

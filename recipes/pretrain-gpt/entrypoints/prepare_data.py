@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import texts
+from ekiben_tasks.data.sources import InvalidExample
 from ekiben_tasks.task import command, input_files
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.settings import option
 
@@ -77,7 +79,8 @@ def prepare(
     workers = settings.workers or len(os.sched_getaffinity(0))
     print(f"tokenising  {len(files)} files in {workers} processes", flush=True)
     began = time.monotonic()
-    documents = texts.read_documents(files, settings.column, skip_bad=skip_bad)
+    skipped: list[InvalidExample] = []
+    documents = texts.read_documents(files, settings.column, skipped if skip_bad else None)
     try:
         counted, tokens = _write(settings, tokenizer, processor, documents, workers, output)
         if not counted:
@@ -100,6 +103,7 @@ def prepare(
             raise TaskError(f"{output}: cannot be written: {error.strerror or error}") from error
         raise
     seconds = time.monotonic() - began
+    print_once(*texts.format_skipped(skipped))
     print(
         f"done        {output}: {counted:,} documents, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s", flush=True
     )

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import texts
-from dialogues import Settings, prepare
+from dialogues import Settings, check_form, list_locations, prepare
 from ekiben_tasks.distributed import failures
 from ekiben_tasks.task import caches, command
 from ekiben_tasks.task import settings as options
@@ -49,10 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         os.environ["HF_HUB_OFFLINE"] = "1"
         return smoke_test(recipe)
-    rows = args.data or ["dialogues"]
-    files = texts.find_files(
-        [str(recipe / "data" / "dialogues.jsonl") if row == "dialogues" else row for row in rows], recipe
-    )
+    check_form(settings.train)
+    files = texts.find_files(list_locations(args.data or settings.train.data, recipe), recipe)
     if dry:
         with tempfile.TemporaryDirectory(prefix="ekiben-sft-") as scratch:
             tuned = prepare(settings, files, Path(scratch), skip_bad=args.skip_invalid)
@@ -70,7 +68,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data",
         action="append",
         metavar="PLACE",
-        help="a .jsonl or .parquet file, or a folder of them; repeatable; default: the recipe's own dialogues",
+        help="instead of the setting train.data: a .jsonl or .parquet file, or a folder of them; repeatable;"
+        " 'dialogues': the recipe's",
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="one process for each of N GPUs of this node")
     parser.add_argument("--output", type=Path, metavar="DIR", default=Path("tuned"), help="default: tuned")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ekiben_tasks.data.sources import InvalidExample
 from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError, nearest
 
@@ -43,24 +44,34 @@ def find_files(sources: Sequence[str], recipe: Path) -> list[Path]:
     return files
 
 
-def read_documents(files: Sequence[Path], column: str, *, skip_bad: bool = False) -> Iterator[tuple[str, str]]:
+def read_documents(
+    files: Sequence[Path], column: str, skipped: list[InvalidExample] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield (where it is, the text) of every document that is not blank.
 
-    A .txt file is one document. A row of .jsonl and .parquet has its text in ``column``. skip_bad: leave invalid rows
-    out.
+    A .txt file is one document. A row of .jsonl and .parquet has its text in ``column``. skipped: invalid rows are
+    added to this list and left out.
 
     Raises:
-        TaskError: a file cannot be read, or a row is invalid (unless ``skip_bad``).
+        TaskError: a file cannot be read, or a row is invalid and ``skipped`` is None.
     """
     for file in files:
         for where, item in _read(file, column):
             if isinstance(item, str):
                 if item.strip():
                     yield where, item
-            elif not skip_bad:
+            elif skipped is not None:
+                skipped.append(InvalidExample(where, _problem(item, column)))
+            else:
                 raise TaskError(
                     f"{where}: {_problem(item, column)}; correct it, or leave such rows out with --skip-invalid"
                 )
+
+
+def format_skipped(skipped: Sequence[InvalidExample]) -> list[str]:
+    """Return the lines that say how many rows --skip-invalid left out, and why the first of them was."""
+    first = f"; the first is {skipped[0].where}: {skipped[0].problem}" if skipped else ""
+    return [f"left out    {len(skipped):,} invalid row{'s' * (len(skipped) > 1)}{first}"] if skipped else []
 
 
 def digest(files: Sequence[Path]) -> str:

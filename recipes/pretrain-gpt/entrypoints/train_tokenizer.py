@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 import texts
+from ekiben_tasks.data.sources import InvalidExample
 from ekiben_tasks.task import command, errors
 from ekiben_tasks.task import files as files_module
 from ekiben_tasks.task import settings as options
+from ekiben_tasks.task.command import print_once
 from ekiben_tasks.task.errors import TaskError
 from ekiben_tasks.task.settings import option
 
@@ -63,7 +65,10 @@ def train(settings: Settings, data: Sequence[str], recipe: Path, output: Path, *
     from ekiben_tasks.task.run_metadata import versions
 
     files = texts.find_files(data, recipe)
-    documents = [text for _, text in texts.read_documents(files, settings.column, skip_bad=skip_bad)]
+    skipped: list[InvalidExample] = []
+    read = texts.read_documents(files, settings.column, skipped if skip_bad else None)
+    documents = [text for _, text in read]
+    print_once(*texts.format_skipped(skipped))
     lines = [line for text in documents for line in text.splitlines() if line.strip()]
     if not lines:
         raise TaskError(f"data {', '.join(data)}: holds no text")

@@ -253,6 +253,8 @@ def test_too_long_examples_are_skipped_and_counted(base: Path, tmp_path: Path) -
         ({"model": "/nowhere/model"}, "no such folder; is it bound into the container"),
         ({"batch_size": 0}, "batch_size: must be at least 1"),
         ({"learning_rate": -1.0}, "learning_rate: must be above 0"),
+        ({"max_steps": 0}, "max_steps: must be at least 1, or -1"),
+        ({"warmup_steps": -1, "eval_every": -5}, "warmup_steps: must be at least 0, not -1\nsetting eval_every"),
     ],
 )
 def test_invalid_settings_are_refused_before_training(
@@ -266,7 +268,7 @@ def test_recipe_name_is_that_of_its_folder() -> None:
     """The values of the published OpenCALM run this recipe follows."""
     made = options.load(train.Settings, RECIPE / "configs" / "train.yaml")
     assert made.model == "cyberagent/open-calm-3b"
-    assert made.lora == Lora(r=4, alpha=16, dropout=0.05, target_modules=("query_key_value",))
+    assert made.lora == Lora(r=4, alpha=16, dropout=0.05, target_modules="auto")
     assert (made.batch_size, made.epochs, made.learning_rate, made.warmup_steps, made.eval_every) == (
         32,
         1,
