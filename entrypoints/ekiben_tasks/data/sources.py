@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ekiben_tasks.data.schema import INSTRUCTION, DatasetFormat, RawExample, check_format, parse_example
+from ekiben_tasks.data.splits import choose_files, describe_splits
 from ekiben_tasks.task import input_files
 from ekiben_tasks.task.errors import TaskError, nearest
 from ekiben_tasks.task.hub import format_hub_error
@@ -27,13 +28,16 @@ _ADVICE = "save the examples as JSONL in UTF-8, one object per line, or as Parqu
 class Source:
     """Describe where examples come from: a hub data set, a folder or a file.
 
-    subset, split, revision: of a hub data set.
+    validation_split: the share of its rows kept for evaluation; 1: all. split, eval_split: of a hub data set or a
+    folder: what is trained on, and what evaluation takes instead of a share; empty: train and, of a folder, its
+    validation or test files. subset, revision: of a hub data set.
     """
 
     location: str
     validation_split: float = 0.0
     subset: str | None = None
-    split: str = "train"
+    split: str = ""
+    eval_split: str = ""
     revision: str | None = None
 
 
@@ -54,6 +58,7 @@ class SplitExamples:
     bad: list[InvalidExample] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)  # file → its SHA-256, hub data set → its commit
+    notes: list[str] = field(default_factory=list)  # sentences about what was read how, for the plan
     sha256: str = ""
 
 
@@ -88,19 +93,23 @@ def read_all(
         TaskError: nothing is found, no example is valid, or one of a local file is not (unless ``skip_bad``).
     """
     check_format(form)
-    rows, digest = SplitExamples(), hashlib.sha256()
+    examples, digest = SplitExamples(), hashlib.sha256()
     for source in sources:
-        good, bad, versions = _read_source(source, form, skip_bad=skip_bad)
-        rows.versions |= versions
-        rows.bad += bad
-        for row in good:
-            digest.update(json.dumps(dataclasses.astuple(row), ensure_ascii=False).encode())
-        rows.counts[source.location] = rows.counts.get(source.location, 0) + len(good)
-        train, test = split(good, source.validation_split, seed)
-        rows.train += train
-        rows.test += test
-    rows.sha256 = digest.hexdigest()
-    return rows
+        selection, evaluation, notes = _open_source(source)
+        examples.notes += notes
+        train = _read_examples(source, selection, form, examples, skip_bad=skip_bad)
+        test = _read_examples(source, evaluation, form, examples, skip_bad=skip_bad) if evaluation else []
+        for example in (*train, *test):
+            digest.update(json.dumps(dataclasses.astuple(example), ensure_ascii=False).encode())
+        examples.counts[source.location] = examples.counts.get(source.location, 0) + len(train) + len(test)
+        if not evaluation:
+            train, test = split(train, source.validation_split, seed)
+        examples.train += train
+        examples.test += test
+    if not examples.train:
+        raise TaskError("setting data: every source is for evaluation (validation_split: 1); name one to train on")
+    examples.sha256 = digest.hexdigest()
+    return examples
 
 
 def read_prompts(
@@ -111,11 +120,24 @@ def read_prompts(
     Raises TaskError as ``read_all``.
     """
     check_format(form)
-    return _read_source(source, form, skip_bad=skip_bad, asked=True)
+    selection, _, notes = _open_source(source)
+    if notes and not source.split:
+        raise TaskError(
+            f"{source.location}: its files are of several splits; name the one to answer:"
+            f" --set 'data={{source: {source.location}, split: test}}'"
+        )
+    result = SplitExamples()
+    good = _read_examples(source, selection, form, result, skip_bad=skip_bad, asked=True)
+    return good, result.bad, result.versions
 
 
 def split(rows: list[RawExample], validation_split: float, seed: int) -> tuple[list[RawExample], list[RawExample]]:
-    """Return (training, evaluation) examples, the same for the same seed and examples; at least one is for training."""
+    """Return (training, evaluation) examples, the same for the same seed and examples.
+
+    At least one is for training, unless ``validation_split`` is 1.
+    """
+    if validation_split == 1:
+        return [], rows
     count = min(round(len(rows) * validation_split) or (1 if validation_split > 0 else 0), len(rows) - 1)
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
     train = [row for index, row in enumerate(rows) if index not in chosen]
@@ -132,41 +154,69 @@ def _parse_source(item: Any, validation_split: float) -> Source:
     if "test_share" in item:
         warn_renamed("data: {test_share}", "data: {validation_split}")
         item = {"validation_split" if key == "test_share" else key: value for key, value in item.items()}
-    hub_keys = ("subset", "split", "revision")
+    hub_keys = ("subset", "revision", "split", "eval_split")
     known = ("source", "validation_split", *hub_keys)
     for key, value in item.items():
         if key not in known:
             raise TaskError(f"setting data: no key '{key}' in a source.{nearest(str(key), known)}")
-        if key in hub_keys and (not isinstance(value, str) or not is_hub(item["source"])):
-            raise TaskError(
-                f"setting data: {key} names a part of a hub data set, so {value!r} is wrong for {item['source']}"
-            )
+        is_folder = key in ("split", "eval_split") and Path(item["source"]).expanduser().is_dir()
+        if key in hub_keys and (not isinstance(value, str) or not (is_folder or is_hub(item["source"]))):
+            where = "a hub data set or a folder" if key in ("split", "eval_split") else "a hub data set"
+            raise TaskError(f"setting data: {key} names a part of {where}, so {value!r} is wrong for {item['source']}")
     share = item.get("validation_split", validation_split)
-    if not isinstance(share, (int, float)) or not 0 <= share < 1:
-        raise TaskError(f"setting data: validation_split must be at least 0 and below 1, not {share!r}")
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise TaskError(f"setting data: validation_split must be from 0 to 1, not {share!r}")
     return Source(item["source"], float(share), **{key: item[key] for key in hub_keys if key in item})
 
 
-def _read_source(
-    source: Source, form: DatasetFormat, *, skip_bad: bool, asked: bool = False
-) -> tuple[list[RawExample], list[InvalidExample], dict[str, str]]:
-    """Return (valid, invalid examples, file or data set → its SHA-256 or commit)."""
-    of_hub = is_hub(source.location)
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """What is read of a source for one use: files, or a table of the hub."""
+
+    files: tuple[Path, ...] = ()
+    table: Any = None
+
+
+def _open_source(source: Source) -> tuple[_Selection, _Selection | None, list[str]]:
+    """Return (what is trained on, what evaluation takes if that is no share of it, sentences for the plan)."""
+    if is_hub(source.location):
+        train = _Selection(table=_load_hub(source, source.split or "train"))
+        return train, _Selection(table=_load_hub(source, source.eval_split)) if source.eval_split else None, []
+    path = Path(source.location).expanduser()
+    files = _list_files(path)
+    if not path.is_dir():
+        return _Selection(tuple(files)), None, []
+    splits = choose_files(path, files, source.split, source.eval_split)
+    notes = [describe_splits(path, splits)] if splits.evaluation or splits.skipped else []
+    return _Selection(splits.train), _Selection(splits.evaluation) if splits.evaluation else None, notes
+
+
+def _read_examples(
+    source: Source,
+    selection: _Selection,
+    form: DatasetFormat,
+    result: SplitExamples,
+    *,
+    skip_bad: bool,
+    asked: bool = False,
+) -> list[RawExample]:
+    """Return the valid examples of ``selection``, and add invalid ones and versions to ``result``."""
+    of_hub = selection.table is not None
     if of_hub:
-        table, commit = _load_hub(source)
-        versions = {source.location: commit} if commit else {}
-        items = ((f"{source.location} row {number}", item) for number, item in enumerate(table, 1))
+        items = ((f"{source.location} row {number}", item) for number, item in enumerate(selection.table, 1))
     else:
-        files = _list_files(Path(source.location).expanduser())
-        items = (pair for file in files for pair in _read_file(file))
+        items = (pair for file in selection.files for pair in _read_file(file))
     good, bad = _check(items, form, asked)
     if bad and not skip_bad and not of_hub:  # a hub data set is not the user's to correct
         raise TaskError(format_invalid(bad))
     if not good:
         raise TaskError(f"{source.location}: holds no valid example" + (f"; {format_invalid(bad)}" if bad else ""))
-    if not of_hub:  # after they were read: of what is no data, nobody waits for a checksum
-        versions = {str(file): _sha256(file) for file in files}
-    return good, bad, versions
+    result.bad += bad
+    if of_hub:
+        result.versions |= {source.location: commit} if (commit := find_commit(selection.table)) else {}
+    else:  # after they were read: of what is no data, nobody waits for a checksum
+        result.versions |= {str(file): _sha256(file) for file in selection.files}
+    return good
 
 
 def _sha256(file: Path) -> str:
@@ -248,15 +298,14 @@ def _read_parquet(file: Path) -> Iterator[tuple[str, Any]]:
         yield f"{file} row {number}", item
 
 
-def _load_hub(source: Source) -> tuple[Any, str | None]:
+def _load_hub(source: Source, split: str) -> Any:
     import datasets  # only here: seconds of import that local files do not need
 
     datasets.disable_progress_bars()
     try:
-        table = datasets.load_dataset(source.location, source.subset, split=source.split, revision=source.revision)
+        return datasets.load_dataset(source.location, source.subset, split=split, revision=source.revision)
     except Exception as error:
         raise TaskError(format_hub_error(error, source.location, "data set")) from error
-    return table, find_commit(table)
 
 
 def find_commit(table: Any) -> str | None:

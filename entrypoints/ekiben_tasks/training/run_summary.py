@@ -114,6 +114,7 @@ def format_header(summary: RunSummary) -> list[str]:
         f"trains      {summary.trained}: {summary.trainable:,} trainable",
         f"data        {sources}",
         f"            {len(data.train):,} rows for training, {len(data.test):,} for evaluation; {left_out}",
+        *(f"            {note}" for note in data.rows.notes),
         f"            as {summary.form}",
         (
             f"            {data.tokens:,} tokens, {data.num_target_tokens:,} of them targets; the longest row has"
@@ -131,7 +132,8 @@ def format_header(summary: RunSummary) -> list[str]:
     ]
     if summary.no_device:
         many = f"; planned for {summary.processes} GPUs {summary.spread}" if summary.processes > 1 else ""
-        lines[7] = f"device      none: {summary.no_device}{many}"
+        (index,) = (number for number, line in enumerate(lines) if line.startswith("device "))
+        lines[index] = f"device      none: {summary.no_device}{many}"
         lines[-2] = f"memory      {expected}{twice}{host}"
     return [*lines, *_notes(summary, steps)]
 
@@ -199,6 +201,7 @@ def result(summary: RunSummary, run: loop.Run, outcome: Outcome) -> dict[str, An
             "num_target_tokens": data.num_target_tokens,
             "too_long": data.too_long,
             "bad": len(data.rows.bad),
+            "notes": data.rows.notes,
         },
         "device": {
             "name": run.device.name,
