@@ -104,6 +104,15 @@ def ensure_layers(context: BuildContext, layers: Sequence[Layer]) -> list[Stored
         return _Build(LayerBuilder(context)).ensure_layers(plan_layers(layers, store))
 
 
+def build_sources(context: BuildContext, copies: Sequence[StageCopy]) -> list[StoredResult]:
+    """Return the wheels of stages that build sources, and build what the store lacks. Raises as build() does."""
+    store = context.store
+    check_programs(context.resolved.stack.arch)
+    store.open_for_writing()
+    with store.building(layer.cache_key for layer in _all_layers(context.resolved.layers)):
+        return _Build(LayerBuilder(context)).ensure_results(copies)
+
+
 def import_wheel(context: BuildContext, wheel: Path, sha256: str | None = None) -> StoredResult:
     """Take a wheel compiled elsewhere: check it, make the layer it is for, run that layer's %test, keep both.
 
@@ -165,6 +174,12 @@ class _Build:
             done.append(action.stored or self._ensure_layer(action, done))
         return done
 
+    def ensure_results(self, copies: Sequence[StageCopy]) -> list[StoredResult]:
+        """Return the outputs of the stages; build those that are missing."""
+        deps = {dep.step.cache_key: dep for dep in plan_stages(copies, self.store)}
+        with self._results(copies, deps) as results:
+            return list(results.values())
+
     def _ensure_layer(self, action: Action, lower: Sequence[StoredLayer]) -> StoredLayer:
         def on_wait() -> None:
             self.progress.log(f"layer {action.layer.name}: another process is building it; waiting")
@@ -223,6 +238,7 @@ class _Build:
             try:
                 for stage in stages_of(copies):
                     results[stage.cache_key] = self._ensure_result(stage, copies, deps, locks)
+                    _check_source(stage, results[stage.cache_key])
                 yield results
             except BaseException:
                 for result in [self._unproven.pop(key) for key in results if key in self._unproven]:
@@ -292,6 +308,20 @@ class _Build:
         for file in result.files:
             if file.digest not in kept:
                 self.store.drop_blob(file.digest)
+
+
+def _check_source(stage: BuildStage, result: StoredResult) -> None:
+    """Raise VerifyError when the wheel of a source is not the one that its lock names."""
+    source = stage.source
+    if source is None or not source.wheel_sha256:
+        return
+    built = [file.digest.removeprefix("sha256:") for file in result.files]
+    if built != [source.wheel_sha256]:
+        raise VerifyError(
+            f"{source.name} {source.version}: its source was built to the wheel {', '.join(built)[:12]}… here, and the"
+            f" lock names {source.wheel_sha256[:12]}…: its build is not the same everywhere",
+            hint=f"`{command_name()} lock` the recipe here to take this one, or build where it was locked and publish",
+        )
 
 
 def _refuse_unlocked(resolved: ResolvedRecipe, actions: Sequence[Action]) -> None:

@@ -21,9 +21,10 @@ from ekiben.core.command_name import command_name
 from ekiben.core.environment import build_environment
 from ekiben.core.errors import EngineError, LayerError, LockMismatchError, VerifyError
 from ekiben.core.files import make_folders
+from ekiben.core.paths import BUILD_MOUNT
 from ekiben.core.process import describe_exit
 from ekiben.core.progress import Progress
-from ekiben.executors import Executor, Job, JobFailed, Script, choose, write_run_script
+from ekiben.executors import SOURCED, Executor, Job, JobFailed, Script, choose, write_run_script
 from ekiben.formats.changeset import file_entries
 from ekiben.formats.layer import File
 from ekiben.formats.tar import DigestWriter
@@ -182,16 +183,24 @@ class LayerBuilder:
         from ekiben.formats.left_out import LeftOut
         from ekiben.formats.placement import resolve_destinations
         from ekiben.packages.git import mount_repositories
-        from ekiben.packages.host_config import write_host_files
+        from ekiben.packages.host_config import mount_wheels, write_host_files
+        from ekiben.packages.sources import mount_source
 
         _, executor = self.executor
         for item in lower:
             self.store.check_blob(item.digest)
         assert step.stage is not None
-        (staging / "mount").mkdir()
-        environment = write_host_files(staging / "mount", self.sources)
+        source = step.source if isinstance(step, BuildStage) else None
+        (mount := staging / "mount").mkdir()
+        wheels = [file for file in files if file.destination.startswith(f"/{BUILD_MOUNT}/")]
+        files = [file for file in files if file not in wheels]
+        environment: Mapping[str, str] = {}
+        if source:  # code that nobody here wrote: it gets neither the host's settings nor the network
+            mount_source(source, self._stack, mount / "source", self.store.cache)
+        else:
+            environment = {**write_host_files(mount, self.sources), **mount_wheels(wheels, mount)}
         if self.uses_git:
-            environment = {**environment, **mount_repositories(step.stage.arguments, staging / "mount")}
+            environment = {**environment, **mount_repositories(step.stage.arguments, mount)}
         left_out = LeftOut()
         with self._below(lower) as below:
             files = resolve_destinations(files, below)
@@ -201,7 +210,13 @@ class LayerBuilder:
             if is_excluded(path := file.destination.lstrip("/")):
                 left_out.add(path)
         variables = {**step.environment, **build_environment(step.epoch), **environment, **(settings or {})}
-        script = Script(step.name, step.stage.post, variables, *filter(None, [step.stage.shell]))
+        script = Script(
+            step.name,
+            step.stage.post,
+            variables,
+            command=step.stage.shell or SOURCED,
+            is_isolated=source is not None,
+        )
         job = prepare_job(script, lower, self.store, staging, files=files, log=log)
         with self._below(lower) as below, executor.execute(job) as changes:
             if step.cache_key == self._last_script:
@@ -302,7 +317,7 @@ def prepare_job(
     mount, scratch = staging / "mount", staging / "scratch"
     mount.mkdir(exist_ok=True)
     scratch.mkdir()
-    cache = store.cache
+    cache = staging / "cache" if script.is_isolated else store.cache
     for folder in ("uv", "apt/partial"):
         make_folders(cache / folder)
     if files:
@@ -316,6 +331,7 @@ def prepare_job(
         scratch=scratch,
         staging=store.staging_root,
         log=log,
+        has_network=not script.is_isolated,
     )
 
 

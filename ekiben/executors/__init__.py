@@ -56,16 +56,22 @@ _END = b"EKIBEN END"
 FIND_MARKED = ("/bin/sh", "-c", f'find "$0" {shlex.join(_MARKED)} -print0 && printf "{_END.decode()}\\0"')
 
 
+SOURCED = '. "$0"'  # by the shell that has the variables
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """A script, its name in logs and in the names of containers, its variables, and the shell command that runs it,
-    whose ``$0`` is its path: by default the shell that has the variables.
+    whose ``$0`` is its path: by default it is SOURCED.
+
+    ``is_isolated``: it runs without a network, and with a cache of its own: for code that nobody here wrote.
     """
 
     name: str
     text: str
     environment: Mapping[str, str]
-    command: str = '. "$0"'
+    command: str = SOURCED
+    is_isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +80,8 @@ class Job:
 
     ``mount`` is a host folder that appears at /run/ekiben (it holds run.sh), ``cache`` one that appears at
     /run/ekiben/cache; ``scratch`` is a folder for the executor's own use that goes
-    away afterwards; ``staging`` is where those of other builds are, too.
+    away afterwards; ``staging`` is where those of other builds are, too. Without ``has_network`` the script reaches
+    nothing, not even this machine.
     """
 
     name: str
@@ -84,6 +91,7 @@ class Job:
     scratch: Path
     staging: Path
     log: Callable[[str], None]
+    has_network: bool = True
 
 
 class JobFailed(Exception):
@@ -321,6 +329,7 @@ def write_run_script(mount: Path, script: Script) -> None:
 
 
 __all__ = [
+    "SOURCED",
     "Changes",
     "Executor",
     "Job",

@@ -38,6 +38,7 @@ from ekiben.executors._user_namespace import SUBGIDS, SUBUIDS, as_root, mount_li
 from ekiben.formats.xattrs import CAPABILITY
 
 PREFERENCE = 10
+_NO_NETWORK = ("--net", "--network", "none")
 
 
 def program() -> str | None:
@@ -188,7 +189,7 @@ def _with_overlays(job: Job, overlay: Path) -> Argv:
     Their names are relative: the option ends a path at ',' and ':', without an escape.
     """
     bottom, *upper = [layer.file() for layer in job.lower]
-    argv = [*_base_argv(fakeroot=True), "--overlay", overlay.name]
+    argv = [*_base_argv(fakeroot=True), *([] if job.has_network else _NO_NETWORK), "--overlay", overlay.name]
     for number, path in enumerate(upper):
         (job.scratch / f"layer{number}").symlink_to(path.absolute())
         argv += ["--overlay", f"layer{number}:ro"]
@@ -206,9 +207,8 @@ def _with_kernel_mounts(job: Job, overlay: Path, squashfs: Sequence[tuple[Path, 
     for name in ("upper", "work", "merged"):
         (overlay / name).mkdir()
     is_root, merged = os.geteuid() == 0, overlay / "merged"
-    command = quoted(
-        [*_base_argv(fakeroot=False), "--writable", *_binds(job), merged, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"]
-    )
+    argv = [*_base_argv(fakeroot=False), "--writable", *_binds(job), merged, "/bin/sh", f"/{BUILD_MOUNT}/run.sh"]
+    command = quoted(argv if job.has_network else ["unshare", "--net", *argv])
     lines = [
         "set -e",
         f"cd {shlex.quote(str(overlay))}",

@@ -73,6 +73,8 @@ class _Buildah(ContainersStorage):
             # As one stream: of two, the last line may come first.
             script = ["/bin/sh", "-c", f"exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
             argv = self.argv("run", "--isolation", "chroot", "--user", "0:0", *volumes, container, "--", *script)
+            if not job.has_network:  # isolation by chroot has the network of the caller
+                argv = self.as_root(["unshare", "--net", *argv])
             code = stream(argv, job.log, env=self.environment(job.scratch))
         if code:
             raise JobFailed(code)

@@ -113,6 +113,7 @@ def _container(job: Job) -> Iterator[Any]:
         **_binds({job.mount: f"/{BUILD_MOUNT}", job.cache: f"/{BUILD_MOUNT}/cache"}),
         labels={"org.ekiben.build": job.name, OWNER: process_name()},
         init=False,
+        network_mode=None if job.has_network else "none",
     )
     try:
         container.start()

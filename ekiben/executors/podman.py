@@ -64,7 +64,8 @@ class _Podman(ContainersStorage):
         image = self.layer_image(job)
         binds = [*volume_args(job.mount, f"/{BUILD_MOUNT}"), *volume_args(job.cache, f"/{BUILD_MOUNT}/cache")]
         # Docker allows these to a container by default; with them, scripts do the same under both.
-        extra = ["--network", "host", "--cap-add", "AUDIT_WRITE,MKNOD", "--user", "0:0", "--workdir", "/"]
+        network = ["--network", "host" if job.has_network else "none"]
+        extra = [*network, "--cap-add", "AUDIT_WRITE,MKNOD", "--user", "0:0", "--workdir", "/"]
         # As one stream: of two, the last line may come first.
         command = ["/bin/sh", "-c", f"{_without_mtab(job)}exec /bin/sh /{BUILD_MOUNT}/run.sh 2>&1"]
         with (

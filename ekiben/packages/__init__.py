@@ -7,6 +7,7 @@ installed    which packages a file system holds
 lock         write a stack's lock files
 outdated     which locked packages have a newer release, or a known advisory
 requirements what a file asks for, and uv, which runs none of its code
+sources      source distributions of packages without a wheel: chosen, fetched, shown to the stage that builds them
 """
 
-__all__ = ["apt", "git", "host_config", "installed", "lock", "outdated", "requirements"]
+__all__ = ["apt", "git", "host_config", "installed", "lock", "outdated", "requirements", "sources"]

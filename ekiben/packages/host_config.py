@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ekiben.core.decisions import log_decision
 from ekiben.core.environment import ca_bundle
 from ekiben.core.paths import BUILD_MOUNT, expand_home
+from ekiben.formats.layer import File
 from ekiben.packages.apt import apt_sources, snapshot_sources, write_apt_files
 from ekiben.spec.stack import Stack
 
@@ -90,6 +91,16 @@ def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
         environment["UV_CONFIG_FILE"] = f"{inside}/uv.toml"
     write_apt_files(mount, sources.sources_inside, sources.pins)
     return environment | {"APT_CONFIG": f"{inside}/apt.conf"} | dict(sources.environment)
+
+
+def mount_wheels(wheels: Sequence[File], mount: Path) -> dict[str, str]:
+    """Put wheels that were built here where a script finds them; return the environment in which uv does."""
+    for wheel in wheels:
+        target = mount / wheel.destination.removeprefix(f"/{BUILD_MOUNT}/")
+        target.parent.mkdir(exist_ok=True)
+        with wheel.open() as source, target.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+    return {"UV_FIND_LINKS": f"/{BUILD_MOUNT}/wheels"} if wheels else {}
 
 
 def _pip_settings() -> tuple[Path, ...]:

@@ -158,8 +158,19 @@ def run_uv(arguments: Argv, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def python_options(stack: Stack) -> list[str]:
+    """Return uv's options for the stack's Python."""
+    return ["--python-version", stack.file.python, "--python-platform", _PLATFORMS[stack.arch]]
+
+
 def compile_lock(
-    checked: RequirementsFile, stack: Stack, *, below: str, absent: Sequence[str], old: str, wheels_only: bool = True
+    checked: RequirementsFile,
+    stack: Stack,
+    *,
+    below: str,
+    absent: Sequence[str],
+    old: str,
+    wheels_only: bool = True,
 ) -> str:
     """Return uv's lock of requirements that fit the pins ``below``, with those.
 
@@ -176,7 +187,7 @@ def compile_lock(
         if old:
             out.write_text(old, encoding="utf-8")
         options = ["--generate-hashes", "--no-emit-index-url", "--no-header", "--no-annotate"]
-        options += ["--python-version", stack.file.python, "--python-platform", _PLATFORMS[stack.arch]]
+        options += python_options(stack)
         # Without dependencies uv asks for no metadata, for which it would build a source distribution.
         options += ["--only-binary", ":all:"] if wheels_only else ["--no-deps"]
         options += ["--exclude-newer", checked.exclude_newer] if checked.exclude_newer else []

@@ -20,9 +20,11 @@ from ekiben.core.command_name import command_name
 from ekiben.core.errors import DefinitionError, FetchError, LockMismatchError, UsageError
 from ekiben.core.files import read_source
 from ekiben.core.process import ProcessError
-from ekiben.packages.requirements import RequirementsFile, compile_lock, read_requirements
+from ekiben.packages.requirements import read_requirements
+from ekiben.project.sources import Resolution, SourceSettings, resolve_packages
 from ekiben.spec.definition import Definition, read_definition
 from ekiben.spec.recipe import Recipe, read_recipe
+from ekiben.spec.sources import Source, format_sources, read_sources, sources_file
 from ekiben.spec.stack import UNLOCKED, Stack, arch_lock, find_stack, lock_for, read_pins
 from ekiben.spec.sums import REQUIREMENTS, SUMS, format_sums
 
@@ -54,20 +56,30 @@ def find_local_recipe(name: str, included: Iterable[Path] = ()) -> Recipe | None
     return read_recipe(folder, included) if (folder / "recipe.yaml").is_file() else None
 
 
-def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch: str | None = None) -> Iterator[str]:
+def lock_recipe(
+    recipe: Recipe,
+    *,
+    check: bool = False,
+    keep: bool = False,
+    arch: str | None = None,
+    settings: SourceSettings | None = None,
+) -> Iterator[str]:
     """Lock the packages of a recipe's own top layer; yields a line for each change.
 
     Args:
         check: write nothing, and fail when a change would be made.
         keep: keep each locked version that still fits, rather than take today's.
         arch: lock for this architecture only (default: amd64, and those that have a lock already).
+        settings: how packages without a wheel get one (default: they are refused).
 
     Raises:
         UsageError: the recipe has no layer or no requirements of its own, or these ask for nothing new.
         DefinitionError: a definition is wrong, or the requirements do not go with the layers below.
         FetchError: no index answers.
         LockMismatchError: ``check``, and the lock is out of date.
+        LayerError, EngineError: a package without a wheel could not be built.
     """
+    settings = settings or SourceSettings(only_binary=True)
     source = _requirements_of(recipe)
     recipe.sources.check(source)
     asked_by = str(recipe.folder / "recipe.yaml")
@@ -75,8 +87,10 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
     if arch and arch not in stack.file.architectures:
         raise UsageError(f"--arch {arch}: stack {stack.name} is locked for {', '.join(stack.file.architectures)} only")
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
-    for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures), recipe.folder / SUMS):
+    for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures)):
         recipe.sources.check(path)
+        recipe.sources.check(sources_file(path))
+    recipe.sources.check(recipe.folder / SUMS)
     further = [
         name
         for name in stack.file.architectures
@@ -85,18 +99,21 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
     locked: dict[Path, str] = {}
     changes: list[str] = []
     for name in [arch] if arch else ["amd64", *further]:
-        lines = list(_lock_for(recipe, source, replace(stack, arch=name), locked, keep=check or keep))
+        bound = replace(stack, arch=name)
+        lines = list(_lock_for(recipe, source, bound, locked, settings=settings, keep=check or keep))
         yield from lines
         changes += lines
     sums, written, needless = recipe.folder / SUMS, dict[Path, str](), list[Path]()
     for target, text in locked.items() if not check else ():
-        if target != shared and text == locked.get(shared, _read(shared)):
+        common = shared if target.suffix == shared.suffix else sources_file(shared)
+        if not text or (target != common and text == locked.get(common, _read(common))):
             needless.append(target)
         elif text != _read(target):
             written[target] = text
     locks = [
         path
-        for path in (shared, *(arch_lock(shared, name) for name in stack.file.architectures))
+        for lock in (shared, *(arch_lock(shared, name) for name in stack.file.architectures))
+        for path in (lock, sources_file(lock))
         if path in written or (path.exists() and path not in needless)
     ]
     names = dict.fromkeys(str(path.relative_to(recipe.folder)) for path in (source, *locks))
@@ -114,7 +131,9 @@ def lock_recipe(recipe: Recipe, *, check: bool = False, keep: bool = False, arch
         yield f"{recipe.name}: up to date"
 
 
-def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str], *, keep: bool) -> Iterator[str]:
+def _lock_for(
+    recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str], *, settings: SourceSettings, keep: bool
+) -> Iterator[str]:
     """Lock for the stack's architecture, into ``locked``: file → text; yields a line for each change.
 
     Another than amd64 keeps its versions.
@@ -124,8 +143,19 @@ def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str
     below = read_below(recipe, stack)
     checked = read_requirements(source, recipe.sources)
     _check_compiled(source, checked.requirements, below)
-    kept = old if keep else ""
-    pins = _compile(source, checked, below, kept if target == shared else locked.get(shared, _read(shared)), stack)
+    kept = (old if keep else "") if target == shared else locked.get(shared, _read(shared))
+    known = read_sources(sources_file(lock_for(shared, stack.arch)))
+    resolution = Resolution(
+        recipe=recipe,
+        stack=stack,
+        checked=checked,
+        below=below.pins,
+        absent=[*below.absent, *below.compiled],
+        old=kept and below.pins + kept,
+        known=known,
+        keep=keep or target != shared,
+    )
+    pins, sources = _compile(source, resolution, below, settings)
     if not pins:
         raise UsageError(
             f"{source}: asks for nothing that the layer '{below.layers[-1]}' does not have already",
@@ -137,6 +167,13 @@ def _lock_for(recipe: Recipe, source: Path, stack: Stack, locked: dict[Path, str
     locked[target] = (
         f"# Packages of {source.name} on the layer '{below.layers[-1]}' of {stack.name}; written by `ekiben"
         f" lock`\n{pins}"
+    )
+    locked[sources_file(target)] = format_sources(sources)
+    yield from (
+        f"{recipe.folder.name}/{sources_file(target).relative_to(recipe.folder)}: {item.name} {item.version} is built"
+        " from its source"
+        for item in sources
+        if item not in known
     )
     yield from (
         f"{recipe.folder.name}/{target.relative_to(recipe.folder)}: {line}"
@@ -222,18 +259,19 @@ def _check_compiled(source: Path, requirements: Sequence[Requirement], below: Be
             raise DefinitionError(f"{source}: asks for {asked}, and a layer below has {asked.name} {has}")
 
 
-def _compile(source: Path, checked: RequirementsFile, below: Below, old: str, stack: Stack) -> str:
-    """Resolve ``source`` and return the blocks of a lock file for what the layers below do not have."""
-    absent = [*below.absent, *below.compiled]
+def _compile(source: Path, resolution: Resolution, below: Below, settings: SourceSettings) -> tuple[str, list[Source]]:
+    """Resolve ``source`` and return the blocks of a lock file for what the layers below do not have, and the sources
+    of packages without a wheel.
+    """
     try:
-        text = compile_lock(checked, stack, below=below.pins, absent=absent, old=old and below.pins + old)
+        text, sources = resolve_packages(resolution, settings)
     except ProcessError as error:
         raise _explained(source, error.stderr.strip(), below) from error
-    return _new_blocks(source, text, below.versions)
+    return _new_blocks(source, text, below.versions), sources
 
 
 def _explained(source: Path, message: str, below: Below) -> DefinitionError | FetchError:
-    if "No solution found" in message and not re.search("fetch|network", message, re.IGNORECASE):
+    if "No solution found" in message and not re.search("fetch|network|could not be queried", message, re.IGNORECASE):
         return DefinitionError(
             f"{source} does not go with the layers {', '.join(below.layers)}, or an index has no wheel for"
             f" it:\n{message}",

@@ -4,9 +4,10 @@ graph         the types: ResolvedRecipe, Layer, BuildStage, StageCopy
 resolve       a recipe, bound to a stack, as its layers
 apps          files and variables of SCIF apps
 recipe_layer  the last of them, with the recipe's files
+sources       build stages of packages without a wheel
 capabilities  GPU architectures: what a stack's CUDA compiles for, and what is asked for
 render        the layers as one Dockerfile or definition file
 docker_files  compose.yaml and devcontainer.json, which start the image
 """
 
-__all__ = ["apps", "capabilities", "docker_files", "graph", "recipe_layer", "render", "resolve"]
+__all__ = ["apps", "capabilities", "docker_files", "graph", "recipe_layer", "render", "resolve", "sources"]

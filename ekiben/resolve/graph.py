@@ -14,6 +14,7 @@ from ekiben.resolve.keys import hash_inputs
 from ekiben.spec.definition import Definition, Stage
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import follow
+from ekiben.spec.sources import Source
 from ekiben.spec.stack import Stack
 
 
@@ -62,7 +63,7 @@ class BuildStage:
 
     ``layers`` are those below it, bottom first; ``outputs`` the paths that later stages copy. A stage with a ``wheel``
     compiles that package: its key names what decides about compiled code, and not the layers below. ``job_memory``, in
-    bytes, is where the store has not seen one compiled yet.
+    bytes, is where the store has not seen one compiled yet. A stage with a ``source`` builds that, without a network.
     """
 
     name: str
@@ -76,6 +77,7 @@ class BuildStage:
     wheel: str | None
     job_memory: int | None
     inputs: Mapping[str, Any]
+    source: Source | None = None
     cache_key: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from ekiben.resolve.copies import copied_files, copy_inputs, file_inputs
 from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, StageCopy
 from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
 from ekiben.resolve.recipe_layer import add_recipe_layer
+from ekiben.resolve.sources import source_copies
 from ekiben.spec.definition import (
     Copy,
     Definition,
@@ -34,6 +35,7 @@ from ekiben.spec.definition import (
 from ekiben.spec.definition_scripts import with_shebang
 from ekiben.spec.recipe import Recipe
 from ekiben.spec.source_folders import local_path
+from ekiben.spec.sources import Source, read_sources, sources_file
 from ekiben.spec.stack import Stack, find_stack, stacks
 from ekiben.spec.sums import check_recipe_locks
 
@@ -118,6 +120,14 @@ def resolve(
     if arguments:
         resolved = replace(resolved, deciding_arguments=_deciding_arguments(resolved, arch))
     return add_recipe_layer(resolved)
+
+
+def resolve_below(recipe: Recipe, stack: Stack) -> ImageState:
+    """Return the layers below a recipe's top layer, on ``stack``: where its packages are built. Raises
+    DefinitionError.
+    """
+    images = _Images(recipe, stack, {})
+    return images.state_of(images.definitions_of(recipe.file.layer, str(recipe.folder / "recipe.yaml"))[:-1])
 
 
 def _deciding_arguments(resolved: ResolvedRecipe, arch: str | None) -> tuple[str, ...]:
@@ -308,6 +318,8 @@ class _Images:
         environment = {**environment, **app_environment(stage.apps)}
         copies = self._stages(definition, state, circle)
         files = self._files_of(definition, stage)
+        if stage.post:
+            copies += source_copies(definition.name, self._sources_of(files), state, self.stack)
         if stage.post or files or copies:
             kind: Literal["post", "files"] = "post" if stage.post else "files"
             inputs = {
@@ -348,6 +360,12 @@ class _Images:
                 for file in copied_files(definition, copy, self.recipe.sources, self.stack.arch)
             ),
         )
+
+    def _sources_of(self, files: Sequence[File]) -> list[Source]:
+        """Return the sources that packages of these lock files are built from."""
+        locks = [file.source for file in files if file.source and file.source.suffix == ".lock"]
+        paths = [path for path in map(sources_file, locks) if path.exists()]
+        return [source for path in paths for source in read_sources(self.recipe.sources.check_file(path))]
 
     def _stages(self, definition: Definition, below: ImageState, circle: Sequence[str]) -> tuple[StageCopy, ...]:
         """Return the lines of ``%files from`` of the last stage, with their stages resolved."""

@@ -7,6 +7,7 @@ definition_scripts what runs a section's script: a shebang, or `-c SHELL`
 recipe          recipe.yaml; recipes by name or by path
 stack           stack.yaml, its lock files; stacks by name
 name_confusion  packages whose name means another one to a user of GPUs; here, for resolving checks every file it copies
+sources         the sources of packages without a wheel, beside a lock file
 source_folders  where the files of a recipe may lie, and what the user includes beside it
 """
 
@@ -18,6 +19,7 @@ __all__ = [
     "name_confusion",
     "recipe",
     "source_folders",
+    "sources",
     "stack",
     "sums",
 ]

@@ -246,6 +246,10 @@ READ_OTHERWISE = {
         "the user's own settings and certificates, which were looked at before"
     ),
     "packages/outdated.py _read_records archive.open": "an entry of an archive, read up to a limit",
+    "packages/host_config.py mount_wheels wheel.open": "File.open is open_regular",
+    "packages/sources.py _read_project archive.open": "an entry of an archive, read up to a limit",
+    "packages/sources.py choose_archive out.read_text": "written by uv, which this process started",
+    "project/sources.py read_built archive.open": "an entry of an archive, read up to a limit",
     "packages/requirements.py compile_lock out.read_text": "written by uv, which this process started",
     "project/create.py create_recipe source.read_text": "the program's own templates",
     "publish/catalog/pages.py render (HERE / name).read_text": "the program's own templates",

@@ -20,12 +20,24 @@ from pathlib import Path
 
 import click
 
-from ekiben.cli.options import Command, NameType, PathType, TextType, arch_option, include_option, refuse_ignored
+from ekiben.builder.build import Options
+from ekiben.cli.context import Context
+from ekiben.cli.options import (
+    Command,
+    NameType,
+    PathType,
+    TextType,
+    arch_option,
+    engine_option,
+    include_option,
+    refuse_ignored,
+)
 from ekiben.core.errors import LockMismatchError
 from ekiben.core.printable import printable
 from ekiben.packages.lock import open_stack, refresh, short_path
 from ekiben.packages.outdated import find_advisories, find_newer, read_locks
 from ekiben.project.lock import find_local_recipe, lock_recipe
+from ekiben.project.sources import SourceSettings, source_builder
 
 
 @click.command("lock", cls=Command, help=__doc__)
@@ -46,8 +58,13 @@ from ekiben.project.lock import find_local_recipe, lock_recipe
 )
 @arch_option("Lock for this processor only (default: all that stack.yaml names).")
 @click.option("--mirror", type=TextType(), metavar="URI", help="A Debian archive (default: as apt has it here).")
+@click.option("--only-binary", is_flag=True, help="Refuse packages without a wheel (default: their sources are built).")
+@engine_option("What builds the sources of packages without a wheel.")
 @include_option()
+@click.pass_obj
 def command(
+    context: Context,
+    /,
     stack: str,
     check: bool,
     keep: bool,
@@ -55,6 +72,8 @@ def command(
     advisories: Path | None,
     mirror: str | None,
     arch: str | None,
+    only_binary: bool,
+    engine: str,
     included: tuple[Path, ...],
 ) -> None:
     """Update, check, or compare."""
@@ -73,8 +92,11 @@ def command(
         refuse_ignored("is for writing lock files; --check keeps what is locked anyway", "keep")
     if recipe:
         refuse_ignored("is for a stack's Debian packages; a recipe of your own locks Python packages", "mirror")
-        lines = lock_recipe(recipe, check=check, keep=keep, arch=arch)
+        build = None if check else source_builder(context.store, Options(engine=engine), context.progress)
+        settings = SourceSettings(build, context.store.cache, only_binary)
+        lines = lock_recipe(recipe, check=check, keep=keep, arch=arch, settings=settings)
     else:
+        refuse_ignored("is for a recipe of your own; a stack locks wheels alone", "only_binary", "engine")
         lines = refresh(stack, check=check, keep=keep, mirror=mirror, arch=arch, included=included)
     for line in lines:
         click.echo(printable(line))

@@ -1,0 +1,122 @@
+"""Packages without a wheel: locked, built in a stage without a network, and installed, under each engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ekiben.project.create import create_recipe
+from ekiben.spec.sources import read_sources
+from support.package_index import Index, serve
+from workspaces import Cli, Engine, NewStore, Workspace, give
+
+pytestmark = pytest.mark.covers("ekiben/project", "ekiben/packages", "ekiben/executors", "images/scripts")
+
+PASSWORD = "s3cret-of-the-index"
+# What the code of a source tries: each of it is to fail. The port is the index's, on this machine.
+HOSTILE = """\
+assert os.environ["EKIBEN_WORK"]
+for variable, value in os.environ.items():
+    assert {password!r} not in value, variable
+for top, _, files in os.walk("/run/ekiben"):
+    for file in files:
+        with open(os.path.join(top, file), "rb") as stream:
+            assert {password!r}.encode() not in stream.read(), file
+assert not os.path.exists({checkout!r}), "files of this machine"
+assert open("/proc/net/dev").read().count(":") == 1, "a network beside lo"
+try:
+    socket.create_connection(("127.0.0.1", {port}), timeout=5).close()
+except OSError:
+    pass
+else:
+    raise SystemExit("this machine can be reached")
+members["tiny.py"] += "UMASK = %o\\n" % os.umask(0o022)
+"""
+wheels: dict[str, str] = {}  # engine → the hash of the wheel; filled by the tests as they run
+
+
+@pytest.fixture
+def index(workspace: Workspace) -> Iterator[Index]:
+    with serve(Index(login=f"reader:{PASSWORD}")) as index:
+        port = index.address.rpartition(":")[2]
+        code = HOSTILE.format(password=PASSWORD, checkout=str(workspace.checkout), port=port)
+        index.add_source("tiny", "1.0", requires=["plain"], code=code)
+        index.add_wheel("plain", "1.0")
+        yield index
+
+
+def recipe_with(folder: Path, requirements: str, test: str, layer: str = "python") -> Path:
+    create_recipe(folder / "mine", layer=layer)
+    (folder / "mine/requirements.txt").write_text(requirements)
+    definition = folder / "mine/images/mine-packages.def"
+    definition.write_text(definition.read_text() + f"    {test}\n")
+    recipe = (folder / "mine/recipe.yaml").read_text().partition("\ntasks:")[0]
+    (folder / "mine/recipe.yaml").write_text(f"{recipe}\ntasks: {{}}\n")
+    return folder / "mine"
+
+
+def test_source_is_built_without_network_and_secrets_to_the_same_wheel(
+    workspace: Workspace, new_store: NewStore, index: Index, engine: Engine
+) -> None:
+    cli = Cli(workspace, engine.user)
+    store, folder = new_store(engine.user, "base", "python"), workspace.folder("source", engine.user)
+    recipe = recipe_with(folder, "tiny\n", 'python -c "import plain, tiny; assert tiny.UMASK == 22"')
+    for path in [recipe, *recipe.rglob("*")]:
+        give(path, engine.user)
+    env = {"UV_DEFAULT_INDEX": index.url(f"reader:{PASSWORD}"), "PIP_FIND_LINKS": None}
+    locked = cli.run("--store", store, "lock", recipe, "--engine", engine.name, env=env)
+    assert "tiny 1.0 is built from its source" in locked.stdout
+    (source,) = read_sources(recipe / "images/mine-packages.sources.json")
+    wheels[str(engine)] = source.wheel_sha256
+    assert len(set(wheels.values())) == 1, wheels
+
+    if engine.name == "docker":  # whose containers do not reach an index of this machine
+        engine = Engine("apptainer", engine.user)
+    built = cli.image(store, recipe, "--engine", engine.name, "--no-verify", "-o", folder / "mine.sif", env=env)
+    assert "mine-packages" in {layer["name"] for layer in built["layers"]}
+    sbom = cli.run("--store", store, "sbom", folder / "mine.sif", env=env).stdout
+    texts = [locked.stdout, locked.stderr, json.dumps(built), sbom]
+    texts += [path.read_text() for path in recipe.rglob("*") if path.is_file()]
+    texts += [path.read_text(errors="replace") for path in (store / "logs").iterdir()]
+    assert PASSWORD not in "".join(texts)
+    assert PASSWORD.encode() not in (folder / "mine.sif").read_bytes()
+    assert '"tiny"' in sbom
+
+    # Elsewhere, with the lock alone: the same wheel, or a refusal.
+    other = new_store(engine.user, "base", "python")
+    again = cli.image(other, recipe, "--engine", engine.name, "--no-verify", "-o", folder / "again.sif", env=env)
+    assert again["layers"] == built["layers"]
+
+
+def test_a_source_whose_build_differs_is_refused(
+    workspace: Workspace, new_store: NewStore, index: Index, cli: Cli
+) -> None:
+    index.add_source("tiny", "1.0", code='members["tiny.py"] += f"AT = {time.time_ns()}\\n"')
+    folder = workspace.folder("source")
+    recipe = recipe_with(folder, "tiny\n", "true")
+    env = {"UV_DEFAULT_INDEX": index.url(f"reader:{PASSWORD}"), "PIP_FIND_LINKS": None}
+    options = ("--engine", "apptainer")
+    first, second = (new_store(cli.user, "base", "python") for _ in range(2))
+    cli.run("--store", first, "lock", recipe, *options, env=env)
+    cli.image(first, recipe, *options, "--no-verify", "-o", folder / "mine.sif", env=env)
+    done = cli.run("--store", second, "build", recipe, *options, "-o", folder / "other.sif", env=env, code=None)
+    assert done.returncode != 0
+    assert "tiny 1.0: its source was built to the wheel" in done.stderr
+    assert "its build is not the same everywhere" in done.stderr
+
+
+def test_lm_eval_is_locked_and_what_it_needs_is_built(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
+    """With the public index; of its packages the one without a wheel is built, for all others take gigabytes."""
+    folder = workspace.folder("source")
+    recipe = recipe_with(folder, "lm_eval\n", 'python -c "import sqlitedict"')
+    store = new_store(cli.user, "base", "python")
+    cli.run("--store", store, "lock", recipe, "--engine", "apptainer")
+    sources = read_sources(recipe / "images/mine-packages.sources.json")
+    assert "sqlitedict" in {source.name for source in sources}
+    assert "lm-eval==" in (recipe / "images/mine-packages.lock").read_text()
+    (recipe / "requirements.txt").write_text("sqlitedict\n")
+    cli.run("--store", store, "lock", recipe, "--keep")
+    cli.image(store, recipe, "--engine", "apptainer", "--no-verify", "-o", folder / "mine.sif")

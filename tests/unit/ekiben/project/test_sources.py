@@ -1,0 +1,156 @@
+"""Packages without a wheel in a recipe's lock: an index of this machine, and a build that the test plays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ekiben.core.errors import DefinitionError, FetchError
+from ekiben.project.create import create_recipe
+from ekiben.project.lock import lock_recipe
+from ekiben.project.sources import SourceSettings
+from ekiben.resolve.resolve import resolve
+from ekiben.spec.recipe import Recipe
+from ekiben.spec.sources import Source, format_sources, read_sources
+from ekiben.spec.stack import Stack
+from support.own_recipes import recipe_in
+from support.package_index import Index, serve
+
+LOCK, SOURCES = "images/mine-packages.lock", "images/mine-packages.sources.json"
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    with serve(Index(login="reader:s3cret")) as index:
+        index.add_source("needed", "1.0")
+        index.add_source("needed", "2.0", requires=["plain"])
+        index.add_wheel("plain", "1.0")
+        index.add_wheel("above", "1.0", requires=["needed"])
+        monkeypatch.setenv("UV_DEFAULT_INDEX", index.url(index.login))
+        monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+        yield index
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    create_recipe(tmp_path / "mine", layer="python")
+    return tmp_path / "mine"
+
+
+built: list[str] = []
+
+
+def play_build(recipe: Recipe, stack: Stack, source: Source) -> Source:
+    """What a build stage gives: here nothing is built."""
+    built.append(f"{source.name} {source.version}")
+    requires = ("plain",) if source.version == "2.0" else ()
+    wheel = f"{source.name}-{source.version}-py3-none-any.whl"
+    return replace(source, wheel=wheel, wheel_sha256=hashlib.sha256(wheel.encode()).hexdigest(), requires=requires)
+
+
+def lock(folder: Path, requirements: str, *, only_binary: bool = False, **options: bool) -> list[str]:
+    built.clear()
+    (folder / "requirements.txt").write_text(requirements)
+    settings = SourceSettings(play_build, folder.parent / "cache", only_binary)
+    return list(lock_recipe(recipe_in(folder), settings=settings, **options))
+
+
+def test_source_of_a_package_without_wheel_is_built_and_its_wheel_is_locked(folder: Path, index: Index) -> None:
+    lines = lock(folder, "above\n")
+    assert built == ["needed 2.0"]
+    assert f"mine/{SOURCES}: needed 2.0 is built from its source" in lines
+    (source,) = read_sources(folder / SOURCES)
+    assert source.sha256 == hashlib.sha256(index.files["needed-2.0.tar.gz"]).hexdigest()
+    text = (folder / LOCK).read_text()
+    assert f"needed==2.0 \\\n    --hash=sha256:{source.wheel_sha256}\n" in text
+    assert "plain==1.0" in text  # what the built wheel depends on
+    assert "s3cret" not in "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert SOURCES in (folder / "SHA256SUMS").read_text()
+
+
+def test_kept_and_checked_locks_build_nothing(folder: Path, index: Index) -> None:
+    lock(folder, "above\n")
+    index.add_source("needed", "3.0")
+    for options in ({"keep": True}, {"check": True}):
+        assert lock(folder, "above\n", **options) == ["mine: up to date"]
+    assert built == []
+    lock(folder, "above\n")
+    assert built == ["needed 3.0"]
+    assert "plain" not in (folder / LOCK).read_text()
+    lock(folder, "plain\n")
+    assert not (folder / SOURCES).exists()
+
+
+@pytest.mark.parametrize(
+    ("requirements", "versions"), [("needed<2\n", ["needed 1.0"]), ("needed\nabove\n", ["needed 2.0"])]
+)
+def test_newest_source_that_the_requirements_allow_is_built(
+    folder: Path, index: Index, requirements: str, versions: list[str]
+) -> None:
+    lock(folder, requirements)
+    assert built == versions
+
+
+def test_only_binary_refuses_packages_without_a_wheel(folder: Path, index: Index) -> None:
+    with pytest.raises(DefinitionError, match="needed have no usable wheels"):
+        lock(folder, "above\n", only_binary=True)
+    assert not (folder / LOCK).exists()
+
+
+def test_a_password_of_the_index_is_in_no_message(folder: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(folder, "plain\n")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", index.url("reader:wr0ng"))
+    with pytest.raises(FetchError) as caught:
+        lock(folder, "above\n")
+    assert "wr0ng" not in f"{caught.value} {caught.value.hint}"
+
+
+def test_a_layer_takes_its_wheels_from_stages_of_their_sources(folder: Path, index: Index) -> None:
+    lock(folder, "above\n")
+    resolved = resolve(recipe_in(folder), arch="amd64")
+    layer = resolved.layers[-2]
+    (copy,) = layer.copies
+    assert copy.stage.name == "mine-packages.needed"
+    assert copy.stage.inputs["parent"] == resolved.layers[-3].cache_key
+    (source,) = read_sources(folder / SOURCES)
+    (folder / SOURCES).write_text(format_sources([replace(source, build=("x==1 --hash=sha256:" + "0" * 64,))]))
+    with pytest.raises(DefinitionError, match=r"sources\.json: was changed and not locked again"):
+        resolve(recipe_in(folder), arch="amd64")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        '"format": 2',
+        '"name": "../x"',
+        '"name": "Needed"',
+        '"wheel": "other-2.0-py3-none-any.whl"',
+        '"wheel": "a/b"',
+        '"sha256": "12"',
+        '"build": ["x==1 --hash=sha256:0 --index-url=http://evil"]',
+        '"requires": ["a b"]',
+    ],
+)
+def test_a_foreign_sources_file_is_checked(tmp_path: Path, change: str) -> None:
+    source = Source(
+        name="needed",
+        version="2.0",
+        file="needed-2.0.tar.gz",
+        sha256="0" * 64,
+        build=(),
+        wheel="needed-2.0-py3-none-any.whl",
+        wheel_sha256="1" * 64,
+    )
+    path = tmp_path / "x.sources.json"
+    path.write_text(format_sources([source]))
+    assert read_sources(path) == [source]
+    key = change.partition(":")[0]
+    lines = [f"{change}," if line.strip().startswith(key) else line for line in path.read_text().splitlines()]
+    text = "\n".join(lines).replace(",\n  }", "\n  }")
+    path.write_text(text)
+    with pytest.raises(DefinitionError, match=r"x\.sources\.json: is not as `ekiben lock` writes it"):
+        read_sources(path)
