@@ -108,7 +108,7 @@ def test_a_source_whose_build_differs_is_refused(
     assert "its build is not the same everywhere" in done.stderr
 
 
-def test_lm_eval_is_locked_and_what_it_needs_is_built(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
+def test_lm_eval_is_locked_with_its_requirements_built(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
     """With the public index; of its packages the one without a wheel is built, for all others take gigabytes."""
     folder = workspace.folder("source")
     recipe = recipe_with(folder, "lm_eval\n", 'python -c "import sqlitedict"')

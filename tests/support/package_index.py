@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# A build backend of the source itself: it needs nothing, and is careless about order and time.
+# A build backend of the source itself: it has no requirements, and is careless about order and time.
 BACKEND = """\
 import os, random, socket, time, zipfile
 

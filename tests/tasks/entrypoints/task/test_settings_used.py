@@ -66,14 +66,14 @@ def changed_settings() -> list[tuple[str, Any]]:
 
 def definitions() -> dict[tuple[str, str], Path]:
     """Return (class, setting) → file of every setting that a dataclass of the tasks defines with ``option``."""
-    found = {}
+    fields = {}
     for file in (file for folder in FOLDERS for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             for line in node.body if isinstance(node, ast.ClassDef) else []:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Call) and "option" in ast.dump(line):
                     assert isinstance(node, ast.ClassDef) and isinstance(line.target, ast.Name)
-                    found[node.name, line.target.id] = file
-    return found
+                    fields[node.name, line.target.id] = file
+    return fields
 
 
 def test_every_setting_is_read_somewhere() -> None:
