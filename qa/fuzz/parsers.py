@@ -44,6 +44,7 @@ from ekiben.inspect.image_info import image_of_sif
 from ekiben.inspect.sbom import sbom_of
 from ekiben.packages.outdated import find_advisories
 from ekiben.packages.requirements import read_requirements
+from ekiben.packages.sources import build_requirements
 from ekiben.publish.catalog.runs import runs_of
 from ekiben.publish.catalog.write import make_catalog
 from ekiben.publish.prune import prune as prune_published
@@ -59,6 +60,7 @@ from ekiben.signing.sif import check_sif
 from ekiben.spec.definition import read_definition
 from ekiben.spec.recipe import find_recipe
 from ekiben.spec.source_folders import SourceFolders
+from ekiben.spec.sources import Source, format_sources, read_sources
 from ekiben.spec.stack import find_stack, read_pins
 from ekiben.store import Store, prune
 from ekiben.store.shared import open_shared
@@ -207,6 +209,41 @@ def locks(world: World) -> Case:
         return read_pins(data.decode(errors="replace"))
 
     return Case([apt, sums, samples.LOCK.encode()], read)
+
+
+def sources(world: World) -> Case:
+    path = world.path("case/roof.sources.json")
+    source = Source(
+        name="sqlitedict",
+        version="2.1.0",
+        file="sqlitedict-2.1.0.tar.gz",
+        sha256="a" * 64,
+        build=(f"setuptools==80.9.0 --hash=sha256:{'b' * 64}",),
+        wheel="sqlitedict-2.1.0-py3-none-any.whl",
+        wheel_sha256="c" * 64,
+        requires=("tqdm>=4",),
+        python=">=3.7",
+    )
+
+    def read(data: bytes) -> object:
+        return read_sources(world.put(path, data))
+
+    return Case([format_sources([source]).encode()], read, str(path))
+
+
+def source_archive(world: World) -> Case:
+    """An sdist of a package index, as a tar and as a zip: what its build needs is read here."""
+    path = world.path("case/roof-1.0.tar.gz")
+    project = b'[build-system]\nrequires = ["hatchling>=1.2", "x; python_version > \'3\'"]\n'
+    zipped = BytesIO()
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("roof-1.0/pyproject.toml", project)
+    tar = plain_tar({"roof-1.0/pyproject.toml": project})
+
+    def read(data: bytes) -> object:
+        return build_requirements(world.put(path, data), "roof 1.0")
+
+    return Case([gzip.compress(tar, mtime=0), tar, zipped.getvalue()], read, "roof 1.0")
 
 
 def site(world: World) -> Case:
@@ -931,6 +968,8 @@ CASES: dict[str, Make] = {
         stack,
         requirements,
         locks,
+        sources,
+        source_archive,
         advisories,
         advisory,
         site,
@@ -982,6 +1021,7 @@ _READERS = {
         """
         builder/layer.py:_files_tar bundle/write.py:_write cli/commands/sbom.py:command
         executors/_containers_storage.py:unavailable executors/podman.py:load packages/outdated.py:find_newer
+        packages/sources.py:choose_archive
     """
     ),
     "bundle_index": "bundle/_index.py:parse",
@@ -1015,6 +1055,8 @@ _READERS = {
     "advisories": "packages/outdated.py:_read_records",
     "advisory": "packages/outdated.py:find_advisories",
     "locks": "packages/outdated.py:read_locks spec/stack.py:apt_lock spec/sums.py:check_sums",
+    "sources": "spec/sources.py:read_sources",
+    "source_archive": "packages/sources.py:_read_project,build_requirements",
     "requirements": "packages/requirements.py:_project_requirements,read_requirements",
     "gives certificates to OpenSSL, or keys to gpg": "registry/session.py:_trusted signing/gpg.py:_read_keys",
     "matches patterns in a text of limited size": (
