@@ -1,6 +1,7 @@
 """Where tasks run: this machine, or a cluster's jobs."""
 
 __all__ = [
+    "app",
     "containers",
     "contract",
     "copy_local",

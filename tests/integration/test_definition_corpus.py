@@ -32,6 +32,7 @@ from ekiben.formats.tar import DigestWriter
 from ekiben.formats.upper import Changes
 from ekiben.resolve.graph import Layer, ResolvedRecipe
 from ekiben.resolve.resolve import resolve
+from ekiben.run.app import app_command
 from ekiben.spec.definition import REFUSED, UNUSED
 from ekiben.spec.recipe import find_recipe
 from ekiben.store import Image, Store, StoredLayer
@@ -719,6 +720,11 @@ def test_apps_run_as_apptainers(lab: Lab) -> None:
     ):
         ours, other = (lab.try_apptainer(argv, image) for image in (sif, theirs))
         assert ours == other, argv
+    for name in ("foo", "bar-2"):  # by the image's shell, which Docker has, too; here LD_LIBRARY_PATH is known before
+        code, output = lab.try_apptainer(("run", "--app", name, "IMAGE", "a word"), theirs)
+        by_shell = lab.try_apptainer(("exec", "IMAGE", *app_command(name, ["a word"])), sif)
+        assert by_shell == (code, output.replace("::", ":"))
+    assert lab.try_apptainer(("exec", "IMAGE", *app_command("foo", [])), lab.recipe.path / "base.sif") == (1, "")
 
 
 @pytest.mark.guard

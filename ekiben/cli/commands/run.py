@@ -14,6 +14,7 @@ Examples:
   ekiben run --cpu hello
   ekiben run --runtime podman hello
   ekiben run other.sif train --smoke
+  ekiben run --app foo other.sif a b      (%apprun foo of its definition file)
   ekiben run lora-opencalm:2026.11.27 train --smoke     (published in the shared folder)
 """
 
@@ -23,17 +24,28 @@ import click
 
 from ekiben.cli.commands._start import StartOptions, build_or_compare, named_image, start_image, start_options
 from ekiben.cli.context import Context
-from ekiben.cli.options import RecipeType, TaskCommand
+from ekiben.cli.options import RecipeType, TaskCommand, TextType
+from ekiben.run.app import app_command
 
 
 @click.command("run", cls=TaskCommand, help=__doc__)
 @click.argument("image", metavar="IMAGE", type=RecipeType())
 @click.argument("argv", nargs=-1, metavar="[TASK [ARGS…]]", type=click.UNPROCESSED)
+@click.option(
+    "--app",
+    metavar="NAME",
+    type=TextType(),
+    help="Run a SCIF app of the image (%apprun); what follows IMAGE is the app's.",
+)
 @start_options
 @click.pass_obj
-def command(context: Context, /, image: str, argv: tuple[str, ...], start: StartOptions) -> None:
+def command(context: Context, /, image: str, argv: tuple[str, ...], app: str | None, start: StartOptions) -> None:
     """Check the machine, then become the container runtime."""
     named = named_image(context, image, start)
+    if app is not None:
+        build_or_compare(context, named, start)
+        start_image(context, named, app_command(app, argv), start, executes=True)
+        return
     if argv:
         named.launch_of(argv[0])
     build_or_compare(context, named, start)
