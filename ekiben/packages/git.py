@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,56 @@ def keep_repository(source: GitSource, folder: Path) -> dict[str, str]:
             )
         kept |= keep_repository(inner, folder)
     return kept
+
+
+def find_commit(repository: str, reference: str) -> str:
+    """Return the commit that a branch, a tag or HEAD of a repository means now; a commit's full name as it is.
+
+    Raises FetchError.
+    """
+    if COMMIT.fullmatch(reference):
+        return reference
+    if which("git") is None:
+        raise FetchError(f"git is not installed here, and {repository} is needed", hint="install git")
+    if not _REPOSITORY.fullmatch(repository):
+        raise FetchError(f"{repository!r:.200} is not a git repository's URL")
+    with tempfile.TemporaryDirectory(prefix="ekiben-git-") as folder:  # not the settings of a repository around
+        asked = [f"refs/heads/{reference}", f"refs/tags/{reference}^{{}}", f"refs/tags/{reference}", reference]
+        command = ["git", "-C", folder, "ls-remote", "--quiet", "--", repository, *asked]
+        done = run(command, check=False, env={**os.environ, "GIT_TERMINAL_PROMPT": "0"})
+    if done.returncode:
+        raise FetchError(
+            f"{repository} cannot be read: {done.stderr.strip()}",
+            hint="what git asks for, its credential helper or ~/.netrc gives: `git ls-remote` of it has to answer",
+        )
+    commits = {name: value for value, _, name in (line.partition("\t") for line in done.stdout.splitlines())}
+    commit = next((commits[name] for name in asked if name in commits), "")
+    if not COMMIT.fullmatch(commit):
+        raise FetchError(f"{repository} has no branch and no tag '{reference}'; name a commit by all its 40 digits")
+    return commit
+
+
+def export_commit(source: GitSource, target: Path) -> None:
+    """Write the files of a commit as a tar, in one folder. Raises FetchError."""
+    with tempfile.TemporaryDirectory(prefix="ekiben-git-", dir=target.parent) as folder:
+        kept = keep_repository(source, Path(folder))
+        repository = Path(folder) / kept[source.repository]
+        out = Path(folder) / "source.tar"
+        run(
+            [
+                "git",
+                "-C",
+                repository,
+                "-c",
+                "tar.umask=0022",
+                "archive",
+                "--format=tar",
+                "--prefix=source/",
+                f"--output={out}",
+                source.commit,
+            ]
+        )
+        out.rename(target)
 
 
 def _fetch(git: Sequence[str], source: GitSource) -> None:

@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -36,18 +37,29 @@ _OPTION = re.compile(
 )
 _LONG_OPTION = {"-i": "--index-url", "-f": "--find-links"}
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
+_GIT = re.compile(r"(^|[@\s])git\+", re.IGNORECASE)
 _WEB_URL = re.compile(r"https?://", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class GitRequirement:
+    """NAME @ git+URL@REFERENCE. ``reference`` is a branch, a tag, a commit, or HEAD."""
+
+    requirement: Requirement
+    repository: str
+    reference: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequirementsFile:
     """A requirements file that was read and checked. ``options`` are those of indexes, as uv takes them;
-    ``exclude_newer`` is the date of its comment, "" without one.
+    ``exclude_newer`` is the date of its comment, "" without one; ``git`` are those of git repositories.
     """
 
     options: tuple[str, ...]
     requirements: tuple[Requirement, ...]
     exclude_newer: str = ""
+    git: tuple[GitRequirement, ...] = ()
 
     @property
     def text(self) -> str:
@@ -55,8 +67,8 @@ class RequirementsFile:
         return "".join(f"{line}\n" for line in (*self.options, *map(_format_requirement, self.requirements)))
 
 
-def read_requirements(source: Path, sources: SourceFolders) -> RequirementsFile:
-    """Read requirements.txt, pyproject.toml or an .in file.
+def read_requirements(source: Path, sources: SourceFolders, *, takes_git: bool = False) -> RequirementsFile:
+    """Read requirements.txt, pyproject.toml or an .in file; with ``takes_git``, git repositories in it, too.
 
     Raises:
         DefinitionError: something in it is not a package of an index, or cannot be read; an index is a folder outside
@@ -64,14 +76,40 @@ def read_requirements(source: Path, sources: SourceFolders) -> RequirementsFile:
     """
     text = read_source(source)
     is_project = source.suffix == ".toml"
-    options, requirements = list[str](), list[Requirement]()
+    options, requirements, git = list[str](), list[Requirement](), list[GitRequirement]()
     for number, line in _project_requirements(source, text) if is_project else _list_requirements(text):
         if not is_project and (option := _OPTION.fullmatch(line)):
             options.append(_check_option(option, source, number, sources))
+        elif takes_git and _GIT.search(line):
+            git.append(_git_requirement(line, f"{source}:{number}"))
         elif line:
             requirements.append(_requirement(source, number, line))
     date = _DATE.search(text)
-    return RequirementsFile(tuple(options), tuple(requirements), date[1] if date else "")
+    return RequirementsFile(tuple(options), tuple(requirements), date[1] if date else "", tuple(git))
+
+
+def _git_requirement(line: str, where: str) -> GitRequirement:
+    """Read NAME @ git+https://HOST/PATH@REFERENCE. Raises DefinitionError."""
+    example = "NAME @ git+https://HOST/PATH@COMMIT, or git+ssh://"
+    try:
+        requirement = Requirement(line)
+    except InvalidRequirement:
+        requirement = None
+    if requirement is None or requirement.url is None:
+        raise DefinitionError(f"{where}: {line:.200}: a git repository is written as {example}")
+    parts = urlsplit(requirement.url)
+    if parts.scheme not in ("git+https", "git+ssh"):
+        raise DefinitionError(f"{where}: {parts.scheme}:// is not fetched; write {example}")
+    if parts.password or (parts.username and parts.scheme == "git+https"):
+        raise DefinitionError(
+            f"{where}: a user or a password in the URL would be in the lock file",
+            hint="leave it out; git asks its credential helper (`git config credential.helper`), or ~/.netrc",
+        )
+    if parts.fragment or parts.query:
+        raise DefinitionError(f"{where}: '#{parts.fragment}' is not supported: the repository's top folder is built")
+    path, _, reference = parts.path.partition("@")
+    repository = parts._replace(scheme=parts.scheme.removeprefix("git+"), path=path).geturl()
+    return GitRequirement(requirement, repository, reference or "HEAD")
 
 
 def _check_option(option: re.Match[str], source: Path, number: int, sources: SourceFolders) -> str:

@@ -27,6 +27,7 @@ from ekiben.core.environment import ca_bundle
 from ekiben.core.errors import DefinitionError, FetchError
 from ekiben.core.files import make_folders, open_regular
 from ekiben.core.process import ProcessError
+from ekiben.packages.git import GitSource, export_commit
 from ekiben.packages.requirements import RequirementsFile, compile_lock, python_options, run_uv
 from ekiben.spec.sources import Source
 from ekiben.spec.stack import Stack, read_pins
@@ -233,10 +234,21 @@ def lock_build(requires: Sequence[str], checked: RequirementsFile, below: str, s
     )
 
 
+def fetch_commit(name: str, repository: str, commit: str, cache: Path) -> Path:
+    """Return a tar of a git commit's files in ``cache``; fetch it where it is not there. Raises FetchError."""
+    target = cache / "sources" / f"git-{commit}.tar"
+    if not target.is_file():
+        make_folders(target.parent)
+        export_commit(GitSource(repository, commit), target)
+    return target
+
+
 def mount_source(source: Source, stack: Stack, mount: Path, cache: Path) -> None:
     """Put the source, and what its build needs, into ``mount``. Raises FetchError."""
     file = cache / "sources" / source.sha256
-    if not file.is_file():
+    if source.commit:
+        file = fetch_commit(source.name, source.repository, source.commit, cache)
+    elif not file.is_file():
         nothing = RequirementsFile((), ())
         archive = choose_archive(nothing, source.name, stack, f"=={source.version}")
         if archive.sha256 != source.sha256:

@@ -141,7 +141,7 @@ def _lock_for(
     shared = recipe.folder / "images" / f"{recipe.file.layer}.lock"
     target, old = arch_lock(shared, stack.arch), _read(lock_for(shared, stack.arch))
     below = read_below(recipe, stack)
-    checked = read_requirements(source, recipe.sources)
+    checked = read_requirements(source, recipe.sources, takes_git=True)
     _check_compiled(source, checked.requirements, below)
     kept = (old if keep else "") if target == shared else locked.get(shared, _read(shared))
     known = read_sources(sources_file(lock_for(shared, stack.arch)))
@@ -171,7 +171,7 @@ def _lock_for(
     locked[sources_file(target)] = format_sources(sources)
     yield from (
         f"{recipe.folder.name}/{sources_file(target).relative_to(recipe.folder)}: {item.name} {item.version} is built"
-        " from its source"
+        f" from {f'the commit {item.commit[:12]}' if item.commit else 'its source'}"
         for item in sources
         if item not in known
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from email.parser import BytesParser
 from pathlib import Path
@@ -24,8 +24,9 @@ from ekiben.core.errors import DefinitionError, FetchError, LayerError
 from ekiben.core.files import open_regular
 from ekiben.core.process import ProcessError
 from ekiben.core.progress import Progress
-from ekiben.packages.requirements import RequirementsFile, compile_lock
-from ekiben.packages.sources import build_requirements, choose_archive, fetch_archive, lock_build
+from ekiben.packages.git import find_commit
+from ekiben.packages.requirements import GitRequirement, RequirementsFile, compile_lock
+from ekiben.packages.sources import build_requirements, choose_archive, fetch_archive, fetch_commit, lock_build
 from ekiben.resolve.graph import ResolvedRecipe
 from ekiben.resolve.resolve import resolve_below
 from ekiben.resolve.sources import source_copies
@@ -68,13 +69,24 @@ class Resolution:
     known: Sequence[Source]
     keep: bool
 
-    def compile(self, sources: Iterable[Source]) -> str:
+    def _requirements(self, sources: Iterable[Source]) -> tuple[Requirement, ...]:
+        """Return the requirements, those of git repositories with the version that was built."""
+        versions = {source.name: source.version for source in sources}
+        exact = []
+        for item in self.checked.git:
+            asked = item.requirement
+            extras = f"[{','.join(sorted(asked.extras))}]" if asked.extras else ""
+            marker = f" ; {asked.marker}" if asked.marker else ""
+            exact.append(Requirement(f"{asked.name}{extras}=={versions[canonicalize_name(asked.name)]}{marker}"))
+        return (*self.checked.requirements, *exact)
+
+    def compile(self, sources: Collection[Source]) -> str:
         """Return uv's lock, with wheels of ``sources``. Raises ProcessError."""
         with tempfile.TemporaryDirectory(prefix="ekiben-wheels-") as folder:
             for source in sources:
                 _write_stub(source, Path(folder))
             options = (*self.checked.options, f"--find-links {Path(folder).as_uri()}")
-            checked = replace(self.checked, options=options)
+            checked = replace(self.checked, options=options, requirements=self._requirements(sources))
             return compile_lock(checked, self.stack, below=self.below, absent=self.absent, old=self.old)
 
 
@@ -83,16 +95,21 @@ def resolve_packages(resolution: Resolution, settings: SourceSettings) -> tuple[
 
     Raises ProcessError when there is no solution, DefinitionError, FetchError; what building raises.
     """
-    chosen = {item.name: item for item in resolution.known if resolution.keep}
+    git = {canonicalize_name(item.requirement.name): item for item in resolution.checked.git}
+    if git and settings.only_binary:
+        raise DefinitionError(f"{', '.join(git)}: a git repository has no wheel; lock without --only-binary")
+    chosen = {item.name: item for item in resolution.known if resolution.keep and not item.commit}
+    for name, item in git.items():
+        chosen[name] = _built(_choose_commit(resolution, name, item, settings), resolution, settings)
     for _ in range(_MAX_SOURCES):
         try:
             text = resolution.compile(chosen.values())
             break
         except ProcessError as error:
-            name = _without_wheel(error.stderr, chosen)
-            if name is None or settings.only_binary:
+            missing = _without_wheel(error.stderr, chosen)
+            if missing is None or settings.only_binary:
                 raise
-            chosen[name] = _built(_choose(resolution, name, settings), resolution, settings)
+            chosen[missing] = _built(_choose(resolution, missing, settings), resolution, settings)
     else:
         raise DefinitionError(f"more than {_MAX_SOURCES} packages have no wheel; that many are not built from source")
     locked: dict[str, str] = {canonicalize_name(name): version for name, version, _ in read_pins(text)}
@@ -106,22 +123,46 @@ def _without_wheel(message: str, chosen: Iterable[str]) -> str | None:
     return next((name for name in names if name not in chosen), None)
 
 
+def _choose_commit(resolution: Resolution, name: str, item: GitRequirement, settings: SourceSettings) -> Source:
+    """Return a git repository as a source: the commit that was locked of the same branch or tag, with ``keep``."""
+    assert settings.cache is not None
+    for known in resolution.known if resolution.keep else ():
+        if (known.name, known.repository, known.reference) == (name, item.repository, item.reference):
+            return known
+    commit = find_commit(item.repository, item.reference)
+    file = fetch_commit(name, item.repository, commit, settings.cache)
+    return Source(
+        name=name,
+        version="",
+        file=f"{name}-{commit[:12]}.tar",
+        sha256="",
+        build=_locked_build(name, build_requirements(file, name), resolution),
+        repository=item.repository,
+        commit=commit,
+        reference=item.reference,
+    )
+
+
 def _choose(resolution: Resolution, name: str, settings: SourceSettings) -> Source:
     archive = choose_archive(resolution.checked, name, resolution.stack)
     assert settings.cache is not None
     requires = build_requirements(fetch_archive(archive, settings.cache), name)
+    build = _locked_build(name, requires, resolution)
+    return Source(name=name, version=archive.version, file=archive.file, sha256=archive.sha256, build=build)
+
+
+def _locked_build(name: str, requires: Sequence[str], resolution: Resolution) -> tuple[str, ...]:
     try:
-        build = lock_build(requires, resolution.checked, resolution.below, resolution.stack)
+        return lock_build(requires, resolution.checked, resolution.below, resolution.stack)
     except ProcessError as error:
         raise FetchError(f"{name}: what its build needs could not be resolved:\n{error.stderr.strip()}") from error
-    return Source(name=name, version=archive.version, file=archive.file, sha256=archive.sha256, build=build)
 
 
 def _built(source: Source, resolution: Resolution, settings: SourceSettings) -> Source:
     """Return the source with its wheel: as it was locked, where nothing changed."""
     same = [item for item in resolution.known if item.inputs == source.inputs]
     if same:
-        return same[0]
+        return replace(same[0], repository=source.repository, reference=source.reference)
     if settings.build is None:
         raise FetchError(f"{source.name} has no wheel, and its source is not built here")
     return settings.build(resolution.recipe, resolution.stack, source)
@@ -198,6 +239,7 @@ def read_built(source: Source, result: StoredResult, store: Store) -> Source:
         requires = [str(Requirement(str(line))) for line in metadata.get_all("Requires-Dist", [])]
         built = replace(
             source,
+            version=source.version or str(metadata.get("Version", "")),
             wheel=name,
             wheel_sha256=wheel.digest.removeprefix("sha256:"),
             requires=tuple(requires),

@@ -22,12 +22,14 @@ from ekiben.core.errors import DefinitionError
 
 FORMAT = 1
 SUFFIX = ".sources.json"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _PIN = re.compile(r"[A-Za-z0-9][\w.-]*==[^\s;\\]+( --hash=sha256:[0-9a-f]{64})+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source distribution of an index. ``build``: the pins of what its build needs, a line each, with hashes.
+    """A source distribution of an index, or a git commit: ``repository``, ``commit`` and the ``reference`` (a branch,
+    a tag) that meant it when it was locked. ``build``: the pins of what its build needs, a line each, with hashes.
 
     ``wheel`` is the file name of what is built from it, ``wheel_sha256`` its hash, ``requires`` and ``python`` the
     dependencies and the versions of Python that its metadata names; all are empty until it is built.
@@ -42,6 +44,9 @@ class Source:
     wheel_sha256: str = ""
     requires: tuple[str, ...] = ()
     python: str = ""
+    repository: str = ""
+    commit: str = ""
+    reference: str = ""
 
     @classmethod
     def parse(cls, fields: Fields) -> Source:
@@ -59,11 +64,15 @@ class Source:
                 Requirement(line)
         except (InvalidWheelFilename, InvalidVersion, InvalidRequirement) as error:
             raise ValueError(f"cannot be read: {error}") from error
+        is_git = "commit" in fields
         return cls(
             name=name,
             version=version,
             file=fields.basename("file"),
-            sha256=fields.hex_digest("sha256"),
+            sha256="" if is_git else fields.hex_digest("sha256"),
+            repository=fields.text("repository") if is_git else "",
+            commit=fields.matching("commit", _COMMIT, "a git commit's full name") if is_git else "",
+            reference=fields.text("reference") if is_git else "",
             build=tuple(build),
             wheel=wheel,
             wheel_sha256=fields.hex_digest("wheel_sha256"),
@@ -74,12 +83,16 @@ class Source:
     @property
     def inputs(self) -> dict[str, Any]:
         """Return what decides about the wheel's bytes, as an input of a key."""
+        if self.commit:  # which names its content, wherever it is fetched from
+            return {"name": self.name, "commit": self.commit, "build": list(self.build)}
         return {"name": self.name, "version": self.version, "sha256": self.sha256, "build": list(self.build)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that the file holds."""
         values = {
             **self.inputs,
+            **({"repository": self.repository, "reference": self.reference} if self.commit else {}),
+            "version": self.version,
             "file": self.file,
             "wheel": self.wheel,
             "wheel_sha256": self.wheel_sha256,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from ekiben.project.create import create_recipe
 from ekiben.spec.sources import read_sources
-from support.package_index import Index, serve
+from support.package_index import Index, serve, source
 from workspaces import Cli, Engine, NewStore, Workspace, give
 
 pytestmark = pytest.mark.covers("ekiben/project", "ekiben/packages", "ekiben/executors", "images/scripts")
@@ -108,7 +111,31 @@ def test_a_source_whose_build_differs_is_refused(
     assert "its build is not the same everywhere" in done.stderr
 
 
-def test_lm_eval_is_locked_with_its_requirements_built(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
+def test_git_requirement_is_built_from_its_commit(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
+    folder = workspace.folder("source")
+    repository = folder / "tools"
+    with tarfile.open(fileobj=io.BytesIO(source("tiny", "1.0"))) as archive:
+        archive.extractall(folder)
+    (folder / "tiny-1.0").rename(repository)
+    for args in (["init", "--quiet", "--initial-branch=main"], ["add", "."], ["commit", "--quiet", "--message=x"]):
+        subprocess.run(["git", "-C", repository, "-c", "user.name=x", "-c", "user.email=x@y.z", *args], check=True)
+    env = {
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.file://{repository}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://git.example/tools",
+    }
+    recipe = recipe_with(folder, "tiny @ git+https://git.example/tools@main\n", 'python -c "import tiny"')
+    stores = [new_store(cli.user, "base", "python") for _ in range(2)]
+    done = cli.run("--store", stores[0], "lock", recipe, "--engine", "apptainer", env=env)
+    assert "tiny 1.0 is built from the commit " in done.stdout
+    images = [
+        cli.image(store, recipe, "--engine", "apptainer", "--no-verify", "-o", folder / "mine.sif", env=env)
+        for store in stores
+    ]
+    assert images[0]["layers"] == images[1]["layers"]
+
+
+def test_lm_eval_is_locked_with_a_source_that_is_built(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
     """With the public index; of its packages the one without a wheel is built, for all others take gigabytes."""
     folder = workspace.folder("source")
     recipe = recipe_with(folder, "lm_eval\n", 'python -c "import sqlitedict"')

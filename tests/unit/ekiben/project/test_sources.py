@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ekiben.core.errors import DefinitionError, FetchError
+from ekiben.core.errors import DefinitionError, EkibenError, FetchError
 from ekiben.project.create import create_recipe
 from ekiben.project.lock import lock_recipe
 from ekiben.project.sources import SourceSettings
@@ -48,6 +49,7 @@ def play_build(recipe: Recipe, stack: Stack, source: Source) -> Source:
     """What a build stage gives: here nothing is built."""
     built.append(f"{source.name} {source.version}")
     requires = ("plain",) if source.version == "2.0" else ()
+    source = replace(source, version=source.version or "2.0")
     wheel = f"{source.name}-{source.version}-py3-none-any.whl"
     return replace(source, wheel=wheel, wheel_sha256=hashlib.sha256(wheel.encode()).hexdigest(), requires=requires)
 
@@ -70,6 +72,69 @@ def test_source_of_a_package_without_wheel_is_built_and_its_wheel_is_locked(fold
     assert "plain==1.0" in text  # what the built wheel depends on
     assert "s3cret" not in "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert SOURCES in (folder / "SHA256SUMS").read_text()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with two commits, which git finds for https://git.example/tools: the first is tagged v1."""
+    folder = tmp_path / "tools"
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.file://{folder}.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://git.example/tools")
+    git(tmp_path, "init", "--quiet", "--initial-branch=main", folder)
+    (folder / "pyproject.toml").write_text('[build-system]\nrequires = ["plain"]\nbuild-backend = "x"\n')
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "-m", "first")
+    git(folder, "tag", "-a", "-m", "one", "v1")
+    git(folder, "commit", "--quiet", "--allow-empty", "-m", "second")
+    return folder
+
+
+def git(folder: Path, *args: str | Path) -> str:
+    user = ("-c", "user.name=x", "-c", "user.email=x@y.z")
+    return subprocess.run(
+        ["git", "-C", folder, *user, *args], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(("reference", "expected"), [("", "main"), ("@main", "main"), ("@v1", "v1^{}")])
+def test_git_requirement_is_locked_to_the_commit_that_it_means(
+    folder: Path, index: Index, repository: Path, reference: str, expected: str
+) -> None:
+    line = f"above\nNeeded @ git+https://git.example/tools{reference} ; python_version > '3'\n"
+    lines = lock(folder, line)
+    (source,) = read_sources(folder / SOURCES)
+    assert source.commit == git(repository, "rev-parse", expected)
+    assert (source.repository, source.version) == ("https://git.example/tools", "2.0")
+    assert [pin.partition("==")[0] for pin in source.build] == ["plain"]
+    assert f"needed 2.0 is built from the commit {source.commit[:12]}" in "\n".join(lines)
+    assert "needed==2.0" in (folder / LOCK).read_text()
+    assert lock(folder, line, check=True) == ["mine: up to date"]
+    git(repository, "commit", "--quiet", "--allow-empty", "-m", "third")
+    assert lock(folder, line, keep=True) == ["mine: up to date"]
+    lock(folder, line)
+    assert len(built) == (0 if reference == "@v1" else 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("x @ git+https://me:s3cret@git.example/tools", "a user or a password in the URL would be in the lock file"),
+        ("x @ git+http://git.example/tools", "git\\+http:// is not fetched; write NAME @ git\\+https://"),
+        ("x @ git+file:///tools", "git\\+file:// is not fetched"),
+        ("git+https://git.example/tools", "a git repository is written as NAME @ git\\+https://HOST/PATH@COMMIT"),
+        ("-e git+https://git.example/tools#egg=x", "a git repository is written as NAME @ git"),
+        ("x @ git+https://git.example/tools#subdirectory=a", "'#subdirectory=a' is not supported"),
+        ("x @ git+https://git.example/tools@absent", "has no branch and no tag 'absent'"),
+        ("x @ git+https://git.example/tools@--upload-pack=touch", "has no branch and no tag '--upload-pack=touch'"),
+    ],
+)
+def test_git_requirement_that_cannot_be_locked_is_refused(
+    folder: Path, index: Index, repository: Path, line: str, message: str
+) -> None:
+    with pytest.raises(EkibenError, match=message) as caught:
+        lock(folder, f"plain\n{line}\n")
+    assert "HOST" not in message or str(caught.value).startswith(f"{folder}/requirements.txt:2: ")
 
 
 def test_kept_and_checked_locks_build_nothing(folder: Path, index: Index) -> None:
