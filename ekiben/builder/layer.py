@@ -198,7 +198,7 @@ class LayerBuilder:
         if source:  # code that nobody here wrote: it gets neither the host's settings nor the network
             mount_source(source, self._stack, mount / "source", self.store.cache)
         else:
-            environment = {**write_host_files(mount, self.sources), **mount_wheels(wheels, mount)}
+            environment = mount_wheels(wheels, mount, write_host_files(mount, self.sources))
         if self.uses_git:
             environment = {**environment, **mount_repositories(step.stage.arguments, mount)}
         left_out = LeftOut()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +19,8 @@ from ekiben.packages.host_config import site_sources, write_host_files
 from ekiben.packages.installed import DPKG_STATUS, installed_packages
 from ekiben.packages.lock import packages_of
 from ekiben.resolve.graph import BuildStage, Layer, StageCopy, stages_of
+from ekiben.spec.sources import read_sources, sources_file
+from ekiben.spec.stack import without_packages
 from ekiben.store import Image, StoredLayer
 
 _INSIDE = f"/{BUILD_MOUNT}/bundle"
@@ -116,8 +117,9 @@ def _is_source_lock(file: File) -> bool:
 def _copy_locks(locks: Sequence[File], mount: Path) -> None:
     for number, file in enumerate(locks):
         assert file.source
-        with file.open() as lock, (make_folder(mount / "locks") / f"{number}-{file.source.name}").open("wb") as out:
-            shutil.copyfileobj(lock, out)
+        built = {source.name for source in read_sources(sources_file(file.source))}  # what stages make of it travels
+        target = make_folder(mount / "locks") / f"{number}-{file.source.name}"
+        target.write_text(without_packages(file.text(), built), encoding="utf-8")
 
 
 def _run(

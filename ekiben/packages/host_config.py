@@ -93,14 +93,17 @@ def write_host_files(mount: Path, sources: PackageSources) -> Mapping[str, str]:
     return environment | {"APT_CONFIG": f"{inside}/apt.conf"} | dict(sources.environment)
 
 
-def mount_wheels(wheels: Sequence[File], mount: Path) -> dict[str, str]:
-    """Put wheels that were built here where a script finds them; return the environment in which uv does."""
+def mount_wheels(wheels: Sequence[File], mount: Path, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Put wheels that were built here where a script finds them; return the environment in which uv does, too."""
+    if not wheels:
+        return environment
     for wheel in wheels:
         target = mount / wheel.destination.removeprefix(f"/{BUILD_MOUNT}/")
         target.parent.mkdir(exist_ok=True)
         with wheel.open() as source, target.open("wb") as copy:
             shutil.copyfileobj(source, copy)
-    return {"UV_FIND_LINKS": f"/{BUILD_MOUNT}/wheels"} if wheels else {}
+    links = [*filter(None, [environment.get("UV_FIND_LINKS")]), f"/{BUILD_MOUNT}/wheels"]
+    return {**environment, "UV_FIND_LINKS": ",".join(links)}
 
 
 def _pip_settings() -> tuple[Path, ...]:

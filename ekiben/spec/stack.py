@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from ekiben.core.command_name import command_name
@@ -167,6 +168,12 @@ def read_pins(lock: str) -> list[tuple[str, str, list[str]]]:
     """Return name, version and hashes of each pin of a Python lock file; one of the hashes is the installed one."""
     blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
     return [(match[1], match[2], sorted(_HASH.findall(block))) for block in blocks if (match := _PIN.match(block))]
+
+
+def without_packages(lock: str, names: Collection[str]) -> str:
+    """Return a Python lock file without the blocks of these packages, whose names are in canonical form."""
+    blocks = re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)
+    return "".join(block for block in blocks if not ((pin := _PIN.match(block)) and canonicalize_name(pin[1]) in names))
 
 
 def stacks(folders: Sequence[Path], sources: SourceFolders | None = None) -> list[Stack]:

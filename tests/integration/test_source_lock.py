@@ -135,6 +135,23 @@ def test_git_requirement_is_built_from_its_commit(workspace: Workspace, new_stor
     assert images[0]["layers"] == images[1]["layers"]
 
 
+def test_bundle_has_the_wheel_that_was_built(workspace: Workspace, new_store: NewStore, index: Index, cli: Cli) -> None:
+    folder = workspace.folder("source")
+    recipe = recipe_with(folder, "tiny\n", 'python -c "import plain, tiny"')
+    env = {"UV_DEFAULT_INDEX": index.url(index.login), "PIP_INDEX_URL": index.url(index.login), "PIP_FIND_LINKS": None}
+    store, other = (new_store(cli.user, "base", "python") for _ in range(2))
+    options = ("--engine", "apptainer", "--format", "sif", "-o", folder / "mine.sif")
+    cli.run("--store", store, "lock", recipe, "--engine", "apptainer", env=env)
+    built = cli.image(store, recipe, *options, env=env)
+    bundle = folder / "mine.bundle"
+    # The layers below come from the public index; those of this test from its own.
+    both = {**env, "PIP_INDEX_URL": None, "PIP_EXTRA_INDEX_URL": index.url(index.login)}
+    cli.run("--store", store, "bundle", recipe, "-o", bundle, "--engine", "apptainer", env=both)
+    assert PASSWORD.encode() not in bundle.read_bytes()
+    again = cli.image(other, recipe, "--bundle", bundle, *options, prefix=("unshare", "--net"))
+    assert again["layers"] == built["layers"]
+
+
 def test_lm_eval_is_locked_with_a_source_that_is_built(workspace: Workspace, new_store: NewStore, cli: Cli) -> None:
     """With the public index; of its packages the one without a wheel is built, for all others take gigabytes."""
     folder = workspace.folder("source")

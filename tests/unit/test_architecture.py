@@ -195,7 +195,6 @@ READ_OTHERWISE = {
     "builder/layer.py _drift blob.open": "written by this process",
     "builder/layer.py _files_tar file.open": "File.open is open_regular",
     "builder/layer.py _make blob.open": "written by this process",
-    "bundle/_fetch.py _copy_locks file.open": "File.open is open_regular",
     "bundle/_fetch.py index_debs (folder / 'Records').read_text": (
         "written by apt in a container that this process started"
     ),
