@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from requests import Response
 
 MEDIA_INDEX = MEDIA_MANIFESTS[2]
+MEDIA_CONFIGS = (
+    "application/vnd.oci.image.config.v1+json",
+    "application/vnd.docker.container.image.v1+json",
+)
 PIECE = 16 << 20  # bytes of one piece of an upload: what is lost when a connection breaks
 _RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,19})")
 _Parsed = TypeVar("_Parsed")
@@ -72,6 +76,19 @@ class Registry:
         if not manifest.layers:
             raise FetchError(f"{self.reference}: the registry answered with something that is no image's manifest")
         return manifest
+
+    def platform_digests(self) -> dict[str, str]:
+        """Return the digest of each platform's manifest; the platform is "" where the image does not say it.
+
+        Raises FetchError.
+        """
+        data, digest = self.fetch_manifest()
+        if (listed := self._parse(parse_index, data)) is not None:
+            return {item.platform: item.digest for item in listed}
+        manifest = self._parse(Manifest.parse, data)
+        is_image = manifest.config.media_type in MEDIA_CONFIGS
+        architecture = self.config(manifest).architecture if is_image else ""
+        return {f"linux/{architecture}" if architecture else "": digest}
 
     def _parse(self, parse: Callable[[bytes], _Parsed], data: bytes) -> _Parsed:
         try:

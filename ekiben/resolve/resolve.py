@@ -22,6 +22,7 @@ from ekiben.resolve.graph import BuildStage, ImageState, Layer, ResolvedRecipe, 
 from ekiben.resolve.keys import KEY_FORMAT, hash_inputs
 from ekiben.resolve.recipe_layer import add_recipe_layer
 from ekiben.resolve.sources import source_copies
+from ekiben.spec.bases_lock import bind_bases
 from ekiben.spec.definition import (
     Copy,
     Definition,
@@ -186,7 +187,8 @@ class _Images:
                 "capabilities": " ".join(self.stack.file.compute_capabilities),
             }
             arguments = {**self.stack.file.arguments, **self.parents.get(name, {}), **self.arguments, **own}
-            self.read[name] = read_definition(path, root=root, arguments=arguments)
+            definition = read_definition(path, root=root, arguments=arguments)
+            self.read[name] = bind_bases(definition, self.recipe.folder, self.stack, self.recipe.sources)
             self._check_repositories(self.read[name])
         return self.read[name]
 

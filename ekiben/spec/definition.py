@@ -43,8 +43,11 @@ REFUSED = {
 }
 
 # Headers that each agent reads; plug-ins declare their headers.
-AGENT_HEADERS = {LOCAL: ("from",), "docker": ("from",), "debootstrap": ("osversion", "mirrorurl", "include")}
-WITH_REGISTRY = ("docker", "docker-archive", "docker-daemon", "oci", "oci-archive")  # agents of Registry:, Namespace:
+AGENT_HEADERS = {
+    LOCAL: ("from",),
+    "docker": ("from", "registry", "namespace"),
+    "debootstrap": ("osversion", "mirrorurl", "include"),
+}
 
 _EXPORT = re.compile(r"export[ \t]+([A-Za-z_]\w*)=(.*)")
 _NAMES = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
@@ -269,8 +272,6 @@ class _Reader:
         bootstrap = header.setdefault("bootstrap", "")
         for key in sorted(header.keys() & UNUSED.keys()):
             self.problem(line, f"'{key}:' is refused: {UNUSED[key]}")
-        if bootstrap in WITH_REGISTRY and header.get("from"):
-            header["from"] = "/".join(filter(None, map(header.get, ("registry", "namespace", "from"))))
         if bootstrap in AGENT_HEADERS:
             read = {"bootstrap", "stage", *AGENT_HEADERS[bootstrap]}
             header = {key: value for key, value in header.items() if key in read}

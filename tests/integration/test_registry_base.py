@@ -124,6 +124,27 @@ def test_registry_image_as_base(pushed: str, recipe_folder: RecipeFolder, worksp
     assert "FROM_BASE=yes" in logs and "%environment" in logs
 
 
+def test_tag_is_pinned_by_the_lock(pushed: str, recipe_folder: RecipeFolder, workspace: Workspace, cli: Cli) -> None:
+    folder, tiny = recipe_folder.path, f"{REGISTRY}/ekiben-test/tiny"
+    ground(recipe_folder, f"tiny:v1\nRegistry: {REGISTRY}\nNamespace: ekiben-test")
+    store = workspace.folder("store")
+    refused = cli.run("--store", store, "image", folder, cwd=folder, code=3)
+    assert "is not locked" in refused.stderr and f"lock {folder}" in refused.stderr
+    assert pushed in cli.run("lock", folder, cwd=folder).stdout
+    assert json.loads((folder / "bases.lock").read_text()) == {f"{tiny}:v1": {platform(): pushed}}
+    assert "name the same images" in cli.run("lock", folder, "--outdated", cwd=folder).stdout
+    made = cli.image(store, folder, "--format", "sif", "--no-verify", cwd=folder)
+    ground(recipe_folder, f"{tiny}:v1@{pushed}")
+    again = cli.image(store, folder, "--format", "sif", "--no-verify", cwd=folder)
+    assert made["layers"][:2] == again["layers"][:2]
+    ground(recipe_folder, f"{tiny}:v1")
+    other = f"sha256:{'0' * 64}"
+    (folder / "bases.lock").write_text(json.dumps({f"{tiny}:v1": {platform(): other}}))
+    assert f"{other} → {pushed}" in cli.run("lock", folder, "--outdated", cwd=folder).stdout
+    ground(recipe_folder, f"{tiny}:v2")
+    assert "v2: not there" in cli.run("lock", folder, cwd=folder, code=7).stderr
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

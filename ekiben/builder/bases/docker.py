@@ -1,17 +1,20 @@
-"""A base out of a registry: ``Bootstrap: docker``, ``From: IMAGE@sha256:…``. All layers of the image become one."""
+"""A base out of a registry: ``Bootstrap: docker``. All layers of the image become one.
+
+``From:`` names it by a digest, or by a tag that bases.lock binds to one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import io
-import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ekiben.builder.bases._reference import reference_problems
 from ekiben.core.errors import FetchError, LayerError
 from ekiben.formats.changeset import unordered_entries
 from ekiben.formats.squashfs.reader import merged_layer
@@ -21,17 +24,17 @@ if TYPE_CHECKING:
     from ekiben.packages.host_config import PackageSources
     from ekiben.resolve.graph import Layer
 
-_DIGEST = re.compile(r"@sha256:[0-9a-f]{64}$")
-
 
 def header_problems(header: Mapping[str, str]) -> list[str]:
-    """Return the problems of From:, which names an image by its digest."""
-    reference = header.get("from")
-    if not reference:
+    """Return the problems of From:, Registry: and Namespace:, which name an image together."""
+    if not header.get("from"):
         return ["Bootstrap: docker needs 'From:'"]
-    if not _DIGEST.search(reference):
-        return [f"From: {reference} is a tag that can move; pin it: {reference}@sha256:<digest>"]
-    return []
+    return reference_problems(image_reference(header))
+
+
+def image_reference(header: Mapping[str, str]) -> str:
+    """Return what Registry:, Namespace: and From: name together, as Apptainer combines them."""
+    return "/".join(value for name in ("registry", "namespace", "from") if (value := header.get(name)))
 
 
 def key_inputs(header: Mapping[str, str]) -> dict[str, str]:

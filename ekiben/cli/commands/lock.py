@@ -1,6 +1,7 @@
 """Update the lock files of a stack or of your recipe.
 
-They name Python packages with hashes, and Debian packages with versions.
+They name Python packages with hashes, Debian packages with versions,
+and the images that `From:` names by a tag with digests.
 
 \b
 Examples:
@@ -10,6 +11,7 @@ Examples:
   ekiben lock --arch arm64                  what differs for arm64, in NAME.arm64.lock
   ekiben lock cu130 --keep                  after a line was added to an .in file
   ekiben lock cu130 --outdated              what has a newer release; nothing is changed
+  ekiben lock ./mine --outdated             and which tags of bases have moved
   ekiben lock cu130 --advisories all.zip    what has a known advisory: osv.dev's PyPI/all.zip
 """
 
@@ -37,6 +39,7 @@ from ekiben.core.printable import printable
 from ekiben.packages.lock import open_stack, refresh, short_path
 from ekiben.packages.outdated import find_advisories, find_newer, read_locks
 from ekiben.project.lock import find_local_recipe, lock_recipe
+from ekiben.project.lock_bases import Bases, has_packages, lock_bases, outdated_bases, recipe_bases, stack_bases
 from ekiben.project.sources import SourceSettings, source_builder
 
 
@@ -78,10 +81,15 @@ def command(
 ) -> None:
     """Update, check, or compare."""
     recipe = find_local_recipe(stack, included)
+    bases = recipe_bases(recipe) if recipe else stack_bases(stack, open_stack(stack, included))
     if outdated or advisories:
         refuse_ignored(
             "is for writing lock files; --outdated and --advisories only read them", "check", "keep", "mirror", "arch"
         )
+        if outdated and bases.tags:
+            _print_outdated(bases)
+            if recipe and not has_packages(recipe):
+                return
         if recipe:
             locks = read_locks(recipe.folder / "images", recipe.sources)
         else:
@@ -92,6 +100,11 @@ def command(
         refuse_ignored("is for writing lock files; --check keeps what is locked anyway", "keep")
     if recipe:
         refuse_ignored("is for a stack's Debian packages; a recipe of your own locks Python packages", "mirror")
+    for line in lock_bases(bases, check=check, keep=keep, arch=arch):
+        click.echo(printable(line))
+    if recipe and bases.tags and not has_packages(recipe):
+        return
+    if recipe:
         build = None if check else source_builder(context.store, Options(engine=engine), context.progress)
         settings = SourceSettings(build, context.store.cache, only_binary)
         lines = lock_recipe(recipe, check=check, keep=keep, arch=arch, settings=settings)
@@ -100,6 +113,15 @@ def command(
         lines = refresh(stack, check=check, keep=keep, mirror=mirror, arch=arch, included=included)
     for line in lines:
         click.echo(printable(line))
+
+
+def _print_outdated(bases: Bases) -> None:
+    """Print which locked tags of bases name another image by now."""
+    lines = list(outdated_bases(bases))
+    for line in lines:
+        click.echo(printable(line))
+    if not lines:
+        click.echo(f"{len(bases.tags)} locked tags of bases name the same images")
 
 
 def _compare(locks: Mapping[Path, Mapping[str, str]], *, outdated: bool, advisories: Path | None) -> None:

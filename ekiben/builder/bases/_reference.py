@@ -1,0 +1,16 @@
+"""What is wrong with the name of a registry's image in a header."""
+
+from __future__ import annotations
+
+from ekiben.core.errors import UsageError
+
+
+def reference_problems(reference: str) -> list[str]:
+    """Return why ``reference`` names no image, if it does not."""
+    from ekiben.registry.reference import Reference
+
+    try:
+        Reference.parse(reference)
+    except UsageError as error:
+        return [f"From: {error}"]
+    return []

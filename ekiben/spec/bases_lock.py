@@ -1,0 +1,116 @@
+"""bases.lock: which image the tag of a base named when it was locked, by its digest for each platform.
+
+One file beside recipe.yaml for the definitions of a recipe, one in each stack's folder for those of images/. It holds
+the digest of a platform's own manifest, not that of an index: what is added for another platform changes no key, and a
+mirror that has one platform alone has the same digest. SHA256SUMS does not name it: a digest is compared with the bytes
+that come anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ekiben.core.checked import Fields, parse_json
+from ekiben.core.command_name import command_name
+from ekiben.core.errors import DefinitionError
+from ekiben.core.files import read_source
+from ekiben.spec.definition import Definition, Stage, load_agent
+from ekiben.spec.source_folders import SourceFolders
+from ekiben.spec.stack import Stack
+
+BASES_LOCK = "bases.lock"
+_PREFIXES = ("registry", "namespace")  # headers that are part of a reference
+
+Digests = Mapping[str, Mapping[str, str]]  # reference as written → platform → digest
+
+
+def lock_file(definition: Definition, recipe_folder: Path | None, stack: Stack) -> Path:
+    """Return the bases.lock for a definition: of the recipe where it is the recipe's own, else of the stack."""
+    folder = recipe_folder if recipe_folder and definition.root == recipe_folder else stack.folder
+    return folder / BASES_LOCK
+
+
+def read_bases_lock(path: Path) -> Digests:
+    """Return the digests of a bases.lock, of which there need not be any. Raises DefinitionError for a damaged one."""
+    text = read_source(path, default="")
+    try:
+        fields = Fields.of(parse_json(text)) if text else Fields({})
+        digests = {
+            reference: {platform: fields.object(reference).digest(platform) for platform in fields.mapping(reference)}
+            for reference in fields.data
+        }
+    except ValueError as error:
+        raise DefinitionError(f"{path}: {error}", hint=f"delete it, and lock again: {command_name()} lock") from error
+    return digests
+
+
+def format_bases_lock(digests: Digests) -> str:
+    """Return the text of a bases.lock."""
+    return json.dumps(digests, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def base_reference(stage: Stage) -> str | None:
+    """Return which image of a registry a stage begins with, as its header writes it; None where it is none."""
+    if stage.parent is not None:
+        return None
+    combine = getattr(load_agent(stage.bootstrap), "image_reference", None)
+    return str(combine(stage.header)) if combine else None
+
+
+def tags_of(definitions: Iterable[Definition]) -> dict[str, Definition]:
+    """Return the references that a lock pins, each with a definition that names it."""
+    tags: dict[str, Definition] = {}
+    for definition in definitions:
+        for stage in definition.stages:
+            if (reference := base_reference(stage)) and "@" not in reference:
+                tags.setdefault(reference, definition)
+    return tags
+
+
+def bind_bases(definition: Definition, recipe_folder: Path, stack: Stack, sources: SourceFolders) -> Definition:
+    """Return the definition with the digest in each From: that names an image by a tag, for the stack's platform.
+
+    Raises DefinitionError where bases.lock has none.
+    """
+    stages = tuple(_bind(stage, definition, recipe_folder, stack, sources) for stage in definition.stages)
+    return replace(definition, stages=stages) if stages != definition.stages else definition
+
+
+def _bind(stage: Stage, definition: Definition, recipe_folder: Path, stack: Stack, sources: SourceFolders) -> Stage:
+    if not (reference := base_reference(stage)):
+        return stage
+    if "@" not in reference:
+        path = lock_file(definition, recipe_folder, stack)
+        sources.check(path)
+        digests = read_bases_lock(path).get(reference, {})
+        if stack.platform not in digests:
+            raise _unlocked(reference, definition, path, digests, stack)
+        reference = f"{reference}@{digests[stack.platform]}"
+    header = {name: value for name, value in stage.header.items() if name not in _PREFIXES}
+    return replace(stage, header={**header, "from": reference})
+
+
+def _unlocked(
+    reference: str, definition: Definition, path: Path, digests: Mapping[str, str], stack: Stack
+) -> DefinitionError:
+    where = f"{definition.path}:{_line_of_from(definition.text)}: From: {reference}"
+    name = stack.name if path.parent == stack.folder else shlex.quote(str(path.parent))
+    if digests:
+        return DefinitionError(
+            f"{where} is locked for {', '.join(sorted(digests))}, and not for {stack.platform}",
+            hint=f"where the image is published for it, too: {command_name()} lock {name} --arch {stack.arch}",
+        )
+    return DefinitionError(
+        f"{where} is not locked: no digest of it is in {path}, and a tag can move",
+        hint=f"{command_name()} lock {name}",
+    )
+
+
+def _line_of_from(text: str) -> int:
+    lines = enumerate(text.split("\n"), 1)
+    return next((number for number, line in lines if re.match(r"[ \t]*from[ \t]*:", line, re.IGNORECASE)), 1)
